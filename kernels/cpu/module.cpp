@@ -1,0 +1,11 @@
+// The extension module; each kernel file registers its functions through one bind_* function.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_decode(nb::module_& m);
+
+NB_MODULE(_ext, m) {
+    m.doc() = "Compiled CPU kernels of nstf";
+    bind_decode(m);
+}

@@ -1,0 +1,47 @@
+"""What a user can do wrong, one class per exit code.
+
+A message has three parts: what is wrong with the actual value, where (file, tensor, option), what to do.
+Low-level functions raise `ValueError` with shapes and values; the layer that knows the file or the tensor
+re-raises one of these with `from error`. The command line prints the message in one line and exits with
+`exit_code`; the traceback is shown with `--debug` only.
+"""
+
+
+class NstfError(Exception):
+    """Failed at run time (exit code 1): disk full, out of memory, a model that cannot be run."""
+
+    exit_code = 1
+
+
+class UsageError(NstfError):
+    """Wrong usage (exit code 2): a malformed option, a dataset that is empty, a work directory of another job."""
+
+    exit_code = 2
+
+
+class BudgetError(NstfError):
+    """The budget cannot be met (exit code 3); `smallest_bytes` is the smallest file that can be written."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class GateFailed(NstfError):
+    """An accuracy gate failed (exit code 4)."""
+
+    exit_code = 4
+
+
+class CorruptError(NstfError):
+    """An artifact or a checkpoint is corrupt (exit code 5)."""
+
+    exit_code = 5
+
+
+class UnsupportedError(NstfError):
+    """A model or file of a kind that is not supported (exit code 6)."""
+
+    exit_code = 6
