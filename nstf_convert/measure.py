@@ -1,11 +1,12 @@
 """How far one model's predictions are from another's: per-token scores and their summary.
 
-The protocol is llama-perplexity's: the text is cut into windows of `seq_len` tokens that do not overlap, and of
-each window the last `seq_len / 2 - 1` predictions are scored (255 of 512), so that every scored token has a
-long context. KL divergence is KL(reference || test), in nats; perplexity is exp of the mean negative log-likelihood.
+The protocol is llama-perplexity's: the text is cut into windows of `seq_len` tokens that do not overlap, and
+of each window the last `seq_len / 2 - 1` predictions are scored (255 of 512), so that every scored token has a
+long context. KL divergence is KL(reference || test), in nats; perplexity is exp of the mean negative
+log-likelihood.
 
-Standard errors are those of the mean over windows (tokens of one window are correlated, windows much less so).
-They are None for a single window.
+Standard errors are those of the mean over windows (the tokens of one window are correlated, windows much less
+so). They are None for a single window.
 """
 
 import math
@@ -70,7 +71,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Similarity:
-    """What a changed encoder lost: cosine of its outputs with the reference's, and the relative error's norm."""
+    """What a changed encoder lost: cosine of its outputs with the reference's, and the relative L2 error."""
 
     mean_cosine: float
     min_cosine: float
@@ -104,8 +105,8 @@ def cut_windows(ids: Sequence[int] | Tensor, seq_len: int, count: int | None = N
 def compare(ref_logits: Tensor, test_logits: Tensor, labels: Tensor) -> TokenScores:
     """Scores of every row. ref_logits, test_logits: [n, V]; labels: [n] int64, the tokens that follow.
 
-    Computed in float64 by blocks of at most MAX_ROWS rows. A row with a logit that is not finite in `test_logits`
-    scores an infinite or NaN KLD, which no gate lets pass.
+    Computed in float64 by blocks of at most MAX_ROWS rows. A row with a NaN in `test_logits` scores a NaN KLD,
+    which no gate lets pass.
     """
     if ref_logits.shape != test_logits.shape or ref_logits.ndim != 2 or labels.shape != ref_logits.shape[:1]:
         raise ValueError(
@@ -122,7 +123,7 @@ def compare(ref_logits: Tensor, test_logits: Tensor, labels: Tensor) -> TokenSco
 def score_window(
     reference: LanguageModel, ref_hidden: Tensor, test: LanguageModel, test_hidden: Tensor, ids: Tensor
 ) -> TokenScores:
-    """Scores of one window. ref_hidden, test_hidden: [t, d]; ids: [t]. Logits exist for one block at a time."""
+    """Scores of one window. ref_hidden, test_hidden: [t, d]; ids: [t]. Logits exist for a block at a time."""
     first = first_scored(ids.shape[0])
     rows_ref, rows_test, labels = ref_hidden[first:-1], test_hidden[first:-1], ids[first + 1 :]
     blocks = []
@@ -154,7 +155,7 @@ def summarise(windows: Sequence[TokenScores]) -> Accuracy:
         ppl_reference_se=_scaled(nll_ref_se, _exp(nll_ref)),
         ppl=_exp(nll),
         ppl_se=_scaled(nll_se, _exp(nll)),
-        # Paired: the text's own difficulty cancels, so this error is far smaller than those of the two figures.
+        # Paired: the text's own difficulty cancels, so this error is far smaller than the other two.
         ppl_ratio=_exp(shift),
         ppl_ratio_se=_scaled(shift_se, _exp(shift)),
         windows=len(windows),
@@ -163,7 +164,7 @@ def summarise(windows: Sequence[TokenScores]) -> Accuracy:
 
 
 def compare_outputs(reference: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """(cosine [n], relative L2 error [n]) of the rows of two encoders' outputs, [n, d] or [n, ...] flattened."""
+    """(cosine [n], relative L2 error [n]) of two encoders' outputs, [n, d] or [n, ...] flattened."""
     if reference.shape != test.shape:
         raise ValueError(f"outputs {list(reference.shape)} and {list(test.shape)} differ in shape")
     ref, out = reference.flatten(1).double(), test.flatten(1).double()

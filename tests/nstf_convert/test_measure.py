@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+
 from nstf_convert.measure import (
     TokenScores,
     compare,
