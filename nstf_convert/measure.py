@@ -184,7 +184,7 @@ def summarise_outputs(cosine: Tensor, relative_l2: Tensor) -> Similarity:
 def _compare_block(ref_logits: Tensor, test_logits: Tensor, labels: Tensor) -> TokenScores:
     """Scores of one block, in float32 where that is exact enough and float64 where it is not.
 
-    With d = test - ref, p = softmax(ref), m = E_p[d] and e = d - m:  KL = log E_p[exp(e)], and since E_p[e] = 0,
+    With d = test - ref, p = softmax(ref), m = E_p[d] and e = d - m: KL = log E_p[exp(e)], and as E_p[e] = 0,
     KL = log1p(E_p[expm1(e) - e]). Every term is >= 0, so nothing cancels: divergences of 1e-9 nats keep four
     digits in float32, at a third of the time of two float64 log-softmaxes.
     """
@@ -196,7 +196,7 @@ def _compare_block(ref_logits: Tensor, test_logits: Tensor, labels: Tensor) -> T
     gain -= shift
     gain *= p
     kl = torch.log1p(gain.sum(-1, dtype=torch.float64))
-    # Excluded tokens (-inf), exp beyond float32 and differences far above 1 nat: the plain formula, in float64.
+    # Excluded tokens (-inf), exp beyond float32, large differences: the plain formula, in float64.
     hard = ~(kl < 0.5)
     if bool(hard.any()):
         kl[hard] = _divergence(ref[hard].double(), test[hard].double())
