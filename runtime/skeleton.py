@@ -1,0 +1,157 @@
+"""The empty model a checkpoint or an artifact is poured into: parameters on the meta device, buffers real.
+
+Buffers that no checkpoint stores (rotary frequencies, position ids, Gemma's embedding scale) are computed by the
+model's constructor. So the constructor runs as usual, initialisation included, and only `register_parameter` is
+watched: each parameter moves to the meta device the moment it is assigned, before anything writes to it. A
+`torch.empty` that nobody touches costs address space, not memory, so the peak stays near zero for any model.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nstf.errors import UnsupportedError
+
+# Keys that name code to import, or that make transformers expect weights in another library's format.
+_IGNORED_KEYS = ("auto_map", "quantization_config", "compression_config", "custom_pipelines")
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+
+
+def build_skeleton(
+    config: Mapping[str, Any], architecture: str | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The transformers model a config describes: parameters on meta, buffers real, eval mode.
+
+    config: the content of config.json. No hub access, no remote code: `auto_map` is ignored.
+    architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class that the Auto
+    mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
+    dtype: the default dtype while the model is built, that of its meta parameters and of the buffers that follow it.
+
+    Raises UnsupportedError when the installed transformers does not know the architecture or refuses the config.
+    """
+    import transformers
+
+    given = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    name = architecture or next(iter(given.get("architectures") or ()), None)
+    model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
+    try:
+        model_config = _config_class(given, model_class).from_dict(given)
+        with _default_dtype(dtype), _parameters_on_meta(), torch.no_grad():
+            model: nn.Module = model_class(model_config)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """The names of the parameters a checkpoint must hold: all but the aliases of `tied_aliases`, in module order."""
+    aliases = tied_aliases(model)
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in aliases]
+
+
+def tied_aliases(model: nn.Module) -> dict[str, str]:
+    """Names of one and the same parameter: alias -> the name it is stored under.
+
+    The source is the one transformers states (`lm_head.weight` -> `model.embed_tokens.weight`); where it states
+    none, the first in module order.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    stated = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    aliases = {}
+    for names in groups.values():
+        source = next((stated[name] for name in names if stated.get(name) in names), names[0])
+        aliases |= {name: source for name in names if name != source}
+    return aliases
+
+
+def _named_class(name: object) -> Any:
+    """The model class of transformers called `name`; nothing else that transformers exports will do."""
+    import transformers
+
+    found = None
+    if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
+        try:
+            found = getattr(transformers, name, None)
+        except (ImportError, RuntimeError):
+            found = None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        if found is not transformers.PreTrainedModel:
+            return found
+    raise UnsupportedError(
+        f"architecture {str(name)[:80]!r} is not known to transformers {transformers.__version__}; "
+        "update transformers, or use nstf.runtime.load_tensors to read the tensors without a model"
+    )
+
+
+def _auto_class(model_type: object) -> Any:
+    """The class the Auto mappings give for a `model_type`, for configs that name no architecture."""
+    import transformers
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    if isinstance(model_type, str) and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+        for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+            names: Any = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
+            if model_type in names:
+                return _named_class(names[model_type])
+        base = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
+        if base is not None:
+            return _named_class(base if isinstance(base, str) else base[0])
+    raise UnsupportedError(
+        f"the config names no architecture, and model_type {str(model_type)[:80]!r} is not known to "
+        f"transformers {transformers.__version__}; use nstf.runtime.load_tensors to read the tensors without a model"
+    )
+
+
+def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
+    """The config class: the model's own, unless the model takes any config of its family (`model_type` decides)."""
+    from transformers.models.auto import configuration_auto
+
+    own = getattr(model_class, "config_class", None)
+    model_type = config.get("model_type")
+    if own is not None and model_type in (None, own.model_type):
+        return own
+    if isinstance(model_type, str) and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+        return configuration_auto.CONFIG_MAPPING[model_type]
+    raise UnsupportedError(f"model_type {str(model_type)[:80]!r} has no config class in this transformers")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Every parameter assigned to a module inside this context moves to the meta device at once."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        # A parameter that is on meta already stays the same object: that is how tied weights are recognised.
+        if param is not None and param.device.type != "meta":
+            moved = type(param)(param.detach().to("meta"), requires_grad=False)
+            moved.__dict__.update(param.__dict__)
+            self._parameters[name] = moved
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype, set for the time of the context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
