@@ -1,9 +1,10 @@
 """The empty model a checkpoint or an artifact is poured into: parameters on the meta device, buffers real.
 
-Buffers that no checkpoint stores (rotary frequencies, position ids, Gemma's embedding scale) are computed by the
-model's constructor. So the constructor runs as usual, initialisation included, and only `register_parameter` is
-watched: each parameter moves to the meta device the moment it is assigned, before anything writes to it. A
-`torch.empty` that nobody touches costs address space, not memory, so the peak stays near zero for any model.
+Buffers that no checkpoint stores (rotary frequencies, position ids, Gemma's embedding scale) are computed by
+the model's constructor. So the constructor runs as usual, initialisation included, and only
+`register_parameter` is watched: each parameter moves to the meta device the moment it is assigned, before
+anything writes to it. A `torch.empty` that nobody touches costs address space, not memory, so the peak stays
+near zero for any model.
 """
 
 import re
@@ -27,11 +28,11 @@ def build_skeleton(
     """The transformers model a config describes: parameters on meta, buffers real, eval mode.
 
     config: the content of config.json. No hub access, no remote code: `auto_map` is ignored.
-    architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class that the Auto
-    mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
-    dtype: the default dtype while the model is built, that of its meta parameters and of the buffers that follow it.
+    architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class that the
+    Auto mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
+    dtype: the default dtype while the model is built, that of its meta parameters.
 
-    Raises UnsupportedError when the installed transformers does not know the architecture or refuses the config.
+    Raises UnsupportedError when transformers does not know the architecture or refuses the config.
     """
     import transformers
 
@@ -53,7 +54,7 @@ def build_skeleton(
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """The names of the parameters a checkpoint must hold: all but the aliases of `tied_aliases`, in module order."""
+    """The names of the parameters a checkpoint must hold, in module order: all but the tied aliases."""
     aliases = tied_aliases(model)
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in aliases]
 
@@ -61,14 +62,14 @@ def parameter_names(model: nn.Module) -> list[str]:
 def tied_aliases(model: nn.Module) -> dict[str, str]:
     """Names of one and the same parameter: alias -> the name it is stored under.
 
-    The source is the one transformers states (`lm_head.weight` -> `model.embed_tokens.weight`); where it states
-    none, the first in module order.
+    The source is the one transformers states (`lm_head.weight` -> `model.embed_tokens.weight`); where it
+    states none, the first in module order.
     """
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     stated = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    aliases = {}
+    aliases: dict[str, str] = {}
     for names in groups.values():
         source = next((stated[name] for name in names if stated.get(name) in names), names[0])
         aliases |= {name: source for name in names if name != source}
@@ -109,12 +110,13 @@ def _auto_class(model_type: object) -> Any:
             return _named_class(base if isinstance(base, str) else base[0])
     raise UnsupportedError(
         f"the config names no architecture, and model_type {str(model_type)[:80]!r} is not known to "
-        f"transformers {transformers.__version__}; use nstf.runtime.load_tensors to read the tensors without a model"
+        f"transformers {transformers.__version__}; "
+        "use nstf.runtime.load_tensors to read the tensors without a model"
     )
 
 
 def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
-    """The config class: the model's own, unless the model takes any config of its family (`model_type` decides)."""
+    """The config class: the model's own, unless `model_type` names another one of its family."""
     from transformers.models.auto import configuration_auto
 
     own = getattr(model_class, "config_class", None)
