@@ -1,0 +1,29 @@
+"""`add`: the sum of two encodings of the same shape, for instance a 2-bit grid and a low-rank correction."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+KIND = "add"
+
+
+@dataclass(frozen=True)
+class Params:
+    """No parameters."""
+
+
+def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
+    return {}
+
+
+def children(params: Params, shape: Shape) -> dict[str, Shape]:
+    """`x` and `y`, both of the tensor's own shape."""
+    return {"x": shape, "y": shape}
+
+
+def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
+    """X + Y in float32."""
+    return children["x"].to(torch.float32) + children["y"].to(torch.float32)
