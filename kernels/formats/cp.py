@@ -29,7 +29,7 @@ class Params:
 
 
 def check_view(view: Shape) -> None:
-    """Raises ValueError unless `view` is a tuple of 2 to 8 positive sizes. Also used by tucker, tensor_train."""
+    """Raises ValueError unless `view` is 2 to 8 positive sizes in a tuple. Tucker and TT use it too."""
     if not isinstance(view, tuple) or not 2 <= len(view) <= MAX_DIMS:
         raise ValueError(f"a view must have between 2 and {MAX_DIMS} axes")
     check_shape(view)

@@ -16,7 +16,7 @@ KIND = "tucker"
 
 @dataclass(frozen=True)
 class Params:
-    """`ranks`: size of the core along each axis of `view`; an axis has a factor if its rank is below its size."""
+    """`ranks`: size of the core along each axis of `view`; an axis has a factor if rank < size."""
 
     ranks: tuple[int, ...]
     view: tuple[int, ...]
