@@ -1,0 +1,149 @@
+"""Second moments of layer inputs: the Hessians `H = E[x x^T]` that rounding and low-rank fitting minimise against.
+
+`||(W - W^) X||_F^2 = N tr((W - W^) H (W - W^)^T)` for N tokens, so H is all that a layer-wise method needs to
+know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Rows per convolution call that enter the second moment; positions of one image are highly correlated.
+MAX_CONV_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`hessian`: [in, in] float32, the mean of x x^T over `tokens` inputs; `members`: the layers that share it."""
+
+    hessian: Tensor
+    tokens: int
+    members: tuple[str, ...]
+
+
+class InputMoments:
+    """Gathers the second moments of the inputs of watched layers by forward hooks.
+
+    Layers that read the very same tensor (q, k and v; gate and up) share one matrix: it is found when the
+    first batch runs, by identity of the input.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
+        self._key_of: dict[str, str] = {}
+        self._last: tuple[Tensor, str] | None = None
+
+    def watch(self, name: str, module: nn.Module) -> Any:
+        """Starts gathering for a Linear, Conv or Conv1D layer; returns the hook's handle."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0]
+            if name not in self._key_of:
+                shared = self._last is not None and self._last[0] is x
+                self._key_of[name] = self._last[1] if shared and self._last else name
+            key = self._key_of[name]
+            if key != name:
+                return
+            self._last = (x, name)
+            self.add(name, rows_of(module, x))
+
+        return module.register_forward_pre_hook(hook)
+
+    def add(self, key: str, rows: Tensor) -> None:
+        """Adds rows [n, in] to the sum under `key`."""
+        if rows.shape[0] == 0:
+            return
+        self._key_of.setdefault(key, key)
+        rows = rows.detach().to(torch.float32)
+        if key not in self._sums:
+            self._sums[key] = torch.zeros(rows.shape[1], rows.shape[1])
+            self._tokens[key] = 0
+        self._sums[key].addmm_(rows.T, rows)
+        self._tokens[key] += rows.shape[0]
+
+    def pop(self, names: Iterable[str] | None = None) -> dict[str, Moment]:
+        """The finished moments of `names` (all when None), by key; their memory is released here."""
+        self._last = None
+        wanted = set(self._key_of if names is None else names)
+        out = {}
+        for key in [k for k in self._sums if k in wanted]:
+            members = tuple(sorted(n for n, k in self._key_of.items() if k == key))
+            tokens = self._tokens.pop(key)
+            out[key] = Moment(self._sums.pop(key).div_(tokens), tokens, members)
+        return out
+
+
+def rows_of(module: nn.Module, x: Tensor) -> Tensor:
+    """The rows a layer's weight matrix multiplies: [n, in]; convolutions are unfolded (im2col).
+
+    Raises ValueError for grouped convolutions, whose groups see different inputs.
+    """
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return x.reshape(-1, x.shape[-1])
+    if module.groups != 1:
+        raise ValueError(f"a convolution with {module.groups} groups has no single input matrix")
+    x = x.detach()
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    padding = module.padding if isinstance(module.padding, tuple) else _same_padding(module)
+    pad = [p for size in reversed(padding) for p in (int(size), int(size))]
+    x = F.pad(x, pad)
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
+    spatial = len(kernel)
+    order = [0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial)]
+    rows = x.permute(order).reshape(-1, x.shape[1] * _product(kernel))
+    if rows.shape[0] > MAX_CONV_ROWS:
+        step = rows.shape[0] / MAX_CONV_ROWS
+        rows = rows[(torch.arange(MAX_CONV_ROWS) * step).long()]
+    return rows
+
+
+def _same_padding(module: Any) -> tuple[int, ...]:
+    if module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    return tuple(d * (k - 1) // 2 for k, d in zip(module.kernel_size, module.dilation, strict=True))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    out = 1
+    for size in sizes:
+        out *= size
+    return out
+
+
+class ExpertMoments:
+    """Second moments of the inputs of a mixture's expert stacks, pooled over experts, and each expert's tokens.
+
+    Works on modules that hold `gate_up_proj` [experts, 2 * ffn, hidden] and `down_proj` [experts, hidden, ffn]
+    and are called as `experts(hidden_states, top_k_index, top_k_weights)` (transformers 5).
+    """
+
+    def __init__(self, moments: InputMoments) -> None:
+        self._moments = moments
+        self.tokens: dict[str, Tensor] = {}
+
+    def watch(self, name: str, module: Any) -> Any:
+        """Starts gathering for one expert module; must be attached after the hooks that load its weights."""
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            index = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            gate_up = module.gate_up_proj
+            counts = torch.bincount(index.reshape(-1).clamp(max=gate_up.shape[0]), minlength=gate_up.shape[0])
+            counts = counts[: gate_up.shape[0]]
+            self.tokens[name] = self.tokens.get(name, 0) + counts
+            for expert in torch.nonzero(counts).reshape(-1).tolist():
+                rows = hidden[(index == expert).any(dim=-1)]
+                if gate_up.shape[-1] != rows.shape[-1]:
+                    continue  # stored [experts, in, out] (GPT-OSS): the planner treats it as data-free
+                self._moments.add(f"{name}.gate_up_proj", rows)
+                gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+                self._moments.add(f"{name}.down_proj", module.act_fn(gate) * up)
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
