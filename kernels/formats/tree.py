@@ -78,10 +78,9 @@ def _formats() -> dict[str, ModuleType]:
     package = importlib.import_module("nstf.kernels.formats")
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name in ("tree", "bitpack"):
-            continue
         module = importlib.import_module(f"nstf.kernels.formats.{info.name}")
-        found[module.KIND] = module
+        if hasattr(module, "KIND"):
+            found[module.KIND] = module
     return found
 
 

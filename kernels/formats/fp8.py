@@ -1,0 +1,75 @@
+"""`fp8`: 8-bit floating point (E4M3) with one scale per row or group.
+
+`e4m3fn` is the OCP type (bias 7, largest value 448, NaN at 0x7f and 0xff). `e4m3fnuz` is AMD's CDNA3 type (bias 8,
+largest value 240, no negative zero, NaN at 0x80 only): the same byte stands for half the value.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.scales import (
+    check_group,
+    check_lead,
+    check_scale_bits,
+    group_count,
+    matrix_shape,
+    per_column,
+    read_scales,
+    scale_specs,
+)
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+KIND = "fp8"
+
+DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
+
+
+@dataclass(frozen=True)
+class Params:
+    """`variant` e4m3fn or e4m3fnuz; `group` columns share a scale (0: the whole row); `scale_bits` 16 (float16)
+    or 32 (float32); `lead` axes make the rows.
+    """
+
+    variant: str = "e4m3fn"
+    group: int = 0
+    scale_bits: int = 16
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.variant not in DTYPES:
+            raise ValueError(f"variant must be one of {', '.join(DTYPES)}, not {self.variant[:40]!r}")
+        check_group(self.group)
+        check_scale_bits(self.scale_bits, (16, 32))
+        check_lead(self.lead)
+
+
+def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
+    """`codes` u8 [rows, cols] (the bits of the fp8 value) and `scale` [rows, groups]."""
+    rows, cols = matrix_shape(shape, params.lead)
+    groups = group_count(cols, params.group)
+    return {"codes": ArraySpec(torch.uint8, (rows, cols)), **scale_specs(rows, groups, params.scale_bits)}
+
+
+def children(params: Params, shape: Shape) -> dict[str, Shape]:
+    return {}
+
+
+def code_bits(params: Params, shape: Shape) -> int:
+    rows, cols = matrix_shape(shape, params.lead)
+    return rows * cols * 8
+
+
+def values_of_codes(variant: str) -> Tensor:
+    """The value of every byte: float32 [256], NaN where the type says so."""
+    return torch.arange(256, dtype=torch.uint8).view(DTYPES[variant]).float()
+
+
+def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
+    """scale * fp8 value, float32 of `shape`."""
+    _, cols = matrix_shape(shape, params.lead)
+    values = arrays["codes"].view(DTYPES[params.variant]).float()
+    values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
+    return values.reshape(shape)

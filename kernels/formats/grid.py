@@ -1,0 +1,65 @@
+"""`grid`: 4-bit codes into a table of 16 values per tensor, with one scale per group of a row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import bitpack
+from nstf.kernels.formats.scales import (
+    check_group,
+    check_lead,
+    check_scale_bits,
+    group_count,
+    matrix_shape,
+    per_column,
+    read_scales,
+    scale_specs,
+)
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+KIND = "grid"
+
+
+@dataclass(frozen=True)
+class Params:
+    """`levels` of the table (16); `group` columns share a scale (0: the whole row); `scale_bits` 16 or 8; `lead`."""
+
+    levels: int = 16
+    group: int = 64
+    scale_bits: int = 16
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.levels != 16:
+            raise ValueError(f"levels must be 16, not {self.levels}")
+        check_group(self.group)
+        check_scale_bits(self.scale_bits, (8, 16))
+        check_lead(self.lead)
+
+
+def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
+    """`table` f16 [16], `codes` u8 [rows, ceil(cols/2)], and the scales."""
+    rows, cols = matrix_shape(shape, params.lead)
+    return {
+        "table": ArraySpec(torch.float16, (params.levels,)),
+        "codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, 4))),
+        **scale_specs(rows, group_count(cols, params.group), params.scale_bits),
+    }
+
+
+def children(params: Params, shape: Shape) -> dict[str, Shape]:
+    return {}
+
+
+def code_bits(params: Params, shape: Shape) -> int:
+    rows, cols = matrix_shape(shape, params.lead)
+    return rows * cols * 4
+
+
+def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
+    """scale * table[code], float32 of `shape`."""
+    _, cols = matrix_shape(shape, params.lead)
+    values = arrays["table"].float()[bitpack.unpack(arrays["codes"], 4, cols).int()]
+    values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
+    return values.reshape(shape)

@@ -1,0 +1,75 @@
+"""`int`: integer codes on a uniform grid with one scale (and zero point) per group of a row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import bitpack
+from nstf.kernels.formats.scales import (
+    check_group,
+    check_lead,
+    check_scale_bits,
+    group_count,
+    matrix_shape,
+    per_column,
+    read_scales,
+    scale_specs,
+)
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+KIND = "int"
+
+
+@dataclass(frozen=True)
+class Params:
+    """`bits` 2..8 per code; `group` columns share a scale (0: the whole row); `symmetric`: zero is 2**(bits-1);
+    `scale_bits` 16 (float16) or 8 (8-bit codes under one float16 per row); `lead` axes make the rows.
+    A float16 scale may be negative: the grid then reaches one step further on the positive side.
+    """
+
+    bits: int = 4
+    group: int = 64
+    symmetric: bool = True
+    scale_bits: int = 16
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits must be 2 to 8, not {self.bits}")
+        check_group(self.group)
+        check_scale_bits(self.scale_bits, (8, 16))
+        check_lead(self.lead)
+
+
+def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
+    """`codes` u8 [rows, ceil(cols*bits/8)], the scales, and `zeros` (bit-packed like codes) when asymmetric."""
+    rows, cols = matrix_shape(shape, params.lead)
+    groups = group_count(cols, params.group)
+    specs = {"codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, params.bits)))}
+    specs |= scale_specs(rows, groups, params.scale_bits)
+    if not params.symmetric:
+        specs["zeros"] = ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(groups, params.bits)))
+    return specs
+
+
+def children(params: Params, shape: Shape) -> dict[str, Shape]:
+    return {}
+
+
+def code_bits(params: Params, shape: Shape) -> int:
+    rows, cols = matrix_shape(shape, params.lead)
+    return rows * cols * params.bits
+
+
+def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
+    """scale * (code - zero), float32 of `shape`."""
+    rows, cols = matrix_shape(shape, params.lead)
+    values = bitpack.unpack(arrays["codes"], params.bits, cols).float()
+    if params.symmetric:
+        values -= 1 << (params.bits - 1)
+    else:
+        zeros = bitpack.unpack(arrays["zeros"], params.bits, group_count(cols, params.group))
+        values -= per_column(zeros.float(), params.group, cols)
+    values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
+    return values.reshape(shape)

@@ -1,0 +1,69 @@
+"""What the leaf formats share: the matrix view of a tensor, groups along the columns, and stored scales."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+
+def check_lead(lead: int) -> None:
+    if not 0 <= lead <= 8:
+        raise ValueError(f"lead must be 0 to 8, not {lead}")
+
+
+def check_group(group: int) -> None:
+    if group < 0 or group % 8 or group > 1 << 20:
+        raise ValueError(f"group must be 0 (a whole row) or a multiple of 8 up to 2**20, not {group}")
+
+
+def check_scale_bits(scale_bits: int, allowed: tuple[int, ...]) -> None:
+    if scale_bits not in allowed:
+        raise ValueError(f"scale_bits must be one of {', '.join(map(str, allowed))}, not {scale_bits}")
+
+
+def matrix_shape(shape: Shape, lead: int) -> tuple[int, int]:
+    """(rows, cols) of the matrix view: the first `lead` axes make the rows. Raises ValueError on an empty tensor."""
+    if lead > len(shape):
+        raise ValueError(f"lead {lead} is more than the {len(shape)} dimensions of {list(shape)}")
+    rows, cols = math.prod(shape[:lead]), math.prod(shape[lead:])
+    if rows < 1 or cols < 1:
+        raise ValueError(f"a tensor of shape {list(shape)} has no elements")
+    return rows, cols
+
+
+def group_size(cols: int, group: int) -> int:
+    """The columns of a full group: `group`, or the whole row for 0."""
+    return cols if group == 0 else group
+
+
+def group_count(cols: int, group: int) -> int:
+    """Groups in a row; the last one may be shorter."""
+    return -(-cols // group_size(cols, group))
+
+
+def per_column(values: Tensor, group: int, cols: int) -> Tensor:
+    """`values` [rows, groups] repeated to [rows, cols]."""
+    if values.shape[1] == 1:
+        return values.expand(-1, cols)
+    return values.repeat_interleave(group_size(cols, group), dim=1)[:, :cols]
+
+
+def scale_specs(rows: int, groups: int, scale_bits: int) -> dict[str, ArraySpec]:
+    """The arrays of the scales: `scale` (16: float16, 32: float32), or 8-bit codes under one float16 per row."""
+    if scale_bits == 8:
+        return {
+            "scale_codes": ArraySpec(torch.uint8, (rows, groups)),
+            "scale_super": ArraySpec(torch.float16, (rows,)),
+        }
+    dtype = torch.float32 if scale_bits == 32 else torch.float16
+    return {"scale": ArraySpec(dtype, (rows, groups))}
+
+
+def read_scales(arrays: dict[str, Tensor], scale_bits: int) -> Tensor:
+    """The scales as float32 [rows, groups]; 8-bit ones are super * (code + 1) / 256 (exact in float32)."""
+    if scale_bits == 8:
+        steps = (arrays["scale_codes"].float() + 1) / 256
+        return arrays["scale_super"].float().unsqueeze(1) * steps
+    return arrays["scale"].float()
