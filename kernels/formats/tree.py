@@ -37,6 +37,10 @@ class FormatError(ValueError):
     """A tree, its parameters or its arrays do not follow from each other."""
 
 
+class UnknownKindError(FormatError):
+    """A kind this version does not have: the file may come from a newer one."""
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """The dtype and shape a stored array must have."""
@@ -94,7 +98,7 @@ def format_of(kind: object) -> ModuleType:
     formats = _formats()
     if not isinstance(kind, str) or kind not in formats:
         known = ", ".join(sorted(formats))
-        raise FormatError(f"unknown encoding {str(kind)[:60]!r}; this version reads {known}")
+        raise UnknownKindError(f"unknown encoding {str(kind)[:60]!r}; this version reads {known}")
     return formats[kind]
 
 
