@@ -1,0 +1,170 @@
+"""Opens `.nstf` files: everything checked at open, nothing but the header read.
+
+The file is memory-mapped; a tensor's arrays are views of the mapping until somebody copies them. The mapping
+is private and copy-on-write: writing into a tensor by mistake neither crashes nor changes the file.
+"""
+
+import hashlib
+import mmap
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from nstf.errors import NstfError, UsageError
+from nstf.kernels.formats import EncodedTensor
+from nstf.runtime.artifact import manifest as mf
+from nstf.runtime.artifact.header import (
+    TORCH_NAMES,
+    TensorEntry,
+    corrupt,
+    parse_header_bytes,
+    read_header,
+)
+from nstf.runtime.artifact.manifest import FILE_PREFIX, Manifest, TensorRecord
+
+_DTYPES = {name: getattr(torch, word) for name, word in TORCH_NAMES.items() if hasattr(torch, word)}
+# Without MAP_NORESERVE the kernel would refuse to map a file larger than memory and swap.
+_MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+
+
+def read_structure(path: str | os.PathLike[str]) -> tuple[Manifest, dict[str, TensorEntry]]:
+    """The manifest and the arrays' places, after every check that does not read the arrays.
+
+    Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
+    """
+    raw, size = read_header(path)
+    return parse_structure(raw, size, path)
+
+
+def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dict[str, TensorEntry]]:
+    """As `read_structure`, for the JSON text of a header and the size of its file in bytes."""
+    entries, metadata = parse_header_bytes(raw, size, where, artifact=True)
+    if set(metadata) != {mf.KEY}:
+        raise corrupt(where, f"not an .nstf artifact: its metadata has not exactly the key {mf.KEY!r}")
+    manifest = mf.from_json(metadata[mf.KEY], where)
+    mf.check_arrays(manifest, entries, where)
+    # The digest covers the length, the JSON and its padding, with itself zeroed. It comes last, so that a
+    # header that is wrong in itself gets the message that says how.
+    zeroed = raw.replace(manifest.header_sha256.encode(), mf.NO_DIGEST.encode())
+    if hashlib.sha256(len(raw).to_bytes(8, "little") + zeroed).hexdigest() != manifest.header_sha256:
+        raise corrupt(where, "the header's SHA-256 differs from the one it states")
+    return manifest, entries
+
+
+class Artifact:
+    """An open `.nstf` file. Tensors taken from it stay valid after `close`."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, entries: dict[str, TensorEntry], mapping: mmap.mmap
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.entries = entries
+        self.size_bytes = len(mapping)
+        self._mapping: mmap.mmap | None = mapping
+        self._keys: dict[str, list[str]] = {}
+        for name in entries:
+            tensor, colon, key = name.rpartition(":")
+            if colon:
+                self._keys.setdefault(tensor, []).append(key)
+
+    def names(self) -> list[str]:
+        """The names of all tensors, shared ones included, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def record(self, name: str) -> TensorRecord:
+        """Shape, source dtype and tree of a tensor, through `shared`. Raises UsageError if unknown."""
+        try:
+            return self.manifest.record(name)
+        except KeyError as error:
+            raise UsageError(f"{self.path}: no tensor {name!r}; `nstf inspect` lists the names") from error
+
+    def stored_name(self, name: str) -> str:
+        """The name a tensor is stored under: its own, or that of the tensor it shares."""
+        self.record(name)
+        found = self.manifest.tensors[name]
+        return name if isinstance(found, TensorRecord) else found.name
+
+    def encoded(self, name: str) -> EncodedTensor:
+        """A tensor as it is stored; its arrays are views of the file. A shared name gives its target."""
+        record, stored = self.record(name), self.stored_name(name)
+        arrays = {key: self._array(mf.array_name(stored, key)) for key in sorted(self._keys.get(stored, ()))}
+        return EncodedTensor(record.tree, record.shape, arrays)
+
+    def file_names(self) -> list[str]:
+        """The names of the files inside, sorted."""
+        return sorted(self.manifest.files)
+
+    def file(self, name: str) -> bytes:
+        """The content of a file inside. Raises UsageError (unknown name), CorruptError (does not unpack)."""
+        record = self.manifest.files.get(name)
+        if record is None:
+            names = ", ".join(self.file_names()) or "none"
+            raise UsageError(f"{self.path}: no file {name!r} inside; there are {names}")
+        entry = self.entries[FILE_PREFIX + name]
+        stored = self._open_mapping()[entry.start : entry.end]
+        if record.encoding == "raw":
+            return stored
+        # At most one byte more than announced is ever unpacked, whatever the data would give.
+        unpacker = zlib.decompressobj()
+        try:
+            content = unpacker.decompress(stored, record.size + 1)
+        except zlib.error as error:
+            raise corrupt(self.path, f"file {name!r} cannot be unpacked ({error})") from error
+        if len(content) != record.size or not unpacker.eof or unpacker.unused_data:
+            raise corrupt(self.path, f"file {name!r} does not unpack to the {record.size} bytes stated")
+        return content
+
+    def close(self) -> None:
+        """Lets go of the file. The mapping itself ends with the last tensor that uses it."""
+        # Not mapping.close(): tensors hold the mapping object, not an export of it: it would be unmapped
+        # under them.
+        self._mapping = None
+
+    def __enter__(self) -> "Artifact":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_mapping(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise ValueError(f"{self.path}: the artifact is closed")
+        return self._mapping
+
+    def _array(self, name: str) -> Tensor:
+        entry, mapping = self.entries[name], self._open_mapping()
+        dtype = _DTYPES[entry.dtype]
+        if entry.start % dtype.itemsize:  # never in a file of our writer
+            copied = bytearray(mapping[entry.start : entry.end])
+            return torch.frombuffer(copied, dtype=dtype).reshape(entry.shape)
+        count = (entry.end - entry.start) // dtype.itemsize
+        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+
+def open_artifact(path: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
+    """An open artifact, its structure checked. `verify`: read all of it and check every SHA-256 as well.
+
+    Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
+    """
+    path = Path(path)
+    raw, size = read_header(path)
+    manifest, entries = parse_structure(raw, size, path)
+    if verify:
+        from nstf.runtime.artifact.verify import verify as verify_file
+
+        verify_file(path)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                raise corrupt(path, "the file changed while it was opened")
+            mapping = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise NstfError(f"{path}: cannot be mapped ({error.strerror}); check file and disk") from error
+    return Artifact(path, manifest, entries, mapping)

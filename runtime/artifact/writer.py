@@ -1,0 +1,292 @@
+"""Writes `.nstf` files: exact size beforehand, one tensor in memory at a time, crash-safe.
+
+`safetensors.save_file` neither fsyncs nor honours the umask (safetensors#782), so the writer is ours: a
+temporary file in the destination folder, fsync, rename, fsync of the folder. Whatever goes wrong before the
+rename, an older file under the final name is untouched and the temporary file is removed. The same input
+gives the same bytes: no time, path, host or thread count is stored.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nstf.errors import NstfError, UsageError
+from nstf.kernels.formats import EncodedTensor, FormatError, Node, check
+from nstf.runtime.artifact import manifest as mf
+from nstf.runtime.artifact.header import (
+    SAFETENSORS_NAMES,
+    Shape,
+    TensorEntry,
+    build_header,
+    parse_header_bytes,
+)
+from nstf.runtime.artifact.manifest import FILE_PREFIX, FileRecord, Manifest, Shared, TensorRecord
+
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be written whose arrays are made when its turn comes.
+
+    `load()` must return an EncodedTensor of exactly this tree and shape; it is called once and the result is
+    dropped after writing. `dtype` is the tensor's dtype in the source model, by torch's name.
+    """
+
+    tree: Node
+    shape: Shape
+    dtype: str
+    load: Callable[[], EncodedTensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every byte of a file goes, known before any array is: `header` has zeros for the digests."""
+
+    manifest: Manifest
+    blobs: Mapping[str, bytes]
+    arrays: Mapping[str, tuple[str, Shape]]
+    entries: Mapping[str, TensorEntry]
+    header: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole file."""
+        return max((entry.end for entry in self.entries.values()), default=len(self.header))
+
+
+def write_artifact(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, EncodedTensor | Source | Shared],
+    files: Mapping[str, bytes] | None = None,
+    meta: Mapping[str, Mapping[str, Any]] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+) -> int:
+    """Writes an artifact and gives back its size in bytes.
+
+    tensors: name -> EncodedTensor, `Source` (made when needed) or `Shared` (another name for a stored one).
+    files: bare name -> content. meta: objects under `plan`, `provenance`, `attention`, `report`. dtypes: the
+    source dtype of tensors given as EncodedTensor (float32 when not given).
+    Raises NstfError when the disk is full or fails, UsageError for a destination that cannot be, ValueError
+    for names, values or trees that an artifact cannot hold.
+    """
+    sources = {name: _source(value, (dtypes or {}).get(name)) for name, value in tensors.items()}
+    stored = {name: s for name, s in sources.items() if isinstance(s, Source)}
+    layout = plan_layout(
+        {name: (s.tree, s.shape, s.dtype) for name, s in stored.items()},
+        {name: s.name for name, s in sources.items() if isinstance(s, Shared)},
+        files,
+        meta,
+    )
+    with _replacing(Path(path), layout.size_bytes) as output:
+        digests = {}
+        for name, blob in layout.blobs.items():
+            digests[FILE_PREFIX + name] = output.put(layout.entries[FILE_PREFIX + name], memoryview(blob))
+        for name, source in sorted(stored.items()):
+            encoded = _loaded(name, source)
+            for key, array in encoded.arrays.items():
+                full = mf.array_name(name, key)
+                digests[full] = output.put(layout.entries[full], _bytes_of(array))
+            del encoded
+        output.write(0, memoryview(final_header(layout, digests)))
+    return layout.size_bytes
+
+
+def artifact_size(
+    entries: Mapping[str, tuple[Node, Shape, str]],
+    shared: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    meta: Mapping[str, Mapping[str, Any]] | None = None,
+) -> int:
+    """The exact size in bytes of the file that `write_artifact` would write.
+
+    entries: name -> (tree, shape, source dtype). shared: alias -> stored name. files, meta: as in
+    `write_artifact`. Raises ValueError for what a reader would refuse.
+    """
+    return plan_layout(entries, shared, files, meta).size_bytes
+
+
+def plan_layout(
+    entries: Mapping[str, tuple[Node, Shape, str]],
+    shared: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    meta: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Layout:
+    """The manifest and header of a file before its arrays exist. Raises ValueError as `artifact_size`."""
+    unknown = sorted(set(meta or {}) - set(mf.META_KEYS))
+    if unknown:
+        raise ValueError(f"meta has the key {unknown[0]!r}; known are {', '.join(mf.META_KEYS)}")
+    tensors: dict[str, TensorRecord | Shared] = {
+        name: TensorRecord(shape, dtype, tree) for name, (tree, shape, dtype) in entries.items()
+    }
+    for name, target in (shared or {}).items():
+        if name in tensors:
+            raise ValueError(f"tensor {name!r} is both stored and shared")
+        tensors[name] = Shared(target)
+    records, blobs = {}, {}
+    for name, content in sorted((files or {}).items()):
+        records[name], blobs[name] = _packed(content)
+    manifest = Manifest(tensors, records, **cast(Any, dict(meta or {})))
+    arrays = mf.expected_arrays(manifest, {name: len(blob) for name, blob in blobs.items()})
+    manifest = dataclasses.replace(manifest, sha256=(mf.NO_DIGEST,) * len(arrays))
+    text = mf.to_json(manifest)
+    header, placed = build_header(arrays, {mf.KEY: text})
+    layout = Layout(manifest, blobs, arrays, placed, header)
+    try:  # what the writer writes, the reader must accept
+        found, _ = parse_header_bytes(
+            header[8:], layout.size_bytes, "the artifact to be written", artifact=True
+        )
+        mf.check_arrays(mf.from_json(text, "the artifact to be written"), found, "the artifact to be written")
+    except NstfError as error:
+        raise ValueError(str(error).partition("; the file is damaged")[0]) from error
+    return layout
+
+
+def final_header(layout: Layout, digests: Mapping[str, str]) -> bytes:
+    """The header with the arrays' digests and its own. Its length is that of the layout's header."""
+    manifest = dataclasses.replace(layout.manifest, sha256=tuple(digests[name] for name in sorted(digests)))
+    zeroed, _ = build_header(layout.arrays, {mf.KEY: mf.to_json(manifest)})
+    manifest = dataclasses.replace(manifest, header_sha256=hashlib.sha256(zeroed).hexdigest())
+    header, _ = build_header(layout.arrays, {mf.KEY: mf.to_json(manifest)})
+    if len(header) != len(layout.header):
+        raise ValueError(f"the header became {len(header)} bytes instead of {len(layout.header)}")
+    return header
+
+
+def _source(value: EncodedTensor | Source | Shared, dtype: str | None) -> Source | Shared:
+    if isinstance(value, EncodedTensor):
+        if value.tree.kind == "dense":
+            dtype = dtype or value.tree.params.dtype
+        return Source(value.tree, tuple(value.shape), dtype or "float32", lambda: value)
+    return value
+
+
+def _loaded(name: str, source: Source) -> EncodedTensor:
+    """The arrays of a source, checked against what was announced: the header is fixed by now."""
+    encoded = source.load()
+    if (encoded.tree, tuple(encoded.shape)) != (source.tree, tuple(source.shape)):
+        raise ValueError(f"tensor {name!r}: the encoded tensor has another tree or shape than announced")
+    try:
+        check(encoded)
+    except FormatError as error:
+        raise FormatError(f"tensor {name!r}: {error}") from error
+    return encoded
+
+
+def _packed(content: bytes) -> tuple[FileRecord, bytes]:
+    """A file's record and stored bytes: zlib when smaller, or when empty (no array may have 0 bytes)."""
+    packed = zlib.compress(content, 9)
+    if len(packed) < len(content) or not content:
+        return FileRecord(len(content), "zlib"), packed
+    return FileRecord(len(content), "raw"), bytes(content)
+
+
+def _bytes_of(array: Tensor) -> memoryview:
+    """The bytes of an array in row-major order; a copy only when it is not contiguous on the CPU."""
+    if str(array.dtype).removeprefix("torch.") not in SAFETENSORS_NAMES:
+        raise ValueError(f"dtype {array.dtype} cannot be stored")
+    flat = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+class _Output:
+    """The open temporary file."""
+
+    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
+        self.path, self.descriptor, self.size_bytes = path, descriptor, size_bytes
+
+    def put(self, entry: TensorEntry, data: memoryview) -> str:
+        """Writes an array to its place and gives back its SHA-256 in hexadecimal."""
+        if len(data) != entry.end - entry.start:
+            raise ValueError(f"{len(data)} bytes for a place of {entry.end - entry.start}")
+        digest = hashlib.sha256()
+        for at in range(0, len(data), CHUNK_BYTES):
+            chunk = data[at : at + CHUNK_BYTES]
+            digest.update(chunk)
+            self.write(entry.start + at, chunk)
+        return digest.hexdigest()
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Writes all of `data` at byte `at`."""
+        with _disk_errors(self.path, self.size_bytes):
+            os.lseek(self.descriptor, at, os.SEEK_SET)
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, size_bytes: int) -> Iterator[_Output]:
+    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
+    folder = path.parent
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder; give the path of a file")
+    if not folder.is_dir():
+        raise UsageError(f"{path}: the folder {folder} does not exist; create it first")
+    _check_space(path, size_bytes)
+    # The name is random and the file is opened with O_EXCL: whatever carries it is ours to remove.
+    temporary = folder / f".nstf-{secrets.token_hex(8)}.tmp"
+    descriptor = -1
+    try:
+        with _disk_errors(path, size_bytes):
+            # Mode 0666 as open(2) has it: the kernel takes the umask away.
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        yield _Output(path, descriptor, size_bytes)
+        with _disk_errors(path, size_bytes):
+            os.fsync(descriptor)
+            closing, descriptor = descriptor, -1
+            os.close(closing)
+            temporary.replace(path)
+    except BaseException:
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path, size_bytes)
+
+
+def _sync_folder(path: Path, size_bytes: int) -> None:
+    """Makes the rename survive a power cut. The new file is complete under its name already."""
+    with _disk_errors(path, size_bytes):
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_space(path: Path, size_bytes: int) -> None:
+    """Raises NstfError when the disk has too few free bytes, before anything is written."""
+    with _disk_errors(path, size_bytes):
+        disk = os.statvfs(path.parent)
+    free = disk.f_bavail * disk.f_frsize
+    if free < size_bytes:
+        raise NstfError(
+            f"{path}: {size_bytes} bytes to write, {free} free on the disk, {size_bytes - free} missing; "
+            "free some space or write to another disk"
+        )
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
+    """Turns an OSError of our own input and output into a NstfError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"the disk is full, the file needs {size_bytes} bytes; free space or use another disk"
+        else:
+            hint = f"cannot be written ({error.strerror or error}); check permissions and disk"
+        raise NstfError(f"{path}: {hint}") from error
