@@ -1,0 +1,100 @@
+"""`int_grid`: integers of 2 to 8 bits, symmetric or with a zero point, one scale per group (format `int`)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, integer, stored_bytes
+from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss
+from nstf.quantizers.rounding.sweep import Rounded
+from nstf.quantizers.stats import Stats
+
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+
+
+@dataclass(frozen=True)
+class Params:
+    """`bits` 2..8; `group` columns share a scale (0: the row); `symmetric` or with a zero point; `scale_bits` 16 or 8;
+    `rounding` nearest or ldlq; `damping` relative to the Hessian's mean diagonal; `act_order` (ldlq only); `lead`
+    leading axes make the rows.
+    """
+
+    bits: int = 4
+    group: int = 64
+    symmetric: bool = True
+    scale_bits: int = 16
+    rounding: str = "nearest"
+    damping: float = 0.01
+    act_order: bool = False
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        tree(self)
+        _rounding(self)
+
+
+def tree(params: Params) -> Node:
+    """The stored form."""
+    return Node(
+        "int", integer.Params(params.bits, params.group, params.symmetric, params.scale_bits, params.lead)
+    )
+
+
+def bits(shape: tuple[int, ...], params: Params) -> float:
+    """Bits per weight on disk, scales and zero points included, without the file's header."""
+    return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
+
+
+def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights or statistics that do not fit."""
+
+    def pack(rounded: Rounded) -> dict[str, Tensor]:
+        grid = rounded.grid
+        arrays = {"codes": bitpack.pack(rounded.codes, params.bits)} | stored_scales(
+            rounded, params.scale_bits
+        )
+        if not params.symmetric:
+            arrays["zeros"] = bitpack.pack(grid.zero.to(torch.uint8), params.bits)
+        return arrays
+
+    arrays = encode_rows(weight, params.lead, levels(params), params.group, _rounding(params), stats, pack)
+    return EncodedTensor(tree(params), tuple(weight.shape), arrays)
+
+
+def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
+    """The expected loss of `encode`, without encoding."""
+    return expected_loss(weight, params.lead, levels(params), params.group, _rounding(params), stats)
+
+
+def levels(params: Params) -> Levels:
+    """What the grid can represent, and the scales to try: fine grids need hardly any clipping, coarse ones much."""
+    low, high, count = {2: (0.45, 1.25, 17), 3: (0.45, 1.2, 16), 4: (0.55, 1.15, 13)}.get(
+        params.bits, (0.75, 1.05, 7)
+    )
+    ratios = tuple(high - (high - low) * i / (count - 1) for i in range(count))
+    return Levels(
+        params.bits,
+        params.symmetric,
+        scale="f16" if params.scale_bits == 16 else "u8",
+        ratios=(1.0, *ratios),
+        signs=params.symmetric and params.scale_bits == 16,
+    )
+
+
+def stored_scales(rounded: Rounded, scale_bits: int) -> dict[str, Tensor]:
+    """The scale arrays of a `Rounded` whose scales are already representable."""
+    grid = rounded.grid
+    if scale_bits == 8:
+        steps = torch.where(grid.largest == 0, torch.ones_like(grid.scale), grid.scale * 256 / grid.largest)
+        return {
+            "scale_codes": (steps.round().clamp(1, 256) - 1).to(torch.uint8),
+            "scale_super": grid.largest.squeeze(1).half(),
+        }
+    return {"scale": grid.scale.half() if scale_bits == 16 else grid.scale}
+
+
+def _rounding(params: Params) -> Rounding:
+    return Rounding(params.rounding, params.damping, params.act_order)

@@ -1,0 +1,82 @@
+"""`Levels`: what an elementwise quantiser can represent, apart from its scales.
+
+A value is scale * (code - zero) on a uniform grid (`table` is None) or scale * table[code] otherwise, one scale per
+group of a row. Everything the search and the sweep need to know about a format is here.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+F16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Levels:
+    """`table`: representable values in ascending order, None for a uniform grid of 2**bits codes; `symmetric`: the
+    zero of a uniform grid is 2**(bits-1), else it is searched per group; `scale`: how scales are stored, `f16`,
+    `f32`, `u8` (8-bit codes under a float16 per row) or `e8m0` (powers of two); `ratios`: the scales to try, as
+    multiples of the one at which the largest weight of the group meets the largest level; `signs`: try negative
+    scales too (they move the extra level of an even-sized grid to the other side); `refit`: scales may be refitted
+    by least squares with codes fixed.
+    """
+
+    bits: int
+    symmetric: bool = True
+    table: tuple[float, ...] | None = None
+    scale: str = "f16"
+    ratios: tuple[float, ...] = (1.0,)
+    signs: bool = False
+    refit: bool = True
+
+    @property
+    def count(self) -> int:
+        """How many codes there are."""
+        return len(self.table) if self.table is not None else 1 << self.bits
+
+    @property
+    def reach(self) -> float:
+        """The largest magnitude at scale 1 (uniform: of the symmetric grid's negative end)."""
+        if self.table is not None:
+            return max(abs(v) for v in self.table)
+        return float(1 << (self.bits - 1)) if self.symmetric else float((1 << self.bits) - 1)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The table as float32; empty for a uniform grid."""
+        return torch.tensor(self.table or (), dtype=torch.float32)
+
+    @cached_property
+    def midpoints(self) -> Tensor:
+        """Decision thresholds between neighbouring table values."""
+        return (self.values[1:] + self.values[:-1]) / 2
+
+    def codes_of(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`. Scale 0: all zero."""
+        inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
+        if self.table is None:
+            return (x * inverse).add_(zero).clamp_(0, self.count - 1).round_()
+        return torch.bucketize(x * inverse, self.midpoints.to(x.device)).float()
+
+    def points_of(self, codes: Tensor, zero: Tensor) -> Tensor:
+        """The values of codes at scale 1."""
+        if self.table is None:
+            return codes - zero
+        return self.values.to(codes.device)[codes.int()]
+
+    def round_scale(self, scale: Tensor, largest: Tensor) -> Tensor:
+        """`scale` as it can be stored. `largest`: the row's 8-bit super-scale, broadcastable; unused otherwise."""
+        if self.scale == "f16":
+            return scale.clamp(-F16_MAX, F16_MAX).half().float()
+        if self.scale == "u8":
+            steps = torch.where(largest == 0, torch.zeros_like(largest), 256 / largest)
+            return largest * (scale * steps).round().clamp(1, 256) / 256
+        if self.scale == "e8m0":
+            exponent = torch.frexp(scale)[1] - 1
+            power = torch.ldexp(
+                torch.ones_like(scale, dtype=torch.float64), exponent.clamp(-127, 127)
+            ).float()
+            return torch.where(scale == 0, power.new_full((), 2.0**-127), power)
+        return scale

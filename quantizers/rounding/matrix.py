@@ -1,0 +1,124 @@
+"""Rounding of a whole tensor in row chunks, and its expected loss without encoding it.
+
+Memory: a chunk is at most 2**22 weights (about 100 MiB with everything the sweep needs), however large the table is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.scales import matrix_shape
+from nstf.quantizers.rounding.ldlq import ldlq
+from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.nearest import nearest
+from nstf.quantizers.rounding.sweep import Rounded, sweep
+from nstf.quantizers.stats import Stats, row_loss
+
+ROUNDINGS = ("nearest", "ldlq")
+CHUNK = 1 << 22  # weights
+SAMPLE = 1 << 18  # weights `expected_loss` looks at
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """`method` nearest or ldlq; `damping` of the Hessian relative to its mean diagonal; `act_order`: round the columns
+    by descending Hessian diagonal (ldlq only). Without a Hessian ldlq is nearest.
+    """
+
+    method: str = "nearest"
+    damping: float = 0.01
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {self.method[:40]!r}")
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping must be above 0 and at most 1, not {self.damping}")
+
+
+def encode_rows(
+    weight: Tensor,
+    lead: int,
+    levels: Levels,
+    group: int,
+    rounding: Rounding,
+    stats: Stats | None,
+    pack: Callable[[Rounded], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """The arrays that `pack` makes of every chunk of rows, joined along the rows.
+
+    Raises ValueError on an empty or non-floating tensor, on non-finite weights and on statistics of another shape.
+    """
+    stats = stats or Stats()
+    matrix = matrix_view(weight, lead)
+    stats.check(*matrix.shape)
+    parts: list[dict[str, Tensor]] = []
+    for start, end in chunks(*matrix.shape):
+        part = matrix[start:end].float()
+        if not bool(torch.isfinite(part).all()):
+            count = int((~torch.isfinite(part)).sum())
+            raise ValueError(f"{count} weights in rows {start} to {end - 1} are NaN or infinite")
+        parts.append(pack(round_matrix(part.contiguous(), levels, group, rounding, stats)))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def round_matrix(part: Tensor, levels: Levels, group: int, rounding: Rounding, stats: Stats) -> Rounded:
+    """Codes and scales of some rows, float32 [rows, cols]."""
+    if rounding.method == "ldlq" and stats.hessian is not None:
+        return ldlq(part, levels, group, stats.ldl(rounding.damping, rounding.act_order))
+    return nearest(part, levels, group, importance(stats, part.shape[1], rounding.damping))
+
+
+def importance(stats: Stats, cols: int, damping: float) -> Tensor:
+    """The damped diagonal of the Hessian, float32 [cols]; ones without one. Always positive and finite."""
+    if stats.hessian is None:
+        return torch.ones(cols)
+    diagonal = stats.hessian.diagonal().detach().float().cpu()
+    good = torch.isfinite(diagonal) & (diagonal > 0)
+    mean = float(diagonal[good].mean()) if bool(good.any()) else 1.0
+    return torch.where(good, diagonal, torch.zeros_like(diagonal)) + damping * mean
+
+
+def expected_loss(
+    weight: Tensor, lead: int, levels: Levels, group: int, rounding: Rounding, stats: Stats | None
+) -> float:
+    """The loss `encode` will leave, from at most 2**18 weights in evenly spaced rows, without encoding.
+
+    nearest: the rows are rounded and 1/2 dW H dW^T is measured. ldlq: with targets that behave like the weights, the
+    loss of a row is 1/2 sum_i D_i (w_i - nearest(w_i))^2, scales searched with the weights D (Chee et al., 2023,
+    theorem 1). The mean over the sampled rows is carried over by each row's 1/2 sum_i h_i w_i^2.
+    """
+    stats = stats or Stats()
+    matrix = matrix_view(weight, lead)
+    rows, cols = matrix.shape
+    stats.check(rows, cols)
+    weights = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1).float().cpu()
+    feedback = rounding.method == "ldlq" and stats.hessian is not None
+    diagonal = importance(stats, cols, rounding.damping)
+    if feedback:
+        diagonal = stats.ldl(rounding.damping).diagonal
+    energy = torch.cat([matrix[s:e].float().square() @ diagonal for s, e in chunks(rows, cols)]) * weights
+    if not bool(torch.isfinite(energy).all()):
+        raise ValueError("weights or row weights are NaN or infinite")
+    step = max(1, rows * cols // SAMPLE)
+    picked = torch.arange(step // 2, rows, step)
+    part = matrix[picked].float().contiguous()
+    rounded = sweep(part, levels, group, diagonal)
+    lost = rounded.row_loss if feedback else row_loss(part - rounded.decode(levels), stats.hessian)
+    sampled = float(energy[picked].sum())
+    return float((lost * weights[picked]).sum()) * (float(energy.sum()) / sampled if sampled > 0 else 1.0)
+
+
+def matrix_view(weight: Tensor, lead: int) -> Tensor:
+    """`weight` as [rows, cols]."""
+    if not weight.is_floating_point():
+        raise ValueError(f"only floating-point tensors can be quantised, not {weight.dtype}")
+    return weight.detach().reshape(matrix_shape(tuple(weight.shape), lead))
+
+
+def chunks(rows: int, cols: int) -> list[tuple[int, int]]:
+    """Row ranges of at most 2**22 weights each."""
+    step = max(1, CHUNK // cols)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,0 +1,140 @@
+"""One pass over the columns of a matrix that gives every weight its code, with or without error feedback.
+
+For the columns j in order (H = (U + I) D (U + I)^T, dW = W - Q):
+
+    target_j = W_j + sum_{i<j} dW_i U_ij        Q_j = nearest level to target_j
+
+so that eta = dW (U + I) is the rounding error of the targets and tr(dW H dW^T) = sum_j D_j |eta_j|^2. This is LDLQ
+(Chee et al., 2023, equation 2 and theorem 6) and equals GPTQ (Frantar et al., 2022, algorithm 1) with its
+Cholesky factor of the inverse. The scales of a group are chosen when the sweep enters it, from the targets as they are
+then. Rows do not influence each other. `nstf.kernels.cpu` has the same pass in C++; this file is its reference.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.scales import group_count, group_size, per_column
+from nstf.quantizers.rounding.factor import Factor
+from nstf.quantizers.rounding.levels import F16_MAX, Levels
+from nstf.quantizers.rounding.search import search
+
+SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The scales of a matrix: `scale` and `zero` float32 [rows, groups]; `largest` float32 [rows, 1], the
+    super-scales of 8-bit scales (zeros otherwise); `group` columns share a scale (0: the row).
+    """
+
+    scale: Tensor
+    zero: Tensor
+    largest: Tensor
+    group: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: float64 [rows], sum_j D_j eta_j^2 / 2."""
+
+    codes: Tensor
+    grid: Grid
+    row_loss: Tensor
+
+    def decode(self, levels: Levels) -> Tensor:
+        """The values, float32 [rows, cols]."""
+        cols, group = self.codes.shape[1], self.grid.group
+        points = levels.points_of(self.codes.float(), per_column(self.grid.zero, group, cols))
+        return points * per_column(self.grid.scale, group, cols)
+
+
+def sweep(
+    weight: Tensor,
+    levels: Levels,
+    group: int,
+    importance: Tensor,
+    factor: Factor | None = None,
+    grid: Grid | None = None,
+) -> Rounded:
+    """Codes and scales of `weight`, float32 [rows, cols].
+
+    `importance`: float32 [cols], the weights of the scale search, and of `row_loss` when `factor` is None;
+    `factor`: error feedback, None for rounding to nearest; `grid`: frozen scales, None to search them. With an
+    ordered factor the grid must be given (groups are then not contiguous in the sweep).
+    """
+    if factor is not None and factor.order is not None and grid is None:
+        raise ValueError("a sweep in another column order needs frozen scales")
+    return sweep_torch(weight, levels, group, importance, factor, grid)
+
+
+def sweep_torch(
+    weight: Tensor,
+    levels: Levels,
+    group: int,
+    importance: Tensor,
+    factor: Factor | None,
+    grid: Grid | None,
+) -> Rounded:
+    """`sweep` in torch: any device, no compiler. Same arguments."""
+    rows, cols = weight.shape
+    width, groups = group_size(cols, group), group_count(cols, group)
+    order = factor.order if factor is not None else None
+    frozen = grid is not None
+    if grid is None:
+        empty = weight.new_zeros(rows, groups)
+        grid = Grid(empty, empty.clone(), super_scales(weight, levels, group, importance), group)
+    importance = importance.to(weight)
+    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
+    loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
+    if factor is None:
+        for g in range(groups):
+            part = slice(g * width, min((g + 1) * width, cols))
+            x = weight[:, part]
+            if not frozen:
+                s, z = search(x, importance[part], levels, grid.largest)
+                grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
+            scale, zero = grid.scale[:, g : g + 1], grid.zero[:, g : g + 1]
+            c = levels.codes_of(x, scale, zero)
+            error = x - levels.points_of(c, zero) * scale
+            loss += (error.square_() * importance[part]).sum(1, dtype=torch.float64) / 2
+            codes[:, part] = c.to(torch.uint8)
+        return Rounded(codes, grid, loss)
+    where = order if order is not None else torch.arange(cols)
+    upper, diagonal = factor.feedback.to(weight), factor.diagonal.to(weight)
+    target = weight[:, where.to(weight.device)].clone()
+    error = torch.zeros_like(target)
+    group_of = (where // width).tolist()
+    for start in range(0, cols, width):
+        end = min(start + width, cols)
+        target[:, start:end] += error[:, :start] @ upper[:start, start:end]
+        if not frozen:
+            g = start // width
+            s, z = search(target[:, start:end], importance[start:end], levels, grid.largest)
+            grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
+        for j in range(start, end):
+            scale, zero = (a[:, group_of[j] : group_of[j] + 1] for a in (grid.scale, grid.zero))
+            x, column = target[:, j : j + 1], int(where[j])
+            c = levels.codes_of(x, scale, zero)
+            q = levels.points_of(c, zero) * scale
+            codes[:, column : column + 1] = c.to(torch.uint8)
+            error[:, j : j + 1] = weight[:, column : column + 1] - q
+            loss += (x - q).square().double().squeeze(1) * float(diagonal[j]) / 2
+            if j + 1 < end:
+                target[:, j + 1 : end] += error[:, j : j + 1] * upper[j : j + 1, j + 1 : end]
+    return Rounded(codes, grid, loss)
+
+
+def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
+    """The float16 super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not needed."""
+    largest = weight.new_zeros(weight.shape[0], 1)
+    if levels.scale != "u8":
+        return largest
+    free = replace(levels, scale="f32")
+    cols, width = weight.shape[1], group_size(weight.shape[1], group)
+    for start in range(0, cols, width):
+        x = weight[:, start : start + width]
+        found, _ = search(x, importance[start : start + width].to(weight), free, largest)
+        largest = torch.maximum(largest, found)
+    return (largest * SUPER_MARGIN).clamp(max=F16_MAX).half().float()
