@@ -1,0 +1,26 @@
+"""`linear`: activations times an encoded matrix, by the first kernel of the registry that supports it."""
+
+import math
+
+from torch import Tensor
+
+from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.registry import choose
+
+
+def linear(x: Tensor, encoded: EncodedTensor, bias: Tensor | None = None) -> Tensor:
+    """x @ decode(encoded).T + bias, in x's dtype.
+
+    x: [..., in], floating point. encoded: a matrix [out, in]. bias: [out]. Returns [..., out].
+    Raises ValueError when the shapes do not fit.
+    """
+    if len(encoded.shape) != 2 or x.shape[-1] != encoded.shape[1]:
+        raise ValueError(f"activations {list(x.shape)} do not fit an encoded matrix {list(encoded.shape)}")
+    batch = math.prod(x.shape[:-1])
+    flat = x.reshape(batch, x.shape[-1])
+    if batch == 0:
+        return x.new_zeros(*x.shape[:-1], encoded.shape[0])
+    y: Tensor = choose(encoded, x.device, batch).matmul(flat.contiguous(), encoded)
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*x.shape[:-1], encoded.shape[0])
