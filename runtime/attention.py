@@ -1,0 +1,362 @@
+"""Run a transformers model by its attention plan: `apply_plan(model, plan_json)`.
+
+What is executed: *streaming* heads run as a band (nstf.runtime.attention_banded), and KV groups that the plan lets
+forget are held in rings (nstf.runtime.ring_cache). *vertical_slash* and *block_topk* heads are stored and reported,
+and run densely: a fast kernel for them is later work, so they are exact here.
+
+How it hooks in, and why this is the least that works:
+- the attention function goes through transformers' own registry, under the name "nstf_planned", selected by
+  `config._attn_implementation` of this model only; the plan of a layer is an attribute of its modules;
+- the mask function of that name hands the 2-D padding mask through, so no [T, T] mask is ever made;
+- `generate` makes its cache in `_prepare_cache_for_generation`. That method is wrapped on the instance, and a plain
+  DynamicCache that it would have made is replaced. A cache given by the caller is kept: with an ordinary cache, or
+  none, the result is the same and only the memory is not saved (`new_cache(model)` gives a planned one).
+
+Batches: rows padded on the left are exact (positions and sinks count from the first real token of each row). Without
+a cache, padding on the right is exact too. Holes inside a row are refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from nstf.errors import UnsupportedError
+from nstf.runtime.attention_banded import causal, streaming
+from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, parse_plan
+from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer, Segment, SegmentStore
+
+NAME = "nstf_planned"
+_LAYER = "_nstf_attention"
+_STATE = "_nstf_attention_state"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Query heads of one layer that run in one call; `band` is (sink, window, min_length), None is dense."""
+
+    heads: tuple[int, ...]
+    segment: int
+    slots: tuple[int, ...]
+    band: tuple[int, int, int] | None
+
+    def whole_groups(self, per_group: int) -> tuple[int, ...] | None:
+        """The KV slots when the heads are whole KV groups in order, else None."""
+        slots = self.slots[::per_group]
+        return slots if self.slots == tuple(s for s in slots for _ in range(per_group)) else None
+
+
+@dataclass(frozen=True)
+class CompiledLayer:
+    segments: tuple[Segment, ...]
+    buckets: tuple[Bucket, ...]
+    per_group: int
+
+
+def compile_layer(plan: LayerPlan) -> CompiledLayer:
+    """Sort the heads of a layer by where their keys are and by pattern."""
+    per_group = len(plan.heads) // len(plan.groups)
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for index, group in enumerate(plan.groups):
+        form = (group.sink, group.recent, group.min_length) if group.evict else (0, 0, 0)
+        alike.setdefault(form, []).append(index)
+    segments = tuple(Segment(tuple(heads), *form) for form, heads in sorted(alike.items()))
+    buckets = []
+    for index, segment in enumerate(segments):
+        by_band: dict[tuple[int, int, int] | None, list[tuple[int, int]]] = {}
+        for slot, kv_head in enumerate(segment.kv_heads):
+            for head in range(kv_head * per_group, (kv_head + 1) * per_group):
+                by_band.setdefault(plan.heads[head].streaming, []).append((head, slot))
+        for band, pairs in by_band.items():
+            buckets.append(Bucket(tuple(h for h, _ in pairs), index, tuple(s for _, s in pairs), band))
+    return CompiledLayer(segments, tuple(buckets), per_group)
+
+
+def apply_plan(model: nn.Module, plan: str | bytes | dict[str, object] | AttentionPlan) -> AttentionPlan:
+    """Make `model` attend by the plan, in `forward` and in `generate`; gives the parsed plan.
+
+    Raises ValueError when the plan is malformed or does not fit the model's layers and heads, UnsupportedError when
+    the architecture does not attend through transformers' attention interface or has sliding or linear layers.
+    """
+    parsed = plan if isinstance(plan, AttentionPlan) else parse_plan(plan)
+    config = _text_config(model)
+    _check_fit(model, config, parsed)
+    remove_plan(model)
+    compiled = [compile_layer(layer) for layer in parsed.layers]
+    found = set()
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and 0 <= index < len(compiled):
+            setattr(module, _LAYER, compiled[index])
+            found.add(index)
+    if len(found) != len(compiled):
+        raise UnsupportedError(
+            f"{type(model).__name__}: layer_idx found on {len(found)} of {len(compiled)} layers"
+        )
+    setattr(model, _STATE, (parsed, compiled, config._attn_implementation))
+    AttentionInterface.register(NAME, planned_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, planned_mask)
+    config._attn_implementation = NAME
+    if hasattr(model, "_prepare_cache_for_generation"):
+        _wrap_cache_factory(model)
+    return parsed
+
+
+def remove_plan(model: nn.Module) -> None:
+    """Give the model its former attention back; nothing happens when it has no plan."""
+    state = model.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    _text_config(model)._attn_implementation = state[2]
+    model.__dict__.pop("_prepare_cache_for_generation", None)
+    for module in model.modules():
+        module.__dict__.pop(_LAYER, None)
+
+
+def new_cache(model: nn.Module) -> PlannedCache:
+    """An empty cache with the rings of the plan that was applied, to pass as `past_key_values`."""
+    state = getattr(model, _STATE, None)
+    if state is None:
+        raise ValueError("this model has no attention plan: call apply_plan first")
+    return PlannedCache([layer.segments for layer in state[1]])
+
+
+def planned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers: query [B, H, N, D], key, value [B, Hkv, T, D] -> [B, N, H, D].
+
+    attention_mask: None or the 2-D mask [B, T] from `planned_mask` (True is a token, False padding).
+    """
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias", "cache"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"planned attention does not know `{name}`; run the model without the plan"
+            )
+    if dropout or is_causal is False:
+        raise UnsupportedError(
+            "planned attention is for causal inference: no dropout, no bidirectional layers"
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UnsupportedError(
+            f"planned attention takes a 2-D padding mask, not {tuple(attention_mask.shape)}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plan: CompiledLayer = getattr(module, _LAYER, None) or _dense_layer(query.shape[1], key.shape[1])
+    layer: PlannedLayer | None = getattr(key, TAG, None)
+    total = key.shape[2] if layer is None else layer.seen
+    rows = _rows(attention_mask, total, cached=layer is not None)
+    if layer is None:
+        stores = [_plain_store(segment, key, value) for segment in plan.segments]
+    else:
+        layer.claim()
+        stores = layer.stores
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for bucket in plan.buckets:
+        heads = torch.tensor(bucket.heads, device=query.device)
+        part = query.index_select(1, heads)
+        out[:, heads] = _attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows)
+    if layer is not None:
+        layer.compact(None if rows is None else torch.tensor([low for low, _ in rows], device=key.device))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def planned_mask(
+    *,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Mask function of transformers: the 2-D mask [B, kv_length] itself, or None when nothing is padded."""
+    if mask_function is not causal_mask_function:
+        raise UnsupportedError(
+            "planned attention is causal only: no packed sequences, no sliding or custom masks"
+        )
+    if q_length is not None and int(q_offset) + q_length != kv_length:
+        raise UnsupportedError(
+            "planned attention needs a cache that grows (a static cache has unfilled keys)"
+        )
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, :kv_length].bool()
+    if mask.shape[1] != kv_length:
+        raise UnsupportedError(
+            f"attention_mask has {mask.shape[1]} columns, the context has {kv_length} tokens"
+        )
+    return None if bool(mask.all()) else mask
+
+
+def _attend(
+    query: Tensor,
+    store: SegmentStore,
+    bucket: Bucket,
+    per_group: int,
+    scale: float,
+    total: int,
+    rows: list[tuple[int, int]] | None,
+) -> Tensor:
+    """One bucket: query [B, h, N, D] against its store, row by row when the rows are padded differently."""
+    key, value = store.keys, store.values
+    if key is None or value is None:
+        raise ValueError("the KV cache is empty: update was not called before attention")
+    if store.ring or store.tail_start:
+        # Every row filled its ring, so no padding is left in it.
+        return _attend_rows(query, key, value, bucket, per_group, scale, store.tail_start, store.ring)
+    if rows is None:
+        return _attend_rows(query, key, value, bucket, per_group, scale)
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    start = total - query.shape[2]
+    for row, (low, high) in enumerate(rows):
+        first, last = max(low - start, 0), high - start
+        if last > first:
+            one = slice(row, row + 1)
+            out[one, :, first:last] = _attend_rows(
+                query[one, :, first:last],
+                key[one, :, low:high],
+                value[one, :, low:high],
+                bucket,
+                per_group,
+                scale,
+            )
+    return out
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bucket: Bucket,
+    per_group: int,
+    scale: float,
+    tail_start: int = 0,
+    ring: bool = False,
+) -> Tensor:
+    count = query.shape[2]
+    band = bucket.band
+    if band is not None and not ring and not tail_start:
+        # Drop what no query of the call sees before the heads are gathered: decoding touches sink + window keys.
+        start = key.shape[2] - count
+        near = start - band[1] + 1
+        if near > band[0] and start + 1 >= band[2]:
+            key, value = (torch.cat([t[:, :, : band[0]], t[:, :, near:]], dim=2) for t in (key, value))
+            tail_start = near
+    groups = bucket.whole_groups(per_group) if count == 1 and per_group > 1 else None
+    if groups is not None and (band is None or ring or tail_start):
+        # One new token, and all heads of a KV group see the same keys: the heads become the rows of one product.
+        packed = query.reshape(query.shape[0], len(groups), per_group, query.shape[3])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            packed, _heads(key, groups), _heads(value, groups), scale=scale
+        )
+        return out.reshape(query.shape[0], len(bucket.heads), 1, value.shape[-1])
+    key, value = _heads(key, bucket.slots), _heads(value, bucket.slots)
+    if band is None or ring:
+        return causal(query, key, value, scale)
+    sink, window, min_length = band
+    if tail_start:
+        min_length = 0
+    return streaming(
+        query, key, value, scale, sink=sink, window=window, min_length=min_length, tail_start=tail_start
+    )
+
+
+def _heads(stored: Tensor, slots: tuple[int, ...]) -> Tensor:
+    if slots == tuple(range(stored.shape[1])):
+        return stored
+    return stored.index_select(1, torch.tensor(slots, device=stored.device))
+
+
+def _rows(mask: Tensor | None, total: int, cached: bool) -> list[tuple[int, int]] | None:
+    """(first, last + 1) column of the tokens of each row; None when no row is padded."""
+    if mask is None:
+        return None
+    count = mask.sum(dim=1)
+    first = mask.int().argmax(dim=1)
+    column = torch.arange(total, device=mask.device)[None, :]
+    inside = (column >= first[:, None]) & (column < (first + count)[:, None])
+    if not torch.equal(mask, inside):
+        raise UnsupportedError(
+            "attention_mask has holes; planned attention takes padding at the ends of a row only"
+        )
+    if cached and bool((first + count != total).any()):
+        raise UnsupportedError("with a cache, pad on the left (tokenizer.padding_side = 'left')")
+    return [(int(low), int(low + n)) for low, n in zip(first, count, strict=True)]
+
+
+def _plain_store(segment: Segment, key: Tensor, value: Tensor) -> SegmentStore:
+    """The segment's heads of a whole context that no planned cache holds."""
+    store = SegmentStore(segment)
+    store.keys, store.values = _heads(key, segment.kv_heads), _heads(value, segment.kv_heads)
+    return store
+
+
+def _dense_layer(heads: int, kv_heads: int) -> CompiledLayer:
+    """For modules without a plan (another model built on the same config object): everything dense."""
+    per_group = heads // kv_heads
+    segment = Segment(tuple(range(kv_heads)))
+    slots = tuple(head // per_group for head in range(heads))
+    return CompiledLayer((segment,), (Bucket(tuple(range(heads)), 0, slots, None),), per_group)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UnsupportedError(f"{type(model).__name__} is not a transformers model: it has no config")
+    return config.get_text_config(decoder=True)
+
+
+def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or not getattr(
+        model, "_supports_attention_backend", False
+    ):
+        raise UnsupportedError(
+            f"{name} does not attend through transformers' attention interface as a decoder"
+        )
+    others = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    if others:
+        raise UnsupportedError(
+            f"{name} has layers of type {', '.join(sorted(others))}; a plan is for full attention"
+        )
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if len(plan.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"attention plan: {len(plan.layers)} layers, the model has {config.num_hidden_layers}"
+        )
+    for index, layer in enumerate(plan.layers):
+        if (len(layer.heads), len(layer.groups)) != (heads, kv_heads):
+            raise ValueError(
+                f"attention plan: layers[{index}] has {len(layer.heads)} heads in {len(layer.groups)} groups, "
+                f"the model has {heads} in {kv_heads}"
+            )
+
+
+def _wrap_cache_factory(model: Any) -> None:
+    make = model._prepare_cache_for_generation
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        given = model_kwargs.get("past_key_values") is not None
+        result = make(generation_config, model_kwargs, *args, **kwargs)
+        if not given and type(model_kwargs.get("past_key_values")) is DynamicCache:
+            if generation_config.cache_implementation not in (None, "dynamic"):
+                return result
+            model_kwargs["past_key_values"] = new_cache(model)
+        return result
+
+    model._prepare_cache_for_generation = prepare
