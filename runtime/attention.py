@@ -1,19 +1,20 @@
 """Run a transformers model by its attention plan: `apply_plan(model, plan_json)`.
 
-What is executed: *streaming* heads run as a band (nstf.runtime.attention_banded), and KV groups that the plan lets
-forget are held in rings (nstf.runtime.ring_cache). *vertical_slash* and *block_topk* heads are stored and reported,
-and run densely: a fast kernel for them is later work, so they are exact here.
+What is executed: *streaming* heads run as a band (nstf.runtime.attention_banded), and KV groups that the
+plan lets forget are held in rings (nstf.runtime.ring_cache). *vertical_slash* and *block_topk* heads are
+stored and reported, and run densely: a fast kernel for them is later work, so they are exact here.
 
 How it hooks in, and why this is the least that works:
 - the attention function goes through transformers' own registry, under the name "nstf_planned", selected by
   `config._attn_implementation` of this model only; the plan of a layer is an attribute of its modules;
 - the mask function of that name hands the 2-D padding mask through, so no [T, T] mask is ever made;
-- `generate` makes its cache in `_prepare_cache_for_generation`. That method is wrapped on the instance, and a plain
-  DynamicCache that it would have made is replaced. A cache given by the caller is kept: with an ordinary cache, or
-  none, the result is the same and only the memory is not saved (`new_cache(model)` gives a planned one).
+- `generate` makes its cache in `_prepare_cache_for_generation`. That method is wrapped on the instance, and
+  a plain DynamicCache that it would have made is replaced. A cache given by the caller is kept: with an
+  ordinary cache, or none, the result is the same and only the memory is not saved (`new_cache(model)` gives
+  a planned one).
 
-Batches: rows padded on the left are exact (positions and sinks count from the first real token of each row). Without
-a cache, padding on the right is exact too. Holes inside a row are refused.
+Batches: rows padded on the left are exact (positions and sinks count from the first real token of each
+row). Without a cache, padding on the right is exact too. Holes inside a row are refused.
 """
 
 from collections.abc import Callable
@@ -80,8 +81,9 @@ def compile_layer(plan: LayerPlan) -> CompiledLayer:
 def apply_plan(model: nn.Module, plan: str | bytes | dict[str, object] | AttentionPlan) -> AttentionPlan:
     """Make `model` attend by the plan, in `forward` and in `generate`; gives the parsed plan.
 
-    Raises ValueError when the plan is malformed or does not fit the model's layers and heads, UnsupportedError when
-    the architecture does not attend through transformers' attention interface or has sliding or linear layers.
+    Raises ValueError when the plan is malformed or does not fit the model's layers and heads,
+    UnsupportedError when the architecture does not attend through transformers' attention interface or has
+    sliding or linear layers.
     """
     parsed = plan if isinstance(plan, AttentionPlan) else parse_plan(plan)
     config = _text_config(model)
@@ -250,7 +252,8 @@ def _attend_rows(
     count = query.shape[2]
     band = bucket.band
     if band is not None and not ring and not tail_start:
-        # Drop what no query of the call sees before the heads are gathered: decoding touches sink + window keys.
+        # Drop what no query of the call sees before the heads are gathered: decoding touches sink + window
+        # keys.
         start = key.shape[2] - count
         near = start - band[1] + 1
         if near > band[0] and start + 1 >= band[2]:
@@ -258,7 +261,8 @@ def _attend_rows(
             tail_start = near
     groups = bucket.whole_groups(per_group) if count == 1 and per_group > 1 else None
     if groups is not None and (band is None or ring or tail_start):
-        # One new token, and all heads of a KV group see the same keys: the heads become the rows of one product.
+        # One new token, and all heads of a KV group see the same keys: the heads become the rows of one
+        # product.
         packed = query.reshape(query.shape[0], len(groups), per_group, query.shape[3])
         out = torch.nn.functional.scaled_dot_product_attention(
             packed, _heads(key, groups), _heads(value, groups), scale=scale
@@ -342,8 +346,8 @@ def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
     for index, layer in enumerate(plan.layers):
         if (len(layer.heads), len(layer.groups)) != (heads, kv_heads):
             raise ValueError(
-                f"attention plan: layers[{index}] has {len(layer.heads)} heads in {len(layer.groups)} groups, "
-                f"the model has {heads} in {kv_heads}"
+                f"attention plan: layers[{index}] has {len(layer.heads)} heads in {len(layer.groups)} "
+                f"groups, the model has {heads} in {kv_heads}"
             )
 
 

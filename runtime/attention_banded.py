@@ -1,9 +1,10 @@
-"""Attention of a few heads over sink + local window, in O(T * (sink + window)) time and memory, without a T x T mask.
+"""Attention of a few heads over sink + local window, in O(T * (sink + window)) time and memory, without
+a T x T mask.
 
 The pattern (StreamingLLM, Xiao et al. 2023): the query at position i sees key j when j <= i and (j < sink or
-i - j < window). A block of queries [a, b) needs the keys [a - window + 1, b), which are one slice, and the sinks
-before them, which are another; inside that slice the band is a [b - a, window + b - a] mask that is equal for all
-blocks but the first and last, so it is built once.
+i - j < window). A block of queries [a, b) needs the keys [a - window + 1, b), which are one slice, and the
+sinks before them, which are another; inside that slice the band is a [b - a, window + b - a] mask that is
+equal for all blocks but the first and last, so it is built once.
 
 Shapes: B batch, H heads (query and key heads already matched), N queries, T keys, D head size.
 """
@@ -19,8 +20,8 @@ BLOCK = 256
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of the last N positions; query: [B, H, N, D], key, value: [B, H, T, D], N <= T.
 
-    A chunk (1 < N < T) runs in blocks of queries, each over the keys it may see, as torch's own causal flag aligns
-    the mask to the first key.
+    A chunk (1 < N < T) runs in blocks of queries, each over the keys it may see, as torch's own causal flag
+    aligns the mask to the first key.
     """
     count, total = query.shape[2], key.shape[2]
     if count == 1:
@@ -52,9 +53,10 @@ def streaming(
 ) -> Tensor:
     """Banded attention of the last N positions; gives [B, H, N, D].
 
-    key, value: [B, H, S, D]. Either the whole context (tail_start 0, S = T), or what an evicting cache holds: the
-    `sink` first keys, followed by the consecutive positions from `tail_start` on (then tail_start >= sink, and the
-    window of every query lies in the tail). Queries before `min_length` - 1 attend densely, which needs tail_start 0.
+    key, value: [B, H, S, D]. Either the whole context (tail_start 0, S = T), or what an evicting cache
+    holds: the `sink` first keys, followed by the consecutive positions from `tail_start` on (then
+    tail_start >= sink, and the window of every query lies in the tail). Queries before `min_length` - 1
+    attend densely, which needs tail_start 0.
     """
     gap = tail_start - sink if tail_start else 0
     total = key.shape[2] + gap
@@ -70,7 +72,8 @@ def streaming(
         parts.append(
             causal(query[:, :, :dense], key[:, :, : start + dense], value[:, :, : start + dense], scale)
         )
-    # Half a window of queries per block: 1.5 windows of keys are read per query, and the blocks stay large enough.
+    # Half a window of queries per block: 1.5 windows of keys are read per query, and the blocks stay large
+    # enough.
     block = min(max(window // 2, 64), BLOCK)
     masks: dict[tuple[int, int, int, int], Tensor | None] = {}
     for first in range(dense, count, block):
@@ -92,7 +95,9 @@ def streaming(
 
 
 def visible(query_position: Tensor, key_position: Tensor, sink: int, window: int) -> Tensor:
-    """The pattern as a boolean mask [N, T] from positions [N] and [T]: the definition that the band must equal."""
+    """The pattern as a boolean mask [N, T] from positions [N] and [T]: the definition that the band
+    must equal.
+    """
     distance = query_position[:, None] - key_position[None, :]
     return (distance >= 0) & ((distance < window) | (key_position[None, :] < sink))
 

@@ -1,9 +1,9 @@
 """The attention plan as stored in an artifact: frozen dataclasses and a strict parser with limits.
 
-The plan is the only thing that the analysis and the runtime share. It is data of unknown origin (it arrives in a
-file), so the parser names every refusal: unknown versions, unknown or missing keys, wrong types, numbers that are
-out of range or not finite, shapes that disagree with each other. `ValueError` is all it raises; the artifact reader
-turns it into `CorruptError`.
+The plan is the only thing that the analysis and the runtime share. It is data of unknown origin (it arrives
+in a file), so the parser names every refusal: unknown versions, unknown or missing keys, wrong types,
+numbers that are out of range or not finite, shapes that disagree with each other. `ValueError` is all it
+raises; the artifact reader turns it into `CorruptError`.
 
     {"version": 1, "profile_lengths": [1024, 2048], "queries": 128, "error_bound": 0.1,
      "kld_budget": 0.002, "kld_measured": 0.0011, "kld_covers": ["streaming"], "head_dim": 64,
@@ -12,8 +12,8 @@ turns it into `CorruptError`.
                  "groups": [{"evict": true, "sink": 16, "recent": 256, "min_length": 1024}, ...]}]}
 
 `min_length` L means: the query at position i (counted from 0, padding not counted) uses the pattern when
-i + 1 >= L and attends densely otherwise. It is a rule per query, not per call, so that one-shot prefill, chunked
-prefill and decoding give the same result.
+i + 1 >= L and attends densely otherwise. It is a rule per query, not per call, so that one-shot prefill,
+chunked prefill and decoding give the same result.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ EXECUTED = ("full", "streaming")
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Pattern of one query head; `error` is the relative L2 error of its output, `mass` the attention mass kept."""
+    """Pattern of one query head; `error` is the relative L2 error of its output, `mass` the attention
+    mass kept.
+    """
 
     pattern: str
     params: dict[str, float]
@@ -58,7 +60,9 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Eviction of one KV head: keep `sink` first and `recent` last keys once the context has `min_length` tokens."""
+    """Eviction of one KV head: keep `sink` first and `recent` last keys once the context has
+    `min_length` tokens.
+    """
 
     evict: bool
     sink: int
@@ -92,7 +96,9 @@ class AttentionPlan:
 
 
 def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
-    """A checked plan from JSON text or from the decoded dictionary; raises ValueError that names the place."""
+    """A checked plan from JSON text or from the decoded dictionary; raises ValueError that names the
+    place.
+    """
     if isinstance(source, str | bytes):
         if len(source) > MAX_TEXT_BYTES:
             raise ValueError(
@@ -104,7 +110,8 @@ def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
             raise ValueError(f"attention plan: not valid JSON ({error})") from error
     if isinstance(source, dict) and source.get("version") != VERSION:
         raise ValueError(
-            f"attention plan: version {source.get('version')!r} is not known; this release reads version {VERSION}"
+            f"attention plan: version {source.get('version')!r} is not known; "
+            f"this release reads version {VERSION}"
         )
     fields = _fields(source, AttentionPlan, "attention plan")
     lengths = tuple(

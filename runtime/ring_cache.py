@@ -1,12 +1,15 @@
-"""A KV cache that honours an attention plan: groups that may forget keep `sink` + `recent` keys, others keep all.
+"""A KV cache that honours an attention plan: groups that may forget keep `sink` + `recent` keys, others
+keep all.
 
-Keys are stored as attention gives them, after RoPE at their original positions. Softmax over a set of keys does not
-depend on their order, so an evicting group is a ring of `sink + recent` slots that decoding overwrites in place.
+Keys are stored as attention gives them, after RoPE at their original positions. Softmax over a set of keys
+does not depend on their order, so an evicting group is a ring of `sink + recent` slots that decoding
+overwrites in place.
 
-The heads of one layer then differ in length and no single [B, heads, T, D] tensor can be returned by `update`, as
-transformers expects. `update` therefore gives back the new keys only, tagged with the layer's cache, and the planned
-attention function (nstf.runtime.attention) takes the stored keys from the tag. An architecture that replaces the
-tensor on the way would lose the tag; the next `update` notices that nobody claimed the last one and refuses.
+The heads of one layer then differ in length and no single [B, heads, T, D] tensor can be returned by
+`update`, as transformers expects. `update` therefore gives back the new keys only, tagged with the layer's
+cache, and the planned attention function (nstf.runtime.attention) takes the stored keys from the tag. An
+architecture that replaces the tensor on the way would lose the tag; the next `update` notices that nobody
+claimed the last one and refuses.
 
 Shapes: B batch, h heads of a segment, S stored positions, D head size.
 """
@@ -36,8 +39,8 @@ class Segment:
 class SegmentStore:
     """Keys and values of one segment.
 
-    `ring` False: [B, h, S, D] in order of position: all of them, or (only between `append` of several tokens to a
-    ring and the next `compact`) the sinks and then the positions from `tail_start` on.
+    `ring` False: [B, h, S, D] in order of position: all of them, or (only between `append` of several
+    tokens to a ring and the next `compact`) the sinks and then the positions from `tail_start` on.
     `ring` True: [B, h, sink + recent, D], column c >= sink in slot sink + c % recent.
     """
 
@@ -70,7 +73,9 @@ class SegmentStore:
             self.values = torch.cat([self.values, value], dim=2)
 
     def compact(self, seen: int, first_column: Tensor | None) -> None:
-        """Turn into a ring when every row of the batch is long enough; first_column: [B], tokens of left padding."""
+        """Turn into a ring when every row of the batch is long enough; first_column: [B], tokens of
+        left padding.
+        """
         segment = self.segment
         if not segment.recent or self.ring or self.keys is None or self.values is None:
             return
@@ -112,7 +117,7 @@ class SegmentStore:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
 
-class PlannedLayer(CacheLayerMixin):
+class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of the cache: its segments, and how many columns (padding included) were seen."""
 
     is_sliding = False
@@ -135,8 +140,9 @@ class PlannedLayer(CacheLayerMixin):
         """Store [B, all KV heads, N, D]; returns the same tensors, the keys tagged with this layer."""
         if not self._claimed:
             raise UnsupportedError(
-                "the planned KV cache was filled but not read: this architecture replaces the keys between cache and "
-                "attention, or the model was switched away from the planned attention; run it without the plan"
+                "the planned KV cache was filled but not read: this architecture replaces the keys between "
+                "cache and attention, or the model was switched away from the planned attention; "
+                "run it without the plan"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -189,8 +195,8 @@ class PlannedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise UnsupportedError(
-            "the planned KV cache cannot be rolled back (evicted keys are gone): assisted generation needs the model "
-            "without the attention plan"
+            "the planned KV cache cannot be rolled back (evicted keys are gone): assisted generation needs "
+            "the model without the attention plan"
         )
 
     def offload(self) -> None:
@@ -199,7 +205,7 @@ class PlannedLayer(CacheLayerMixin):
         )
 
 
-class PlannedCache(Cache):
+class PlannedCache(Cache):  # type: ignore[misc]
     """The cache of a planned model: one `PlannedLayer` for each layer's segments."""
 
     def __init__(self, layers: list[tuple[Segment, ...]]) -> None:

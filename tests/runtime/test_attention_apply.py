@@ -1,18 +1,21 @@
-"""A planned model against a dense model whose attention function applies the same pattern as an explicit mask."""
+"""A planned model against a dense model whose attention function applies the same pattern as an
+explicit mask.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from nstf.errors import UnsupportedError
-from nstf.runtime.attention import apply_plan, compile_layer, new_cache, remove_plan
-from nstf.runtime.attention_banded import visible
-from nstf.runtime.attention_plan import AttentionPlan, parse_plan
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from nstf.errors import UnsupportedError
+from nstf.runtime.attention import apply_plan, compile_layer, new_cache, remove_plan
+from nstf.runtime.attention_banded import visible
+from nstf.runtime.attention_plan import AttentionPlan, parse_plan
 
 SINK, RECENT, START = 3, 11, 20
 TOTAL = 75

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from nstf.runtime.attention_banded import causal, streaming, visible
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from nstf.runtime.attention_banded import causal, streaming, visible
 
 
 def make(total: int, count: int, batch: int = 2, heads: int = 3) -> tuple[Tensor, Tensor, Tensor]:

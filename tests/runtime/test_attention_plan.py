@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+
 from nstf.runtime.attention_plan import parse_plan
 
 
