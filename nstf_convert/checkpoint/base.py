@@ -1,0 +1,127 @@
+"""The Checkpoint every reader ends in: named parameters, read one at a time, with config and tokenizer files."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import CorruptError, UsageError
+from nstf_convert.checkpoint.naming import Plan
+from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
+from nstf_convert.checkpoint.ties import find_ties
+
+
+class Checkpoint:
+    """One opened model. Nothing of the weights is in memory until `get`, and nothing stays after it.
+
+    kind: "safetensors", "bin", "gguf" or "onnx"; path: what was opened; config: the allowed fields of config.json, or None;
+    architecture: transformers' class the names belong to, or None (names as in the file); ties: alias -> stored name;
+    missing: parameters of the class that the file does not have; notes: what a report should say about the reading.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        source: Source,
+        plan: Plan,
+        config: dict[str, Any] | None,
+        side_files: Callable[[], dict[str, bytes]],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.kind = source.kind
+        self.path = path
+        self.config = config
+        self.architecture = plan.architecture
+        self.missing = plan.missing
+        self.notes = (*notes, *plan.notes)
+        self.ties: Mapping[str, str] = find_ties(plan, source)
+        self._source = source
+        self._side_files = side_files
+        self._files: dict[str, bytes] | None = None
+        self._fingerprint: str | None = None
+        self._recipes = {name: r for name, r in plan.recipes.items() if name not in self.ties}
+        self._names = sorted(self._recipes)
+        if not self._names:
+            raise UsageError(f"{path} holds no tensors; give a model with weights")
+
+    def names(self) -> list[str]:
+        """The parameters that are stored, sorted; tied duplicates are left out (see `ties`)."""
+        return list(self._names)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype and size of a stored parameter, without reading it."""
+        return self._recipe(name).info
+
+    def get(self, name: str) -> Tensor:
+        """The parameter, read from disk into memory of its own. Raises CorruptError for NaN or infinite values.
+
+        The dtype is the stored one; a parameter of a quantised GGUF comes as float32 with values rounded to bfloat16.
+        """
+        tensor = self._recipe(name).build(self._source.read)
+        bad = _not_finite(tensor)
+        if bad:
+            place = self._source.describe(self._recipe(name).sources[0])
+            raise CorruptError(
+                f"{place}: tensor {name!r} has {bad} NaN or infinite values of {tensor.numel()}; "
+                f"the checkpoint is broken (a diverged training or a bad download), use another one"
+            )
+        return tensor
+
+    def files(self) -> dict[str, bytes]:
+        """config.json, generation_config.json and the tokenizer's files by name, without keys that can lead to code."""
+        if self._files is None:
+            files = self._side_files()
+            if self.config is not None:
+                files["config.json"] = json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n"
+            self._files = dict(sorted(files.items()))
+        return dict(self._files)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all stored parameters in the reference dtype: what a budget is a fraction of."""
+        return sum(recipe.info.size_bytes for recipe in self._recipes.values())
+
+    def fingerprint(self) -> str:
+        """SHA-256 of config, names and contents; the same in any folder. Above 512 MiB contents are sampled."""
+        if self._fingerprint is None:
+            config = json.dumps(self.config, sort_keys=True)
+            names = json.dumps([self.kind, self._names, dict(self.ties)], sort_keys=True)
+            text = f"{config}\n{names}\n{source_digest(self._source)}"
+            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        return self._fingerprint
+
+    def close(self) -> None:
+        """Close the files; `get` must not be called afterwards."""
+        self._source.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _recipe(self, name: str) -> Any:
+        name = self.ties.get(name, name)
+        try:
+            return self._recipes[name]
+        except KeyError:
+            raise KeyError(f"{self.path} has no parameter {name!r}") from None
+
+
+def _not_finite(tensor: Tensor) -> int:
+    """How many elements are NaN or infinite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    if tensor.element_size() == 1:
+        tensor = tensor.to(torch.float32)
+    # The sum is finite exactly when (barring overflow) every value is: one pass, no temporary of the tensor's size.
+    if tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        return 0
+    return int(tensor.numel() - torch.isfinite(tensor).sum())

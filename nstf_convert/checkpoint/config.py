@@ -1,0 +1,143 @@
+"""Reading config.json: an allow-list, because its fields have made libraries load and run code.
+
+CVE-2026-4372 (`_attn_implementation_internal` named a hub kernel) and CVE-2026-5241 (a nested `trust_remote_code`) are the reasons.
+Numbers, booleans and lists of them are kept under any plain key: they cannot name anything. Text is kept only under a key that the
+model's own config class declares (or a known older spelling) and only when it looks like a single word.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nstf.errors import CorruptError, UnsupportedError
+
+MAX_DEPTH = 6
+MAX_ITEMS = 200_000
+MAX_LABELS = 1_000_000
+KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,79}")
+WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,80}")
+
+DENIED = frozenset(
+    "attn_implementation auto_map base_model_name_or_path cache_dir code_revision commit_hash compression_config "
+    "custom_pipelines experts_implementation gguf_file kernel_config model_name_or_path name_or_path pretrained_model_name_or_path "
+    "quantization_config revision rng_state task_specific_params tokenizer_file trust_remote_code use_kernels "
+    "use_pretrained_backbone use_timm_backbone_pretrained".split()
+)
+# Text under these keys is kept for every model: older spellings, and what names the architecture.
+TEXT_KEYS = frozenset(
+    "model_type architectures torch_dtype dtype hidden_act hidden_activation activation_function position_embedding_type "
+    "rope_type type rope_scaling rope_parameters layer_types problem_type transformers_version tokenizer_class "
+    "feed_forward_proj dense_act_fn scoring_func topk_method mlp_layer_types norm_type attention_type".split()
+)
+LABELS = frozenset(("id2label", "label2id"))
+
+
+def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The config that may be used, and what was left out (sorted, `a.b` for nested keys). Raises CorruptError, UnsupportedError."""
+    if not isinstance(raw, dict):
+        raise CorruptError(f"{where} is not a JSON object; download the checkpoint again")
+    refuse_quantised(raw, where)
+    model_type = raw.get("model_type")
+    dropped: list[str] = []
+    known = known_fields(model_type if isinstance(model_type, str) else None)
+    config = _filter(raw, known, where, "", 0, dropped)
+    return config, sorted(dropped)
+
+
+def refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedError when the config says that the weights are already quantised."""
+    for key in ("quantization_config", "compression_config"):
+        value = raw.get(key)
+        if not value:
+            continue
+        method = str(value.get("quant_method", "unnamed"))[:40] if isinstance(value, dict) else "unnamed"
+        if method == "nstf":
+            hint = "it is an export of nstf: give the original model, or open the .nstf file"
+        else:
+            hint = "give the original (16- or 32-bit) model"
+        raise UnsupportedError(f"{where} says the weights are already quantised ({method!r}); {hint}")
+    for name, value in raw.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            refuse_quantised(value, where)
+
+
+def known_fields(model_type: str | None) -> frozenset[str] | None:
+    """The names that the config class of `model_type`, and its sub-configs, declare; None when it is unknown."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type is None or model_type not in CONFIG_MAPPING:
+        return None
+    names: set[str] = set()
+    pending, seen = [CONFIG_MAPPING[model_type]], set()
+    while pending:
+        cls = pending.pop()
+        if cls in seen or not hasattr(cls, "model_type"):
+            continue
+        seen.add(cls)
+        names |= set(getattr(cls, "__dataclass_fields__", ())) | set(getattr(cls, "attribute_map", {}))
+        names |= set(getattr(cls.__init__, "__annotations__", ()))
+        pending += [c for c in getattr(cls, "sub_configs", {}).values() if isinstance(c, type)]
+    return frozenset(names)
+
+
+def _filter(
+    raw: Mapping[str, Any], known: frozenset[str] | None, where: str, path: str, depth: int, dropped: list[str]
+) -> dict[str, Any]:
+    if depth > MAX_DEPTH or len(raw) > MAX_ITEMS:
+        raise CorruptError(f"{where}: {path or 'the object'} is nested too deeply or has too many entries")
+    kept = {}
+    for key, value in raw.items():
+        name = f"{path}.{key}" if path else key
+        if key in LABELS and isinstance(value, dict):
+            kept[key] = _labels(value, where)
+        elif not KEY.fullmatch(key) or key in DENIED or key.startswith("_"):
+            dropped.append(name[:120])
+        elif isinstance(value, dict):
+            kept[key] = _filter(value, known, where, name, depth + 1, dropped)
+        elif _allowed(value, _text_allowed(key, path, known), depth):
+            _check_number(key, value, where)
+            kept[key] = value
+        else:
+            dropped.append(name[:120])
+    return kept
+
+
+def _text_allowed(key: str, path: str, known: frozenset[str] | None) -> bool:
+    parents = path.split(".") if path else []
+    return key in TEXT_KEYS or known is None or key in known or any(p in TEXT_KEYS for p in parents)
+
+
+def _allowed(value: Any, text: bool, depth: int) -> bool:
+    if value is None or isinstance(value, bool | int | float):
+        return True
+    if isinstance(value, str):
+        return text and WORD.fullmatch(value) is not None
+    if isinstance(value, list):
+        return depth <= MAX_DEPTH and len(value) <= MAX_ITEMS and all(_allowed(v, text, depth + 1) for v in value)
+    if isinstance(value, dict):
+        return all(KEY.fullmatch(k) and k not in DENIED and _allowed(v, text, depth + 1) for k, v in value.items())
+    return False
+
+
+def _check_number(key: str, value: Any, where: str) -> None:
+    if key == "num_labels" and isinstance(value, int) and not 0 <= value <= MAX_LABELS:
+        raise CorruptError(f"{where}: num_labels is {value}; at most {MAX_LABELS} are accepted")
+
+
+def _labels(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if len(value) > MAX_LABELS:
+        raise CorruptError(f"{where}: more than {MAX_LABELS} labels")
+    return {str(k)[:200]: v if isinstance(v, int) else str(v)[:200] for k, v in value.items()}
+
+
+def strip_code(value: Any, depth: int = 0) -> Any:
+    """A tokenizer, generation or processor config without the keys that can lead to code; text values are kept."""
+    if depth > MAX_DEPTH * 4:
+        return None
+    if isinstance(value, dict):
+        return {
+            k: strip_code(v, depth + 1)
+            for k, v in value.items()
+            if k not in DENIED and not k.startswith("_")
+        }
+    return [strip_code(v, depth + 1) for v in value] if isinstance(value, list) else value

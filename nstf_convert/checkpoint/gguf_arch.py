@@ -1,0 +1,284 @@
+"""GGUF architectures: metadata to a Hugging Face config, and ggml's tensor names and layouts to transformers'.
+
+llama.cpp's converter renames, permutes the rows of q and k of the llama family (pairs of rotary halves interleaved), adds 1 to Gemma's
+norms, and keeps gate and up of experts apart; each is undone here. Adding an architecture is one entry of ARCHITECTURES.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nstf.errors import UnsupportedError
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """model_type and class in transformers; `names`: last part of `blk.N.<part>` -> module; what to undo; extra config."""
+
+    model_type: str
+    model_class: str
+    names: Mapping[str, str]
+    extra: Callable[["Metadata"], Config]
+    permuted: bool = False
+    offset_norms: bool = False
+
+
+class Metadata:
+    """A GGUF file's metadata under its architecture's prefix, and the names of its tensors."""
+
+    def __init__(self, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: object) -> None:
+        self.values, self.shapes, self.path = values, shapes, path
+        self.prefix = values.get("general.architecture")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """`<architecture>.<key>`."""
+        return self.values.get(f"{self.prefix}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A number that must be there (or have a default); one number repeated for every layer counts as that number."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if type(value) is not int or value < 0:
+            raise UnsupportedError(
+                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected one number for all layers"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A real number that must be there (or have a default)."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UnsupportedError(f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected a number")
+        return float(value)
+
+    @property
+    def head_dim(self) -> int:
+        return self.integer("attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count"))
+
+
+def build_config(meta: Metadata) -> tuple[Config, Architecture]:
+    """The config.json of a GGUF file. Raises UnsupportedError for an architecture or a setting that is not known."""
+    name = meta.prefix
+    if name == "llama" and meta.get("expert_count"):
+        name = "llama.moe"
+    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if architecture is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedError(f"{meta.path}: GGUF architecture {str(name)[:60]!r} is unknown (known are {known})")
+    embedding = meta.shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise UnsupportedError(f"{meta.path} has no tensor token_embd.weight: it is not a language model")
+    heads = meta.integer("attention.head_count")
+    if heads < 1:
+        raise UnsupportedError(f"{meta.path}: metadata {meta.prefix}.attention.head_count is {heads}")
+    config: Config = {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "dtype": "bfloat16",
+        "hidden_size": meta.integer("embedding_length"),
+        "intermediate_size": meta.integer("feed_forward_length", 0),
+        "num_hidden_layers": meta.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "head_dim": meta.head_dim,
+        "max_position_embeddings": meta.integer("context_length"),
+        "rms_norm_eps": _short_float(meta.number("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(meta),
+        "vocab_size": embedding[0],
+        "tie_word_embeddings": "output.weight" not in meta.shapes,
+        "bos_token_id": meta.values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.values.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": meta.values.get("tokenizer.ggml.padding_token_id"),
+    }
+    return config | architecture.extra(meta), architecture
+
+
+def _short_float(value: float) -> float:
+    """The shortest decimal that is the same float32: metadata holds float32, configs say 1e-05 and not 9.999999747378752e-06."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _rope(meta: Metadata) -> Config:
+    """`rope_parameters`: theta and the scaling that the metadata states."""
+    rope: Config = {"rope_type": "default", "rope_theta": _short_float(meta.number("rope.freq_base", 10000.0))}
+    width = meta.integer("rope.dimension_count", meta.head_dim)
+    if width != meta.head_dim:
+        rope["partial_rotary_factor"] = width / meta.head_dim
+    kind = meta.get("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(f"{meta.path}: rope scaling {str(kind)[:40]!r} is not supported (linear and yarn are)")
+    rope |= {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length")
+    return rope
+
+
+def llama3_rope(rope: Config, head_dim: int, factors: list[float]) -> Config | None:
+    """`rope_parameters` of Llama 3.1's scaling when they reproduce the file's `rope_freqs`; None otherwise.
+
+    The file holds, for each frequency, what it is divided by; Llama 3.1 and 3.2 use low 1, high 4, original 8192.
+    """
+    import math
+
+    factor, low, high, original = round(max(factors), 4), 1.0, 4.0, 8192
+    if len(factors) != head_dim // 2:
+        return None
+    for i, stored in enumerate(factors):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * i / head_dim)
+        if wavelength < original / high:
+            expected = 1.0
+        elif wavelength > original / low:
+            expected = factor
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            expected = 1 / ((1 - smooth) / factor + smooth)
+        if abs(stored - expected) > 1e-3 * expected:
+            return None
+    return rope | {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+DENSE = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ATTENTION = {key: value for key, value in DENSE.items() if not key.startswith("ffn_") or key == "ffn_norm"}
+# Experts have no `.weight` in transformers; gate and up are joined by `gguf.py`.
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+PHI3 = {
+    **{key: value for key, value in DENSE.items() if key not in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")},
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+
+
+def _nothing(_: Metadata) -> Config:
+    return {}
+
+
+def _llama(meta: Metadata) -> Config:
+    return {
+        "attention_bias": "blk.0.attn_output.bias" in meta.shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in meta.shapes,
+    }
+
+
+def _mixtral(meta: Metadata) -> Config:
+    return {
+        "num_local_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen_moe(meta: Metadata) -> Config:
+    config: Config = {
+        "num_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+        "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
+        # llama.cpp normalises the kept experts' weights for Qwen3 (src/models/qwen3moe.cpp) and not for Qwen2.
+        "norm_topk_prob": meta.prefix == "qwen3moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if meta.prefix == "qwen2moe":
+        shared = meta.shapes.get("blk.0.ffn_up_shexp.weight", (0,))[0]
+        config["shared_expert_intermediate_size"] = meta.integer("expert_shared_feed_forward_length", shared)
+    return config
+
+
+def _gemma2(meta: Metadata) -> Config:
+    return {
+        "sliding_window": meta.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _query_scale(meta, layers_of_27b=46),
+        "attn_logit_softcapping": meta.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(meta: Metadata) -> Config:
+    layers, pattern = meta.integer("block_count"), meta.integer("attention.sliding_window_pattern", 6)
+    full = _rope(meta)
+    if meta.get("rope.freq_base") is None:
+        full["rope_theta"] = 1000000.0
+    local = {"rope_type": "default", "rope_theta": _short_float(meta.number("rope.freq_base_swa", 10000.0))}
+    return {
+        "sliding_window": meta.integer("attention.sliding_window"),
+        "query_pre_attn_scalar": _query_scale(meta, layers_of_27b=62),
+        "layer_types": ["sliding_attention" if (i + 1) % max(pattern, 1) else "full_attention" for i in range(layers)],
+        # Scaling applies to the global layers only (llama.cpp's gemma3 sets rope_freq_scale_train_swa to 1).
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _query_scale(meta: Metadata, layers_of_27b: int) -> int:
+    """Only the 27B models divide by hidden / heads; llama.cpp, too, tells them by their number of layers."""
+    if meta.integer("block_count") == layers_of_27b:
+        return meta.integer("embedding_length") // meta.integer("attention.head_count")
+    return meta.head_dim
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", DENSE, _llama, permuted=True),
+    "llama.moe": Architecture("mixtral", "MixtralForCausalLM", ATTENTION | EXPERTS, _mixtral, permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, _nothing),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS, _nothing),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", ATTENTION | EXPERTS | SHARED_EXPERT, _qwen_moe),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION | EXPERTS | QK_NORMS, _qwen_moe),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", DENSE | FOUR_NORMS, _gemma2, offset_norms=True),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", DENSE | FOUR_NORMS | QK_NORMS, _gemma3, offset_norms=True
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3, _nothing),
+}
+
+
+def parameter_name(architecture: Architecture, ggml_name: str) -> str | None:
+    """transformers' name of a ggml tensor; None when the architecture has no place for it."""
+    match = re.fullmatch(r"(?:blk\.(0|[1-9][0-9]{0,4})\.)?([a-z0-9_]+)\.(weight|bias)", ggml_name)
+    if match is None:
+        return None
+    block, part, suffix = match.groups()
+    module = TOP.get(part) if block is None else architecture.names.get(part)
+    if module is None:
+        return None
+    prefix = "" if block is None else f"model.layers.{block}."
+    return f"{prefix}{module}" if part.endswith("_exps") else f"{prefix}{module}.{suffix}"

@@ -1,0 +1,39 @@
+"""The tokenizer of a GGUF file as tokenizer.json and friends, through transformers' own converters."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nstf.errors import UnsupportedError
+from nstf_convert.checkpoint.config import strip_code
+from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
+
+
+def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
+    """The tokenizer's files by name; empty when the GGUF carries no tokenizer.
+
+    path: a file whose header has passed `gguf_check` (transformers' reader trusts the counts in the file).
+    Raises UnsupportedError for a tokenizer that transformers cannot rebuild.
+    """
+    if "tokenizer.ggml.tokens" not in metadata:
+        return {}
+    from transformers import AutoTokenizer
+
+    real = path.resolve()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(real.parent), gguf_file=real.name, local_files_only=True, trust_remote_code=False
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            found = {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)}
+    except Exception as error:
+        # transformers raises many types here, according to the tokenizer's kind.
+        text = " ".join(str(error).split())[:160]
+        raise UnsupportedError(f"{path}: its tokenizer cannot be rebuilt ({type(error).__name__}: {text})") from error
+    for name in SETTINGS:
+        if name in found:
+            data = strip_code(json.loads(found[name]))
+            found[name] = json.dumps(data, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
+    return found

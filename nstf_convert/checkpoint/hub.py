@@ -1,0 +1,33 @@
+"""Models by name on the Hugging Face hub, where the network allows."""
+
+import re
+from pathlib import Path
+
+from nstf.errors import NstfError, UsageError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}")
+PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` has the form `org/model`."""
+    return NAME.fullmatch(text) is not None and ".." not in text
+
+
+def download(name: str) -> Path:
+    """The local folder of a hub model, downloaded if needed; safetensors only. Raises NstfError or UsageError."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    except ImportError as error:
+        raise NstfError(f"{name!r} is no local path, and huggingface_hub is not installed to look it up") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+    except RepositoryNotFoundError as error:
+        raise UsageError(f"{name!r} is neither a local path nor a model on the hub (or it needs a login)") from error
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:120]
+        raise UsageError(
+            f"{name!r} is no local path, and the hub cannot be reached ({type(error).__name__}: {text}); "
+            f"download the model elsewhere and give its folder"
+        ) from error

@@ -1,0 +1,289 @@
+"""From names in a file to parameter names of transformers' module tree, without reading a weight.
+
+transformers 5 renames and fuses some weights at load (Mixtral's experts become `mlp.experts.gate_up_proj` [E, 2 * ffn, in]). We use its
+own tables: the model is built on the meta device for its names and shapes, the table's operations run on meta tensors to learn what
+they give, and run again on real tensors when one of them is asked for.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
+
+Read = Callable[[str], Tensor]
+MAX_LAYERS_FLOOR = 512
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one parameter is made: the stored tensors it needs, what comes out, and how."""
+
+    sources: tuple[str, ...]
+    info: TensorInfo
+    build: Callable[[Read], Tensor]
+    as_stored: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parameters by name, the ties that the model's class declares (alias -> name), and what was noticed."""
+
+    recipes: Mapping[str, Recipe]
+    architecture: str | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plain(name: str, info: TensorInfo) -> Recipe:
+    """The recipe of a tensor that is used as it is stored."""
+    return Recipe((name,), info, lambda read: read(name), as_stored=True)
+
+
+def plain_plan(infos: Mapping[str, TensorInfo], notes: tuple[str, ...] = ()) -> Plan:
+    """Every tensor under the name in the file."""
+    return Plan({name: plain(name, info) for name, info in infos.items()}, notes=notes)
+
+
+def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, where: str) -> Plan:
+    """The plan for a checkpoint with this config; names as in the file when transformers does not know the model.
+
+    Raises CorruptError when config and tensors contradict each other.
+    """
+    if config is None:
+        return plain_plan(infos)
+    candidates = model_classes(config)
+    if not candidates:
+        note = f"model type {str(config.get('model_type'))[:60]!r} is unknown to transformers: tensors keep the file's names"
+        return plain_plan(infos, (note,))
+    best: Plan | None = None
+    for cls in candidates:
+        plan = _match(cls, infos, config, where)
+        if plan is not None and (best is None or len(plan.missing) < len(best.missing)):
+            best = plan
+        if best is not None and not best.missing:
+            break
+    if best is None:
+        return plain_plan(infos, (f"{where}: config.json does not describe these tensors: they keep the file's names",))
+    _refuse_holes(best, where)
+    return best
+
+
+def model_classes(config: Mapping[str, Any]) -> list[Any]:
+    """transformers' classes for a config: the one it names, then the plain model. Empty when there is none."""
+    import transformers
+
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        return []
+    config_class = transformers.CONFIG_MAPPING[config["model_type"]]
+    found: list[Any] = []
+    for name in config.get("architectures") or ():
+        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            found.append(cls)
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        cls = mapping.get(config_class, None)
+        for one in cls if isinstance(cls, tuple | list) else (cls,):
+            if one is not None and one not in found and (found == [] or mapping is transformers.MODEL_MAPPING):
+                found.append(one)
+    return [cls for cls in found if getattr(cls, "config_class", None) is not None]
+
+
+def meta_model(cls: Any, config: Mapping[str, Any], tensor_count: int, where: str) -> Any:
+    """The model of class `cls` on the meta device: names and shapes, no memory. Raises CorruptError."""
+    import transformers
+
+    _refuse_absurd(config, tensor_count, where)
+    config_class = transformers.CONFIG_MAPPING[config["model_type"]]
+    try:
+        settings = config_class.from_dict(copy.deepcopy(dict(config)))
+        with torch.device("meta"):
+            return cls(settings)
+    except ImportError:
+        raise
+    except Exception as error:
+        # Any exception type: config classes and models check their values in many ways.
+        text = " ".join(str(error).split())[:200]
+        raise CorruptError(f"{where}: config.json does not give a {cls.__name__} ({type(error).__name__}: {text})") from error
+
+
+def _refuse_absurd(config: Mapping[str, Any], tensor_count: int, where: str) -> None:
+    """A config of 2**40 layers would build for ever: no model has many more layers than its file has tensors."""
+    limit = max(MAX_LAYERS_FLOOR, tensor_count)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_absurd(value, tensor_count, where)
+        elif isinstance(value, int) and value > limit and re.search(r"(^|_)n?_?(layers?|blocks?|experts|stages)$", key):
+            raise CorruptError(f"{where}: config.json says {key} is {value}, but the file has {tensor_count} tensors")
+
+
+def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any], where: str) -> Plan | None:
+    """The plan if the model is of class `cls`; None when less than half of the bytes have a place in it."""
+    model = meta_model(cls, config, len(infos), where)
+    expected = _shapes(model)
+    recipes, unused = _recipes(model, infos, expected, where)
+    total = sum(info.size_bytes for info in infos.values())
+    used = sum(recipe.info.size_bytes for recipe in recipes.values())
+    if 2 * used < total:
+        return None
+    return _checked(model, recipes, unused, where)
+
+
+def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], where: str) -> Plan:
+    """The plan of parameters whose transformers names are known already, checked against the model that `config` describes."""
+    classes = model_classes(config)
+    if not classes:
+        raise UnsupportedError(f"{where}: transformers does not know the model type {config.get('model_type')!r}")
+    model = meta_model(classes[0], config, len(recipes), where)
+    expected = _shapes(model)
+    unused = [name for name in recipes if name not in expected]
+    plan = _checked(model, {name: r for name, r in recipes.items() if name in expected}, unused, where)
+    _refuse_holes(plan, where)
+    return plan
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+def _checked(model: Any, recipes: dict[str, Recipe], unused: list[str], where: str) -> Plan:
+    """The plan, once every shape agrees with the model's."""
+    expected = _shapes(model)
+    for name, recipe in recipes.items():
+        if recipe.info.shape != expected[name]:
+            raise CorruptError(
+                f"{where}: tensor {name!r} has shape {list(recipe.info.shape)} but config.json makes it {list(expected[name])}"
+            )
+    tied, missing = _declared_ties(model, recipes, expected)
+    notes = []
+    if unused:
+        notes.append(f"{len(unused)} tensors have no place in {type(model).__name__} and are left out: {', '.join(unused[:5])}")
+    if missing:
+        notes.append(f"{len(missing)} parameters of {type(model).__name__} are not in the file: {', '.join(missing[:5])}")
+    return Plan(recipes, type(model).__name__, tied, missing, tuple(notes))
+
+
+def _recipes(
+    model: Any, infos: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]], where: str
+) -> tuple[dict[str, Recipe], list[str]]:
+    """Recipes by parameter name, and the stored names that no parameter uses."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    meta = dict.fromkeys(expected, True)
+    recipes: dict[str, Recipe] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    unused = []
+    for name in sorted(infos, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, meta)
+        if target not in meta and name in meta:
+            target, pattern = name, None
+        if target not in meta:
+            unused.append(name)
+        elif pattern is None:
+            if target in recipes:
+                raise CorruptError(f"{where}: tensors {recipes[target].sources[0]!r} and {name!r} are both {target!r}")
+            recipes[target] = plain(name, infos[name])
+        else:
+            groups.setdefault(target, []).append((pattern, name))
+    for target, members in groups.items():
+        made = _converted(by_pattern[members[0][0]], target, members, infos, model, where)
+        recipes |= {name: recipe for name, recipe in made.items() if name in meta}
+    return recipes, unused
+
+
+def _converted(
+    converter: Any, target: str, members: list[tuple[str, str]], infos: Mapping[str, TensorInfo], model: Any, where: str
+) -> dict[str, Recipe]:
+    """The recipes that one of transformers' weight converters gives for the tensors it collects."""
+    sources = tuple(name for _, name in members)
+
+    def read_meta(name: str) -> Tensor:
+        return torch.empty(infos[name].shape, dtype=torch_dtype(infos[name].dtype), device="meta")
+
+    run = partial(_run_converter, converter, target, members, model)
+    try:
+        outcome = run(read_meta)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise CorruptError(f"{where}: the tensors of {target!r} do not fit together ({text})") from error
+    stacked = _expert_stack(converter, members)
+    return {
+        name: Recipe(
+            sources,
+            TensorInfo.of(tuple(t.shape), str(t.dtype).removeprefix("torch.")),
+            partial(_fill_stack, stacked, tuple(t.shape), t.dtype) if stacked else partial(_pick, run, name),
+        )
+        for name, t in outcome.items()
+    }
+
+
+def _run_converter(converter: Any, target: str, members: list[tuple[str, str]], model: Any, read: Read) -> dict[str, Tensor]:
+    job = copy.deepcopy(converter)
+    for pattern, name in members:
+        job.add_tensor(target, name, pattern, partial(read, name))
+    out = job.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in out.items()}
+
+
+def _pick(run: Callable[[Read], dict[str, Tensor]], name: str, read: Read) -> Tensor:
+    return run(read)[name].contiguous()
+
+
+def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[str]] | None:
+    """[part][expert] names when the conversion only stacks experts (and joins parts along dim 1); None otherwise."""
+    kinds = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        return None
+    return [[name for p, name in members if p == pattern] for pattern in converter.source_patterns]
+
+
+def _fill_stack(parts: list[list[str]], shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Tensor:
+    """The stack [E, sum of out, in], holding one expert beside the result (transformers' own way needs twice the stack)."""
+    result = torch.empty(shape, dtype=dtype)
+    for expert in range(shape[0]):
+        row = 0
+        for part in parts:
+            tensor = read(part[expert])
+            if len(parts) == 1:
+                result[expert] = tensor
+            else:
+                result[expert, row : row + tensor.shape[0]] = tensor
+                row += tensor.shape[0]
+    return result
+
+
+def _declared_ties(
+    model: Any, recipes: Mapping[str, Recipe], expected: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Ties (alias -> name) of parameters the file leaves out, and the parameters that are really missing."""
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    families: dict[str, list[str]] = {}
+    for target, source in declared.items():
+        families.setdefault(source, [source]).append(target)
+    ties = {}
+    for family in families.values():
+        present = next((name for name in family if name in recipes), None)
+        if present is not None:
+            ties |= {name: present for name in family if name not in recipes and name != present}
+    return ties, tuple(name for name in expected if name not in recipes and name not in ties)
+
+
+def _refuse_holes(plan: Plan, where: str) -> None:
+    """A parameter that other layers have but this one lacks means a broken download, not another head."""
+    families = {re.sub(r"\d+", "#", name) for name in plan.recipes}
+    for name in plan.missing:
+        if re.search(r"\d", name) and re.sub(r"\d+", "#", name) in families:
+            raise CorruptError(f"{where}: parameter {name!r} is missing although other layers have theirs; download it again")

@@ -1,0 +1,96 @@
+"""Opening files that a checkpoint names: only regular files of its own folder, never what a name could lead to."""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+
+
+def allowed_root(folder: Path) -> Path:
+    """The folder that the files of a checkpoint may resolve into.
+
+    The Hugging Face cache links `models--x/snapshots/<revision>/file` to `models--x/blobs/<hash>`, so there the root is `models--x`.
+    """
+    real = folder.resolve()
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        return real.parent.parent
+    return real
+
+
+def member(folder: Path, name: object, named_by: str) -> Path:
+    """The path of file `name` of `folder`, when that is a bare file name that stays inside. Raises CorruptError."""
+    if not isinstance(name, str) or not is_bare_name(name):
+        raise CorruptError(
+            f"{named_by} names the file {str(name)[:80]!r}: only plain file names of the same folder are accepted; "
+            f"download the checkpoint again or do not trust it"
+        )
+    path = folder / name
+    if not path.exists():
+        dangling = " (a dangling link)" if path.is_symlink() else ""
+        raise CorruptError(
+            f"{path} is missing{dangling} although {named_by} names it; download the checkpoint again"
+        )
+    if not path.resolve().is_relative_to(allowed_root(folder)):
+        raise CorruptError(
+            f"{path} is a link that leaves the checkpoint's folder; copy the file into the folder if you trust it"
+        )
+    return path
+
+
+def is_bare_name(name: str) -> bool:
+    """Whether `name` is one plain path component of printable characters."""
+    return (
+        0 < len(name) <= 255
+        and name not in (".", "..")
+        and not any(c in "/\\:" or ord(c) < 32 for c in name)
+        and "\x00" not in name
+    )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path` opened for reading when it is a regular file; a FIFO or device is refused without blocking."""
+    try:
+        # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsupportedError(f"{path} is not a regular file; give a model folder or a model file")
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """The content of a side file (config, tokenizer). Raises CorruptError when it is larger than `limit_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise CorruptError(f"{path} has {size} bytes, more than the {limit_bytes} such a file can need")
+        return pread_all(file, 0, size, str(path))
+
+
+def pread_all(file: BinaryIO, start: int, length: int, what: str) -> bytes:
+    """Exactly `length` bytes from `start`. Raises CorruptError when the file is shorter."""
+    parts: list[bytes] = []
+    while length > 0:
+        # One call returns at most 2 GiB - 4 KiB on Linux.
+        part = os.pread(file.fileno(), min(length, 1 << 30), start)
+        if not part:
+            raise CorruptError(f"{what} ends {length} bytes too early; it is truncated, download it again")
+        parts.append(part)
+        start, length = start + len(part), length - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None:
+    """Fill `buffer` from `start`, without a second copy. Raises CorruptError when the file is shorter."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(file.fileno(), [buffer[done : done + (1 << 30)]], start + done)
+        if not got:
+            raise CorruptError(f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again")
+        done += got

@@ -1,0 +1,111 @@
+"""PyTorch .bin checkpoints, only through `torch.load(weights_only=True)`; memory-mapped, so that tensors stay lazy.
+
+weights_only is no security boundary by itself (CVE-2025-32434, CVE-2026-24747, both fixed in torch 2.10, which we require).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint.paths import member, open_regular
+from nstf_convert.checkpoint.safetensors_dir import read_index
+from nstf_convert.checkpoint.source import Source, TensorInfo
+
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds .bin weights under the standard names."""
+    return (folder / INDEX).exists() or (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
+
+
+def open_folder(folder: Path) -> Source:
+    """The tensors of a folder with `pytorch_model.bin` or with an index and shards."""
+    if not (folder / INDEX).exists():
+        return open_file(member(folder, SINGLE, str(folder)))
+    weight_map = read_index(folder / INDEX)
+    tensors: dict[str, tuple[Tensor, Path]] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = member(folder, shard, str(folder / INDEX))
+        for name, tensor in _load(path).items():
+            if name in tensors:
+                raise CorruptError(f"{folder}: tensor {name!r} is in two shards, one of them {shard}")
+            tensors[name] = (tensor, path)
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CorruptError(f"{folder / shard} does not hold tensor {name!r} although {INDEX} says so; download it again")
+    return _source(tensors)
+
+
+def open_file(path: Path) -> Source:
+    """The tensors of one pickled file."""
+    return _source({name: (tensor, path) for name, tensor in _load(path).items()})
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    open_regular(path).close()
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        # torch raises pickle, zip, EOF, runtime and key errors here, according to where the file is broken.
+        text = " ".join(str(error).split())
+        if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
+            raise UnsupportedError(
+                f"{path} holds Python objects besides tensors, which are never loaded; convert it to safetensors where you trust it"
+            ) from error
+        raise CorruptError(f"{path} cannot be read as PyTorch weights ({text[:120]}); download it again") from error
+    return _tensors(data, path)
+
+
+def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
+    if isinstance(data, dict) and isinstance(data.get("state_dict"), dict):
+        data = data["state_dict"]
+    if not isinstance(data, dict) or not data:
+        raise UnsupportedError(f"{path} does not hold a state dict; save the model's `state_dict()`")
+    for name, tensor in data.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            raise UnsupportedError(f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`")
+    return dict(data)
+
+
+def _source(tensors: dict[str, tuple[Tensor, Path]]) -> Source:
+    infos = {
+        name: TensorInfo.of(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, (t, _) in tensors.items()
+    }
+
+    def read(name: str) -> Tensor:
+        # A copy: the mapped pages can be given back, and a change by the caller stays out of the mapping.
+        return tensors[name][0].detach().clone(memory_format=torch.contiguous_format)
+
+    def read_bytes(name: str, start: int, length: int) -> bytes:
+        flat = tensors[name][0].detach()
+        flat = (flat if flat.is_contiguous() else flat.contiguous()).reshape(-1).view(torch.uint8)
+        return bytes(flat[start : start + length].numpy().tobytes())
+
+    return Source(
+        kind="bin",
+        infos=infos,
+        stored_bytes={name: info.size_bytes for name, info in infos.items()},
+        read=read,
+        read_bytes=read_bytes,
+        describe=lambda name: str(tensors[name][1]),
+        close=tensors.clear,
+        aliases=_aliases(tensors),
+    )
+
+
+def _aliases(tensors: dict[str, tuple[Tensor, Path]]) -> dict[str, str]:
+    """Names whose tensors are the same view of the same storage -> the first of them."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for name in sorted(tensors):
+        tensor = tensors[name][0]
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        first.setdefault(key, name)
+    return aliases
