@@ -1,19 +1,16 @@
-"""Writes `.nstf` files: exact size beforehand, one tensor in memory at a time, crash-safe.
+"""Writes `.nstf` files: the exact size is known beforehand, and one tensor at a time is in memory.
 
-`safetensors.save_file` neither fsyncs nor honours the umask (safetensors#782), so the writer is ours: a
-temporary file in the destination folder, fsync, rename, fsync of the folder. Whatever goes wrong before the
-rename, an older file under the final name is untouched and the temporary file is removed. The same input
-gives the same bytes: no time, path, host or thread count is stored.
+The header holds the digests of arrays that do not exist yet. Their length is fixed, so the header's is too:
+the arrays are written behind its place first, and the header last. The same input gives the same bytes: no
+time, path, host or thread count is stored. `safetensors.save_file` neither fsyncs nor honours the umask
+(safetensors#782): `atomic_file` does both.
 """
 
-import contextlib
 import dataclasses
-import errno
 import hashlib
 import os
-import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import NstfError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, check
 from nstf.runtime.artifact import manifest as mf
+from nstf.runtime.artifact.atomic_file import replacing
 from nstf.runtime.artifact.header import (
     SAFETENSORS_NAMES,
     Shape,
@@ -32,8 +30,6 @@ from nstf.runtime.artifact.header import (
     parse_header_bytes,
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, FileRecord, Manifest, Shared, TensorRecord
-
-CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -89,15 +85,17 @@ def write_artifact(
         files,
         meta,
     )
-    with _replacing(Path(path), layout.size_bytes) as output:
+    with replacing(Path(path), layout.size_bytes) as output:
         digests = {}
         for name, blob in layout.blobs.items():
-            digests[FILE_PREFIX + name] = output.put(layout.entries[FILE_PREFIX + name], memoryview(blob))
+            digests[FILE_PREFIX + name] = output.put(
+                layout.entries[FILE_PREFIX + name].start, memoryview(blob)
+            )
         for name, source in sorted(stored.items()):
             encoded = _loaded(name, source)
             for key, array in encoded.arrays.items():
                 full = mf.array_name(name, key)
-                digests[full] = output.put(layout.entries[full], _bytes_of(array))
+                digests[full] = output.put(layout.entries[full].start, _bytes_of(array))
             del encoded
         output.write(0, memoryview(final_header(layout, digests)))
     return layout.size_bytes
@@ -143,11 +141,11 @@ def plan_layout(
     text = mf.to_json(manifest)
     header, placed = build_header(arrays, {mf.KEY: text})
     layout = Layout(manifest, blobs, arrays, placed, header)
+    where = "the artifact to be written"
     try:  # what the writer writes, the reader must accept
-        found, _ = parse_header_bytes(
-            header[8:], layout.size_bytes, "the artifact to be written", artifact=True
-        )
-        mf.check_arrays(mf.from_json(text, "the artifact to be written"), found, "the artifact to be written")
+        parsed = mf.from_json(text, where)
+        found, _ = parse_header_bytes(header[8:], layout.size_bytes, where, artifact=True)
+        mf.check_arrays(parsed, found, where)
     except NstfError as error:
         raise ValueError(str(error).partition("; the file is damaged")[0]) from error
     return layout
@@ -198,95 +196,3 @@ def _bytes_of(array: Tensor) -> memoryview:
         raise ValueError(f"dtype {array.dtype} cannot be stored")
     flat = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
-
-
-class _Output:
-    """The open temporary file."""
-
-    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
-        self.path, self.descriptor, self.size_bytes = path, descriptor, size_bytes
-
-    def put(self, entry: TensorEntry, data: memoryview) -> str:
-        """Writes an array to its place and gives back its SHA-256 in hexadecimal."""
-        if len(data) != entry.end - entry.start:
-            raise ValueError(f"{len(data)} bytes for a place of {entry.end - entry.start}")
-        digest = hashlib.sha256()
-        for at in range(0, len(data), CHUNK_BYTES):
-            chunk = data[at : at + CHUNK_BYTES]
-            digest.update(chunk)
-            self.write(entry.start + at, chunk)
-        return digest.hexdigest()
-
-    def write(self, at: int, data: memoryview) -> None:
-        """Writes all of `data` at byte `at`."""
-        with _disk_errors(self.path, self.size_bytes):
-            os.lseek(self.descriptor, at, os.SEEK_SET)
-            while data:
-                data = data[os.write(self.descriptor, data) :]
-
-
-@contextlib.contextmanager
-def _replacing(path: Path, size_bytes: int) -> Iterator[_Output]:
-    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
-    folder = path.parent
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder; give the path of a file")
-    if not folder.is_dir():
-        raise UsageError(f"{path}: the folder {folder} does not exist; create it first")
-    _check_space(path, size_bytes)
-    # The name is random and the file is opened with O_EXCL: whatever carries it is ours to remove.
-    temporary = folder / f".nstf-{secrets.token_hex(8)}.tmp"
-    descriptor = -1
-    try:
-        with _disk_errors(path, size_bytes):
-            # Mode 0666 as open(2) has it: the kernel takes the umask away.
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        yield _Output(path, descriptor, size_bytes)
-        with _disk_errors(path, size_bytes):
-            os.fsync(descriptor)
-            closing, descriptor = descriptor, -1
-            os.close(closing)
-            temporary.replace(path)
-    except BaseException:
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(path, size_bytes)
-
-
-def _sync_folder(path: Path, size_bytes: int) -> None:
-    """Makes the rename survive a power cut. The new file is complete under its name already."""
-    with _disk_errors(path, size_bytes):
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _check_space(path: Path, size_bytes: int) -> None:
-    """Raises NstfError when the disk has too few free bytes, before anything is written."""
-    with _disk_errors(path, size_bytes):
-        disk = os.statvfs(path.parent)
-    free = disk.f_bavail * disk.f_frsize
-    if free < size_bytes:
-        raise NstfError(
-            f"{path}: {size_bytes} bytes to write, {free} free on the disk, {size_bytes - free} missing; "
-            "free some space or write to another disk"
-        )
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
-    """Turns an OSError of our own input and output into a NstfError of one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = f"the disk is full, the file needs {size_bytes} bytes; free space or use another disk"
-        else:
-            hint = f"cannot be written ({error.strerror or error}); check permissions and disk"
-        raise NstfError(f"{path}: {hint}") from error

@@ -1,0 +1,145 @@
+"""A file that appears under its name complete, or not at all.
+
+A temporary file in the destination folder, fsync, rename, fsync of the folder: open, write and rename alone
+may leave an empty file after a power cut. Whatever goes wrong before the rename, an older file under the
+final name is untouched and the temporary file is removed; one that a killed process left is removed by the
+next.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from nstf.errors import NstfError, UsageError
+
+CHUNK_BYTES = 1 << 24
+
+
+class Output:
+    """The open temporary file."""
+
+    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
+        self.path, self.descriptor, self.size_bytes = path, descriptor, size_bytes
+
+    def put(self, at: int, data: memoryview) -> str:
+        """Writes `data` at byte `at` and gives back its SHA-256 in hexadecimal."""
+        digest = hashlib.sha256()
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            digest.update(chunk)
+            self.write(at + start, chunk)
+        return digest.hexdigest()
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Writes all of `data` at byte `at`."""
+        with _disk_errors(self.path, self.size_bytes):
+            os.lseek(self.descriptor, at, os.SEEK_SET)
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+
+
+@contextlib.contextmanager
+def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
+    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
+    _check_destination(path, size_bytes)
+    temporary, descriptor = _temporary_name(path), -1
+    try:
+        with _disk_errors(path, size_bytes):
+            descriptor = _create(temporary)
+        yield Output(path, descriptor, size_bytes)
+        with _disk_errors(path, size_bytes):
+            os.fsync(descriptor)
+            temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    finally:
+        # Not before the rename: closing drops the lock. After the fsync, close has nothing left to report.
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    _sync_folder(path, size_bytes)
+
+
+def _sync_folder(path: Path, size_bytes: int) -> None:
+    """Makes the rename survive a power cut. The new file is complete under its name already."""
+    with _disk_errors(path, size_bytes):
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_destination(path: Path, size_bytes: int) -> None:
+    """Raises UsageError or NstfError, before anything is written, for a place where the file cannot go."""
+    with _disk_errors(path, size_bytes):
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder; give the path of a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
+        _remove_stale(path)
+        disk = os.statvfs(path.parent)
+    free = disk.f_bavail * disk.f_frsize
+    if free < size_bytes:
+        raise NstfError(
+            f"{path}: {size_bytes} bytes to write, {free} free on the disk, {size_bytes - free} missing; "
+            "free some space or write to another disk"
+        )
+
+
+def _temporary_name(path: Path) -> Path:
+    """A new hidden name in the folder of `path`: a mark of the final name, then 64 random bits."""
+    return path.with_name(f"{_mark(path)}{secrets.token_hex(8)}.tmp")
+
+
+def _mark(path: Path) -> str:
+    return f".nstf-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}-"
+
+
+def _create(temporary: Path) -> int:
+    """A descriptor of the new file, locked as long as it is open: so a killed writer's file is known by its
+    missing lock. Mode 0666 as open(2) has it: the kernel takes the umask away.
+    """
+    while True:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is ever found stale
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # taken for stale between its creation and the lock: once more
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes temporary files that killed writers of the same final name left behind."""
+    for leftover in sorted(path.parent.glob(f"{_mark(path)}*.tmp")):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
+    """Turns an OSError of our own input and output into a NstfError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"the disk is full, the file needs {size_bytes} bytes; free space or use another disk"
+        else:
+            hint = f"cannot be written ({error.strerror or error}); check permissions and disk"
+        raise NstfError(f"{path}: {hint}") from error
