@@ -1,1 +1,124 @@
-""""""
+"""The `nstf` command: arguments to dataclasses, errors to exit codes.
+
+One file per sub-command. Nothing here or there imports torch or transformers at the top: `nstf --help` must
+answer at once, and importing torch alone takes seconds.
+"""
+
+import errno
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from nstf import __version__
+from nstf.errors import NstfError
+from nstf_convert.cli import calibrate, convert, eval, export, generate, inspect, plan, profile, verify
+from nstf_convert.cli.output import clean, setup_logging
+
+EPILOG = "Every command takes --json (results as JSON), --quiet (no progress) and --debug (full traceback)."
+RESUMABLE = ("calibrate", "plan", "convert")
+
+app = typer.Typer(
+    name="nstf",
+    help="A checkpoint and a byte budget in, one measured .nstf file out.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (convert, calibrate, plan, inspect, verify, eval, generate, profile, export):
+    name = module.__name__.rpartition(".")[2]
+    app.command(name, epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Takes the options that `main` has already acted on, so that they are in the help."""
+    if version:
+        typer.echo(f"nstf {__version__}")
+        raise typer.Exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and exits with its code (DESIGN.md has the table)."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
+    words, debug, quiet = _common_flags(arguments)
+    setup_logging(quiet, debug)
+    try:
+        code = app(words, prog_name="nstf", standalone_mode=False)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        if debug:
+            traceback.print_exc()
+        code, message = _explain(error, words)
+        sys.stderr.write(f"error: {message}\n")
+        return code
+    if code == 130:  # typer turns Ctrl-C into this code
+        sys.stderr.write(f"error: {_interrupted(words)}\n")
+    return code if isinstance(code, int) else 0
+
+
+def _common_flags(arguments: Sequence[str]) -> tuple[list[str], bool, bool]:
+    """(arguments without them, debug, quiet): both flags are accepted anywhere before a `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    head = list(arguments[:end])
+    debug, quiet = "--debug" in head, "--quiet" in head or "-q" in head
+    return [a for a in head if a not in ("--debug", "--quiet", "-q")] + list(arguments[end:]), debug, quiet
+
+
+def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
+    """(exit code, one line) for an exception."""
+    if isinstance(error, NstfError):
+        return error.exit_code, clean(error)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return 130, _interrupted(words)
+    if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
+        return error.exit_code, _usage(error, words)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            1,
+            f"out of memory: {clean(error) or 'an allocation failed'}; use fewer --samples or a shorter --seq-len",
+        )
+    if isinstance(error, OSError):
+        return 1, _os_error(error)
+    return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
+
+
+def _usage(error: BaseException, words: Sequence[str]) -> str:
+    message = clean(error.format_message())  # type: ignore[attr-defined]
+    command = next((w for w in words if w in RESUMABLE or w in _command_names()), None)
+    return (
+        f"{message[:1].lower()}{message[1:].rstrip('.')}; see nstf {command + ' ' if command else ''}--help"
+    )
+
+
+def _os_error(error: OSError) -> str:
+    where = f": {clean(error.filename)}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk{where}; free some space and run the same command again"
+    return f"{clean(error.strerror or error)}{where}"
+
+
+def _interrupted(words: Sequence[str]) -> str:
+    if any(w in RESUMABLE for w in words[:1]):
+        return "interrupted; run the same command again and it goes on where it stopped"
+    return "interrupted"
+
+
+def _command_names() -> list[str]:
+    return [c.name for c in app.registered_commands if c.name]

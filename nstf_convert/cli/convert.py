@@ -1,0 +1,164 @@
+"""`nstf convert`: a checkpoint and a budget in, one measured .nstf file out."""
+
+import json as json_module
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nstf.errors import UsageError
+from nstf_convert.cli import options
+from nstf_convert.cli.output import print_json, print_pairs
+from nstf_convert.cli.sizes import format_bytes
+
+REPORT_SUFFIXES = (".html", ".json")
+
+
+def convert(
+    model: options.Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .nstf file to write.")],
+    budget: options.BudgetText = None,
+    target_size: options.TargetSize = None,
+    target_bpw: options.TargetBpw = None,
+    max_kl: options.MaxKl = None,
+    dataset: options.Datasets = None,
+    calibration: options.Calibration = None,
+    work_dir: options.WorkDir = None,
+    seed: options.Seed = 0,
+    samples: options.Samples = None,
+    seq_len: options.SeqLen = 512,
+    formats: options.Formats = None,
+    search: options.Search = True,
+    attention_plan: options.AttentionPlan = True,
+    fuse: options.Fuse = False,
+    threads: options.Threads = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also write the report: a .html page or a .json file; repeatable."),
+    ] = None,
+    force: options.Force = False,
+    json: options.Json = False,
+) -> None:
+    """Convert a model into one .nstf file that is never larger than the budget.
+
+    Example: nstf convert ./model --budget 0.5 -o model.nstf --report model.html
+    """
+    options.check_output(
+        output, [model, *(dataset or []), *([str(calibration)] if calibration else [])], force
+    )
+    options.check_artifact_name(output)
+    check_reports(report or [], output, force)
+    chosen = options.build_options(
+        model, output, (budget, target_size, target_bpw, max_kl), datasets=dataset, calibration=calibration,
+        work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, search=search,
+        attention_plan=attention_plan, fuse=fuse, threads=threads, force=force,
+    )  # fmt: skip
+    from nstf_convert import pipeline
+
+    result = pipeline.convert(chosen)
+    data = dict(result.report)
+    if isinstance(data.get("tool"), dict):
+        data["tool"] = {**data["tool"], "command": " ".join(["nstf", *sys.argv[1:]])}
+    for path in report or []:
+        write_report(path, data)
+    if json:
+        print_json({"output": str(result.output), "size_bytes": result.size_bytes,
+                    "budget_bytes": result.budget_bytes, "report": data})  # fmt: skip
+        return
+    print_summary(result.output, result.size_bytes, result.budget_bytes, data)
+    for path in report or []:
+        typer.echo(f"report: {path}")
+    typer.echo(f"next: nstf inspect {result.output}, or nstf generate {result.output} 'Once upon a time'")
+
+
+def check_reports(reports: list[Path], output: Path, force: bool) -> None:
+    """Raises UsageError for a report that cannot be written, before hours of work."""
+    for path in reports:
+        if path.suffix.lower() not in REPORT_SUFFIXES:
+            raise UsageError(f"--report {path}: the name must end in .html or .json")
+        if path.resolve() == output.resolve():
+            raise UsageError(f"--report {path} is the output itself: give another name")
+        if not path.parent.is_dir():
+            raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
+        if path.exists() and not force:
+            raise UsageError(f"--report {path} exists: give another name, or --force to replace it")
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report as a page or as JSON, by the name's ending; a reader never sees half of it."""
+    if path.suffix.lower() == ".json":
+        content = json_module.dumps(report, sort_keys=True, indent=1) + "\n"
+    else:
+        from nstf_convert.report.html import render
+
+        content = render(report)
+    partial = path.with_name(f".{path.name}.part.{os.getpid()}")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, report: Mapping[str, Any]) -> None:
+    """What the user asked and got: size against budget, accuracy, where the bytes went."""
+    pairs: list[tuple[str, object]] = [("size", f"{size_bytes} bytes ({format_bytes(size_bytes)})")]
+    if budget_bytes is not None:
+        share = f"{100 * size_bytes / budget_bytes:.2f} % used" if budget_bytes else ""
+        pairs.append(("budget", f"{budget_bytes} bytes ({format_bytes(budget_bytes)}), {share}"))
+    file = report.get("file") or {}
+    if file.get("bits_per_weight") is not None:
+        nominal = file.get("nominal_bits_per_weight")
+        codes = f" ({nominal:.3f} nominal, codes alone)" if nominal is not None else ""
+        pairs.append(("bits per weight", f"{file['bits_per_weight']:.3f} everything counted{codes}"))
+    accuracy = report.get("accuracy") or {}
+    pairs += accuracy_pairs(accuracy.get("final"))
+    if uniform := accuracy.get("uniform"):
+        kl = (uniform.get("accuracy") or {}).get("mean_kl")
+        kept = "; kept, since the mix was not better" if accuracy.get("chosen") == "uniform" else ""
+        value = f"{kl:.5f} nats, " if kl is not None else ""
+        pairs.append(
+            ("best uniform file", f"{value}{uniform['encoding']}, {uniform['size_bytes']} bytes{kept}")
+        )
+    print_pairs(f"wrote {output}", pairs)
+    sections = [(s["name"], f"{s['size_bytes']:>12} bytes  {100 * s['size_bytes'] / max(1, size_bytes):5.1f} %")
+                for s in file.get("sections", [])]  # fmt: skip
+    if sections:
+        width = max(len(name) for name, _ in sections)
+        typer.echo("where the bytes went")
+        for name, value in sections:
+            typer.echo(f"  {name:<{width}}  {value}")
+
+
+def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object]]:
+    """Lines about an accuracy record of the report (a language model's or an encoder's)."""
+    if not accuracy:
+        return [("accuracy", "not measured")]
+    if "mean_cosine" in accuracy:
+        return [
+            (
+                "cosine similarity",
+                f"mean {_f(accuracy['mean_cosine'], '.6f')}, minimum {_f(accuracy['min_cosine'], '.6f')}",
+            ),
+            ("relative L2 error", _f(accuracy["relative_l2"], ".5f")),
+        ]
+    return [
+        ("mean KLD", f"{_pm(accuracy, 'mean_kl', '.5f')} nats (median {_f(accuracy.get('median_kl'), '.5f')}, "
+                     f"99th percentile {_f(accuracy.get('p99_kl'), '.5f')})"),
+        ("same top token", _pm(accuracy, "top1", ".5f")),
+        ("perplexity", f"{_pm(accuracy, 'ppl', '.4f')}, reference {_pm(accuracy, 'ppl_reference', '.4f')}, "
+                       f"ratio {_pm(accuracy, 'ppl_ratio', '.5f')}"),
+        ("measured on", f"{accuracy.get('tokens', '-')} tokens of {accuracy.get('windows', '-')} windows"),
+    ]  # fmt: skip
+
+
+def _f(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "not a number"
+
+
+def _pm(accuracy: Mapping[str, Any], key: str, form: str) -> str:
+    error = accuracy.get(f"{key}_se")
+    return _f(accuracy.get(key), form) + (f" ± {format(error, form)}" if isinstance(error, float) else "")

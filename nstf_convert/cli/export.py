@@ -1,0 +1,50 @@
+"""`nstf export`: an artifact back to a plain Hugging Face safetensors folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nstf.errors import UsageError
+from nstf_convert.cli import options
+from nstf_convert.cli.inspect import ArtifactPath
+from nstf_convert.cli.output import print_json, print_pairs
+from nstf_convert.cli.sizes import format_bytes, parse_bytes
+
+DTYPES = ("original", "bfloat16", "float16", "float32")
+
+
+def export(
+    artifact: ArtifactPath,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder to write; must be new or empty.")
+    ],
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: of the weights.")] = "original",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file.")] = "5GB",
+    json: options.Json = False,
+) -> None:
+    """Decode an artifact into a folder that transformers loads without nstf.
+
+    Example: nstf export model.nstf -o model-decoded
+    """
+    options.check_file(artifact)
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    limit = parse_bytes(shard_size, "--shard-size")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"the output {output} exists: give a new or empty folder")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(
+            f"the folder {output.absolute().parent} does not exist: create it, or give another -o"
+        )
+    from nstf_convert.export_folder import export_folder
+
+    written = export_folder(artifact, output, None if dtype == "original" else dtype, limit)
+    total = sum(size for _, size in written)
+    if json:
+        print_json(
+            {"output": str(output), "size_bytes": total, "files": {name: size for name, size in written}}
+        )
+        return
+    print_pairs(f"wrote {output}", [(name, format_bytes(size)) for name, size in written])
+    typer.echo("next: transformers.AutoModel.from_pretrained on that folder")

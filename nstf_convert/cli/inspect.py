@@ -1,0 +1,155 @@
+"""`nstf inspect`: what is in a file, from its header alone."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nstf_convert.cli import options
+from nstf_convert.cli.convert import accuracy_pairs
+from nstf_convert.cli.output import print_json, print_pairs, print_table
+from nstf_convert.cli.plan import number
+from nstf_convert.cli.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from nstf.runtime.artifact import Artifact
+
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An .nstf file.")]
+
+
+def inspect(
+    artifact: ArtifactPath,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also say which kernel runs each tensor here.")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of activations the kernels are chosen for.")] = 1,
+    device: Annotated[str, typer.Option(help="Device the kernels are chosen for.")] = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Print the plan of an artifact: encoding, bits, bytes and expected loss of every tensor.
+
+    Example: nstf inspect model.nstf --kernels
+    """
+    options.check_file(artifact)
+    from nstf.runtime.artifact import open_artifact
+
+    with open_artifact(artifact) as opened:
+        rows = [describe_tensor(opened, name, device if kernels else None, batch) for name in opened.names()]
+        summary = summarise(opened, rows)
+    if json:
+        print_json({"summary": summary, "tensors": rows})
+        return
+    columns = ["tensor", "role", "encoding", "shape", "nominal", "on disk", "bytes", "loss"]
+    left = 4
+    if kernels:
+        columns.insert(left, "kernel")
+        left += 1
+    print_table(columns, [[row_cell(row, c) for c in columns] for row in rows], left=left)
+    typer.echo("")
+    show_summary(artifact, summary)
+
+
+def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: int) -> dict[str, Any]:
+    """One row: how a tensor is stored. `device` None leaves the kernel out."""
+    from nstf.kernels.formats import stored_bytes
+    from nstf_convert.report.describe import compact, disk_bits, nominal_bits
+
+    record, stored = artifact.record(name), artifact.stored_name(name)
+    report = artifact.manifest.report
+    shared = stored != name
+    row: dict[str, Any] = {
+        "tensor": name,
+        "role": _entry(report, "roles", name),
+        "encoding": f"shared with {stored}" if shared else compact(record.tree),
+        "shape": list(record.shape),
+        "dtype": record.dtype,
+        "nominal_bits": 0.0 if shared else nominal_bits(record.tree, record.shape),
+        "disk_bits": 0.0 if shared else disk_bits(record.tree, record.shape),
+        "size_bytes": 0 if shared else stored_bytes(record.tree, record.shape),
+        "expected_loss": _entry(report, "expected_loss", name),
+    }
+    if device is not None:
+        row["kernel"] = kernel_name(artifact, name, device, batch)
+    return row
+
+
+def kernel_name(artifact: "Artifact", name: str, device: str, batch: int) -> str:
+    """The kernel that would run a matrix; `decode` for a tensor that is no matrix and is decoded when used."""
+    import torch
+
+    from nstf.errors import UsageError
+    from nstf.kernels.registry import describe
+
+    encoded = artifact.encoded(name)
+    if len(encoded.shape) != 2:
+        return "decode"
+    try:
+        return describe(encoded, torch.device(device), batch)
+    except RuntimeError as error:
+        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The header's facts: model, budget, size, accuracy, source."""
+    import math
+
+    manifest = artifact.manifest
+    config = json_module.loads(artifact.file("config.json")) if "config.json" in manifest.files else {}
+    parameters = sum(math.prod(r["shape"]) for r in rows if not r["encoding"].startswith("shared with "))
+    return {
+        "format_version": manifest.version,
+        "model_type": config.get("model_type"),
+        "architecture": next(iter(config.get("architectures") or []), None),
+        "size_bytes": artifact.size_bytes,
+        "parameters": parameters,
+        "bits_per_weight": 8 * artifact.size_bytes / max(1, parameters),
+        "tensors": len(rows),
+        "files": artifact.file_names(),
+        "plan": dict(manifest.plan),
+        "budget": manifest.report.get("budget"),
+        "accuracy": manifest.report.get("accuracy"),
+        "calibration": manifest.report.get("calibration"),
+        "provenance": dict(manifest.provenance),
+        "attention_plan": bool(manifest.attention),
+    }
+
+
+def show_summary(path: Path, summary: dict[str, Any]) -> None:
+    """The summary as text."""
+    size = summary["size_bytes"]
+    pairs: list[tuple[str, object]] = [
+        (
+            "model",
+            f"{summary['architecture'] or 'unknown architecture'} ({summary['model_type'] or 'no config'})",
+        ),
+        (
+            "size",
+            f"{size} bytes ({format_bytes(size)}), {summary['bits_per_weight']:.3f} bits per weight, all counted",
+        ),
+    ]
+    budget = summary["budget"]
+    if isinstance(budget, dict) and isinstance(budget.get("bytes"), int):
+        pairs.append(("budget", f"{budget['bytes']} bytes ({budget.get('kind')} {budget.get('value')})"))
+    accuracy = summary["accuracy"]
+    pairs += accuracy_pairs(accuracy.get("final") if isinstance(accuracy, dict) else None)
+    pairs += [(k, v) for k, v in sorted(summary["provenance"].items()) if isinstance(v, str | int | float)]
+    pairs.append(("attention plan", "inside" if summary["attention_plan"] else "none"))
+    pairs.append(("files", ", ".join(summary["files"]) or "none"))
+    print_pairs(str(path), pairs)
+
+
+def row_cell(row: dict[str, Any], column: str) -> object:
+    """The text of one cell of the table."""
+    if column == "shape":
+        return "x".join(str(n) for n in row["shape"]) or "scalar"
+    if column in ("nominal", "on disk"):
+        return number(row["nominal_bits" if column == "nominal" else "disk_bits"], ".3f")
+    if column == "loss":
+        return number(row["expected_loss"], ".3g")
+    return {"bytes": row["size_bytes"], "role": row["role"] or "-"}.get(column, row.get(column))
+
+
+def _entry(report: Any, table: str, name: str) -> Any:
+    found = report.get(table)
+    return found.get(name) if isinstance(found, dict) else None

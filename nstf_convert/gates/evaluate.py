@@ -1,0 +1,200 @@
+"""Measures an artifact against the model it came from, and judges the figures by the gates a user set.
+
+Language models: llama-perplexity's protocol (see nstf_convert.measure), all logits in float32. Encoders: cosine
+similarity of the outputs; a last hidden state [batch, tokens, hidden] is averaged over the tokens first.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UsageError
+from nstf_convert.measure import (
+    Accuracy,
+    LanguageModel,
+    Similarity,
+    compare_outputs,
+    cut_windows,
+    score_window,
+    summarise,
+    summarise_outputs,
+)
+
+log = logging.getLogger(__name__)
+
+# Hidden states of one batch of windows stay in memory for both models: 64 MiB each at most.
+MAX_HIDDEN_ELEMENTS = 1 << 24
+
+
+class Encoder(Protocol):
+    def outputs(self, **inputs: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Bounds; None is no gate. max_kl, max_p99_kl in nats; min_top1 and min_cosine in [0, 1]."""
+
+    max_kl: float | None = None
+    max_p99_kl: float | None = None
+    min_top1: float | None = None
+    max_ppl_ratio: float | None = None
+    min_cosine: float | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One gate applied: `value` against `bound`; `option` is the command line's name of it."""
+
+    name: str
+    option: str
+    value: float
+    bound: float
+    passed: bool
+
+    def message(self) -> str:
+        """What was found, for example `mean KLD 0.0312 nats is above 0.01 (--max-kl)`."""
+        relation = "within" if self.passed else "above" if self.option.startswith("--max") else "below"
+        value = "not a number: it fails" if math.isnan(self.value) else f"{self.value:.6g} is {relation}"
+        return f"{self.name} {value} {self.bound:g} ({self.option})"
+
+
+_RULES = (
+    # option, field of Gates, words, field of Accuracy or Similarity
+    ("--max-kl", "max_kl", "mean KLD in nats", "mean_kl"),
+    ("--max-p99-kl", "max_p99_kl", "99th percentile of the KLD in nats", "p99_kl"),
+    ("--min-top1", "min_top1", "top-1 agreement", "top1"),
+    ("--max-ppl-ratio", "max_ppl_ratio", "perplexity ratio", "ppl_ratio"),
+    ("--min-cosine", "min_cosine", "smallest cosine similarity", "min_cosine"),
+)
+
+
+def check(gates: Gates, measured: Accuracy | Similarity) -> list[Check]:
+    """Every gate that was set, applied. NaN never passes. Raises UsageError for a gate of another kind of model."""
+    checks = []
+    for option, gate, words, key in _RULES:
+        bound = getattr(gates, gate)
+        if bound is None:
+            continue
+        value = getattr(measured, key, None)
+        if value is None:
+            kind = "an encoder" if isinstance(measured, Similarity) else "a language model"
+            raise UsageError(f"{option} does not apply to {kind}: remove it")
+        passed = value <= bound if option.startswith("--max") else value >= bound
+        checks.append(Check(words, option, value, bound, passed))
+    return checks
+
+
+def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windows: Tensor) -> Accuracy:
+    """windows: [count, seq_len] int64. Raises UsageError when the two models do not belong together."""
+    scores = []
+    step = 1
+    done = 0
+    with torch.inference_mode():
+        while done < windows.shape[0]:
+            ids = windows[done : done + step]
+            hidden_ref, hidden_test = reference.hidden(ids), test.hidden(ids)
+            for row in range(ids.shape[0]):
+                try:
+                    scores.append(score_window(reference, hidden_ref[row], test, hidden_test[row], ids[row]))
+                except ValueError as error:
+                    raise UsageError(
+                        f"the artifact and the reference are different models: {error}"
+                    ) from error
+            done += ids.shape[0]
+            log.info("evaluated %d of %d windows", done, windows.shape[0])
+            # Weights stream in once per batch: as many windows at a time as the memory bound allows.
+            step = max(1, MAX_HIDDEN_ELEMENTS // max(1, hidden_ref[0].numel()))
+    return summarise(scores)
+
+
+def evaluate_encoder(
+    reference: Encoder, test: Encoder, batches: Sequence[Mapping[str, Tensor]]
+) -> Similarity:
+    """batches: keyword inputs of the models. Raises UsageError when the outputs differ in shape."""
+    cosines, errors = [], []
+    with torch.inference_mode():
+        for index, inputs in enumerate(batches):
+            outputs = [
+                pooled(model.outputs(**inputs), inputs.get("attention_mask")) for model in (reference, test)
+            ]
+            try:
+                cosine, error = compare_outputs(*outputs)
+            except ValueError as wrong:
+                raise UsageError(f"the artifact and the reference are different models: {wrong}") from wrong
+            cosines.append(cosine)
+            errors.append(error)
+            log.info("evaluated %d of %d batches", index + 1, len(batches))
+    return summarise_outputs(torch.cat(cosines), torch.cat(errors))
+
+
+def pooled(output: Tensor, mask: Tensor | None) -> Tensor:
+    """[batch, tokens, hidden] averaged over the tokens of `mask` [batch, tokens] (all without one); else as it is."""
+    if output.ndim != 3:
+        return output
+    if mask is None or mask.shape != output.shape[:2]:
+        return output.mean(1)
+    weight = mask.to(output.dtype)[..., None]
+    return (output * weight).sum(1) / weight.sum(1).clamp_min(1)
+
+
+def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> Tensor:
+    """Windows of a text for a language model, [count, seq_len]; each starts with the BOS token if the model uses one.
+
+    Raises UsageError when the text is too short.
+    """
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        windows = cut_windows(ids, seq_len, count).clone()
+    except ValueError as error:
+        raise UsageError(
+            f"the dataset is too short: {error}; give more text or a shorter --seq-len"
+        ) from error
+    if count is not None and windows.shape[0] < count:
+        log.warning(
+            "the dataset holds only %d windows of %d tokens; %d were asked for", len(windows), seq_len, count
+        )
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        windows[:, 0] = bos
+    return windows
+
+
+def text_batches(tokenizer: Any, text: str, seq_len: int, count: int) -> list[dict[str, Tensor]]:
+    """The first `count` paragraphs of a text as padded inputs of an encoder. Raises UsageError for an empty text."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()][:count]
+    if not lines:
+        raise UsageError("the dataset is empty: give a text with at least one line")
+    limit = min(seq_len, getattr(tokenizer, "model_max_length", seq_len) or seq_len)
+    if tokenizer.pad_token_id is None:
+        return [
+            dict(tokenizer(line, truncation=True, max_length=limit, return_tensors="pt")) for line in lines
+        ]
+    return [dict(tokenizer(lines, truncation=True, max_length=limit, padding=True, return_tensors="pt"))]
+
+
+def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Tensor]]:
+    """Seeded noise for encoders of images or sound, which have no text to be measured on.
+
+    Raises UsageError when the config tells neither an image's size nor a number of mel bands.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vision = config.get("vision_config") if isinstance(config.get("vision_config"), Mapping) else config
+    size = vision.get("image_size") if vision else None
+    if size is not None and vision is not None:
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (count, int(vision.get("num_channels", 3)), int(height), int(width))
+        return [{"pixel_values": torch.randn(shape, generator=generator)}]
+    if config.get("num_mel_bins"):
+        frames = 2 * int(config.get("max_source_positions", 1500))
+        features = torch.randn(count, int(config["num_mel_bins"]), frames, generator=generator)
+        inputs = {"input_features": features}
+        if config.get("is_encoder_decoder") and config.get("decoder_start_token_id") is not None:
+            start = int(config["decoder_start_token_id"])
+            inputs["decoder_input_ids"] = torch.full((count, 1), start, dtype=torch.int64)
+        return [inputs]
+    raise UsageError("this encoder has no tokenizer, image size or mel bands: nstf cannot make inputs for it")

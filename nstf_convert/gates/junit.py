@@ -1,0 +1,51 @@
+"""Gates as JUnit XML, the form every CI system shows: one test case a gate, a failure with the figures."""
+
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nstf_convert.gates.evaluate import Check
+
+
+def junit_xml(suite: str, checks: Sequence[Check], measured: Mapping[str, Any], seconds: float) -> str:
+    """The document. measured: figures by name, kept as properties; with no gate there is one case, `measured`."""
+    failures = sum(not c.passed for c in checks)
+    counts = {"tests": str(max(1, len(checks))), "failures": str(failures), "errors": "0", "skipped": "0"}
+    root = ET.Element("testsuites", counts | {"name": "nstf eval", "time": f"{seconds:.3f}"})
+    node = ET.SubElement(root, "testsuite", counts | {"name": _legal(suite), "time": f"{seconds:.3f}"})
+    properties = ET.SubElement(node, "properties")
+    for name, value in measured.items():
+        ET.SubElement(properties, "property", {"name": _legal(name), "value": _legal(value)})
+    for entry in checks:
+        case = ET.SubElement(
+            node, "testcase", {"classname": "nstf.gates", "name": entry.option.lstrip("-"), "time": "0"}
+        )
+        if not entry.passed:
+            failure = ET.SubElement(
+                case, "failure", {"type": "GateFailed", "message": _legal(entry.message())}
+            )
+            failure.text = _legal(f"value {entry.value!r}\nbound {entry.bound!r}")
+        else:
+            ET.SubElement(case, "system-out").text = _legal(entry.message())
+    if not checks:
+        ET.SubElement(node, "testcase", {"classname": "nstf.gates", "name": "measured", "time": "0"})
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def write_junit(path: Path, document: str) -> None:
+    """Writes the document; a reader never sees half of it."""
+    partial = path.with_name(f".{path.name}.part.{os.getpid()}")
+    try:
+        partial.write_text(document, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _legal(value: object) -> str:
+    """`value` as text without the characters that XML 1.0 cannot hold (they could come from a file's name)."""
+    return "".join(c if c in "\t\n" or (c >= " " and not 0xD800 <= ord(c) <= 0xDFFF and ord(c) not in (0xFFFE, 0xFFFF))
+                   else "\ufffd" for c in str(value))  # fmt: skip

@@ -1,0 +1,261 @@
+"""The report of a conversion as plain data: everything that was decided and measured, and what was rejected.
+
+`report.json` is `build(...)` written as JSON. Sizes are bytes, times seconds, divergences nats, losses the expected
+end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. A value that was not measured is null, never 0.
+
+    {"version": 1,
+     "tool": {"name": "nstf", "version": "0.1.0", "command": "nstf convert ..."},
+     "model": {"name", "architecture", "format", "fingerprint", "parameters", "tensor_bytes", "tensors"},
+     "budget": {"kind", "value", "bytes"},
+     "file": {"size_bytes", "bits_per_weight", "nominal_bits_per_weight", "ratio",
+              "sections": [{"name", "size_bytes", "source_bytes"}]},
+     "accuracy": {"protocol": {...}, "chosen": "mix" | "uniform",
+                  "final": {Accuracy or Similarity}, "uniform": {"encoding", "size_bytes", "accuracy"} | null,
+                  "tried": [{"name", "size_bytes", "mean_kl"}]},
+     "tensors": [{"name", "role", "layer", "shape", "dtype", "encoding", "tree", "nominal_bits", "disk_bits",
+                  "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
+                  "rejected": [{"encoding", "size_bytes", "expected_loss"}]}],
+     "attention": {the attention plan} | null,
+     "calibration": {"source", "self_generated", "windows", "tokens", "held_out_tokens", "seed",
+                     "experts": [{"name", "tokens": [one count per expert]}]} | null,
+     "stages": [{"name", "seconds", "peak_memory_bytes"}],
+     "roofline": {...} | null}
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nstf import __version__
+from nstf.kernels.formats import Node, leaf_code_bits, node_to_json, stored_bytes
+from nstf_convert.report.describe import compact
+
+VERSION = 1
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|stages)\.(\d+)\.")
+_GROUPS = (
+    ("attention", ("q", "k", "v", "o", "qkv")),
+    ("feed-forward", ("gate", "up", "down", "gate_up")),
+    ("experts", ("expert_stack", "expert", "router")),
+    ("embedding and head", ("embedding", "head")),
+    ("convolutions", ("conv",)),
+    ("norms and biases", ("norm", "bias", "vector")),
+)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was converted. `parameters`: elements of all stored tensors; `tensor_bytes`: the budget's base."""
+
+    name: str
+    architecture: str
+    format: str
+    fingerprint: str
+    parameters: int
+    tensor_bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """An encoding that was priced and not taken."""
+
+    tree: Node
+    size_bytes: int
+    expected_loss: float
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor of the file. `note` says why, for instance "copied: 576 values" or "expert saw 3 tokens"."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    tree: Node
+    source_bytes: int
+    expected_loss: float | None = None
+    calibrated: bool = False
+    note: str = ""
+    signature: Mapping[str, Any] = field(default_factory=dict)
+    rejected: Sequence[Alternative] = ()
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """Calibration tokens that each expert of one stack saw."""
+
+    name: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CalibrationFacts:
+    """The text the statistics come from. `source` is a path, a hub name, or "sampled from the model itself"."""
+
+    source: str
+    self_generated: bool
+    windows: int
+    tokens: int
+    held_out_tokens: int
+    seed: int
+    experts: Sequence[ExpertTokens] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Time and peak resident memory of one stage of the conversion."""
+
+    name: str
+    seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The best file of a single format at the same size, and what it lost."""
+
+    encoding: str
+    size_bytes: int
+    accuracy: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AccuracyFacts:
+    """final: `Accuracy.to_json()` or `Similarity.to_json()` of the file as written; chosen: "mix" | "uniform"."""
+
+    final: Mapping[str, Any] | None
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    chosen: str = "mix"
+    uniform: Uniform | None = None
+    tried: Sequence[Mapping[str, Any]] = ()
+
+
+def build(
+    *,
+    model: ModelFacts,
+    budget: Mapping[str, Any],
+    size_bytes: int,
+    tensors: Sequence[TensorReport],
+    accuracy: AccuracyFacts,
+    files_bytes: int = 0,
+    attention: Mapping[str, Any] | None = None,
+    calibration: CalibrationFacts | None = None,
+    stages: Sequence[Stage] = (),
+    roofline: Mapping[str, Any] | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
+    tokenizer and other files as stored. The header's bytes are what remains.
+    """
+    rows = [_tensor(t) for t in tensors]
+    codes_bits = sum(leaf_code_bits(t.tree, t.shape) for t in tensors)
+    return _plain(
+        {
+            "version": VERSION,
+            "tool": {"name": "nstf", "version": __version__, "command": command},
+            "model": asdict(model),
+            "budget": dict(budget),
+            "file": {
+                "size_bytes": size_bytes,
+                "bits_per_weight": _ratio(8 * size_bytes, model.parameters),
+                "nominal_bits_per_weight": _ratio(codes_bits, model.parameters),
+                "ratio": _ratio(size_bytes, model.tensor_bytes),
+                "sections": _sections(rows, size_bytes, files_bytes),
+            },
+            "accuracy": asdict(accuracy),
+            "tensors": rows,
+            "attention": attention,
+            "calibration": None if calibration is None else asdict(calibration),
+            "stages": [asdict(stage) for stage in stages],
+            "roofline": roofline,
+        }
+    )
+
+
+def embedded(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a report that goes into the artifact: small, and the same from run to run.
+
+    Times, memory and the command line differ between runs, trees are in the manifest already, and the rejected
+    alternatives would take a visible share of a small budget: they stay in report.json.
+    """
+    losses = {t["name"]: t["expected_loss"] for t in report["tensors"] if t["expected_loss"] is not None}
+    accuracy = {k: v for k, v in report["accuracy"].items() if k != "tried"}
+    return {
+        "version": report["version"],
+        "model": {k: v for k, v in report["model"].items() if k != "name"},
+        "budget": report["budget"],
+        "accuracy": accuracy,
+        "calibration": report["calibration"],
+        "roles": {t["name"]: t["role"] for t in report["tensors"]},
+        "expected_loss": {name: float(f"{loss:.4g}") for name, loss in losses.items()},
+    }
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer a parameter belongs to, from its name; None outside the layers."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def section_of(role: str) -> str:
+    """The line of the "where the bytes went" table a role counts in."""
+    return next((name for name, roles in _GROUPS if role in roles), "other tensors")
+
+
+def _tensor(t: TensorReport) -> dict[str, Any]:
+    numel = math.prod(t.shape)
+    size = stored_bytes(t.tree, t.shape)
+    return {
+        "name": t.name,
+        "role": t.role,
+        "layer": layer_of(t.name),
+        "shape": list(t.shape),
+        "dtype": t.dtype,
+        "encoding": compact(t.tree),
+        "tree": node_to_json(t.tree),
+        "nominal_bits": leaf_code_bits(t.tree, t.shape) / numel,
+        "disk_bits": 8 * size / numel,
+        "size_bytes": size,
+        "source_bytes": t.source_bytes,
+        "expected_loss": t.expected_loss,
+        "calibrated": t.calibrated,
+        "note": t.note,
+        "signature": dict(t.signature),
+        "rejected": [
+            {"encoding": compact(a.tree), "size_bytes": a.size_bytes, "expected_loss": a.expected_loss}
+            for a in sorted(t.rejected, key=lambda a: (a.size_bytes, a.expected_loss))
+        ],
+    }
+
+
+def _sections(rows: Sequence[Mapping[str, Any]], size_bytes: int, files_bytes: int) -> list[dict[str, Any]]:
+    totals: dict[str, list[int]] = {}
+    for row in rows:
+        entry = totals.setdefault(section_of(row["role"]), [0, 0])
+        entry[0] += row["size_bytes"]
+        entry[1] += row["source_bytes"]
+    sections = [{"name": n, "size_bytes": s, "source_bytes": b} for n, (s, b) in totals.items()]
+    sections.sort(key=lambda s: -s["size_bytes"])
+    header = size_bytes - files_bytes - sum(s["size_bytes"] for s in sections)
+    sections.append({"name": "config and tokenizer", "size_bytes": files_bytes, "source_bytes": 0})
+    sections.append({"name": "header, plan and checksums", "size_bytes": header, "source_bytes": 0})
+    return sections
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None
+
+
+def _plain(value: Any) -> Any:
+    """Lists instead of tuples, and null instead of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
