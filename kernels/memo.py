@@ -1,4 +1,4 @@
-"""What is derived from an encoded tensor once and used at every call: remembered for as long as the tensor lives."""
+"""What is derived from an encoded tensor once and used at every call, kept as long as the tensor lives."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def per_encoded(function: Callable[[EncodedTensor], T]) -> Callable[[EncodedTensor], T]:
-    """`function` with one remembered result per EncodedTensor object (by identity; forgotten with the object).
+    """`function` with one remembered result per EncodedTensor object (by identity; forgotten with the
+    object).
 
     An EncodedTensor holds a mapping and so has no hash; its arrays are never written after it was made.
     """

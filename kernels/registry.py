@@ -5,8 +5,8 @@ A kernel is a module with these names; a new one needs one line in `_MODULES`:
     NAME: str                                  what `nstf inspect --kernels` prints
     FORMATS: tuple[str, ...]                   kinds of tree root it may handle; empty means any
     available() -> bool                        its compiler, extension or hardware library is there
-    supports(encoded, device, batch) -> bool   it handles this matrix [out, in] at this batch, and is worth using
-    matmul(x, encoded) -> y                    x: [batch, in] contiguous, y: [batch, out] in x's dtype
+    supports(encoded, device, batch) -> bool   it handles this matrix [out, in] at this batch, and is worth
+    using matmul(x, encoded) -> y                    x: [batch, in] contiguous, y: [batch, out] in x's dtype
 
 The reference is the last entry and handles everything, so a choice always exists.
 """

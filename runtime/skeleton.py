@@ -28,7 +28,7 @@ def build_skeleton(
     """The transformers model a config describes: parameters on meta, buffers real, eval mode.
 
     config: the content of config.json. No hub access, no remote code: `auto_map` is ignored.
-    architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class that the
+    architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class the
     Auto mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
     dtype: the default dtype while the model is built, that of its meta parameters.
 

@@ -1,8 +1,10 @@
-"""Some rows of an encoded tensor, without decoding the others: embedding look-ups, experts, blocks of a matrix.
+"""Some rows of an encoded tensor, without decoding the others: embedding look-ups, experts, blocks of a
+matrix.
 
-A row is an index of the first axis. Leaves are packed row by row, so taking rows of a leaf is taking rows of its
-arrays (a view when the rows are a range). Which arrays follow the rows is asked of the format itself, by
-comparing the arrays of a tensor with those of one that has one row more; so a new leaf works here unchanged.
+A row is an index of the first axis. Leaves are packed row by row, so taking rows of a leaf is taking rows
+of its arrays (a view when the rows are a range). Which arrays follow the rows is asked of the format
+itself, by comparing the arrays of a tensor with those of one that has one row more; so a new leaf works
+here unchanged.
 """
 
 import dataclasses
@@ -49,16 +51,17 @@ def row_wise(encoded: EncodedTensor) -> bool:
 def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
     """decode(encoded)[index] as an encoded tensor that shares its arrays: one expert of a stack [E, out, in].
 
-    None when the encoding has no such part (rows of a leaf that cross experts, a factorisation over all of them).
+    None when the encoding has no such part (rows of a leaf that cross experts, a factorisation over all of
+    them).
     """
     tree, shape = encoded.tree, encoded.shape
     if not 0 <= index < shape[0] or len(shape) < 2:
         return None
-    lead = getattr(tree.params, "lead", None)
+    lead: int = getattr(tree.params, "lead", 0)
     if not tree.children:
         if tree.kind == "dense":
             return EncodedTensor(tree, shape[1:], {"values": encoded.arrays["values"][index]})
-        part = _rows_of_leaf(encoded, slice(index, index + 1)) if lead is not None and lead >= 2 else None
+        part = _rows_of_leaf(encoded, slice(index, index + 1)) if lead >= 2 else None
         if part is None:
             return None
         node = Node(tree.kind, dataclasses.replace(tree.params, lead=lead - 1))
@@ -71,21 +74,38 @@ def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
     elif tree.kind == "permute" and params.dims[0] == 0:
         params = dataclasses.replace(params, dims=tuple(d - 1 for d in params.dims[1:]))
         parts = {"x": take(children["x"], index)}
-    elif tree.kind == "low_rank" and lead is not None and lead >= 2:
+    elif tree.kind == "low_rank" and lead >= 2:
         size = math.prod(shape[1:lead])
         if params.rank > min(size, math.prod(shape[lead:])) or children["a"].tree.children:
             return None
         params = dataclasses.replace(params, lead=lead - 1)
-        parts = {"a": _rows_of_leaf(children["a"], slice(index * size, (index + 1) * size)), "b": children["b"]}
+        parts = {
+            "a": _rows_of_leaf(children["a"], slice(index * size, (index + 1) * size)),
+            "b": children["b"],
+        }
     if not parts:
         return None
-    nodes, arrays = {}, {}
+    nodes: dict[str, Node] = {}
+    arrays: dict[str, Tensor] = {}
     for name, child in parts.items():
         if child is None:
             return None
         nodes[name] = child.tree
         arrays |= {f"{name}.{key}": array for key, array in child.arrays.items()}
     return EncodedTensor(Node(tree.kind, params, nodes), shape[1:], arrays)
+
+
+def expert(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
+    """`take`, with the same object each time: kernels remember what they derive per object."""
+    known = _experts(encoded)
+    if index not in known:
+        known[index] = take(encoded, index)
+    return known[index]
+
+
+@per_encoded
+def _experts(encoded: EncodedTensor) -> dict[int, EncodedTensor | None]:
+    return {}
 
 
 @per_encoded
@@ -129,7 +149,7 @@ def _decode_rows(encoded: EncodedTensor, rows: Rows) -> Tensor:
 
 
 def _rows_of_view(encoded: EncodedTensor, rows: Tensor, split: int) -> Tensor:
-    """Rows [n, cols] of a cp, tucker or tensor_train node whose first `split` view axes are the tensor's rows."""
+    """Rows [n, cols] of a cp, tucker or tensor_train node; its first `split` view axes are the rows."""
     params, factors = encoded.tree.params, {k: decode(c) for k, c in children_of(encoded).items()}
     at = torch.unravel_index(rows, params.view[:split])
     axes = range(split, len(params.view))
@@ -184,7 +204,7 @@ def _rows_of_leaf(encoded: EncodedTensor, rows: Rows) -> EncodedTensor | None:
 
 @lru_cache(maxsize=1024)
 def _row_factors(kind: str, params: Any, shape: Shape) -> dict[str, int] | None:
-    """For each array of a leaf, how many of its rows belong to one row of the tensor; 0 for arrays of the whole."""
+    """How many rows of each array of a leaf belong to one row of the tensor; 0 for arrays of the whole."""
     module = format_of(kind)
     now, grown = module.arrays(params, shape), module.arrays(params, (shape[0] + 1, *shape[1:]))
     factors = {}

@@ -3,11 +3,12 @@
     low_rank            y = (x B^T) A^T, both products through the registry (so a factor may be packed)
     add                 y = x X^T + x Y^T
     permute (1, 0)      y = x X, from blocks of X's rows
-    cp, tucker, tensor_train   x is contracted with the factors of the input axes, then grown by those of the output
+    cp, tucker, tensor_train   x is contracted with the factors of the input axes, then grown by those of
+    the output
 
 A view [o1, .., ok, i1, .., im] belongs to a matrix [out, in] when its first k axes make up `out`. A chain of
-factors can cost more than the dense product when its ranks are high and the batch is large: `supports` counts the
-multiplications of both ways and leaves such cases to the reference.
+factors can cost more than the dense product when its ranks are high and the batch is large: `supports`
+counts the multiplications of both ways and leaves such cases to the reference.
 """
 
 import math
@@ -37,7 +38,9 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
         return kind == "add" or row_wise(children_of(encoded)["x"])
     out, width = encoded.shape
     if kind == "low_rank":
-        return params.lead == 1 and batch * params.rank * (out + width) <= out * width * (params.rank + batch)
+        return bool(
+            params.lead == 1 and batch * params.rank * (out + width) <= out * width * (params.rank + batch)
+        )
     split = leading_axes(params.view, (out,))
     if split is None:
         return False
@@ -130,7 +133,7 @@ def _chain_cost(kind: str, params: Any, split: int) -> int:
     bonds = (1, *params.ranks, 1)
     ins = sum(math.prod(view[split : i + 1]) * bonds[i] * bonds[i + 1] for i in range(split, len(view)))
     outs = sum(math.prod(view[i:split]) * bonds[i] * bonds[i + 1] for i in range(split))
-    return ins + outs
+    return int(ins + outs)
 
 
 def _tucker_cost(params: Any, split: int) -> int:
@@ -145,7 +148,7 @@ def _tucker_cost(params: Any, split: int) -> int:
         size = size // ranks[axis] * view[axis]
         if ranks[axis] < view[axis]:
             cost += size * ranks[axis]
-    return cost
+    return int(cost)
 
 
 def _decode_cost(kind: str, params: Any) -> int:

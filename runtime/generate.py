@@ -1,0 +1,87 @@
+"""Text from a loaded model, piece by piece: what `nstf generate` prints."""
+
+from collections.abc import Iterator
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UnsupportedError, UsageError
+
+
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    chat: bool = False,
+    seed: int = 0,
+) -> Iterator[str]:
+    """The generated text in pieces, as soon as each is certain (whole words or characters).
+
+    temperature: 0 always takes the likeliest token; above 0 samples, reproducibly by `seed`.
+    chat: the prompt is a user's message and goes through the tokenizer's chat template.
+
+    Raises UsageError for an empty prompt or values out of range, UnsupportedError for a model that
+    generates no text. An error inside the model is raised here, after the pieces that came before it.
+    """
+    from transformers import TextIteratorStreamer
+
+    if max_new_tokens < 1 or temperature < 0:
+        raise UsageError(
+            f"max_new_tokens is {max_new_tokens} and temperature {temperature}; they must be at least 1 and 0"
+        )
+    if not getattr(model, "can_generate", lambda: False)():
+        raise UnsupportedError(f"{type(model).__name__} does not generate text")
+    inputs = _inputs(tokenizer, prompt, chat).to(model.device)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options["temperature"] = temperature
+    if model.generation_config.pad_token_id is None:
+        options["pad_token_id"] = _pad_token(model, tokenizer)
+    failure: Queue[BaseException] = Queue()
+
+    def work() -> None:
+        try:
+            with torch.inference_mode(), torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options)
+        except BaseException as error:
+            failure.put(error)
+            streamer.end()
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    for piece in streamer:
+        if piece:
+            yield piece
+    thread.join()
+    if not failure.empty():
+        raise failure.get()
+
+
+def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
+    """Token ids [1, tokens]."""
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError("this tokenizer has no chat template; generate without --chat")
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise UsageError("the prompt has no tokens; give a text to continue")
+    return ids.to(torch.int64)
+
+
+def _pad_token(model: Any, tokenizer: Any) -> int:
+    """Nothing is padded in a batch of one; generate() only wants some id, and warns without."""
+    end = model.generation_config.eos_token_id
+    end = end[0] if isinstance(end, list) and end else end
+    found = end if isinstance(end, int) else getattr(tokenizer, "eos_token_id", None)
+    return int(found) if isinstance(found, int) else 0

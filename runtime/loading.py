@@ -1,0 +1,253 @@
+"""From an `.nstf` file to something that runs: the model, its tokenizer, or its tensors alone.
+
+The model is transformers' own class on a meta skeleton. Matrices stay as they are stored (views of the
+mapped file on CPU) and are decoded by the kernels at each use; vectors, and matrices stored in the very
+dtype that is computed in, become ordinary parameters. Nothing of the conversion side is imported, and no
+code of the checkpoint's author is run.
+"""
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.kernels.formats import decode
+from nstf.kernels.formats.dense import DTYPES
+from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.modules import attach, dense_parameter, stays_encoded
+from nstf.runtime.parameter import EncodedParameter
+from nstf.runtime.skeleton import build_skeleton, tied_aliases
+
+_log = logging.getLogger("nstf")
+
+_ATTENTION = ("full", "planned")
+_NOT_TOKENIZER = ("config.json", "generation_config.json")
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    attention: str = "full",
+) -> nn.Module:
+    """The transformers model an artifact holds, ready for inference, its weights still encoded.
+
+    device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
+    config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
+    artifact.
+
+    Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
+    CorruptError, UsageError.
+    """
+    if attention not in _ATTENTION:
+        raise UsageError(f"attention {attention!r} is not one of {', '.join(_ATTENTION)}")
+    device = torch.device(device)
+    with open_artifact(path) as artifact:
+        config = _config(artifact)
+        compute = _compute_dtype(dtype, device, config)
+        model = build_skeleton(config, dtype=compute)
+        _use_expert_loop(model)
+        _fill(model, artifact, compute)
+        _set_generation_config(model, artifact)
+        plan = artifact.manifest.attention
+    model.to(device)
+    if attention == "planned":
+        if not plan:
+            raise UsageError(f"{os.fspath(path)}: no attention plan inside; load it with attention='full'")
+        from nstf.runtime.attention import apply_plan
+
+        apply_plan(model, dict(plan))
+    return model
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer (or, for a model without text, the processor) whose files the artifact holds.
+
+    The files are written to a private temporary folder for the time of the call. Never runs remote code.
+    Raises UnsupportedError when there are no such files or transformers cannot read them.
+    """
+    from transformers import AutoTokenizer
+
+    with open_artifact(path) as artifact, tempfile.TemporaryDirectory(prefix="nstf-") as folder:
+        names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
+        if not names:
+            raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
+        for name in artifact.file_names():
+            Path(folder, name).write_bytes(artifact.file(name))
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            reason = " ".join(str(error).split()).replace(folder, "the artifact")[:300]
+            raise UnsupportedError(
+                f"{os.fspath(path)}: transformers cannot build the tokenizer from {', '.join(names)}: {reason}"
+            ) from error
+
+
+def load_tensors(
+    path: str | os.PathLike[str], dtype: torch.dtype | str | None = torch.float32
+) -> "DecodedTensors":
+    """The tensors of an artifact by name, each decoded when it is asked for: works for any architecture.
+
+    dtype: of the decoded floating-point tensors; None gives each the dtype it had in the source model.
+    """
+    return DecodedTensors(open_artifact(path), None if dtype is None else _dtype(dtype))
+
+
+class DecodedTensors(Mapping[str, Tensor]):
+    """Name -> dense tensor, decoded at each access and not kept. Shared names give equal tensors."""
+
+    def __init__(self, artifact: Artifact, dtype: torch.dtype | None) -> None:
+        self._artifact, self._dtype = artifact, dtype
+        self._names = artifact.names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._artifact.manifest.tensors:
+            raise KeyError(name)
+        encoded = self._artifact.encoded(name)
+        values = decode(encoded)
+        source = DTYPES.get(self._artifact.record(name).dtype, torch.float32)
+        dtype = self._dtype or source
+        return values.to(dtype) if values.is_floating_point() and dtype.is_floating_point else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _config(artifact: Artifact) -> dict[str, Any]:
+    if "config.json" not in artifact.file_names():
+        raise UnsupportedError(
+            f"{artifact.path}: no config.json inside, so no model can be built; use nstf.runtime.load_tensors"
+        )
+    try:
+        config = json.loads(artifact.file("config.json"))
+    except ValueError as error:
+        raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{artifact.path}: its config.json is not an object")
+    return config
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype by object or torch's name. Raises UsageError."""
+    found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype.removeprefix("torch."))
+    if found is None or not found.is_floating_point:
+        raise UsageError(f"dtype {str(dtype)[:40]!r} is not one of float32, bfloat16, float16, float64")
+    return found
+
+
+def _compute_dtype(
+    dtype: torch.dtype | str | None, device: torch.device, config: Mapping[str, Any]
+) -> torch.dtype:
+    if dtype is not None:
+        return _dtype(dtype)
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if device.type == "cpu" or not isinstance(stated, str):
+        return torch.float32
+    return _dtype(stated)
+
+
+def _use_expert_loop(model: Any) -> None:
+    """Experts run one by one, so that only those that are hit are decoded."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_experts_implementation_internal"):
+            config._experts_implementation_internal = "eager"
+
+
+def _fill(model: nn.Module, artifact: Artifact, dtype: torch.dtype) -> None:
+    """Every parameter and stored buffer of the skeleton from the artifact."""
+    aliases = tied_aliases(model)
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    names = _stored_names([*parameters, *buffers], artifact, getattr(model, "base_model_prefix", ""))
+    made: dict[str, EncodedParameter | nn.Parameter] = {}
+    missing = []
+    for name in parameters:
+        source = names.get(name) or names.get(aliases.get(name, name)) or _tied_source(name, aliases, names)
+        if source is None:
+            missing.append(name)
+            continue
+        _place(model, name, artifact, artifact.stored_name(source), dtype, made)
+    if missing:
+        raise UnsupportedError(
+            f"{artifact.path}: {type(model).__name__} needs {len(missing)} tensors the artifact does not hold, "
+            f"for instance {missing[0]!r}; use nstf.runtime.load_tensors to read those it holds"
+        )
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if name in names:
+                buffer.copy_(decode(artifact.encoded(names[name])).reshape(buffer.shape))
+    unused = sorted(set(artifact.names()) - set(names.values()))
+    if unused:
+        _log.warning("%s: %d tensors are not used by %s: %s", artifact.path, len(unused),
+                     type(model).__name__, ", ".join(unused[:3]))  # fmt: skip
+
+
+def _stored_names(wanted: list[str], artifact: Artifact, prefix: str) -> dict[str, str]:
+    """Name in the model -> name in the artifact, allowing a base model's prefix to be there or not."""
+    stored = set(artifact.names())
+    found = {}
+    for name in wanted:
+        for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if candidate in stored:
+                found[name] = candidate
+                break
+    return found
+
+
+def _tied_source(name: str, aliases: Mapping[str, str], names: Mapping[str, str]) -> str | None:
+    """The stored name of another member of the group that `name` is tied to."""
+    group = [alias for alias, source in aliases.items() if source == aliases.get(name, name)]
+    return next((names[member] for member in group if member in names), None)
+
+
+def _place(
+    model: nn.Module,
+    name: str,
+    artifact: Artifact,
+    source: str,
+    dtype: torch.dtype,
+    made: dict[str, EncodedParameter | nn.Parameter],
+) -> None:
+    """One parameter, sharing the arrays of `source` when another parameter already uses them."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    shape = tuple(module._parameters[leaf].shape)  # type: ignore[union-attr]
+    if source not in made:
+        encoded = artifact.encoded(source)
+        if encoded.shape != shape:
+            raise CorruptError(
+                f"{artifact.path}: tensor {source!r} has shape {list(encoded.shape)}, "
+                f"but its config.json asks for {list(shape)}"
+            )
+        as_stored = encoded.tree.kind == "dense" and encoded.arrays["values"].dtype == dtype
+        stays = len(shape) >= 2 and not as_stored and stays_encoded(module, leaf, math.prod(shape))
+        made[source] = EncodedParameter(encoded, dtype) if stays else dense_parameter(decode(encoded), dtype)
+    value = made[source]
+    if isinstance(value, EncodedParameter):
+        attach(module, leaf, value)
+    else:
+        module._parameters[leaf] = value
+
+
+def _set_generation_config(model: Any, artifact: Artifact) -> None:
+    if "generation_config.json" not in artifact.file_names() or not hasattr(model, "generation_config"):
+        return
+    from transformers import GenerationConfig
+
+    try:
+        stated = json.loads(artifact.file("generation_config.json"))
+        model.generation_config = GenerationConfig.from_dict(stated)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{artifact.path}: its generation_config.json cannot be used ({error})") from error

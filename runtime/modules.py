@@ -1,0 +1,147 @@
+"""Modules whose weight stays encoded: linear, embedding, convolution, stacks of experts.
+
+A module of the skeleton keeps its instance, its hooks and its other attributes; its class becomes one
+derived from its own, in which the weight is not a parameter but a property that gives a `LazyWeight`. What
+a subclass does in its forward (Gemma's scaled embedding, a router's own product) therefore goes on
+working, through whatever operation it applies to `self.weight`.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf.kernels.linear import linear
+from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding, transposed
+
+SUFFIX = "_encoded"
+
+# Routers, class tokens, positional tables: below this many elements such a parameter becomes dense.
+SMALL_NUMEL = 1 << 20
+
+
+class EncodedLinear(nn.Linear):
+    """y = x W^T + b by the registry's kernel for W. x: [..., in] -> [..., out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight_encoded.encoded, self.bias)  # type: ignore[union-attr, arg-type]
+
+
+class EncodedEmbedding(nn.Embedding):
+    """Rows of W. Only the rows asked for are decoded when the format is row-wise."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        stored: Any = self.weight_encoded
+        return embedding(input, stored.encoded, stored.dtype)
+
+
+class EncodedConv:
+    """A convolution: W is decoded for the time of the call (the product itself dominates)."""
+
+
+class EncodedExperts:
+    """A module with stacks [experts, ...]: `self.stack[i]` stays encoded, so only experts that are hit are
+    decoded.
+
+    transformers' own expert loop does the rest (`experts_implementation` must be "eager": the batched ones
+    gather the stack).
+    """
+
+
+class EncodedConv1D:
+    """transformers' Conv1D, a linear layer with W stored as [in, out]: y = x W + b."""
+
+    nf: int
+    bias: Tensor
+    weight_encoded: EncodedParameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self._matrix(), self.bias)
+
+    def _matrix(self) -> Any:
+        # The transpose is kept with the encoding it was made from: kernels remember what they derive per
+        # object.
+        encoded = self.weight_encoded.encoded
+        known = self.__dict__.get("_transposed")
+        if known is None or known[0] is not encoded:
+            known = (encoded, transposed(encoded))
+            self.__dict__["_transposed"] = known
+        return known[1]
+
+
+class EncodedWeights:
+    """Any other module: the weight decodes for each operation it takes part in."""
+
+
+def attach(module: nn.Module, name: str, parameter: EncodedParameter) -> None:
+    """Puts an encoded parameter in the place of `module`'s parameter `name`.
+
+    Raises ValueError when the module has no such parameter or its shape is another.
+    """
+    old = module._parameters.get(name)
+    if old is None or tuple(old.shape) != tuple(parameter.shape):
+        found = "no such parameter" if old is None else f"shape {list(old.shape)}"
+        raise ValueError(
+            f"{type(module).__name__}.{name}: {found}, the stored tensor is {list(parameter.shape)}"
+        )
+    del module._parameters[name]
+    names = frozenset(n for n in (*_encoded_names(module), name))
+    base: Any = getattr(type(module), "encoded_base", type(module))
+    module.__class__ = _encoded_class(base, names)
+    module.add_module(name + SUFFIX, parameter)
+
+
+def stays_encoded(module: nn.Module, name: str, numel: int) -> bool:
+    """Whether a matrix of this module stays encoded: all but small ones of modules of an unknown kind."""
+    base = getattr(type(module), "encoded_base", type(module))
+    return numel > SMALL_NUMEL or _kind(base, frozenset({name}))[0] is not EncodedWeights
+
+
+def _encoded_names(module: nn.Module) -> Iterable[str]:
+    return getattr(type(module), "encoded_names", frozenset())
+
+
+@cache
+def _encoded_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
+    """The class of a module of class `base` whose parameters `names` are encoded."""
+    members: dict[str, Any] = {name: _lazy_property(name) for name in names}
+    members |= {"encoded_base": base, "encoded_names": names}
+    kind, first = _kind(base, names)
+    bases: tuple[type, ...] = (kind, base) if first else (base, kind)
+    if kind in (EncodedLinear, EncodedEmbedding) and base in (nn.Linear, nn.Embedding):
+        bases = (kind,)
+    return type(kind.__name__ if len(bases) == 1 else f"Encoded{base.__name__}", bases, members)
+
+
+def _kind(base: type[nn.Module], names: frozenset[str]) -> tuple[type, bool]:
+    """The encoded class for a module class, and whether its forward goes before the module's own."""
+    from transformers.pytorch_utils import Conv1D
+
+    if names == {"weight"}:
+        if issubclass(base, nn.Linear):
+            return EncodedLinear, False
+        if issubclass(base, nn.Embedding):
+            return EncodedEmbedding, False
+        if base is Conv1D:
+            return EncodedConv1D, True
+        if issubclass(base, nn.modules.conv._ConvNd):
+            return EncodedConv, False
+    if "expert" in base.__name__.lower():
+        return EncodedExperts, False
+    return EncodedWeights, False
+
+
+def _lazy_property(name: str) -> property:
+    def get(self: nn.Module) -> LazyWeight:
+        stored: Any = self._modules[name + SUFFIX]
+        lazy: LazyWeight = stored.lazy()
+        return lazy
+
+    return property(get, doc=f"`{name}`, decoded by the operations it takes part in.")
+
+
+def dense_parameter(values: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter with the values in `dtype` (integers keep theirs)."""
+    return nn.Parameter(values.to(dtype) if values.is_floating_point() else values, requires_grad=False)

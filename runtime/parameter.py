@@ -1,0 +1,184 @@
+"""A stored weight inside a module: its arrays as buffers, and a tensor that is decoded only where it is used.
+
+`EncodedParameter` owns the arrays, so `.to(device)`, `state_dict` and memory accounting work. `LazyWeight`
+is what a module's code sees when it reads `self.weight`: it has shape, dtype and device, and every
+operation on it decodes for the time of that operation; the common ones (linear, embedding, one expert of a
+stack) do not decode the rest.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from nstf.kernels.formats import EncodedTensor, Node, decode
+from nstf.kernels.linear import linear
+from nstf.kernels.torch.rows import children_of, decode_rows, expert
+
+
+class EncodedParameter(nn.Module):
+    """The arrays of one encoded tensor. `dtype` and `device` are those its decoded values are computed in."""
+
+    def __init__(self, encoded: EncodedTensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tree, self.shape = encoded.tree, encoded.shape
+        self.paths = sorted(encoded.arrays)
+        for path in self.paths:
+            self.register_buffer(_buffer_name(path), encoded.arrays[path])
+        device = encoded.arrays[self.paths[0]].device
+        # No bytes: it follows .to(dtype), .half() and so on, which the arrays themselves must not.
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self._encoded: EncodedTensor | None = encoded
+
+    @property
+    def encoded(self) -> EncodedTensor:
+        """The tensor as it is stored, on the module's device; the same object until the module moves."""
+        if self._encoded is None:
+            arrays = {path: self._buffers[_buffer_name(path)] for path in self.paths}
+            self._encoded = EncodedTensor(self.tree, self.shape, arrays)  # type: ignore[arg-type]
+        return self._encoded
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of decoded values where no activation says it (embeddings)."""
+        return self.like.dtype  # type: ignore[return-value, union-attr]
+
+    def lazy(self) -> "LazyWeight":
+        """A tensor that stands for the decoded values."""
+        return LazyWeight(self.encoded, self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EncodedParameter":
+        """Arrays follow the device and keep their dtype: float16 scales are part of the format."""
+        like = fn(self._buffers["like"])  # type: ignore[arg-type]
+        self._buffers["like"] = like
+        for path in self.paths:
+            name = _buffer_name(path)
+            self._buffers[name] = self._buffers[name].to(like.device)  # type: ignore[union-attr]
+        self._encoded = None
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.tree.kind}, shape={list(self.shape)}, dtype={self.dtype}"
+
+
+def _buffer_name(path: str) -> str:
+    """The array's path as a buffer name, in which torch allows no dot."""
+    return path.replace(".", "/")
+
+
+class LazyWeight(Tensor):
+    """The decoded value of an encoded tensor, as far as anyone asks; never stored. Inference only."""
+
+    source: EncodedTensor
+
+    @staticmethod
+    def __new__(cls, source: EncodedTensor, dtype: torch.dtype) -> "LazyWeight":
+        device = next(iter(source.arrays.values())).device
+        lazy: LazyWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, source.shape, dtype=dtype, device=device, requires_grad=False
+        )
+        lazy.source = source
+        return lazy
+
+    def decoded(self) -> Tensor:
+        """The dense tensor, in this tensor's dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return decode(self.source, self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shortcut = _SHORTCUTS.get(func)
+        if shortcut is not None:
+            result = shortcut(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        # Not super(): that would turn the dense result into a LazyWeight again.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def dense(value: Any) -> Any:
+            return value.decoded() if isinstance(value, LazyWeight) else value
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyWeight({self.source.tree.kind}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+def transposed(encoded: EncodedTensor) -> EncodedTensor:
+    """The transpose of an encoded matrix, sharing its arrays."""
+    if encoded.tree.kind == "permute":
+        return children_of(encoded)["x"]
+    from nstf.kernels.formats.permute import Params
+
+    node = Node("permute", Params((1, 0)), {"x": encoded.tree})
+    arrays = {f"x.{path}": array for path, array in encoded.arrays.items()}
+    return EncodedTensor(node, encoded.shape[::-1], arrays)
+
+
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, LazyWeight) or isinstance(x, LazyWeight) or len(weight.source.shape) != 2:
+        return NotImplemented
+    return linear(x, weight.source, bias)
+
+
+def _matmul(x: Any, weight: Any) -> Any:
+    """x @ W for a lazy W [in, out]."""
+    if not isinstance(weight, LazyWeight) or isinstance(x, LazyWeight) or len(weight.source.shape) != 2:
+        return NotImplemented
+    return linear(x, transposed(weight.source))
+
+
+def _embedding(ids: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
+    if not isinstance(weight, LazyWeight) or max_norm is not None:
+        return NotImplemented
+    return embedding(ids, weight.source, weight.dtype)
+
+
+def _getitem(weight: Any, index: Any) -> Any:
+    """One entry of the first axis (an expert), still encoded when the format allows it, or a few of them."""
+    if not isinstance(weight, LazyWeight):
+        return NotImplemented
+    size = weight.source.shape[0]
+    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
+        if index.dim() == 1:
+            return embedding(torch.where(index < 0, index + size, index), weight.source, weight.dtype)
+        index = int(index) if index.dim() == 0 else index
+    if type(index) is int and -size <= index < size:
+        part = expert(weight.source, index % size)
+        return NotImplemented if part is None else LazyWeight(part, weight.dtype)
+    return NotImplemented
+
+
+def embedding(ids: Tensor, encoded: EncodedTensor, dtype: torch.dtype) -> Tensor:
+    """decode(encoded)[ids]: [*ids.shape, *shape[1:]], decoding each row asked for once."""
+    size = encoded.shape[0]
+    flat = ids.reshape(-1).to(torch.int64)
+    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < size:
+        raise IndexError(f"index {int(flat.min())} or {int(flat.max())} is outside the {size} rows")
+    if flat.numel() < 2:
+        return decode_rows(encoded, flat, dtype).reshape(*ids.shape, *encoded.shape[1:])
+    unique, where = torch.unique(flat, return_inverse=True)
+    return decode_rows(encoded, unique, dtype)[where].reshape(*ids.shape, *encoded.shape[1:])
+
+
+_SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__getitem__: _getitem,
+}
