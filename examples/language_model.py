@@ -1,9 +1,9 @@
 """Training of the two sample language models: texts, tokenizer, loop, measurement. Used by `tiny_*/train.py`.
 
-A model of 2 to 3 million parameters sees 1.2 MB of text about eighty times, so most of this file keeps it from
-learning the text by heart: the tokenizer's merges are dropped at random each time the text is read (BPE-dropout,
-Provilkov 2020), the outputs of attention and feed-forward blocks are dropped out, and the best checkpoint on a
-validation part is kept.
+A model of 2 to 3 million parameters sees 1.2 MB of text about eighty times, so most of this file keeps
+it from learning the text by heart: the tokenizer's merges are dropped at random each time the text is
+read (BPE-dropout, Provilkov 2020), the outputs of attention and feed-forward blocks are dropped out, and
+the best checkpoint on a validation part is kept.
 """
 
 import argparse

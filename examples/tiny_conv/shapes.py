@@ -32,7 +32,7 @@ def radius(label: Tensor, angle: Tensor) -> Tensor:
 
 
 def pictures(count: int, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Pictures float32 [count, 3, 48, 48] and labels int64 [count], the same for the same seed and device kind."""
+    """Pictures float32 [count, 3, 48, 48] and labels int64 [count], the same for the same seed."""
     g = torch.Generator(device=device).manual_seed(seed)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains the sample convolutional model: a small ResNet, 3x3 kernels over 64 to 128 channels, 0.74 M parameters.
+"""Trains the sample convolutional model: a small ResNet, 3x3 kernels, 64 to 128 channels, 0.74 M parameters.
 
     python examples/tiny_conv/train.py                                        # a GPU: about two minutes
     python examples/tiny_conv/train.py --steps 600 --batch 64 --device cpu    # two cores: about ten minutes
