@@ -1,4 +1,6 @@
-"""The Checkpoint every reader ends in: named parameters, read one at a time, with config and tokenizer files."""
+"""The Checkpoint every reader ends in: named parameters, read one at a time, with config and tokenizer
+files.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, UsageError
-from nstf_convert.checkpoint.naming import Plan
+from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
 from nstf_convert.checkpoint.ties import find_ties
 
@@ -19,9 +21,12 @@ from nstf_convert.checkpoint.ties import find_ties
 class Checkpoint:
     """One opened model. Nothing of the weights is in memory until `get`, and nothing stays after it.
 
-    kind: "safetensors", "bin", "gguf" or "onnx"; path: what was opened; config: the allowed fields of config.json, or None;
-    architecture: transformers' class the names belong to, or None (names as in the file); ties: alias -> stored name;
-    missing: parameters of the class that the file does not have; notes: what a report should say about the reading.
+    kind: "safetensors", "bin", "gguf" or "onnx"; path: what was opened; config: the allowed fields of
+    config.json, or None;
+    architecture: transformers' class the names belong to, or None (names as in the file); ties: alias ->
+    stored name;
+    missing: parameters of the class that the file does not have; notes: what a report should say about the
+    reading.
     """
 
     def __init__(
@@ -58,9 +63,11 @@ class Checkpoint:
         return self._recipe(name).info
 
     def get(self, name: str) -> Tensor:
-        """The parameter, read from disk into memory of its own. Raises CorruptError for NaN or infinite values.
+        """The parameter, read from disk into memory of its own. Raises CorruptError for NaN or infinite
+        values.
 
-        The dtype is the stored one; a parameter of a quantised GGUF comes as float32 with values rounded to bfloat16.
+        The dtype is the stored one; a parameter of a quantised GGUF comes as float32 with values rounded to
+        bfloat16.
         """
         tensor = self._recipe(name).build(self._source.read)
         bad = _not_finite(tensor)
@@ -73,7 +80,9 @@ class Checkpoint:
         return tensor
 
     def files(self) -> dict[str, bytes]:
-        """config.json, generation_config.json and the tokenizer's files by name, without keys that can lead to code."""
+        """config.json, generation_config.json and the tokenizer's files by name, without keys that can lead
+        to code.
+        """
         if self._files is None:
             files = self._side_files()
             if self.config is not None:
@@ -87,7 +96,10 @@ class Checkpoint:
         return sum(recipe.info.size_bytes for recipe in self._recipes.values())
 
     def fingerprint(self) -> str:
-        """SHA-256 of config, names and contents; the same in any folder. Above 512 MiB contents are sampled."""
+        """SHA-256 of config, names and contents; the same in any folder.
+
+        Above 512 MiB contents are sampled.
+        """
         if self._fingerprint is None:
             config = json.dumps(self.config, sort_keys=True)
             names = json.dumps([self.kind, self._names, dict(self.ties)], sort_keys=True)
@@ -107,7 +119,7 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _recipe(self, name: str) -> Any:
+    def _recipe(self, name: str) -> Recipe:
         name = self.ties.get(name, name)
         try:
             return self._recipes[name]
@@ -121,7 +133,10 @@ def _not_finite(tensor: Tensor) -> int:
         return 0
     if tensor.element_size() == 1:
         tensor = tensor.to(torch.float32)
-    # The sum is finite exactly when (barring overflow) every value is: one pass, no temporary of the tensor's size.
-    if tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+    # The sum is finite exactly when (barring overflow) every value is: one pass, no temporary of the
+    # tensor's size.
+    if tensor.dtype in (torch.float32, torch.float64) and bool(
+        torch.isfinite(tensor.sum(dtype=torch.float64))
+    ):
         return 0
     return int(tensor.numel() - torch.isfinite(tensor).sum())

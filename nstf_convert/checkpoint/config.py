@@ -1,7 +1,9 @@
 """Reading config.json: an allow-list, because its fields have made libraries load and run code.
 
-CVE-2026-4372 (`_attn_implementation_internal` named a hub kernel) and CVE-2026-5241 (a nested `trust_remote_code`) are the reasons.
-Numbers, booleans and lists of them are kept under any plain key: they cannot name anything. Text is kept only under a key that the
+CVE-2026-4372 (`_attn_implementation_internal` named a hub kernel) and CVE-2026-5241 (a nested
+`trust_remote_code`) are the reasons.
+Numbers, booleans and lists of them are kept under any plain key: they cannot name anything. Text is kept
+only under a key that the
 model's own config class declares (or a known older spelling) and only when it looks like a single word.
 """
 
@@ -18,22 +20,30 @@ KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,79}")
 WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,80}")
 
 DENIED = frozenset(
-    "attn_implementation auto_map base_model_name_or_path cache_dir code_revision commit_hash compression_config "
-    "custom_pipelines experts_implementation gguf_file kernel_config model_name_or_path name_or_path pretrained_model_name_or_path "
-    "quantization_config revision rng_state task_specific_params tokenizer_file trust_remote_code use_kernels "
+    "attn_implementation auto_map base_model_name_or_path cache_dir code_revision commit_hash "
+    "compression_config "
+    "custom_pipelines experts_implementation gguf_file kernel_config model_name_or_path name_or_path "
+    "pretrained_model_name_or_path "
+    "quantization_config revision rng_state task_specific_params tokenizer_file trust_remote_code "
+    "use_kernels "
     "use_pretrained_backbone use_timm_backbone_pretrained".split()
 )
 # Text under these keys is kept for every model: older spellings, and what names the architecture.
 TEXT_KEYS = frozenset(
-    "model_type architectures torch_dtype dtype hidden_act hidden_activation activation_function position_embedding_type "
-    "rope_type type rope_scaling rope_parameters layer_types problem_type transformers_version tokenizer_class "
+    "model_type architectures torch_dtype dtype hidden_act hidden_activation activation_function "
+    "position_embedding_type "
+    "rope_type type rope_scaling rope_parameters layer_types problem_type transformers_version "
+    "tokenizer_class "
     "feed_forward_proj dense_act_fn scoring_func topk_method mlp_layer_types norm_type attention_type".split()
 )
 LABELS = frozenset(("id2label", "label2id"))
 
 
 def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
-    """The config that may be used, and what was left out (sorted, `a.b` for nested keys). Raises CorruptError, UnsupportedError."""
+    """The config that may be used, and what was left out (sorted, `a.b` for nested keys).
+
+    Raises CorruptError, UnsupportedError.
+    """
     if not isinstance(raw, dict):
         raise CorruptError(f"{where} is not a JSON object; download the checkpoint again")
     refuse_quantised(raw, where)
@@ -62,7 +72,9 @@ def refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
 
 
 def known_fields(model_type: str | None) -> frozenset[str] | None:
-    """The names that the config class of `model_type`, and its sub-configs, declare; None when it is unknown."""
+    """The names that the config class of `model_type`, and its sub-configs, declare; None when it is
+    unknown.
+    """
     from transformers import CONFIG_MAPPING
 
     if model_type is None or model_type not in CONFIG_MAPPING:
@@ -81,7 +93,12 @@ def known_fields(model_type: str | None) -> frozenset[str] | None:
 
 
 def _filter(
-    raw: Mapping[str, Any], known: frozenset[str] | None, where: str, path: str, depth: int, dropped: list[str]
+    raw: Mapping[str, Any],
+    known: frozenset[str] | None,
+    where: str,
+    path: str,
+    depth: int,
+    dropped: list[str],
 ) -> dict[str, Any]:
     if depth > MAX_DEPTH or len(raw) > MAX_ITEMS:
         raise CorruptError(f"{where}: {path or 'the object'} is nested too deeply or has too many entries")
@@ -113,9 +130,15 @@ def _allowed(value: Any, text: bool, depth: int) -> bool:
     if isinstance(value, str):
         return text and WORD.fullmatch(value) is not None
     if isinstance(value, list):
-        return depth <= MAX_DEPTH and len(value) <= MAX_ITEMS and all(_allowed(v, text, depth + 1) for v in value)
+        return (
+            depth <= MAX_DEPTH
+            and len(value) <= MAX_ITEMS
+            and all(_allowed(v, text, depth + 1) for v in value)
+        )
     if isinstance(value, dict):
-        return all(KEY.fullmatch(k) and k not in DENIED and _allowed(v, text, depth + 1) for k, v in value.items())
+        return all(
+            KEY.fullmatch(k) and k not in DENIED and _allowed(v, text, depth + 1) for k, v in value.items()
+        )
     return False
 
 
@@ -131,13 +154,13 @@ def _labels(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def strip_code(value: Any, depth: int = 0) -> Any:
-    """A tokenizer, generation or processor config without the keys that can lead to code; text values are kept."""
+    """A tokenizer, generation or processor config without the keys that can lead to code; text values are
+    kept.
+    """
     if depth > MAX_DEPTH * 4:
         return None
     if isinstance(value, dict):
         return {
-            k: strip_code(v, depth + 1)
-            for k, v in value.items()
-            if k not in DENIED and not k.startswith("_")
+            k: strip_code(v, depth + 1) for k, v in value.items() if k not in DENIED and not k.startswith("_")
         }
     return [strip_code(v, depth + 1) for v in value] if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 import stat
 from pathlib import Path
+from typing import Any
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf_convert.checkpoint import gguf, hub, onnx, safetensors_dir, torch_bin
@@ -21,13 +22,17 @@ def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
     """The checkpoint at a path or of a hub name."""
     text = str(path_or_name)
     if not text or "\x00" in text:
-        raise UsageError("the model's path is empty; give a folder, a .gguf, .safetensors or .onnx file, or a hub name")
+        raise UsageError(
+            "the model's path is empty; give a folder, a .gguf, .safetensors or .onnx file, or a hub name"
+        )
     path = Path(text).expanduser()
     if not path.exists():
         if path.is_symlink():
             raise UsageError(f"{path} is a dangling link; give an existing model")
         if not hub.is_hub_name(text):
-            raise UsageError(f"{path} does not exist; give a model folder, a model file or a hub name such as org/model")
+            raise UsageError(
+                f"{path} does not exist; give a model folder, a model file or a hub name such as org/model"
+            )
         path = hub.download(text)
     if path.is_dir():
         return open_folder(path, allow_pickle)
@@ -37,7 +42,9 @@ def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
 
 
 def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """A Hugging Face folder; safetensors are preferred over .bin, a single .gguf or .onnx file is opened as itself."""
+    """A Hugging Face folder; safetensors are preferred over .bin, a single .gguf or .onnx file is opened as
+    itself.
+    """
     if safetensors_dir.has_weights(folder):
         return _with_config(folder, folder, safetensors_dir.open_folder(folder))
     if torch_bin.has_weights(folder):
@@ -49,10 +56,13 @@ def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
         if len(files) == 1:
             return open_file(member(folder, files[0], str(folder)), allow_pickle)
         if len(files) > 1:
-            raise UsageError(f"{folder} holds {len(files)} {suffix} files ({', '.join(files[:3])}); give one of them")
+            raise UsageError(
+                f"{folder} holds {len(files)} {suffix} files ({', '.join(files[:3])}); give one of them"
+            )
     names = ", ".join(inside[:5]) or "nothing"
     raise UsageError(
-        f"{folder} holds no weights (model.safetensors, its index, pytorch_model.bin, .gguf or .onnx), but {names}; "
+        f"{folder} holds no weights (model.safetensors, its index, pytorch_model.bin, .gguf or .onnx), but "
+        f"{names}; "
         f"give the folder of a model"
     )
 
@@ -63,11 +73,16 @@ def open_file(path: Path, allow_pickle: bool) -> Checkpoint:
         size = path.stat().st_size
         head = pread_all(file, 0, min(16, size), str(path))
     if path.name.endswith(".nstf"):
-        raise UsageError(f"{path} is an nstf artifact, not a model to convert; run `nstf inspect` on it or give the original model")
+        raise UsageError(
+            f"{path} is an nstf artifact, not a model to convert; run `nstf inspect` on it or give the "
+            f"original model"
+        )
     if head[:4] == b"GGUF":
         return gguf.open_file(path)
     if path.suffix == ".gguf":
-        raise CorruptError(f"{path} does not begin with the GGUF magic but with {head[:4]!r}; download it again")
+        raise CorruptError(
+            f"{path} does not begin with the GGUF magic but with {head[:4]!r}; download it again"
+        )
     if path.suffix == ".safetensors":
         return _with_config(path, path.parent, safetensors_dir.open_file(path))
     if path.suffix == ".onnx":
@@ -82,19 +97,24 @@ def open_file(path: Path, allow_pickle: bool) -> Checkpoint:
 
 def _refuse_pickle(path: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
-        raise UnsupportedError(f"{path} holds pickled weights, which were not allowed; give a safetensors model or allow them")
+        raise UnsupportedError(
+            f"{path} holds pickled weights, which were not allowed; give a safetensors model or allow them"
+        )
 
 
 def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
     """The source with names and side files that follow from the folder's config.json, if it has one."""
     try:
-        config, notes = None, ()
+        config: dict[str, Any] | None = None
+        notes: tuple[str, ...] = ()
         if (folder / "config.json").exists():
             file = member(folder, "config.json", str(folder))
             raw = load_json(read_small(file, MAX_CONFIG_BYTES), str(file))
             config, dropped = filter_config(raw, str(file))
             if dropped:
-                notes = (f"config.json: left out {', '.join(dropped[:10])}{' ...' if len(dropped) > 10 else ''}",)
+                notes = (
+                    f"config.json: left out {', '.join(dropped[:10])}{' ...' if len(dropped) > 10 else ''}",
+                )
         plan = plan_names(source.infos, config, str(path))
         if config is not None and plan.architecture is not None:
             config["architectures"] = [plan.architecture]
@@ -102,5 +122,3 @@ def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
     except NstfError:
         source.close()
         raise
-
-

@@ -1,6 +1,7 @@
 """GGUF checkpoints: one tensor at a time from the file, dequantised in pieces, under transformers' names.
 
-The reference of a quantised GGUF is its bfloat16 expansion: every parameter is reported as bfloat16 and `get` gives float32 values
+The reference of a quantised GGUF is its bfloat16 expansion: every parameter is reported as bfloat16 and
+`get` gives float32 values
 rounded to it. A file whose tensors are all F32, F16 or BF16 keeps its own dtypes.
 """
 
@@ -17,27 +18,49 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf_convert.checkpoint.base import Checkpoint
-from nstf_convert.checkpoint.gguf_arch import Architecture, Metadata, build_config, llama3_rope, parameter_name
+from nstf_convert.checkpoint.gguf_arch import (
+    Architecture,
+    Metadata,
+    build_config,
+    llama3_rope,
+    parameter_name,
+)
 from nstf_convert.checkpoint.gguf_check import GgufHeader, GgufTensor, read_header
 from nstf_convert.checkpoint.gguf_tokenizer import tokenizer_files
-from nstf_convert.checkpoint.naming import Plan, Read, Recipe, plain_plan, plan_of_recipes
+from nstf_convert.checkpoint.naming import Read, Recipe, plain_plan, plan_of_recipes
 from nstf_convert.checkpoint.paths import open_regular, pread_all, read_into
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
 # ggml's ids of the types that are stored as plain values.
-PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64"}
+PLAIN = {
+    0: "float32",
+    1: "float16",
+    30: "bfloat16",
+    24: "int8",
+    25: "int16",
+    26: "int32",
+    27: "int64",
+    28: "float64",
+}
 PIECE_VALUES = 1 << 22
 
 
 def open_file(path: Path) -> Checkpoint:
-    """The model of a GGUF file. Raises CorruptError or UnsupportedError; an unknown architecture keeps ggml's names."""
+    """The model of a GGUF file.
+
+    Raises CorruptError or UnsupportedError; an unknown architecture keeps ggml's names.
+    """
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise NstfError(f"{path}: reading GGUF needs the package gguf; run `pip install nstf[gguf]`") from error
+        raise NstfError(
+            f"{path}: reading GGUF needs the package gguf; run `pip install nstf[gguf]`"
+        ) from error
     header = read_header(path)
     if header.metadata.get("split.count", 0) not in (0, 1):
-        raise UnsupportedError(f"{path} is one part of a split GGUF; join the parts with `llama-gguf-split --merge` first")
+        raise UnsupportedError(
+            f"{path} is one part of a split GGUF; join the parts with `llama-gguf-split --merge` first"
+        )
     source = _source(path, header, open_regular(path))
     try:
         meta = Metadata(header.metadata, {name: t.shape for name, t in header.tensors.items()}, path)
@@ -60,7 +83,9 @@ def _source(path: Path, header: GgufHeader, file: BinaryIO) -> Source:
 
     def info(tensor: GgufTensor) -> TensorInfo:
         dtype = PLAIN.get(tensor.ggml_type, "bfloat16")
-        is_float = tensor.ggml_type not in PLAIN or torch.empty(0, dtype=getattr(torch, dtype)).is_floating_point()
+        is_float = (
+            tensor.ggml_type not in PLAIN or torch.empty(0, dtype=getattr(torch, dtype)).is_floating_point()
+        )
         return TensorInfo.of(tensor.shape, "bfloat16" if quantised and is_float else dtype)
 
     def read(name: str) -> Tensor:
@@ -101,13 +126,20 @@ def _read(file: BinaryIO, tensor: GgufTensor, what: str) -> Tensor:
         try:
             values = gguf.dequantize(blocks, kind)
         except NotImplementedError as error:
-            raise UnsupportedError(f"{what} has type {kind.name}, which gguf cannot dequantise; give another file") from error
+            raise UnsupportedError(
+                f"{what} has type {kind.name}, which gguf cannot dequantise; give another file"
+            ) from error
         result[row : row + count] = torch.from_numpy(np.ascontiguousarray(values))
     return result.reshape(tensor.shape)
 
 
-def _recipes(source: Source, architecture: Architecture, config: dict[str, Any], path: Path) -> dict[str, Recipe]:
-    """One recipe per transformers parameter. Raises UnsupportedError for a tensor the architecture has no place for."""
+def _recipes(
+    source: Source, architecture: Architecture, config: dict[str, Any], path: Path
+) -> dict[str, Recipe]:
+    """One recipe per transformers parameter.
+
+    Raises UnsupportedError for a tensor the architecture has no place for.
+    """
     recipes: dict[str, Recipe] = {}
     joined: dict[str, dict[str, str]] = {}
     for stored, info in source.infos.items():
@@ -122,7 +154,11 @@ def _recipes(source: Source, architecture: Architecture, config: dict[str, Any],
         if name in recipes:
             raise CorruptError(f"{path}: two tensors are {name!r}; download it again")
         undo = _undo(architecture, config, stored, name)
-        shape = (1, *info.shape) if stored.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1 else info.shape
+        shape = (
+            (1, *info.shape)
+            if stored.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1
+            else info.shape
+        )
         recipes[name] = Recipe(
             (stored,),
             TensorInfo.of(shape, info.dtype),
@@ -138,7 +174,9 @@ def _joined(source: Source, name: str, parts: dict[str, str], path: Path) -> Rec
     """Experts' gate [E, ffn, in] and up [E, ffn, in] as one [E, 2 * ffn, in]."""
     shapes = [source.infos[stored].shape for stored in parts.values()]
     if len(parts) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 3:
-        raise CorruptError(f"{path}: the tensors of {name!r} are {sorted(parts.values())}, expected gate and up alike")
+        raise CorruptError(
+            f"{path}: the tensors of {name!r} are {sorted(parts.values())}, expected gate and up alike"
+        )
     gate, up = parts["gate"], parts["up"]
     experts, rows, columns = shapes[0]
     dtype = source.infos[gate].dtype
@@ -187,7 +225,9 @@ def _build(
         try:
             tensor = undo(tensor)
         except ValueError as error:
-            raise CorruptError(f"tensor {stored!r}: {error}; the file is damaged, download it again") from error
+            raise CorruptError(
+                f"tensor {stored!r}: {error}; the file is damaged, download it again"
+            ) from error
     return _rounded(tensor.reshape(shape), dtype)
 
 
@@ -199,7 +239,10 @@ def _rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _with_rope_freqs(config: dict[str, Any], source: Source) -> dict[str, Any]:
-    """The config with Llama 3's rope scaling, when the file carries its factors. Raises UnsupportedError if they fit nothing."""
+    """The config with Llama 3's rope scaling, when the file carries its factors.
+
+    Raises UnsupportedError if they fit nothing.
+    """
     info = source.infos.get("rope_freqs.weight")
     if info is None:
         return config
@@ -220,7 +263,9 @@ def _side_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     }
     end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
     if end_of_turn is not None and end_of_turn != ids["eos_token_id"]:
-        ids["eos_token_id"] = [ids["eos_token_id"], end_of_turn] if ids["eos_token_id"] is not None else end_of_turn
+        ids["eos_token_id"] = (
+            [ids["eos_token_id"], end_of_turn] if ids["eos_token_id"] is not None else end_of_turn
+        )
     known = {key: value for key, value in ids.items() if value is not None}
     files["generation_config.json"] = json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
     return files

@@ -1,7 +1,10 @@
-"""GGUF architectures: metadata to a Hugging Face config, and ggml's tensor names and layouts to transformers'.
+"""GGUF architectures: metadata to a Hugging Face config, and ggml's tensor names and layouts to
+transformers'.
 
-llama.cpp's converter renames, permutes the rows of q and k of the llama family (pairs of rotary halves interleaved), adds 1 to Gemma's
-norms, and keeps gate and up of experts apart; each is undone here. Adding an architecture is one entry of ARCHITECTURES.
+llama.cpp's converter renames, permutes the rows of q and k of the llama family (pairs of rotary halves
+interleaved), adds 1 to Gemma's
+norms, and keeps gate and up of experts apart; each is undone here. Adding an architecture is one entry of
+ARCHITECTURES.
 """
 
 import re
@@ -16,7 +19,9 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """model_type and class in transformers; `names`: last part of `blk.N.<part>` -> module; what to undo; extra config."""
+    """model_type and class in transformers; `names`: last part of `blk.N.<part>` -> module; what to undo;
+    extra config.
+    """
 
     model_type: str
     model_class: str
@@ -29,7 +34,9 @@ class Architecture:
 class Metadata:
     """A GGUF file's metadata under its architecture's prefix, and the names of its tensors."""
 
-    def __init__(self, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: object) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: object
+    ) -> None:
         self.values, self.shapes, self.path = values, shapes, path
         self.prefix = values.get("general.architecture")
 
@@ -38,13 +45,16 @@ class Metadata:
         return self.values.get(f"{self.prefix}.{key}", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A number that must be there (or have a default); one number repeated for every layer counts as that number."""
+        """A number that must be there (or have a default); one number repeated for every layer counts as
+        that number.
+        """
         value = self.get(key, default)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
         if type(value) is not int or value < 0:
             raise UnsupportedError(
-                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected one number for all layers"
+                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected one number for "
+                f"all layers"
             )
         return value
 
@@ -52,23 +62,32 @@ class Metadata:
         """A real number that must be there (or have a default)."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UnsupportedError(f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected a number")
+            raise UnsupportedError(
+                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected a number"
+            )
         return float(value)
 
     @property
     def head_dim(self) -> int:
-        return self.integer("attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count"))
+        return self.integer(
+            "attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count")
+        )
 
 
 def build_config(meta: Metadata) -> tuple[Config, Architecture]:
-    """The config.json of a GGUF file. Raises UnsupportedError for an architecture or a setting that is not known."""
+    """The config.json of a GGUF file.
+
+    Raises UnsupportedError for an architecture or a setting that is not known.
+    """
     name = meta.prefix
     if name == "llama" and meta.get("expert_count"):
         name = "llama.moe"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedError(f"{meta.path}: GGUF architecture {str(name)[:60]!r} is unknown (known are {known})")
+        raise UnsupportedError(
+            f"{meta.path}: GGUF architecture {str(name)[:60]!r} is unknown (known are {known})"
+        )
     embedding = meta.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise UnsupportedError(f"{meta.path} has no tensor token_embd.weight: it is not a language model")
@@ -98,7 +117,9 @@ def build_config(meta: Metadata) -> tuple[Config, Architecture]:
 
 
 def _short_float(value: float) -> float:
-    """The shortest decimal that is the same float32: metadata holds float32, configs say 1e-05 and not 9.999999747378752e-06."""
+    """The shortest decimal that is the same float32: metadata holds float32, configs say 1e-05 and not
+    9.999999747378752e-06.
+    """
     import numpy as np
 
     return float(str(np.float32(value)))
@@ -106,7 +127,10 @@ def _short_float(value: float) -> float:
 
 def _rope(meta: Metadata) -> Config:
     """`rope_parameters`: theta and the scaling that the metadata states."""
-    rope: Config = {"rope_type": "default", "rope_theta": _short_float(meta.number("rope.freq_base", 10000.0))}
+    rope: Config = {
+        "rope_type": "default",
+        "rope_theta": _short_float(meta.number("rope.freq_base", 10000.0)),
+    }
     width = meta.integer("rope.dimension_count", meta.head_dim)
     if width != meta.head_dim:
         rope["partial_rotary_factor"] = width / meta.head_dim
@@ -114,7 +138,9 @@ def _rope(meta: Metadata) -> Config:
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise UnsupportedError(f"{meta.path}: rope scaling {str(kind)[:40]!r} is not supported (linear and yarn are)")
+        raise UnsupportedError(
+            f"{meta.path}: rope scaling {str(kind)[:40]!r} is not supported (linear and yarn are)"
+        )
     rope |= {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length")
@@ -124,7 +150,8 @@ def _rope(meta: Metadata) -> Config:
 def llama3_rope(rope: Config, head_dim: int, factors: list[float]) -> Config | None:
     """`rope_parameters` of Llama 3.1's scaling when they reproduce the file's `rope_freqs`; None otherwise.
 
-    The file holds, for each frequency, what it is divided by; Llama 3.1 and 3.2 use low 1, high 4, original 8192.
+    The file holds, for each frequency, what it is divided by; Llama 3.1 and 3.2 use low 1, high 4, original
+    8192.
     """
     import math
 
@@ -184,7 +211,11 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 PHI3 = {
-    **{key: value for key, value in DENSE.items() if key not in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")},
+    **{
+        key: value
+        for key, value in DENSE.items()
+        if key not in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
+    },
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
 }
@@ -214,7 +245,8 @@ def _qwen_moe(meta: Metadata) -> Config:
         "num_experts": meta.integer("expert_count"),
         "num_experts_per_tok": meta.integer("expert_used_count"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
-        # llama.cpp normalises the kept experts' weights for Qwen3 (src/models/qwen3moe.cpp) and not for Qwen2.
+        # llama.cpp normalises the kept experts' weights for Qwen3 (src/models/qwen3moe.cpp) and not for
+        # Qwen2.
         "norm_topk_prob": meta.prefix == "qwen3moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -243,7 +275,9 @@ def _gemma3(meta: Metadata) -> Config:
     return {
         "sliding_window": meta.integer("attention.sliding_window"),
         "query_pre_attn_scalar": _query_scale(meta, layers_of_27b=62),
-        "layer_types": ["sliding_attention" if (i + 1) % max(pattern, 1) else "full_attention" for i in range(layers)],
+        "layer_types": [
+            "sliding_attention" if (i + 1) % max(pattern, 1) else "full_attention" for i in range(layers)
+        ],
         # Scaling applies to the global layers only (llama.cpp's gemma3 sets rope_freq_scale_train_swa to 1).
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
     }
@@ -261,7 +295,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama.moe": Architecture("mixtral", "MixtralForCausalLM", ATTENTION | EXPERTS, _mixtral, permuted=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, _nothing),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS, _nothing),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", ATTENTION | EXPERTS | SHARED_EXPERT, _qwen_moe),
+    "qwen2moe": Architecture(
+        "qwen2_moe", "Qwen2MoeForCausalLM", ATTENTION | EXPERTS | SHARED_EXPERT, _qwen_moe
+    ),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION | EXPERTS | QK_NORMS, _qwen_moe),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", DENSE | FOUR_NORMS, _gemma2, offset_norms=True),
     "gemma3": Architecture(

@@ -1,6 +1,7 @@
 """The header of a GGUF file, parsed with every count checked against the file's size before it is used.
 
-gguf 0.19's own reader hangs on a file of 49 bytes (llama.cpp#27188) and the C++ parsers have had overflows in nearly every size
+gguf 0.19's own reader hangs on a file of 49 bytes (llama.cpp#27188) and the C++ parsers have had overflows
+in nearly every size
 computation, so nothing of a file reaches another library before this module has accepted all of it.
 """
 
@@ -23,13 +24,27 @@ MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 256
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the file: ggml type, shape in torch's order (rows first), bytes [start, start + size_bytes)."""
+    """One tensor of the file: ggml type, shape in torch's order (rows first), bytes [start, start +
+    size_bytes).
+    """
 
     ggml_type: int
     shape: tuple[int, ...]
@@ -53,7 +68,9 @@ class _Cursor:
         self.end = min(len(data), MAX_HEADER_BYTES)
 
     def fail(self, what: str) -> CorruptError:
-        return CorruptError(f"{self.path}: {what} (near byte {self.at}); the file is damaged, download it again")
+        return CorruptError(
+            f"{self.path}: {what} (near byte {self.at}); the file is damaged, download it again"
+        )
 
     def need(self, size: int, what: str) -> None:
         if size > self.end - self.at:
@@ -80,7 +97,10 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The checked header of a GGUF file. Raises CorruptError, or UnsupportedError for kinds that cannot be read."""
+    """The checked header of a GGUF file.
+
+    Raises CorruptError, or UnsupportedError for kinds that cannot be read.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
@@ -97,7 +117,9 @@ def _parse(cursor: _Cursor, size: int) -> GgufHeader:
     version = cursor.number("<I", "the version")
     if version not in (2, 3):
         kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
-        raise UnsupportedError(f"{cursor.path} is a {kind} GGUF file; versions 2 and 3, little-endian, can be read")
+        raise UnsupportedError(
+            f"{cursor.path} is a {kind} GGUF file; versions 2 and 3, little-endian, can be read"
+        )
     tensor_count = cursor.number("<Q", "the tensor count")
     key_count = cursor.number("<Q", "the metadata count")
     # Smallest entries: a tensor takes 8 + 1 + 4 + 8 + 4 + 8 bytes, a key 8 + 1 + 4 + 1.
@@ -109,7 +131,9 @@ def _parse(cursor: _Cursor, size: int) -> GgufHeader:
     for _ in range(key_count):
         key = cursor.text("a metadata key", MAX_KEY_BYTES)
         if not key or not key.isprintable() or key in metadata:
-            raise cursor.fail(f"the metadata key {key[:60]!r} is {'there twice' if key in metadata else 'not a name'}")
+            raise cursor.fail(
+                f"the metadata key {key[:60]!r} is {'there twice' if key in metadata else 'not a name'}"
+            )
         metadata[key] = _value(cursor, cursor.number("<I", f"the type of {key!r}"), key)
     alignment = _alignment(cursor, metadata)
     return GgufHeader(metadata, _tensors(cursor, tensor_count, alignment, size))
@@ -167,7 +191,8 @@ def _tensors(cursor: _Cursor, count: int, alignment: int, size: int) -> dict[str
             raise cursor.fail(f"tensor {name!r} begins at {offset}, which is not a multiple of {alignment}")
         if offset > size or data_start + offset + length > size:
             raise CorruptError(
-                f"{cursor.path}: tensor {name!r} ends at byte {data_start + offset + length}, but the file has {size}; "
+                f"{cursor.path}: tensor {name!r} ends at byte {data_start + offset + length}, but the file "
+                f"has {size}; "
                 f"it is truncated, download it again"
             )
         tensors[name] = GgufTensor(ggml_type, shape, data_start + offset, length)
@@ -202,11 +227,14 @@ def _stored_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], ggml_type:
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError) as error:
         raise UnsupportedError(
-            f"{cursor.path}: tensor {name!r} has ggml type {ggml_type}, which gguf {_version()} does not know; update gguf"
+            f"{cursor.path}: tensor {name!r} has ggml type {ggml_type}, which gguf {_version()} does not "
+            f"know; update gguf"
         ) from error
     if shape[-1] % block:
-        raise cursor.fail(f"tensor {name!r} has rows of {shape[-1]} values, not a multiple of its block of {block}")
-    return math.prod(shape) // block * block_bytes
+        raise cursor.fail(
+            f"tensor {name!r} has rows of {shape[-1]} values, not a multiple of its block of {block}"
+        )
+    return math.prod(shape) // int(block) * int(block_bytes)
 
 
 def _version() -> str:

@@ -27,11 +27,15 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
         )
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
-            found = {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)}
+            found = {
+                p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)
+            }
     except Exception as error:
         # transformers raises many types here, according to the tokenizer's kind.
         text = " ".join(str(error).split())[:160]
-        raise UnsupportedError(f"{path}: its tokenizer cannot be rebuilt ({type(error).__name__}: {text})") from error
+        raise UnsupportedError(
+            f"{path}: its tokenizer cannot be rebuilt ({type(error).__name__}: {text})"
+        ) from error
     for name in SETTINGS:
         if name in found:
             data = strip_code(json.loads(found[name]))

@@ -15,16 +15,23 @@ def is_hub_name(text: str) -> bool:
 
 
 def download(name: str) -> Path:
-    """The local folder of a hub model, downloaded if needed; safetensors only. Raises NstfError or UsageError."""
+    """The local folder of a hub model, downloaded if needed; safetensors only.
+
+    Raises NstfError or UsageError.
+    """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
     except ImportError as error:
-        raise NstfError(f"{name!r} is no local path, and huggingface_hub is not installed to look it up") from error
+        raise NstfError(
+            f"{name!r} is no local path, and huggingface_hub is not installed to look it up"
+        ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except RepositoryNotFoundError as error:
-        raise UsageError(f"{name!r} is neither a local path nor a model on the hub (or it needs a login)") from error
+        raise UsageError(
+            f"{name!r} is neither a local path nor a model on the hub (or it needs a login)"
+        ) from error
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:120]
         raise UsageError(

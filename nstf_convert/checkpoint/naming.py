@@ -1,7 +1,9 @@
 """From names in a file to parameter names of transformers' module tree, without reading a weight.
 
-transformers 5 renames and fuses some weights at load (Mixtral's experts become `mlp.experts.gate_up_proj` [E, 2 * ffn, in]). We use its
-own tables: the model is built on the meta device for its names and shapes, the table's operations run on meta tensors to learn what
+transformers 5 renames and fuses some weights at load (Mixtral's experts become `mlp.experts.gate_up_proj`
+[E, 2 * ffn, in]). We use its
+own tables: the model is built on the meta device for its names and shapes, the table's operations run on
+meta tensors to learn what
 they give, and run again on real tensors when one of them is asked for.
 """
 
@@ -54,7 +56,8 @@ def plain_plan(infos: Mapping[str, TensorInfo], notes: tuple[str, ...] = ()) -> 
 
 
 def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, where: str) -> Plan:
-    """The plan for a checkpoint with this config; names as in the file when transformers does not know the model.
+    """The plan for a checkpoint with this config; names as in the file when transformers does not know the
+    model.
 
     Raises CorruptError when config and tensors contradict each other.
     """
@@ -72,13 +75,18 @@ def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None
         if best is not None and not best.missing:
             break
     if best is None:
-        return plain_plan(infos, (f"{where}: config.json does not describe these tensors: they keep the file's names",))
+        return plain_plan(
+            infos, (f"{where}: config.json does not describe these tensors: they keep the file's names",)
+        )
     _refuse_holes(best, where)
     return best
 
 
 def model_classes(config: Mapping[str, Any]) -> list[Any]:
-    """transformers' classes for a config: the one it names, then the plain model. Empty when there is none."""
+    """transformers' classes for a config: the one it names, then the plain model.
+
+    Empty when there is none.
+    """
     import transformers
 
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -92,7 +100,11 @@ def model_classes(config: Mapping[str, Any]) -> list[Any]:
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
         cls = mapping.get(config_class, None)
         for one in cls if isinstance(cls, tuple | list) else (cls,):
-            if one is not None and one not in found and (found == [] or mapping is transformers.MODEL_MAPPING):
+            if (
+                one is not None
+                and one not in found
+                and (found == [] or mapping is transformers.MODEL_MAPPING)
+            ):
                 found.append(one)
     return [cls for cls in found if getattr(cls, "config_class", None) is not None]
 
@@ -112,17 +124,27 @@ def meta_model(cls: Any, config: Mapping[str, Any], tensor_count: int, where: st
     except Exception as error:
         # Any exception type: config classes and models check their values in many ways.
         text = " ".join(str(error).split())[:200]
-        raise CorruptError(f"{where}: config.json does not give a {cls.__name__} ({type(error).__name__}: {text})") from error
+        raise CorruptError(
+            f"{where}: config.json does not give a {cls.__name__} ({type(error).__name__}: {text})"
+        ) from error
 
 
 def _refuse_absurd(config: Mapping[str, Any], tensor_count: int, where: str) -> None:
-    """A config of 2**40 layers would build for ever: no model has many more layers than its file has tensors."""
+    """A config of 2**40 layers would build for ever: no model has many more layers than its file has
+    tensors.
+    """
     limit = max(MAX_LAYERS_FLOOR, tensor_count)
     for key, value in config.items():
         if isinstance(value, dict):
             _refuse_absurd(value, tensor_count, where)
-        elif isinstance(value, int) and value > limit and re.search(r"(^|_)n?_?(layers?|blocks?|experts|stages)$", key):
-            raise CorruptError(f"{where}: config.json says {key} is {value}, but the file has {tensor_count} tensors")
+        elif (
+            isinstance(value, int)
+            and value > limit
+            and re.search(r"(^|_)n?_?(layers?|blocks?|experts|stages)$", key)
+        ):
+            raise CorruptError(
+                f"{where}: config.json says {key} is {value}, but the file has {tensor_count} tensors"
+            )
 
 
 def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any], where: str) -> Plan | None:
@@ -138,10 +160,14 @@ def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any],
 
 
 def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], where: str) -> Plan:
-    """The plan of parameters whose transformers names are known already, checked against the model that `config` describes."""
+    """The plan of parameters whose transformers names are known already, checked against the model that
+    `config` describes.
+    """
     classes = model_classes(config)
     if not classes:
-        raise UnsupportedError(f"{where}: transformers does not know the model type {config.get('model_type')!r}")
+        raise UnsupportedError(
+            f"{where}: transformers does not know the model type {config.get('model_type')!r}"
+        )
     model = meta_model(classes[0], config, len(recipes), where)
     expected = _shapes(model)
     unused = [name for name in recipes if name not in expected]
@@ -160,14 +186,21 @@ def _checked(model: Any, recipes: dict[str, Recipe], unused: list[str], where: s
     for name, recipe in recipes.items():
         if recipe.info.shape != expected[name]:
             raise CorruptError(
-                f"{where}: tensor {name!r} has shape {list(recipe.info.shape)} but config.json makes it {list(expected[name])}"
+                f"{where}: tensor {name!r} has shape {list(recipe.info.shape)} but config.json makes it "
+                f"{list(expected[name])}"
             )
     tied, missing = _declared_ties(model, recipes, expected)
     notes = []
     if unused:
-        notes.append(f"{len(unused)} tensors have no place in {type(model).__name__} and are left out: {', '.join(unused[:5])}")
+        notes.append(
+            f"{len(unused)} tensors have no place in {type(model).__name__} and are left out: "
+            f"{', '.join(unused[:5])}"
+        )
     if missing:
-        notes.append(f"{len(missing)} parameters of {type(model).__name__} are not in the file: {', '.join(missing[:5])}")
+        notes.append(
+            f"{len(missing)} parameters of {type(model).__name__} are not in the file: "
+            f"{', '.join(missing[:5])}"
+        )
     return Plan(recipes, type(model).__name__, tied, missing, tuple(notes))
 
 
@@ -176,7 +209,12 @@ def _recipes(
 ) -> tuple[dict[str, Recipe], list[str]]:
     """Recipes by parameter name, and the stored names that no parameter uses."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     mapping = get_model_conversion_mapping(model)
     renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
@@ -194,7 +232,9 @@ def _recipes(
             unused.append(name)
         elif pattern is None:
             if target in recipes:
-                raise CorruptError(f"{where}: tensors {recipes[target].sources[0]!r} and {name!r} are both {target!r}")
+                raise CorruptError(
+                    f"{where}: tensors {recipes[target].sources[0]!r} and {name!r} are both {target!r}"
+                )
             recipes[target] = plain(name, infos[name])
         else:
             groups.setdefault(target, []).append((pattern, name))
@@ -205,7 +245,12 @@ def _recipes(
 
 
 def _converted(
-    converter: Any, target: str, members: list[tuple[str, str]], infos: Mapping[str, TensorInfo], model: Any, where: str
+    converter: Any,
+    target: str,
+    members: list[tuple[str, str]],
+    infos: Mapping[str, TensorInfo],
+    model: Any,
+    where: str,
 ) -> dict[str, Recipe]:
     """The recipes that one of transformers' weight converters gives for the tensors it collects."""
     sources = tuple(name for _, name in members)
@@ -230,7 +275,9 @@ def _converted(
     }
 
 
-def _run_converter(converter: Any, target: str, members: list[tuple[str, str]], model: Any, read: Read) -> dict[str, Tensor]:
+def _run_converter(
+    converter: Any, target: str, members: list[tuple[str, str]], model: Any, read: Read
+) -> dict[str, Tensor]:
     job = copy.deepcopy(converter)
     for pattern, name in members:
         job.add_tensor(target, name, pattern, partial(read, name))
@@ -243,7 +290,9 @@ def _pick(run: Callable[[Read], dict[str, Tensor]], name: str, read: Read) -> Te
 
 
 def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[str]] | None:
-    """[part][expert] names when the conversion only stacks experts (and joins parts along dim 1); None otherwise."""
+    """[part][expert] names when the conversion only stacks experts (and joins parts along dim 1); None
+    otherwise.
+    """
     kinds = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         return None
@@ -251,7 +300,9 @@ def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[s
 
 
 def _fill_stack(parts: list[list[str]], shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Tensor:
-    """The stack [E, sum of out, in], holding one expert beside the result (transformers' own way needs twice the stack)."""
+    """The stack [E, sum of out, in], holding one expert beside the result (transformers' own way needs twice
+    the stack).
+    """
     result = torch.empty(shape, dtype=dtype)
     for expert in range(shape[0]):
         row = 0
@@ -273,7 +324,7 @@ def _declared_ties(
     families: dict[str, list[str]] = {}
     for target, source in declared.items():
         families.setdefault(source, [source]).append(target)
-    ties = {}
+    ties: dict[str, str] = {}
     for family in families.values():
         present = next((name for name in family if name in recipes), None)
         if present is not None:
@@ -286,4 +337,6 @@ def _refuse_holes(plan: Plan, where: str) -> None:
     families = {re.sub(r"\d+", "#", name) for name in plan.recipes}
     for name in plan.missing:
         if re.search(r"\d", name) and re.sub(r"\d+", "#", name) in families:
-            raise CorruptError(f"{where}: parameter {name!r} is missing although other layers have theirs; download it again")
+            raise CorruptError(
+                f"{where}: parameter {name!r} is missing although other layers have theirs; download it again"
+            )

@@ -1,4 +1,6 @@
-"""Opening files that a checkpoint names: only regular files of its own folder, never what a name could lead to."""
+"""Opening files that a checkpoint names: only regular files of its own folder, never what a name could lead
+to.
+"""
 
 import os
 import stat
@@ -11,7 +13,8 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 def allowed_root(folder: Path) -> Path:
     """The folder that the files of a checkpoint may resolve into.
 
-    The Hugging Face cache links `models--x/snapshots/<revision>/file` to `models--x/blobs/<hash>`, so there the root is `models--x`.
+    The Hugging Face cache links `models--x/snapshots/<revision>/file` to `models--x/blobs/<hash>`, so there
+    the root is `models--x`.
     """
     real = folder.resolve()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
@@ -20,10 +23,14 @@ def allowed_root(folder: Path) -> Path:
 
 
 def member(folder: Path, name: object, named_by: str) -> Path:
-    """The path of file `name` of `folder`, when that is a bare file name that stays inside. Raises CorruptError."""
+    """The path of file `name` of `folder`, when that is a bare file name that stays inside.
+
+    Raises CorruptError.
+    """
     if not isinstance(name, str) or not is_bare_name(name):
         raise CorruptError(
-            f"{named_by} names the file {str(name)[:80]!r}: only plain file names of the same folder are accepted; "
+            f"{named_by} names the file {str(name)[:80]!r}: only plain file names of the same folder are "
+            f"accepted; "
             f"download the checkpoint again or do not trust it"
         )
     path = folder / name
@@ -34,7 +41,8 @@ def member(folder: Path, name: object, named_by: str) -> Path:
         )
     if not path.resolve().is_relative_to(allowed_root(folder)):
         raise CorruptError(
-            f"{path} is a link that leaves the checkpoint's folder; copy the file into the folder if you trust it"
+            f"{path} is a link that leaves the checkpoint's folder; copy the file into the folder if you "
+            f"trust it"
         )
     return path
 
@@ -65,7 +73,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path, limit_bytes: int) -> bytes:
-    """The content of a side file (config, tokenizer). Raises CorruptError when it is larger than `limit_bytes`."""
+    """The content of a side file (config, tokenizer).
+
+    Raises CorruptError when it is larger than `limit_bytes`.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
@@ -92,5 +103,7 @@ def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None
     while done < len(buffer):
         got = os.preadv(file.fileno(), [buffer[done : done + (1 << 30)]], start + done)
         if not got:
-            raise CorruptError(f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again")
+            raise CorruptError(
+                f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again"
+            )
         done += got

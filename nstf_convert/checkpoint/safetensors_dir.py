@@ -81,7 +81,8 @@ def load_json(data: bytes, what: str) -> Any:
         result = dict(pairs)
         if len(result) != len(pairs):
             seen: set[str] = set()
-            double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type:
+            ignore[func - returns - value]
             raise CorruptError(f"{what} has the key {double[:80]!r} twice; download it again")
         return result
 
@@ -99,7 +100,8 @@ def _entries(path: Path) -> dict[str, Entry]:
     for name, spec in header.items():
         if spec.dtype not in TORCH_NAMES:
             raise UnsupportedError(
-                f"{path}: tensor {name[:80]!r} has dtype {spec.dtype}, which torch does not have; give a 16- or 32-bit model"
+                f"{path}: tensor {name[:80]!r} has dtype {spec.dtype}, which torch does not have; give a 16- "
+                f"or 32-bit model"
             )
         infos[name] = TensorInfo.of(spec.shape, TORCH_NAMES[spec.dtype])
     file = open_regular(path)

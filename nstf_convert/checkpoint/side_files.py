@@ -33,7 +33,8 @@ CONTENT = (
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Tokenizer and generation files of a folder by name; settings lose the keys that can lead to code.
 
-    Raises CorruptError for a link that leaves the folder, a file of absurd size, or settings that are not JSON.
+    Raises CorruptError for a link that leaves the folder, a file of absurd size, or settings that are not
+    JSON.
     """
     files = {}
     for name in (*SETTINGS, *CONTENT):
@@ -42,6 +43,9 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
         path = member(folder, name, str(folder))
         data = read_small(path, MAX_BYTES)
         if name in SETTINGS:
-            data = json.dumps(strip_code(load_json(data, str(path))), ensure_ascii=False, indent=2).encode() + b"\n"
+            data = (
+                json.dumps(strip_code(load_json(data, str(path))), ensure_ascii=False, indent=2).encode()
+                + b"\n"
+            )
         files[name] = data
     return files

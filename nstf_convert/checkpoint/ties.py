@@ -11,19 +11,25 @@ T = TypeVar("T")
 
 
 def find_ties(plan: Plan, source: Source) -> dict[str, str]:
-    """alias -> stored name: what the model's class declares, what the file says, and matrices of equal content.
+    """alias -> stored name: what the model's class declares, what the file says, and matrices of equal
+    content.
 
-    Only tensors of two or more dimensions are compared: norms of fresh models are all ones, and tying them saves nothing.
+    Only tensors of two or more dimensions are compared: norms of fresh models are all ones, and tying them
+    saves nothing.
     """
     ties = dict(plan.tied)
-    single = {name: r.sources[0] for name, r in plan.recipes.items() if r.as_stored and _comparable(plan, name)}
+    single = {
+        name: r.sources[0] for name, r in plan.recipes.items() if r.as_stored and _comparable(plan, name)
+    }
     by_storage: dict[str, list[str]] = {}
     for name, stored in single.items():
         by_storage.setdefault(source.aliases.get(stored, stored), []).append(name)
     for names in by_storage.values():
         ties |= _tie(names)
     remaining = [names[0] for names in by_storage.values()]
-    for names in _same(remaining, {n: (plan.recipes[n].info.shape, plan.recipes[n].info.dtype) for n in remaining}):
+    for names in _same(
+        remaining, {n: (plan.recipes[n].info.shape, plan.recipes[n].info.dtype) for n in remaining}
+    ):
         for close in _same(names, {n: sample_digest(source, single[n]) for n in names}):
             for equal in _same(close, {n: full_digest(source, single[n]) for n in close}):
                 ties |= _tie(equal)

@@ -1,6 +1,8 @@
-"""PyTorch .bin checkpoints, only through `torch.load(weights_only=True)`; memory-mapped, so that tensors stay lazy.
+"""PyTorch .bin checkpoints, only through `torch.load(weights_only=True)`; memory-mapped, so that tensors
+stay lazy.
 
-weights_only is no security boundary by itself (CVE-2025-32434, CVE-2026-24747, both fixed in torch 2.10, which we require).
+weights_only is no security boundary by itself (CVE-2025-32434, CVE-2026-24747, both fixed in torch 2.10,
+which we require).
 """
 
 from pathlib import Path
@@ -37,7 +39,9 @@ def open_folder(folder: Path) -> Source:
             tensors[name] = (tensor, path)
     for name, shard in weight_map.items():
         if name not in tensors:
-            raise CorruptError(f"{folder / shard} does not hold tensor {name!r} although {INDEX} says so; download it again")
+            raise CorruptError(
+                f"{folder / shard} does not hold tensor {name!r} although {INDEX} says so; download it again"
+            )
     return _source(tensors)
 
 
@@ -55,9 +59,12 @@ def _load(path: Path) -> dict[str, Tensor]:
         text = " ".join(str(error).split())
         if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
             raise UnsupportedError(
-                f"{path} holds Python objects besides tensors, which are never loaded; convert it to safetensors where you trust it"
+                f"{path} holds Python objects besides tensors, which are never loaded; convert it to "
+                f"safetensors where you trust it"
             ) from error
-        raise CorruptError(f"{path} cannot be read as PyTorch weights ({text[:120]}); download it again") from error
+        raise CorruptError(
+            f"{path} cannot be read as PyTorch weights ({text[:120]}); download it again"
+        ) from error
     return _tensors(data, path)
 
 
@@ -68,13 +75,16 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
         raise UnsupportedError(f"{path} does not hold a state dict; save the model's `state_dict()`")
     for name, tensor in data.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            raise UnsupportedError(f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`")
+            raise UnsupportedError(
+                f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`"
+            )
     return dict(data)
 
 
 def _source(tensors: dict[str, tuple[Tensor, Path]]) -> Source:
     infos = {
-        name: TensorInfo.of(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, (t, _) in tensors.items()
+        name: TensorInfo.of(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+        for name, (t, _) in tensors.items()
     }
 
     def read(name: str) -> Tensor:
@@ -104,7 +114,13 @@ def _aliases(tensors: dict[str, tuple[Tensor, Path]]) -> dict[str, str]:
     aliases = {}
     for name in sorted(tensors):
         tensor = tensors[name][0]
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
         if tensor.numel() and key in first:
             aliases[name] = first[key]
         first.setdefault(key, name)
