@@ -1,13 +1,13 @@
 """Where the time of a model goes and why: FLOPs, bytes, arithmetic intensity, and time per operator.
 
-The roofline model (Williams, Waterman, Patterson 2009): an operator that does F floating-point operations on B
-bytes cannot finish before max(F / peak_flops, B / peak_bandwidth); it is compute bound when its intensity F / B
-is above the device's ridge peak_flops / peak_bandwidth, and memory bound below. MFU (model FLOPs utilisation)
-is the FLOPs of the model over what the device could have done in the measured time.
+The roofline model (Williams, Waterman, Patterson 2009): an operator that does F floating-point operations on
+B bytes cannot finish before max(F / peak_flops, B / peak_bandwidth); it is compute bound when its intensity
+F / B is above the device's ridge peak_flops / peak_bandwidth, and memory bound below. MFU (model FLOPs
+utilisation) is the FLOPs of the model over what the device could have done in the measured time.
 
-FLOPs count a multiply-add as two. Bytes are the least traffic possible: weights once, inputs and outputs once.
-Works on any `nn.Module`: linear and convolution layers (also transformers' Conv1D, and the runtime's
-encoded layers), embeddings, stacks of experts, and the two matrix products of attention, taken from the calls of
+FLOPs count a multiply-add as two. Bytes are the least traffic possible: weights, inputs and outputs once.
+Works on any `nn.Module`: linear and convolution layers (also transformers' Conv1D, and the runtime's encoded
+layers), embeddings, stacks of experts, and the two matrix products of attention, taken from the calls of
 `scaled_dot_product_attention` that are really made.
 """
 
@@ -42,7 +42,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator in one phase, summed over its calls. time_s: measured, None when it could not be timed alone."""
+    """One operator in one phase, summed over its calls. time_s: measured; limit_s: the roofline's."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class Operator:
     parameters: int
     flops: float
     bytes: float
-    time_s: float | None
+    time_s: float
     bound: str
     limit_s: float
 
@@ -62,7 +62,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Phase:
-    """A forward pass: `tokens` new tokens per sequence, `batch` sequences, whole time of the pass in seconds."""
+    """A forward pass of `tokens` new tokens for each of `batch` sequences; time_s: of the whole pass."""
 
     name: str
     tokens: int
@@ -234,7 +234,7 @@ def _operator(name: str, record: _Record, device: Device) -> Operator:
 
 @contextmanager
 def _recording(model: nn.Module, place: torch.device) -> Iterator[dict[str, _Record]]:
-    """Times every operator of a forward pass with hooks, and the attention calls by wrapping torch's function."""
+    """Times every operator of a pass with hooks, and attention by wrapping torch's function."""
     records: dict[str, _Record] = {}
     started: dict[int, float] = {}
     current: list[str] = []
@@ -308,7 +308,7 @@ def _stacks(module: nn.Module) -> list[tuple[int, ...]]:
 def _parameters(module: nn.Module) -> int:
     """Elements of all weights, each shared one once; an encoded weight counts by its dense shape."""
     dense = sum(p.numel() for p in module.parameters())
-    return dense + sum(math.prod(m.shape) for m in module.modules() if _is_encoded(m))  # type: ignore[arg-type]
+    return dense + sum(math.prod(m.shape) for m in module.modules() if _is_encoded(m))  # type: ignore[arg-type, misc]
 
 
 def _is_encoded(module: nn.Module) -> bool:

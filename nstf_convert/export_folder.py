@@ -52,7 +52,7 @@ def export_folder(artifact: Path, output: Path, dtype: str | None, shard_bytes: 
 
 
 def exported_names(artifact: Artifact) -> list[str]:
-    """The parameters that are written: stored ones, and shared ones that transformers would not tie by itself.
+    """The parameters to write: stored ones, and shared ones that transformers would not tie by itself.
 
     Leaving out more would make transformers fill the hole with random values.
     """
@@ -136,7 +136,8 @@ def _dtype_of(artifact: Artifact, name: str, dtype: str | None) -> torch.dtype:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    raw: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -88,12 +88,10 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
-        return error.exit_code, _usage(error, words)
+        return getattr(error, "exit_code", 2), _usage(error, words)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return (
-            1,
-            f"out of memory: {clean(error) or 'an allocation failed'}; use fewer --samples or a shorter --seq-len",
-        )
+        reason = clean(error) or "an allocation failed"
+        return 1, f"out of memory: {reason}; fewer --samples or a shorter --seq-len need less"
     if isinstance(error, OSError):
         return 1, _os_error(error)
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"

@@ -124,13 +124,13 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
             ("best uniform file", f"{value}{uniform['encoding']}, {uniform['size_bytes']} bytes{kept}")
         )
     print_pairs(f"wrote {output}", pairs)
-    sections = [(s["name"], f"{s['size_bytes']:>12} bytes  {100 * s['size_bytes'] / max(1, size_bytes):5.1f} %")
-                for s in file.get("sections", [])]  # fmt: skip
+    sections = file.get("sections", [])
     if sections:
-        width = max(len(name) for name, _ in sections)
         typer.echo("where the bytes went")
-        for name, value in sections:
-            typer.echo(f"  {name:<{width}}  {value}")
+    width = max((len(s["name"]) for s in sections), default=0)
+    for section in sections:
+        share = 100 * section["size_bytes"] / max(1, size_bytes)
+        typer.echo(f"  {section['name']:<{width}}  {section['size_bytes']:>12} bytes  {share:5.1f} %")
 
 
 def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object]]:
@@ -145,14 +145,16 @@ def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object
             ),
             ("relative L2 error", _f(accuracy["relative_l2"], ".5f")),
         ]
+    tail = (
+        f"median {_f(accuracy.get('median_kl'), '.5f')}, 99th percentile {_f(accuracy.get('p99_kl'), '.5f')}"
+    )
+    perplexity = f"{_pm(accuracy, 'ppl', '.4f')}, reference {_pm(accuracy, 'ppl_reference', '.4f')}"
     return [
-        ("mean KLD", f"{_pm(accuracy, 'mean_kl', '.5f')} nats (median {_f(accuracy.get('median_kl'), '.5f')}, "
-                     f"99th percentile {_f(accuracy.get('p99_kl'), '.5f')})"),
+        ("mean KLD", f"{_pm(accuracy, 'mean_kl', '.5f')} nats ({tail})"),
         ("same top token", _pm(accuracy, "top1", ".5f")),
-        ("perplexity", f"{_pm(accuracy, 'ppl', '.4f')}, reference {_pm(accuracy, 'ppl_reference', '.4f')}, "
-                       f"ratio {_pm(accuracy, 'ppl_ratio', '.5f')}"),
+        ("perplexity", f"{perplexity}, ratio {_pm(accuracy, 'ppl_ratio', '.5f')}"),
         ("measured on", f"{accuracy.get('tokens', '-')} tokens of {accuracy.get('windows', '-')} windows"),
-    ]  # fmt: skip
+    ]
 
 
 def _f(value: object, form: str) -> str:

@@ -1,4 +1,4 @@
-"""`nstf eval`: measures an artifact against its reference and judges it by gates (exit code 4 when one fails)."""
+"""`nstf eval`: measures an artifact against its reference and judges it by gates."""
 
 import math
 import time
@@ -66,12 +66,16 @@ def eval(
     if junit is not None:
         write_junit(junit, junit_xml(str(artifact), checks, figures | protocol, time.monotonic() - start))
     if json:
-        results = [
-            {"gate": c.option.lstrip("-"), "value": c.value, "bound": c.bound, "passed": c.passed}
-            for c in checks
-        ]
-        print_json({"artifact": str(artifact), "reference": reference, "measured": figures,
-                    "protocol": protocol, "gates": results, "passed": all(c.passed for c in checks)})  # fmt: skip
+        print_json(
+            {
+                "artifact": str(artifact),
+                "reference": reference,
+                "measured": figures,
+                "protocol": protocol,
+                "gates": [gate_json(c) for c in checks],
+                "passed": all(c.passed for c in checks),
+            }
+        )
     else:
         print_pairs(f"{artifact} against {reference}", accuracy_pairs(figures))
         for c in checks:
@@ -79,6 +83,16 @@ def eval(
     failed = [c.message() for c in checks if not c.passed]
     if failed:
         raise GateFailed(f"{len(failed)} of {len(checks)} gates failed: {'; '.join(failed)}")
+
+
+def gate_json(check: "Check") -> dict[str, Any]:
+    """One gate's verdict."""
+    return {
+        "gate": check.option.lstrip("-"),
+        "value": check.value,
+        "bound": check.bound,
+        "passed": check.passed,
+    }
 
 
 def check_bound(option: str, value: float | None, high: float) -> None:
@@ -93,7 +107,7 @@ def check_bound(option: str, value: float | None, high: float) -> None:
 def measure(
     artifact: Path, reference: str, dataset: Path | None, windows: int, seq_len: int, threads: int | None
 ) -> "tuple[Accuracy | Similarity, dict[str, Any]]":
-    """The figures and the protocol they were measured by. Raises UsageError, CorruptError, UnsupportedError."""
+    """The figures and the protocol they were measured by. Raises NstfError of every kind."""
     import torch
 
     from nstf.runtime.artifact import open_artifact

@@ -42,9 +42,7 @@ def export(
     written = export_folder(artifact, output, None if dtype == "original" else dtype, limit)
     total = sum(size for _, size in written)
     if json:
-        print_json(
-            {"output": str(output), "size_bytes": total, "files": {name: size for name, size in written}}
-        )
+        print_json({"output": str(output), "size_bytes": total, "files": dict(written)})
         return
     print_pairs(f"wrote {output}", [(name, format_bytes(size)) for name, size in written])
     typer.echo("next: transformers.AutoModel.from_pretrained on that folder")

@@ -11,6 +11,8 @@ from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json
 
+ATTENTION = ("full", "planned")
+
 
 def generate(
     artifact: ArtifactPath,
@@ -24,8 +26,8 @@ def generate(
     ] = False,
     seed: options.Seed = 0,
     attention: Annotated[
-        str, typer.Option(help="dense, or planned: as the artifact's attention plan says.")
-    ] = "dense",
+        str, typer.Option(help="full, or planned: as the artifact's attention plan says.")
+    ] = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
@@ -35,8 +37,8 @@ def generate(
     Example: nstf generate model.nstf "The capital of France is" --max-new-tokens 20
     """
     options.check_file(artifact)
-    if attention not in ("dense", "planned"):
-        raise UsageError(f"--attention {attention!r}: choose dense or planned")
+    if attention not in ATTENTION:
+        raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
@@ -46,48 +48,18 @@ def generate(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    place = options.check_device(device)
+    model: Any = nstf.runtime.load(artifact, device=place, attention=attention)
     tokenizer = nstf.runtime.load_tokenizer(artifact)
-    keywords: dict[str, Any] = {"attention": attention} if attention == "planned" else {}
-    model: Any = nstf.runtime.load(artifact, device=device, **keywords)
-    if not hasattr(model, "generate"):
-        raise UsageError(f"{artifact} is not a language model: it has no text to generate")
-    inputs = encode(tokenizer, text, chat).to(device)
-    torch.manual_seed(seed)
     start = time.monotonic()
-    with torch.inference_mode():
-        output = model.generate(**inputs, **sampling(temperature, max_new_tokens, tokenizer),
-                                streamer=None if json else streamer(tokenizer))  # fmt: skip
+    pieces = []
+    for piece in nstf.runtime.stream(model, tokenizer, text, max_new_tokens, temperature, chat, seed):
+        pieces.append(piece)
+        if not json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
     seconds = time.monotonic() - start
-    new = output[0, inputs["input_ids"].shape[1] :]
     if json:
-        print_json({"prompt": text, "text": tokenizer.decode(new, skip_special_tokens=True), "tokens": len(new),
-                    "seconds": seconds, "tokens_per_second": len(new) / max(seconds, 1e-9)})  # fmt: skip
-
-
-def encode(tokenizer: Any, text: str, chat: bool) -> Any:
-    """The model's inputs. Raises UsageError for --chat without a template."""
-    if not chat:
-        return tokenizer(text, return_tensors="pt")
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("this model has no chat template: leave --chat out")
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-
-
-def sampling(temperature: float, max_new_tokens: int, tokenizer: Any) -> dict[str, Any]:
-    """Keywords of `generate`."""
-    options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
-    if getattr(tokenizer, "pad_token_id", None) is None and tokenizer.eos_token_id is not None:
-        options["pad_token_id"] = tokenizer.eos_token_id
-    return options
-
-
-def streamer(tokenizer: Any) -> Any:
-    """Prints tokens on stdout as they come."""
-    from transformers import TextStreamer
-
-    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        print_json({"prompt": text, "text": "".join(pieces), "seconds": seconds})
+    else:
+        typer.echo("")

@@ -75,7 +75,7 @@ def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: 
 
 
 def kernel_name(artifact: "Artifact", name: str, device: str, batch: int) -> str:
-    """The kernel that would run a matrix; `decode` for a tensor that is no matrix and is decoded when used."""
+    """The kernel that would run a matrix; `decode` for a tensor that is no matrix."""
     import torch
 
     from nstf.errors import UsageError
@@ -123,10 +123,8 @@ def show_summary(path: Path, summary: dict[str, Any]) -> None:
             "model",
             f"{summary['architecture'] or 'unknown architecture'} ({summary['model_type'] or 'no config'})",
         ),
-        (
-            "size",
-            f"{size} bytes ({format_bytes(size)}), {summary['bits_per_weight']:.3f} bits per weight, all counted",
-        ),
+        ("size", f"{size} bytes ({format_bytes(size)})"),
+        ("bits per weight", f"{summary['bits_per_weight']:.3f}, everything counted"),
     ]
     budget = summary["budget"]
     if isinstance(budget, dict) and isinstance(budget.get("bytes"), int):

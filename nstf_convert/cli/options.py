@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nstf.errors import UsageError
-from nstf_convert.cli.sizes import parse_budget
+from nstf_convert.cli.sizes import BudgetKind, parse_budget
 
 if TYPE_CHECKING:
     from nstf_convert.pipeline import ConvertOptions
@@ -58,7 +58,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output.")]
 
 # The pipeline is asked for a budget even when none matters (calibrate): the whole checkpoint.
-NO_BUDGET = ("ratio", 1.0)
+NO_BUDGET: tuple[BudgetKind, float] = ("ratio", 1.0)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
@@ -79,6 +79,17 @@ def check_file(path: Path) -> None:
         raise UsageError(f"{path} is a folder: give an .nstf file")
     if not path.exists():
         raise UsageError(f"no such file: {path}")
+
+
+def check_device(name: str) -> str:
+    """Raises UsageError for a device that this machine or this torch does not have."""
+    import torch
+
+    try:
+        torch.empty(1, device=torch.device(name))
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def check_output(output: Path, inputs: list[str], force: bool) -> None:

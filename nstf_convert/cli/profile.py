@@ -1,4 +1,4 @@
-"""`nstf profile`: FLOPs, bytes, arithmetic intensity, roofline class and time of every operator of a model."""
+"""`nstf profile`: FLOPs, bytes, intensity, roofline class and time of every operator of a model."""
 
 import math
 from pathlib import Path
@@ -42,7 +42,7 @@ def profile(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    result = measure(model, tokens, batch, torch.device(check_device(device)), peaks)
+    result = measure(model, tokens, batch, torch.device(options.check_device(device)), peaks)
     if json:
         print_json(result.to_json())
         return
@@ -60,17 +60,6 @@ def parse_peak(text: str | None) -> tuple[float, float] | None:
     if not all(math.isfinite(x) and x > 0 for x in (flops, bandwidth)):
         raise UsageError(f"--device-peak {text!r}: both numbers must be positive")
     return flops * 1e9, bandwidth * 1e9
-
-
-def check_device(name: str) -> str:
-    """Raises UsageError for a device that this machine or this torch does not have."""
-    import torch
-
-    try:
-        torch.empty(1, device=torch.device(name))
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
-    return name
 
 
 def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float, float] | None) -> "Profile":
@@ -156,8 +145,8 @@ def show(result: "Profile", top: int) -> None:
     """The profile as text."""
     device = result.device
     print_pairs("", [
-        ("device", f"{device.name}: {device.flops / 1e9:.1f} GFLOP/s, {device.bandwidth / 1e9:.1f} GB/s ({device.source}), "
-                   f"ridge at {device.ridge:.1f} FLOPs per byte"),
+        ("device", f"{device.name}: {device.flops / 1e9:.1f} GFLOP/s, {device.bandwidth / 1e9:.1f} GB/s"),
+        ("peaks", f"{device.source}; ridge at {device.ridge:.1f} FLOPs per byte"),
         ("parameters", f"{result.parameters}, {format_bytes(result.weight_bytes)} in memory"),
     ])  # fmt: skip
     for phase in result.phases:
@@ -173,10 +162,11 @@ def show_phase(phase: "Phase", top: int) -> None:
         ("work", f"{phase.flops / new / 1e6:.2f} MFLOP and {format_bytes(phase.bytes / new)} per token"),
         ("used", f"MFU {100 * phase.mfu:.1f} %, bandwidth {100 * phase.bandwidth_used:.1f} %"),
     ])  # fmt: skip
-    ranked = sorted(phase.operators, key=lambda o: -(o.time_s or 0.0))
+    ranked = sorted(phase.operators, key=lambda o: -o.time_s)
     rows = [
-        (o.name, o.kind, o.parameters, f"{o.flops / 1e6:.2f}", format_bytes(o.bytes), f"{o.intensity:.2f}", o.bound,
-         "-" if o.time_s is None else f"{o.time_s * 1e3:.3f}", f"{o.limit_s * 1e3:.3f}")
+        (o.name, o.kind, o.parameters, f"{o.flops / 1e6:.2f}", format_bytes(o.bytes), f"{o.intensity:.2f}",
+         o.bound,
+         f"{o.time_s * 1e3:.3f}", f"{o.limit_s * 1e3:.3f}")
         for o in (ranked[:top] if top else ranked)
     ]  # fmt: skip
     columns = ("operator", "kind", "params", "MFLOP", "bytes", "FLOP/byte", "bound", "ms", "limit ms")

@@ -9,7 +9,7 @@ from nstf.errors import UsageError
 BudgetKind = Literal["ratio", "bytes", "bpw", "max_kl"]
 
 # kB is 1000 bytes and KiB 1024, as the standards say; a bare letter is binary, as in `ls -h` and llama.cpp.
-UNITS = {
+UNITS: dict[str, int] = {
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
@@ -35,7 +35,10 @@ def parse_ratio(text: str, option: str = "--budget") -> float:
 
 
 def parse_bytes(text: str, option: str = "--target-size") -> int:
-    """Whole bytes from `1.5GiB`, `800MB` or `800000000`; a fraction of a byte is dropped. Raises UsageError."""
+    """Whole bytes from `1.5GiB`, `800MB` or `800000000`; a fraction of a byte is dropped.
+
+    Raises UsageError.
+    """
     body = text.strip()
     unit = re.search(r"[a-z]*$", body, re.ASCII | re.IGNORECASE)
     name = unit.group().lower() if unit else ""

@@ -1,1 +1,1 @@
-"""Accuracy gates: an artifact measured against its reference (`evaluate`), the verdict as JUnit XML (`junit`)."""
+"""Accuracy gates: an artifact measured against its reference, and the verdict as JUnit XML."""

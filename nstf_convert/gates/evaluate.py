@@ -1,7 +1,7 @@
 """Measures an artifact against the model it came from, and judges the figures by the gates a user set.
 
-Language models: llama-perplexity's protocol (see nstf_convert.measure), all logits in float32. Encoders: cosine
-similarity of the outputs; a last hidden state [batch, tokens, hidden] is averaged over the tokens first.
+Language models: llama-perplexity's protocol (see nstf_convert.measure), all logits in float32. Encoders:
+cosine similarity of the outputs; a last hidden state [batch, tokens, hidden] is averaged over the tokens.
 """
 
 import logging
@@ -74,7 +74,10 @@ _RULES = (
 
 
 def check(gates: Gates, measured: Accuracy | Similarity) -> list[Check]:
-    """Every gate that was set, applied. NaN never passes. Raises UsageError for a gate of another kind of model."""
+    """Every gate that was set, applied; NaN never passes.
+
+    Raises UsageError for a gate of another kind of model.
+    """
     checks = []
     for option, gate, words, key in _RULES:
         bound = getattr(gates, gate)
@@ -133,7 +136,7 @@ def evaluate_encoder(
 
 
 def pooled(output: Tensor, mask: Tensor | None) -> Tensor:
-    """[batch, tokens, hidden] averaged over the tokens of `mask` [batch, tokens] (all without one); else as it is."""
+    """[batch, tokens, hidden] averaged over the tokens of `mask` [batch, tokens]; others as they are."""
     if output.ndim != 3:
         return output
     if mask is None or mask.shape != output.shape[:2]:
@@ -143,7 +146,7 @@ def pooled(output: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> Tensor:
-    """Windows of a text for a language model, [count, seq_len]; each starts with the BOS token if the model uses one.
+    """Windows of a text for a language model, [count, seq_len]; each starts with BOS if the model uses it.
 
     Raises UsageError when the text is too short.
     """
@@ -165,7 +168,7 @@ def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> 
 
 
 def text_batches(tokenizer: Any, text: str, seq_len: int, count: int) -> list[dict[str, Tensor]]:
-    """The first `count` paragraphs of a text as padded inputs of an encoder. Raises UsageError for an empty text."""
+    """The first `count` lines of a text as padded inputs of an encoder. Raises UsageError without any."""
     lines = [line.strip() for line in text.splitlines() if line.strip()][:count]
     if not lines:
         raise UsageError("the dataset is empty: give a text with at least one line")

@@ -10,7 +10,7 @@ from nstf_convert.gates.evaluate import Check
 
 
 def junit_xml(suite: str, checks: Sequence[Check], measured: Mapping[str, Any], seconds: float) -> str:
-    """The document. measured: figures by name, kept as properties; with no gate there is one case, `measured`."""
+    """The document. measured: figures by name, kept as properties; without gates there is one case."""
     failures = sum(not c.passed for c in checks)
     counts = {"tests": str(max(1, len(checks))), "failures": str(failures), "errors": "0", "skipped": "0"}
     root = ET.Element("testsuites", counts | {"name": "nstf eval", "time": f"{seconds:.3f}"})
@@ -46,6 +46,5 @@ def write_junit(path: Path, document: str) -> None:
 
 
 def _legal(value: object) -> str:
-    """`value` as text without the characters that XML 1.0 cannot hold (they could come from a file's name)."""
-    return "".join(c if c in "\t\n" or (c >= " " and not 0xD800 <= ord(c) <= 0xDFFF and ord(c) not in (0xFFFE, 0xFFFF))
-                   else "\ufffd" for c in str(value))  # fmt: skip
+    """`value` as text, without the characters XML 1.0 cannot hold (a file's name may have them)."""
+    return "".join(c if c in "\t\n" or c.isprintable() else "\ufffd" for c in str(value))

@@ -1,4 +1,4 @@
-"""The text of a dataset: .txt and .md as they are, .jsonl and .parquet by their text column, folders of these."""
+"""The text of a dataset: .txt and .md as they are, .jsonl and .parquet by their text column, or a folder."""
 
 import json
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""What a conversion measured: the report as data (`build`), in short words (`describe`), as a page (`html`)."""
+"""What a conversion measured: the report as data (`build`), in words (`describe`), as a page (`html`)."""

@@ -1,7 +1,7 @@
 """The report of a conversion as plain data: everything that was decided and measured, and what was rejected.
 
-`report.json` is `build(...)` written as JSON. Sizes are bytes, times seconds, divergences nats, losses the expected
-end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. A value that was not measured is null, never 0.
+`report.json` is `build(...)` written as JSON. Sizes are bytes, times seconds, divergences nats, losses the
+expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What was not measured is null.
 
     {"version": 1,
      "tool": {"name": "nstf", "version": "0.1.0", "command": "nstf convert ..."},
@@ -94,7 +94,7 @@ class ExpertTokens:
 
 @dataclass(frozen=True)
 class CalibrationFacts:
-    """The text the statistics come from. `source` is a path, a hub name, or "sampled from the model itself"."""
+    """The text the statistics come from. `source`: a path, a hub name, or words that say it."""
 
     source: str
     self_generated: bool
@@ -125,7 +125,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class AccuracyFacts:
-    """final: `Accuracy.to_json()` or `Similarity.to_json()` of the file as written; chosen: "mix" | "uniform"."""
+    """final: `to_json()` of the written file's Accuracy or Similarity; chosen: "mix" | "uniform"."""
 
     final: Mapping[str, Any] | None
     protocol: Mapping[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def build(
     """
     rows = [_tensor(t) for t in tensors]
     codes_bits = sum(leaf_code_bits(t.tree, t.shape) for t in tensors)
-    return _plain(
+    report: dict[str, Any] = _plain(
         {
             "version": VERSION,
             "tool": {"name": "nstf", "version": __version__, "command": command},
@@ -174,12 +174,13 @@ def build(
             "roofline": roofline,
         }
     )
+    return report
 
 
 def embedded(report: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a report that goes into the artifact: small, and the same from run to run.
 
-    Times, memory and the command line differ between runs, trees are in the manifest already, and the rejected
+    Times, memory and the command line differ between runs, trees are in the manifest already, and rejected
     alternatives would take a visible share of a small budget: they stay in report.json.
     """
     losses = {t["name"]: t["expected_loss"] for t in report["tensors"] if t["expected_loss"] is not None}
@@ -238,9 +239,11 @@ def _sections(rows: Sequence[Mapping[str, Any]], size_bytes: int, files_bytes: i
         entry = totals.setdefault(section_of(row["role"]), [0, 0])
         entry[0] += row["size_bytes"]
         entry[1] += row["source_bytes"]
-    sections = [{"name": n, "size_bytes": s, "source_bytes": b} for n, (s, b) in totals.items()]
-    sections.sort(key=lambda s: -s["size_bytes"])
-    header = size_bytes - files_bytes - sum(s["size_bytes"] for s in sections)
+    largest_first = sorted(totals.items(), key=lambda item: -item[1][0])
+    sections: list[dict[str, Any]] = [
+        {"name": name, "size_bytes": stored, "source_bytes": source} for name, (stored, source) in largest_first
+    ]
+    header = size_bytes - files_bytes - sum(stored for stored, _ in totals.values())
     sections.append({"name": "config and tokenizer", "size_bytes": files_bytes, "source_bytes": 0})
     sections.append({"name": "header, plan and checksums", "size_bytes": header, "source_bytes": 0})
     return sections

@@ -1,5 +1,8 @@
 """An encoding in a few characters: `int4 g64 + low_rank r8(int8 row)`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from nstf.kernels.formats import Node, array_specs, leaf_code_bits
 from nstf.kernels.formats.tree import Shape
 
@@ -48,21 +51,21 @@ def _group(group: int) -> str:
     return f"g{group}" if group else "row"
 
 
-def _integer(params: object) -> str:
-    words = [f"int{params.bits}", _group(params.group)]  # type: ignore[attr-defined]
-    if not params.symmetric:  # type: ignore[attr-defined]
+def _integer(params: Any) -> str:
+    words = [f"int{params.bits}", _group(params.group)]
+    if not params.symmetric:
         words.append("asym")
-    if params.scale_bits == 8:  # type: ignore[attr-defined]
+    if params.scale_bits == 8:
         words.append("s8")
     return " ".join(words)
 
 
-def _grid(params: object) -> str:
-    words = [f"grid{params.levels}", _group(params.group)]  # type: ignore[attr-defined]
-    return " ".join([*words, "s8"] if params.scale_bits == 8 else words)  # type: ignore[attr-defined]
+def _grid(params: Any) -> str:
+    words = [f"grid{params.levels}", _group(params.group)]
+    return " ".join([*words, "s8"] if params.scale_bits == 8 else words)
 
 
-_LEAVES = {
+_LEAVES: dict[str, Callable[[Any], str]] = {
     "int": _integer,
     "grid": _grid,
     "fp8": lambda p: f"fp8 {p.variant} {_group(p.group)}",
