@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-_HELPERS = {"__init__", "factors", "views", "norms"}
+_HELPERS = {"__init__", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
 
 METHODS: tuple[str, ...] = tuple(
     sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in _HELPERS)

@@ -1,0 +1,64 @@
+"""Choosing several ranks at once, by a byte budget or by an error bound, from the unfoldings' energies."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Ranks = tuple[int, ...]
+
+
+def ranks_for_tail(energies: Sequence[Tensor], budget: float) -> Ranks:
+    """The smallest ranks, by one threshold for all, whose left-out energies sum to at most `budget`.
+
+    energies: squared singular values of each unfolding, descending. For HOSVD (De Lathauwer 2000) and TT-SVD
+    (Oseledets 2011) this sum bounds the squared error of the approximation.
+    """
+    everything = torch.cat([e.flatten() for e in energies]).sort().values
+    dropped = int((everything.cumsum(0) <= budget).sum())
+    threshold = float(everything[dropped]) if dropped < everything.numel() else float("inf")
+    return tuple(max(1, int((e >= threshold).sum())) for e in energies)
+
+
+def ranks_for_bytes(
+    most: Ranks,
+    size_of: Callable[[Ranks], int],
+    size_bytes: int,
+    energies: Sequence[Tensor] | None = None,
+    useful: Callable[[Ranks], Ranks] = lambda ranks: ranks,
+) -> Ranks | None:
+    """Ranks up to `most` that take at most `size_bytes` of which none can grow; None if none fit.
+
+    With `energies` the directions of largest energy are kept first, over all unfoldings together; without,
+    all ranks have one common cap, which keeps the short axes whole. useful: lowers ranks that others make
+    redundant.
+    """
+    if energies is None:
+        steps = max(most)
+
+        def family(step: int) -> Ranks:
+            return useful(tuple(min(m, step) for m in most))
+    else:
+        levels = torch.cat([e[:m] for e, m in zip(energies, most, strict=True)]).sort(descending=True).values
+        steps = levels.numel()
+
+        def family(step: int) -> Ranks:
+            level = float(levels[step - 1])
+            counts = (int((e[:m] >= level).sum()) for e, m in zip(energies, most, strict=True))
+            return useful(tuple(max(1, count) for count in counts))
+
+    low, high = 0, steps
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if size_of(family(middle)) <= size_bytes else (low, middle - 1)
+    ranks = family(low) if low else tuple(1 for _ in most)
+    if size_of(ranks) > size_bytes:
+        return None
+    growing = True
+    while growing:
+        growing = False
+        for i, limit in enumerate(most):
+            larger = (*ranks[:i], ranks[i] + 1, *ranks[i + 1 :])
+            if ranks[i] < limit and useful(larger) == larger and size_of(larger) <= size_bytes:
+                ranks, growing = larger, True
+    return ranks

@@ -1,0 +1,197 @@
+"""Tucker: a core and one orthonormal basis an axis, by HOSVD and then HOOI; axes may be left whole (partial).
+
+HOSVD (De Lathauwer, De Moor, Vandewalle 2000) takes the leading eigenvectors of every unfolding; HOOI,
+which is tensorly's `partial_tucker`, improves them in turn. With a covariance the fit is in ||(W - W~)
+S^(1/2)||, see nstf.decomposers.modes; for a convolution with the covariance of whole patches the bases
+come from the average over kernel positions, and the core is then the exact least-squares solution in the
+full norm. Tucker-2 over (out, in) of a convolution: Kim et al. 2015.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
+from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, unfold, whiten
+from nstf.decomposers.norms import DAMPING, solve_spd
+from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
+from nstf.decomposers.tensorly_backend import torch_backend
+from nstf.kernels.formats import tucker
+from nstf.kernels.formats.tree import Shape
+
+KIND = tucker.KIND
+
+
+@dataclass(frozen=True)
+class Params:
+    """ranks: core size along each axis of `view` (full size: no factor). iterations: HOOI sweeps."""
+
+    ranks: tuple[int, ...]
+    view: tuple[int, ...] | None = None
+    iterations: int = 10
+    damping: float = DAMPING
+
+
+PARAMS = Params
+
+
+def decompose(weight: Tensor, params: Params, stats_hessian: Tensor | None = None) -> Decomposition:
+    """Core and bases. weight and hessian: see modes.whiten. Raises ValueError."""
+    shape = tuple(weight.shape)
+    view = params.view or shape
+    node = tucker.Params(params.ranks, view)
+    whitened = whiten(weight, view, stats_hessian, params.damping)
+    factors = _fit(whitened.tensor, node.ranks, params.iterations)
+    refit = _Refit(whitened, node)
+    named = {f"factor{i}": whitened.out_of(f, i).to(torch.float32).contiguous() for i, f in factors.items()}
+    core, core_metric = refit.core(named)
+    named["core"] = core
+    metrics: dict[str, Tensor | None] = {
+        n: refit.gram(n, named).to(torch.float32) for n in named if n != "core"
+    }
+    metrics["core"] = core_metric
+    return Decomposition(KIND, node, shape, named, metrics, refit)
+
+
+@dataclass(frozen=True)
+class _Refit:
+    """Least squares for the core or for one basis given the rest, in the whitened norm."""
+
+    whitened: Whitened
+    node: tucker.Params
+
+    def __call__(self, name: str, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        if name == "core":
+            return self.core(current)
+        axis = int(name.removeprefix("factor"))
+        rest = self._rest(axis, current)
+        gram = rest @ rest.T
+        factor = solve_spd(gram, rest @ unfold(self.whitened.tensor, axis).T).T
+        return self.whitened.out_of(factor, axis).to(torch.float32).contiguous(), gram.to(torch.float32)
+
+    def gram(self, name: str, current: Mapping[str, Tensor]) -> Tensor:
+        rest = self._rest(int(name.removeprefix("factor")), current)
+        return rest @ rest.T
+
+    def _rest(self, axis: int, current: Mapping[str, Tensor]) -> Tensor:
+        """What the basis of `axis` is multiplied with: [rank, product of the other axes], whitened."""
+        out = current["core"].to(torch.float64)
+        for i in range(len(self.node.view)):
+            factor = current.get(f"factor{i}")
+            if factor is None:
+                out = self.whitened.into(out, i, i)
+            elif i != axis:
+                out = mode_product(out, self.whitened.into(factor.to(torch.float64), i), i)
+        return unfold(out, axis)
+
+    def core(self, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The best core for the bases in `current`, and the metric to round it in."""
+        factors = {
+            i: current[f"factor{i}"].to(torch.float64)
+            for i in range(len(self.node.view))
+            if f"factor{i}" in current
+        }
+        if self.whitened.patch is not None:
+            core, metric = self._core_of_patches(factors, self.whitened.patch)
+        else:
+            core = self.whitened.tensor
+            for i, factor in factors.items():
+                f = self.whitened.into(factor, i)
+                core = mode_product(core, solve_spd(f.T @ f, f.T), i)
+            if self.whitened.axis is not None and self.whitened.axis not in factors:
+                core = self.whitened.out_of(core, self.whitened.axis, self.whitened.axis)
+            metric = self._core_metric(factors)
+        return core.to(torch.float32).contiguous(), None if metric is None else metric.to(torch.float32)
+
+    def _core_metric(self, factors: Mapping[int, Tensor]) -> Tensor | None:
+        """Over the trailing axes of the core: bases are orthonormal, a whole axis has its covariance."""
+        lead = lead_for(self.node.ranks)
+        trailing = range(lead, len(self.node.view))
+        if self.whitened.axis not in trailing or self.whitened.axis in factors:
+            return None
+        metric = torch.ones(1, 1, dtype=torch.float64)
+        for i in trailing:
+            covariance = self.whitened.covariance(i)
+            if covariance is None:
+                covariance = torch.eye(self.node.ranks[i], dtype=torch.float64)
+            metric = torch.kron(metric, covariance)
+        return metric
+
+    def _core_of_patches(self, factors: Mapping[int, Tensor], patch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For the covariance of patches H: C = U^+ W H P (P^T H P)^-1, P = kron of the bases."""
+        out_basis = factors.get(0)
+        projection = torch.ones(1, 1, dtype=torch.float64)
+        for i in range(1, len(self.node.view)):
+            basis = factors.get(i)
+            identity = torch.eye(self.node.view[i], dtype=torch.float64)
+            projection = torch.kron(projection, identity if basis is None else basis)
+        w = self.whitened.original.reshape(self.node.view[0], -1)
+        if out_basis is not None:
+            w = solve_spd(out_basis.T @ out_basis, out_basis.T @ w)
+        hp = patch @ projection
+        metric = projection.T @ hp
+        core = solve_spd(metric, (w @ hp).T).T.reshape(self.node.ranks)
+        return core, metric if lead_for(self.node.ranks) == 1 else None
+
+
+def _fit(tensor: Tensor, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
+    """Orthonormal bases [n, rank] of the axes whose rank is below their size. tensor: float64."""
+    axes = [i for i, (rank, size) in enumerate(zip(ranks, tensor.shape, strict=True)) if rank < size]
+    if not axes:
+        return {}
+    bases = [gram_eigen(unfold(tensor, i))[1][:, : ranks[i]] for i in axes]
+    if len(axes) == 1 or iterations < 1 or float(tensor.norm()) == 0.0:
+        return dict(zip(axes, bases, strict=True))
+    core = tensor
+    for i, basis in zip(axes, bases, strict=True):
+        core = mode_product(core, basis.T, i)
+    with torch_backend():
+        from tensorly.decomposition import partial_tucker
+
+        (_, improved), _ = partial_tucker(
+            tensor, [ranks[i] for i in axes], modes=axes, n_iter_max=iterations, init=(core, bases), tol=1e-6
+        )
+    return dict(zip(axes, improved, strict=True))
+
+
+def energies(weight: Tensor, view: Shape, stats_hessian: Tensor | None = None) -> list[Tensor]:
+    """Squared singular values of every unfolding, descending, in the whitened norm."""
+    tensor = whiten(weight, view, stats_hessian).tensor
+    return [gram_eigen(unfold(tensor, axis))[0] for axis in range(len(view))]
+
+
+def rank_for_bytes(
+    view: Shape,
+    size_bytes: int,
+    bytes_of: BytesOf,
+    axes: tuple[int, ...] | None = None,
+    energies: list[Tensor] | None = None,
+) -> Ranks | None:
+    """Ranks of the core that take at most `size_bytes` and cannot grow; None if the smallest do not fit.
+
+    axes: those to compress (None: all); the others stay whole. energies: of all axes, see `energies`; steers
+    which axes keep more.
+    """
+    chosen = tuple(range(len(view))) if axes is None else axes
+
+    def whole(part: Ranks) -> Ranks:
+        given = dict(zip(chosen, part, strict=True))
+        return tuple(given.get(i, size) for i, size in enumerate(view))
+
+    def size_of(part: Ranks) -> int:
+        shapes = tucker.children(tucker.Params(whole(part), view), view)
+        return sum(bytes_of(s) for s in shapes.values())
+
+    some = None if energies is None else [energies[i] for i in chosen]
+    part = ranks_for_bytes(tuple(view[i] for i in chosen), size_of, size_bytes, some)
+    return None if part is None else whole(part)
+
+
+def rank_for_error(
+    weight: Tensor, error: float, view: Shape | None = None, stats_hessian: Tensor | None = None
+) -> Ranks:
+    """Ranks whose HOSVD has relative error at most `error` in the whitened norm; HOOI only lowers it."""
+    spectra = energies(weight, view or tuple(weight.shape), stats_hessian)
+    return ranks_for_tail(spectra, error**2 * float(spectra[0].sum()))
