@@ -8,9 +8,9 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf_convert.checkpoint import gguf, hub, onnx, safetensors_dir, torch_bin
 from nstf_convert.checkpoint.base import Checkpoint
 from nstf_convert.checkpoint.config import filter_config
+from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.naming import plan_names
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_small
-from nstf_convert.checkpoint.safetensors_dir import load_json
 from nstf_convert.checkpoint.side_files import read_side_files
 from nstf_convert.checkpoint.source import Source
 

@@ -65,7 +65,8 @@ def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None
         return plain_plan(infos)
     candidates = model_classes(config)
     if not candidates:
-        note = f"model type {str(config.get('model_type'))[:60]!r} is unknown to transformers: tensors keep the file's names"
+        kind = str(config.get("model_type"))[:60]
+        note = f"model type {kind!r} is unknown to transformers: tensors keep the file's names"
         return plain_plan(infos, (note,))
     best: Plan | None = None
     for cls in candidates:

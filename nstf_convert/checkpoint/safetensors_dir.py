@@ -1,15 +1,15 @@
 """safetensors checkpoints: one file, or shards with `model.safetensors.index.json`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
+from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_into, read_small
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
@@ -72,26 +72,6 @@ def read_index(path: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise CorruptError(f"{path}: the shard of tensor {name[:80]!r} is not a file name")
     return weight_map
-
-
-def load_json(data: bytes, what: str) -> Any:
-    """JSON with duplicate keys, NaN and runaway nesting refused. Raises CorruptError naming `what`."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type:
-            ignore[func - returns - value]
-            raise CorruptError(f"{what} has the key {double[:80]!r} twice; download it again")
-        return result
-
-    try:
-        return json.loads(data, object_pairs_hook=unique)
-    except CorruptError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} is not valid JSON ({str(error)[:100]}); download it again") from error
 
 
 def _entries(path: Path) -> dict[str, Entry]:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from nstf_convert.checkpoint.config import strip_code
+from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import member, read_small
-from nstf_convert.checkpoint.safetensors_dir import load_json
 
 MAX_BYTES = 256 << 20
 SETTINGS = (

@@ -1,0 +1,137 @@
+"""A walker over protobuf's wire format: just enough to find an ONNX file's initialisers without loading them.
+
+The onnx package parses the whole file into memory; here weights stay in the file, and every length is
+checked against the message
+it lies in. Field numbers are those of onnx.proto (onnx 1.19).
+"""
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MAX_DIMS = 16
+MAX_EXTERNAL_ENTRIES = 16
+
+
+class WireError(ValueError):
+    """The bytes are not a protobuf message of the expected form."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, end) of the file."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Initialiser:
+    """One TensorProto: where its values are, not the values.
+
+    data: field number -> spans (4 float, 5 int32, 7 int64, 9 raw, 10 double, 11 uint64).
+    """
+
+    name: str
+    data_type: int
+    dims: tuple[int, ...]
+    data: dict[int, list[Span]]
+    external: dict[str, str] | None
+
+
+def varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    """An unsigned varint of at most 64 bits, and the position after it."""
+    value, shift = 0, 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (1 << 64) - 1, at
+        shift += 7
+    raise WireError(f"a number at byte {at} does not end")
+
+
+def fields(data: mmap.mmap, span: Span) -> Iterator[tuple[int, int, int, Span]]:
+    """(field number, wire type, value of a varint, span of the payload) of each field of a message."""
+    at = span.start
+    while at < span.end:
+        key, at = varint(data, at, span.end)
+        number, kind, value, start = key >> 3, key & 7, 0, at
+        if kind == VARINT:
+            value, at = varint(data, at, span.end)
+        elif kind == BYTES:
+            length, start = varint(data, at, span.end)
+            at = start + length
+        elif kind in (FIXED64, FIXED32):
+            at += 8 if kind == FIXED64 else 4
+        else:
+            raise WireError(f"wire type {kind} at byte {at}")
+        if at > span.end or number == 0:
+            raise WireError(f"field {number} at byte {start} leaves its message")
+        yield number, kind, value, Span(start, at)
+
+
+def initialisers(data: mmap.mmap) -> Iterator[Initialiser]:
+    """The initialisers of the model's main graph. Raises WireError."""
+    graphs = [
+        span for number, kind, _, span in fields(data, Span(0, len(data))) if (number, kind) == (7, BYTES)
+    ]
+    if len(graphs) != 1:
+        raise WireError(f"{len(graphs)} graphs, expected one")
+    for number, kind, _, span in fields(data, graphs[0]):
+        if (number, kind) == (5, BYTES):
+            yield _tensor(data, span)
+        elif number == 15:
+            raise WireError("sparse initialisers, which are not supported")
+
+
+def _tensor(data: mmap.mmap, span: Span) -> Initialiser:
+    name, data_type, external = "", 0, {}
+    dims: list[int] = []
+    values: dict[int, list[Span]] = {}
+    outside = False
+    for number, kind, value, part in fields(data, span):
+        if number == 1:
+            dims += [value] if kind == VARINT else list(varints(data, part))
+        elif (number, kind) == (2, VARINT):
+            data_type = value
+        elif (number, kind) == (8, BYTES):
+            name = text(data, part)
+        elif number in (4, 5, 7, 10, 11) or (number, kind) == (9, BYTES):
+            values.setdefault(number, []).append(part)
+        elif (number, kind) == (13, BYTES):
+            key, entry = _entry(data, part)
+            external[key] = entry
+        elif (number, kind) == (14, VARINT):
+            outside = value == 1
+        if len(dims) > MAX_DIMS or len(external) > MAX_EXTERNAL_ENTRIES:
+            raise WireError(f"tensor {name[:60]!r} has too many dimensions or entries")
+    return Initialiser(name, data_type, tuple(dims), values, external if outside else None)
+
+
+def varints(data: mmap.mmap, span: Span) -> Iterator[int]:
+    """The numbers of a packed field."""
+    at = span.start
+    while at < span.end:
+        value, at = varint(data, at, span.end)
+        yield value
+
+
+def text(data: mmap.mmap, span: Span) -> str:
+    """A string of at most 4096 bytes."""
+    if len(span) > 4096:
+        raise WireError(f"a name of {len(span)} bytes at byte {span.start}")
+    try:
+        return data[span.start : span.end].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(f"a name at byte {span.start} is not UTF-8") from error
+
+
+def _entry(data: mmap.mmap, span: Span) -> tuple[str, str]:
+    found = {number: text(data, part) for number, kind, _, part in fields(data, span) if kind == BYTES}
+    return found.get(1, ""), found.get(2, "")
