@@ -4,8 +4,10 @@
 namespace nb = nanobind;
 
 void bind_decode(nb::module_& m);
+void bind_ldlq(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
     bind_decode(m);
+    bind_ldlq(m);
 }

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nstf.kernels import cpu
 from nstf.kernels.formats.scales import group_count, group_size, per_column
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import F16_MAX, Levels
 from nstf.quantizers.rounding.search import search
 
+_SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
 SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
 
 
@@ -66,7 +68,54 @@ def sweep(
     """
     if factor is not None and factor.order is not None and grid is None:
         raise ValueError("a sweep in another column order needs frozen scales")
+    if cpu.AVAILABLE and hasattr(cpu.ext, "ldlq_sweep") and weight.device.type == "cpu":
+        return sweep_compiled(weight, levels, group, importance, factor, grid)
     return sweep_torch(weight, levels, group, importance, factor, grid)
+
+
+def sweep_compiled(
+    weight: Tensor,
+    levels: Levels,
+    group: int,
+    importance: Tensor,
+    factor: Factor | None,
+    grid: Grid | None,
+) -> Rounded:
+    """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads, which does not change the result."""
+    rows, cols = weight.shape
+    frozen = grid is not None
+    if grid is None:
+        empty = torch.zeros(rows, group_count(cols, group))
+        grid = Grid(empty, empty.clone(), torch.zeros(rows, 1), group)
+    importance = importance.float().contiguous()
+    order = factor.order if factor is not None else None
+    codes = torch.empty(rows, cols, dtype=torch.uint8)
+    loss = torch.empty(rows, dtype=torch.float64)
+    cpu.ext.ldlq_sweep(
+        weight=weight.contiguous(),
+        importance=importance,
+        diagonal=importance if factor is None else factor.diagonal,
+        upper=torch.empty(0, 0) if factor is None else factor.feedback,
+        order=torch.empty(0, dtype=torch.int64) if order is None else order,
+        table=levels.values,
+        middles=levels.midpoints,
+        ratios=torch.tensor(levels.ratios),
+        width=group_size(cols, group),
+        bits=levels.bits,
+        symmetric=levels.symmetric,
+        signs=levels.signs,
+        refit=levels.refit,
+        frozen=frozen,
+        mode=_SCALE_MODES.index(levels.scale),
+        reach=levels.reach,
+        scale=grid.scale.contiguous(),
+        zero=grid.zero.contiguous(),
+        largest=grid.largest.contiguous(),
+        codes=codes,
+        loss=loss,
+        threads=torch.get_num_threads(),
+    )
+    return Rounded(codes, grid, loss)
 
 
 def sweep_torch(

@@ -1,0 +1,26 @@
+from typing import Any
+
+def ldlq_sweep(
+    weight: Any,
+    importance: Any,
+    diagonal: Any,
+    upper: Any,
+    order: Any,
+    table: Any,
+    middles: Any,
+    ratios: Any,
+    width: int,
+    bits: int,
+    symmetric: bool,
+    signs: bool,
+    refit: bool,
+    frozen: bool,
+    mode: int,
+    reach: float,
+    scale: Any,
+    zero: Any,
+    largest: Any,
+    codes: Any,
+    loss: Any,
+    threads: int,
+) -> None: ...

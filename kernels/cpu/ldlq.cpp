@@ -1,0 +1,453 @@
+// The rounding sweep of quantizers/rounding/sweep.py: scale search and error feedback, sixteen rows at a time.
+//
+// One vector holds one column of sixteen rows, so every step is elementwise: no horizontal sums, any group size, and a
+// row's result depends on nothing but that row (the same for any number of threads and any split of the rows).
+// The feedback of finished columns is a blocked product with 16-column panels of U, which stay in the cache while a
+// few tiles of rows pass over them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+namespace nb = nanobind;
+
+#if defined(__GNUC__) || defined(__clang__)
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int LANES = 16;  // rows of a tile
+constexpr int PANEL = 16;  // columns of a panel of U
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+
+enum ScaleMode { F16 = 0, F32 = 1, U8 = 2, E8M0 = 3 };
+
+struct Job {
+    const float* weight;      // [rows, cols]
+    const float* importance;  // [cols], weights of the scale search
+    const float* diagonal;    // [cols], weights of the loss, in sweep order
+    const float* panels;      // packed U, null without feedback
+    const int64_t* order;     // [cols], null for the columns' own order
+    const float* table;       // [count] ascending, null for a uniform grid
+    const float* middles;     // [count - 1]
+    const float* ratios;
+    int64_t rows, cols, width, groups;
+    int count, ratio_count, mode;
+    bool symmetric, signs, refit, frozen;
+    float reach;
+    float *scale, *zero, *largest;
+    uint8_t* codes;
+    double* loss;
+};
+
+struct Levels {  // the constants of one quantiser, and the row's super-scale for 8-bit scales
+    const float *table, *middles;
+    int count, mode;
+    vf largest;
+};
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<float, Free>;
+
+Buffer buffer(int64_t floats) {
+    void* p = std::aligned_alloc(64, (static_cast<size_t>(floats) * 4 + 63) / 64 * 64);
+    if (!p) throw std::bad_alloc();
+    return Buffer(static_cast<float*>(p));
+}
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
+INLINE void store(float* p, vf v) { *reinterpret_cast<vf*>(p) = v; }
+INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
+INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
+INLINE vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
+INLINE vf clamp(vf x, float low, float high) { return minimum(maximum(x, splat(low)), splat(high)); }
+// To the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
+INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
+
+// To float16 precision, ties to even; below 2^-14 the steps are 2^-24.
+INLINE vf to_half(vf x) {
+    x = clamp(x, -65504.0f, 65504.0f);
+    vi bits = (vi)x;
+    bits += 0xfff + ((bits >> 13) & 1);
+    bits &= ~0x1fff;
+    vf small = (x + 0.75f) - 0.75f;
+    return magnitude(x) < 6.103515625e-05f ? small : (vf)bits;
+}
+
+INLINE vf power_of_two_below(vf x) { return (vf)((vi)x & 0x7f800000); }
+
+INLINE vf round_scale(const Levels& q, vf s) {
+    if (q.mode == F16) return to_half(s);
+    if (q.mode == U8) {
+        vf steps = q.largest == 0.0f ? splat(0.0f) : 256.0f / q.largest;
+        return q.largest * clamp(nearest(clamp(s * steps, -1.0f, 300.0f)), 1.0f, 256.0f) * (1.0f / 256);
+    }
+    if (q.mode == E8M0) {
+        vf power = power_of_two_below(s);
+        return power == 0.0f ? splat(5.877471754111438e-39f) : power;
+    }
+    return s;
+}
+
+INLINE vf inverse(vf s) { return s == 0.0f ? splat(0.0f) : 1.0f / s; }
+
+// The level nearest to x (given as x / scale) at scale 1, less nothing: code - zero, or the table's value.
+INLINE vf point(const Levels& q, vf x, vf zero) {
+    if (!q.table) return nearest(clamp(x + zero, 0.0f, float(q.count - 1))) - zero;
+    if (q.count <= 16) {
+        vf v = splat(q.table[0]);
+        for (int k = 1; k < q.count; k++) v = x > splat(q.middles[k - 1]) ? splat(q.table[k]) : v;
+        return v;
+    }
+    vf v = x;
+    for (int l = 0; l < LANES; l++) {
+        const float* base = q.middles;
+        for (int n = q.count - 1; n > 0;) {  // how many midpoints lie below x
+            int half = (n + 1) / 2;
+            bool above = x[l] > base[half - 1];
+            base = above ? base + half : base;
+            n = above ? n - half : half - 1;
+        }
+        v[l] = q.table[base - q.middles];
+    }
+    return v;
+}
+
+INLINE int code_of(const Levels& q, float value, float zero) {
+    if (!q.table) return int(value + zero);
+    return int(std::lower_bound(q.table, q.table + q.count, value) - q.table);
+}
+
+struct Best {
+    vf loss, scale, zero;
+};
+
+INLINE void offer(const Levels& q, const float* x, const float* h, int64_t n, vf scale, vf zero, Best& best) {
+    vf loss = splat(0.0f), inv = inverse(scale);
+    for (int64_t i = 0; i < n; i++) {
+        vf xi = load(x + i * LANES), d = xi - scale * point(q, xi * inv, zero);
+        loss += d * d * h[i];
+    }
+    vi better = loss < best.loss;
+    best.loss = better ? loss : best.loss;
+    best.scale = better ? scale : best.scale;
+    best.zero = better ? zero : best.zero;
+}
+
+// Scale and zero of one group of sixteen rows; x: [n][16].
+INLINE Best search(const Job& job, const Levels& q, const float* x, const float* h, int64_t n) {
+    Best best{splat(std::numeric_limits<float>::infinity()), splat(0.0f), splat(0.0f)};
+    if (!job.table && !job.symmetric) {
+        vf low = splat(0.0f), high = splat(0.0f);
+        for (int64_t i = 0; i < n; i++) {
+            low = minimum(low, load(x + i * LANES));
+            high = maximum(high, load(x + i * LANES));
+        }
+        vf base = (high - low) / job.reach;
+        for (int k = 0; k < job.ratio_count; k++) {
+            vf scale = round_scale(q, base * job.ratios[k]);
+            vf middle = scale == 0.0f ? splat(0.0f) : -low * job.ratios[k] / scale;
+            middle = nearest(clamp(middle, -1e6f, 1e6f));
+            offer(q, x, h, n, scale, clamp(middle, 0.0f, float(q.count - 1)), best);
+            offer(q, x, h, n, scale, clamp(middle - 1.0f, 0.0f, float(q.count - 1)), best);
+            offer(q, x, h, n, scale, clamp(middle + 1.0f, 0.0f, float(q.count - 1)), best);
+        }
+    } else {
+        vf zero = splat(job.table ? 0.0f : float(job.count / 2)), peak = splat(0.0f);
+        for (int64_t i = 0; i < n; i++) {
+            vf xi = load(x + i * LANES);
+            peak = magnitude(xi) > magnitude(peak) ? xi : peak;
+        }
+        vf base = (job.signs ? -peak : magnitude(peak)) / job.reach;
+        if (job.mode == E8M0) base = power_of_two_below(magnitude(peak)) * 0.25f;
+        for (int k = 0; k < job.ratio_count; k++) {
+            offer(q, x, h, n, round_scale(q, base * job.ratios[k]), zero, best);
+            if (job.signs) offer(q, x, h, n, round_scale(q, -base * job.ratios[k]), zero, best);
+        }
+    }
+    if (job.refit) {
+        for (int pass = 0; pass < 2; pass++) {
+            vf inv = inverse(best.scale), with_x = splat(0.0f), with_self = splat(0.0f);
+            for (int64_t i = 0; i < n; i++) {
+                vf xi = load(x + i * LANES), p = point(q, xi * inv, best.zero);
+                with_x += p * h[i] * xi;
+                with_self += p * h[i] * p;
+            }
+            vf fitted = with_x / maximum(with_self, splat(1e-30f));
+            offer(q, x, h, n, round_scale(q, fitted), best.zero, best);
+        }
+    }
+    return best;
+}
+
+// target[0..16) += sum_{i in [from, to)} error[i] * panel[i][0..16), N columns at a time in registers.
+template <int N>
+INLINE void feed(float* target, const float* error, const float* panel, int64_t from, int64_t to) {
+    for (int c = 0; c < PANEL; c += N) {
+        vf sum[N];
+        for (int k = 0; k < N; k++) sum[k] = splat(0.0f);
+        for (int64_t i = from; i < to; i++) {
+            vf e = load(error + i * LANES);
+            const float* u = panel + i * PANEL + c;
+            for (int k = 0; k < N; k++) sum[k] += e * u[k];
+        }
+        for (int k = 0; k < N; k++) {
+            float* t = target + (c + k) * LANES;
+            store(t, load(t) + sum[k]);
+        }
+    }
+}
+
+struct Tile {  // buffers of sixteen rows, [column in sweep order][row]; target has PANEL columns of slack
+    Buffer weight, target, error;
+    float largest[LANES];  // super-scales of 8-bit scales
+    double loss[LANES];
+    int64_t row;
+    int live;  // rows that exist; the others repeat the last one
+};
+
+INLINE Levels levels_of(const Job& job, const Tile& tile) {
+    Levels q{job.table, job.middles, job.count, job.mode, splat(0.0f)};
+    for (int l = 0; l < LANES; l++) q.largest[l] = tile.largest[l];
+    return q;
+}
+
+INLINE void round_block(const Job& job, Tile& tile, const float* panel, int64_t from, int64_t to) {
+    vf lost = splat(0.0f);
+    const Levels q = levels_of(job, tile);
+    int64_t group = -1;
+    vf scale = splat(0.0f), zero = scale, inv = scale;
+    for (int64_t j = from; j < to; j++) {
+        int64_t column = job.order ? job.order[j] : j;
+        if (column / job.width != group) {
+            group = column / job.width;
+            for (int l = 0; l < LANES; l++) {
+                int64_t row = tile.row + std::min(l, tile.live - 1);
+                scale[l] = job.scale[row * job.groups + group];
+                zero[l] = job.zero[row * job.groups + group];
+            }
+            inv = inverse(scale);
+        }
+        vf x = load(tile.target.get() + j * LANES), p = point(q, x * inv, zero), value = scale * p;
+        vf eta = x - value, error = load(tile.weight.get() + j * LANES) - value;
+        lost += eta * eta * job.diagonal[j];
+        for (int l = 0; l < tile.live; l++)
+            job.codes[(tile.row + l) * job.cols + column] = uint8_t(code_of(q, p[l], zero[l]));
+        if (panel) {
+            store(tile.error.get() + j * LANES, error);
+            const float* u = panel + j * PANEL;
+            for (int64_t c = j + 1; c < to; c++) {
+                float* t = tile.target.get() + c * LANES;
+                store(t, load(t) + error * u[c - from]);
+            }
+        }
+    }
+    for (int l = 0; l < LANES; l++) tile.loss[l] += double(lost[l]) / 2;
+}
+
+INLINE void enter_tile(const Job& job, Tile& tile, int64_t row) {
+    tile.row = row;
+    tile.live = int(std::min<int64_t>(LANES, job.rows - row));
+    for (int l = 0; l < LANES; l++) {
+        const float* w = job.weight + (row + std::min(l, tile.live - 1)) * job.cols;
+        float* to = tile.weight.get() + l;
+        for (int64_t j = 0; j < job.cols; j++) to[j * LANES] = w[job.order ? job.order[j] : j];
+        tile.loss[l] = 0;
+    }
+    std::memcpy(tile.target.get(), tile.weight.get(), size_t(job.cols) * LANES * sizeof(float));
+    std::memset(tile.target.get() + job.cols * LANES, 0, size_t(PANEL) * LANES * sizeof(float));
+    std::memset(tile.largest, 0, sizeof tile.largest);
+    if (job.mode != U8) return;
+    vf largest = splat(0.0f);
+    if (job.frozen) {
+        for (int l = 0; l < LANES; l++) largest[l] = job.largest[row + std::min(l, tile.live - 1)];
+    } else {
+        Levels free = levels_of(job, tile);
+        free.mode = F32;
+        for (int64_t from = 0; from < job.cols; from += job.width) {
+            int64_t n = std::min(job.width, job.cols - from);
+            largest = maximum(
+                largest, search(job, free, tile.weight.get() + from * LANES, job.importance + from, n).scale);
+        }
+        largest = to_half(largest * 1.05f);
+        for (int l = 0; l < tile.live; l++) job.largest[row + l] = largest[l];
+    }
+    for (int l = 0; l < LANES; l++) tile.largest[l] = largest[l];
+}
+
+// A few tiles of rows through all columns. Panels start at multiples of PANEL from the start of each group (of the
+// row when the scales are frozen); `panels` holds them one after another, each with its rows of U up to its end.
+template <int N>
+INLINE void run_tiles(const Job& job, Tile* tiles, int count, int64_t row) {
+    int used = 0;
+    for (; used < count && row + used * LANES < job.rows; used++) enter_tile(job, tiles[used], row + used * LANES);
+    const float* panel = job.panels;
+    int64_t width = job.frozen ? job.cols : job.width;
+    for (int64_t start = 0; start < job.cols; start += width) {
+        int64_t end = std::min(start + width, job.cols);
+        if (!job.frozen) {
+            const float* p = panel;
+            for (int64_t from = start; p && start && from < end; from += PANEL) {
+                for (int t = 0; t < used; t++)
+                    feed<N>(tiles[t].target.get() + from * LANES, tiles[t].error.get(), p, 0, start);
+                p += std::min(from + PANEL, end) * PANEL;
+            }
+            for (int t = 0; t < used; t++) {
+                Best best = search(job, levels_of(job, tiles[t]), tiles[t].target.get() + start * LANES,
+                                   job.importance + start, end - start);
+                for (int l = 0; l < tiles[t].live; l++) {
+                    int64_t at = (tiles[t].row + l) * job.groups + start / job.width;
+                    job.scale[at] = best.scale[l];
+                    job.zero[at] = best.zero[l];
+                }
+            }
+        }
+        for (int64_t from = start; from < end; from += PANEL) {
+            int64_t to = std::min(from + PANEL, end);
+            for (int t = 0; t < used; t++) {
+                if (panel) feed<N>(tiles[t].target.get() + from * LANES, tiles[t].error.get(), panel, start, from);
+                round_block(job, tiles[t], panel, from, to);
+            }
+            if (panel) panel += to * PANEL;
+        }
+    }
+    for (int t = 0; t < used; t++)
+        for (int l = 0; l < tiles[t].live; l++) job.loss[tiles[t].row + l] = tiles[t].loss[l];
+}
+
+using Run = void (*)(const Job&, Tile*, int, int64_t);
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))) void run_avx512(const Job& j, Tile* t, int n, int64_t r) {
+    run_tiles<16>(j, t, n, r);
+}
+__attribute__((target("avx2,fma"))) void run_avx2(const Job& j, Tile* t, int n, int64_t r) {
+    run_tiles<4>(j, t, n, r);
+}
+#endif
+void run_plain(const Job& j, Tile* t, int n, int64_t r) { run_tiles<2>(j, t, n, r); }
+
+Run pick() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return run_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return run_avx2;
+#endif
+    return run_plain;
+}
+
+// U in panels as `run_tiles` walks them; columns past the end of a group are zero.
+Buffer pack(const float* upper, int64_t cols, int64_t width) {
+    int64_t size = 0;
+    for (int64_t start = 0; start < cols; start += width)
+        for (int64_t from = start; from < std::min(start + width, cols); from += PANEL)
+            size += std::min({from + PANEL, start + width, cols}) * PANEL;
+    Buffer out = buffer(size);
+    float* p = out.get();
+    for (int64_t start = 0; start < cols; start += width)
+        for (int64_t from = start; from < std::min(start + width, cols); from += PANEL) {
+            int64_t to = std::min({from + PANEL, start + width, cols});
+            for (int64_t i = 0; i < to; i++, p += PANEL)
+                for (int64_t c = 0; c < PANEL; c++) p[c] = from + c < to ? upper[i * cols + from + c] : 0.0f;
+        }
+    return out;
+}
+
+void run_all(const Job& job, int threads) {
+    // Tiles that share a panel: as many as leave every thread some work, four at most.
+    int64_t tiles = (job.rows + LANES - 1) / LANES;
+    int per = int(std::clamp<int64_t>(tiles / (2 * threads), 1, 4));
+    int64_t blocks = (tiles + per - 1) / per;
+    threads = int(std::min<int64_t>(threads, blocks));
+    Run run = pick();
+    std::vector<std::vector<Tile>> scratch(static_cast<size_t>(threads));
+    for (auto& own : scratch) {
+        own.resize(static_cast<size_t>(per));
+        for (Tile& t : own) {
+            t.weight = buffer(job.cols * LANES);
+            t.target = buffer((job.cols + PANEL) * LANES);
+            t.error = buffer(job.cols * LANES);
+        }
+    }
+    std::atomic<int64_t> next{0};
+    auto work = [&](size_t who) {
+        for (int64_t b; (b = next++) < blocks;) run(job, scratch[who].data(), per, b * per * LANES);
+    };
+    std::vector<std::thread> pool;
+    for (int i = 1; i < threads; i++) pool.emplace_back(work, size_t(i));
+    work(0);
+    for (auto& t : pool) t.join();
+}
+
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool good, const char* what) {
+    if (!good) throw std::invalid_argument(what);
+}
+
+void ldlq_sweep(Matrix weight, Vector importance, Vector diagonal, Matrix upper,
+                nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order, Vector table,
+                Vector middles, Vector ratios, int64_t width, int bits, bool symmetric, bool signs, bool refit,
+                bool frozen, int mode, float reach, OutMatrix scale, OutMatrix zero, OutMatrix largest,
+                nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> codes,
+                nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> loss, int threads) {
+    auto n = [](const auto& a, size_t axis) { return int64_t(a.shape(axis)); };
+    int64_t rows = n(weight, 0), cols = n(weight, 1);
+    require(rows > 0 && cols > 0 && width > 0 && width <= cols, "ldlq_sweep: empty matrix or bad group width");
+    int64_t groups = (cols + width - 1) / width, points = n(table, 0);
+    require(n(importance, 0) == cols && n(diagonal, 0) == cols, "ldlq_sweep: importance or diagonal has another length");
+    require(n(upper, 0) == n(upper, 1) && (n(upper, 0) == 0 || n(upper, 0) == cols), "ldlq_sweep: U has another shape");
+    require(n(order, 0) == 0 || (n(order, 0) == cols && frozen), "ldlq_sweep: an order needs frozen scales");
+    require(points <= 256 && (points == 0 || (points > 1 && n(middles, 0) == points - 1)), "ldlq_sweep: bad table");
+    require(points || (bits >= 1 && bits <= 8), "ldlq_sweep: bits must be 1 to 8");
+    require(mode >= F16 && mode <= E8M0 && threads > 0 && n(ratios, 0) > 0, "ldlq_sweep: bad mode, threads or ratios");
+    require(n(scale, 0) == rows && n(scale, 1) == groups && n(zero, 0) == rows && n(zero, 1) == groups &&
+                n(largest, 0) == rows && n(largest, 1) == 1 && n(codes, 0) == rows && n(codes, 1) == cols &&
+                n(loss, 0) == rows,
+            "ldlq_sweep: an output has another shape");
+    for (int64_t j = 0; j < n(order, 0); j++)
+        require(order.data()[j] >= 0 && order.data()[j] < cols, "ldlq_sweep: order is not a permutation");
+    nb::gil_scoped_release release;
+    Buffer panels;
+    if (n(upper, 0)) panels = pack(upper.data(), cols, frozen ? cols : width);
+    Job job{weight.data(), importance.data(), diagonal.data(), panels.get(), n(order, 0) ? order.data() : nullptr,
+            points ? table.data() : nullptr, middles.data(), ratios.data(), rows, cols, width, groups,
+            points ? int(points) : 1 << bits, int(n(ratios, 0)), mode, symmetric, signs, refit, frozen, reach,
+            scale.data(), zero.data(), largest.data(), codes.data(), loss.data()};
+    run_all(job, threads);
+}
+
+}  // namespace
+
+void bind_ldlq(nb::module_& m) {
+    using namespace nb::literals;
+    m.def("ldlq_sweep", &ldlq_sweep, "weight"_a, "importance"_a, "diagonal"_a, "upper"_a, "order"_a, "table"_a,
+          "middles"_a, "ratios"_a, "width"_a, "bits"_a, "symmetric"_a, "signs"_a, "refit"_a, "frozen"_a, "mode"_a,
+          "reach"_a, "scale"_a, "zero"_a, "largest"_a, "codes"_a, "loss"_a, "threads"_a,
+          "One rounding sweep over a matrix; fills codes and loss, and scale, zero and largest unless frozen.");
+}
+
+#else  // another compiler: the torch sweep is used
+
+void bind_ldlq(nb::module_&) {}
+
+#endif
