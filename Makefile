@@ -1,0 +1,57 @@
+# Every target makes the virtual environment it needs: a fresh machine needs python3 (3.11 to 3.13) and make only.
+# A C++ compiler is used when there is one; without it the kernels fall back to torch.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+OUT    ?= out
+PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test slow fuzz lint format bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## the virtual environment with nstf and the tools of development
+
+# torch comes first and pinned: any looser request pulls the CUDA build, several GB, on some indexes.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python %d.%d; nstf needs 3.11 to 3.13: make PYTHON=python3.12 ..." % v)'
+	@test -x $(PY) || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing torch (once; a few minutes on a slow network)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "== installing nstf and its tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## convert SmolLM2-135M to half its bytes, show where they went and let it write
+	@$(PY) examples/demo.py
+
+test: $(STAMP) ## the tests: no network, no GPU, a few minutes
+	@$(PY) -m pytest -q
+
+slow: $(STAMP) ## the tests that take minutes or need a model from the package index
+	@$(PY) -m pytest -q -m slow
+
+fuzz: $(STAMP) ## the long runs over damaged files
+	@$(PY) -m pytest -q -m fuzz
+
+lint: $(STAMP) ## ruff (rules and format) and mypy
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+bench: $(STAMP) ## every measurement of benchmarks/README.md that needs no GPU; results in out/
+	@mkdir -p $(OUT)
+	@$(PY) benchmarks/structured.py --json $(OUT)/structured.json
+	@$(PY) benchmarks/minilm.py --json $(OUT)/minilm.json
+
+clean: ## remove what the other targets made, the virtual environment included
+	rm -rf $(VENV) build dist demo $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
