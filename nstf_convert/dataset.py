@@ -1,0 +1,307 @@
+"""Text to calibrate and measure on: documents from files, and windows of tokens split into fit and held-out
+parts.
+"""
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UsageError
+
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+FIELDS = ("text", "content", "messages", "prompt")
+BLOCK_CHARS = 16 << 20
+POOL_CHARS = 64 << 20
+FINGERPRINT_SAMPLE = 64 << 20
+# About two windows of English: small enough that a few windows come from many places of a long text.
+PIECE_CHARS_PER_TOKEN = 8
+
+
+@dataclass(frozen=True)
+class Windows:
+    """fit: [n_fit, seq_len], held_out: [n_held_out, seq_len], int64.
+
+    split: "documents" when the two parts share no document, "regions" when they are disjoint stretches of
+    one text.
+    """
+
+    fit: Tensor
+    held_out: Tensor
+    split: str
+
+
+def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
+    """The documents of a .txt, .md, .jsonl or .parquet file, a folder of them, or a dataset on the hub
+    (`org/name`).
+
+    field: the key or column with the text; None tries text, content, messages (chat) and prompt. A text file
+    is one document
+    (above 16 Mi characters several). Raises UsageError: no such file, unknown kind, not UTF-8, no text.
+    """
+    root = _located(path)
+    files = _files(root)
+    for file in files:
+        yield from _documents(file, field)
+
+
+def fingerprint(path: str | Path) -> str:
+    """SHA-256 of a dataset's content; the same in any folder.
+
+    Of files above 128 MiB the size and the first and last 64 MiB are hashed.
+    """
+    root = _located(path)
+    digest = hashlib.sha256()
+    for file in _files(root):
+        name = "" if file == root else file.relative_to(root).as_posix()
+        size = file.stat().st_size
+        digest.update(f"{len(name)}:{name}:{size}:".encode())
+        with file.open("rb") as stream:
+            if size > 2 * FINGERPRINT_SAMPLE:
+                digest.update(stream.read(FINGERPRINT_SAMPLE))
+                stream.seek(size - FINGERPRINT_SAMPLE)
+            for block in iter(lambda: stream.read(1 << 20), b""):  # noqa: B023
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def tokenise_windows(
+    tokenizer: Any,
+    documents: Iterable[str],
+    seq_len: int,
+    n_fit: int,
+    n_held_out: int = 0,
+    seed: int = 0,
+    name: str = "the text",
+) -> Windows:
+    """Windows of `seq_len` tokens, in an order fixed by `seed`; no token is in two windows.
+
+    What the tokenizer puts around every text ([CLS] and [SEP], or a first BOS) is put around every window,
+    because a model that
+    was trained with it needs it. Raises UsageError with the numbers of tokens found and needed.
+    """
+    if seq_len < 2 or n_fit < 0 or n_held_out < 0 or n_fit + n_held_out < 1:
+        raise UsageError(f"{n_fit} + {n_held_out} windows of {seq_len} tokens cannot be made; ask for more")
+    prefix, suffix = _surroundings(tokenizer)
+    width = seq_len - len(prefix) - len(suffix)
+    if width < 1:
+        raise UsageError(f"windows of {seq_len} tokens leave no room for text; make them longer")
+    texts = _pool(documents, 64 * (n_fit + n_held_out) * width)
+    pieces = [list(_pieces(text, max(512, PIECE_CHARS_PER_TOKEN * width))) for text in texts]
+    encode = _encoder(tokenizer)
+    needed_fit, needed_held = n_fit * width, n_held_out * width
+    split, found = "documents", _by_documents(pieces, encode, needed_fit, needed_held, seed)
+    if found is None:
+        split, found = "regions", _by_regions(pieces, encode, needed_fit, needed_held, seed)
+    if isinstance(found, int):
+        raise UsageError(
+            f"{name} has {found} tokens, but {n_fit} + {n_held_out} windows of {seq_len} need "
+            f"{needed_fit + needed_held}; "
+            f"give more text, or ask for fewer or shorter samples"
+        )
+    fit, held = (_windows(tokens, n, width, prefix, suffix) for tokens, n in zip(found, (n_fit, n_held_out),
+    strict=True))
+    return Windows(fit, held, split)
+
+
+def _located(path: str | Path) -> Path:
+    """The local path of a dataset; a hub name is downloaded. Raises UsageError."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    from nstf_convert.checkpoint.hub import download_dataset, is_hub_name
+
+    if is_hub_name(str(path)):
+        return download_dataset(str(path))
+    raise UsageError(f"no such dataset: {path}; give a {', '.join(SUFFIXES)} file, a folder of them or a hub name")
+
+
+def _files(root: Path) -> list[Path]:
+    if root.is_dir():
+        files = sorted(
+            p for p in root.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file() and not
+            p.name.startswith(".")
+        )
+        if not files:
+            raise UsageError(f"the dataset folder {root} has no {', '.join(SUFFIXES)} file")
+        return files
+    if not root.is_file():
+        raise UsageError(f"the dataset {root} is not a regular file")
+    if root.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"the dataset {root} is of an unknown kind; give a {', '.join(SUFFIXES)} file")
+    return [root]
+
+
+def _documents(file: Path, field: str | None) -> Iterator[str]:
+    try:
+        if file.suffix.lower() == ".jsonl":
+            yield from _jsonl(file, field)
+        elif file.suffix.lower() == ".parquet":
+            yield from _parquet(file, field)
+        else:
+            with file.open(encoding="utf-8") as stream:
+                for block in iter(lambda: stream.read(BLOCK_CHARS), ""):
+                    yield block
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the dataset {file} is not UTF-8 text (byte {error.start} of a block); convert it")
+        from error
+
+
+def _jsonl(file: Path, field: str | None) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"the dataset {file}, line {number}: not JSON ({str(error)[:80]})") from
+                error
+            yield _text_of(record, field, f"{file}, line {number}")
+
+
+def _text_of(record: object, field: str | None, where: str) -> str:
+    """The text of one record: a string, or the first known field that holds a string or a chat."""
+    if isinstance(record, str) and field is None:
+        return record
+    for name in (field,) if field else FIELDS:
+        value = record.get(name) if isinstance(record, dict) else None
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value):
+            return "\n\n".join(m["content"] for m in value)
+    raise UsageError(f"the dataset {where}: no text under {field or ', '.join(FIELDS)}; name the field that has it")
+
+
+def _parquet(file: Path, field: str | None) -> Iterator[str]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(f"reading {file} needs pyarrow; run `pip install nstf[data]`") from error
+    try:
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        column = next((name for name in ((field,) if field else FIELDS) if name in names), None)
+        if column is None:
+            raise UsageError(
+                f"the dataset {file} has no column {field or ', '.join(FIELDS)}, but {', '.join(names[:8])}; "
+                f"name the one with text"
+            )
+        for batch in table.iter_batches(batch_size=256, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                if value is not None:
+                    yield _text_of({column: value}, column, str(file))
+    except (pyarrow.ArrowException, OSError) as error:
+        text = " ".join(str(error).split())[:120]
+        raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
+
+
+def _pool(documents: Iterable[str], wanted_chars: int) -> list[str]:
+    """Documents until there is far more text than needed, so that a huge dataset is not read to its end."""
+    limit, texts, size = max(POOL_CHARS, wanted_chars), [], 0
+    for text in documents:
+        if text.strip():
+            texts.append(text)
+            size += len(text)
+        if size >= limit:
+            break
+    return texts
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    """`text` cut into stretches of about `size` characters, after a line or a word where there is one
+    nearby.
+    """
+    start = 0
+    while start < len(text):
+        end = min(start + size, len(text))
+        if end < len(text):
+            cut = max(text.rfind("\n", start + size // 2, end), text.rfind(" ", end - size // 8, end))
+            end = cut + 1 if cut > start else end
+        yield text[start:end]
+        start = end
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text; a lone end token (T5's) is left out."""
+    core = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a")["input_ids"])
+    for at in range(len(full) - len(core) + 1):
+        if full[at : at + len(core)] == core:
+            prefix, suffix = full[:at], full[at + len(core) :]
+            return (prefix, suffix) if prefix else ([], [])
+    return [], []
+
+
+def _by_documents(
+    pieces: Sequence[Sequence[str]], encode: Callable[[str], list[int]], needed_fit: int, needed_held: int,
+    seed: int
+) -> tuple[list[int], list[int]] | None:
+    """Tokens for both parts with no document in both; None when the documents are too few or too short."""
+    if len(pieces) < 2:
+        return None
+    order = list(range(len(pieces)))
+    generator = random.Random(seed)
+    generator.shuffle(order)
+    held: list[int] = []
+    used = 0
+    while len(held) < needed_held and used < len(order):
+        held += _gather(pieces[order[used]], encode, needed_held - len(held))
+        used += 1
+    rest = [piece for index in order[used:] for piece in pieces[index]]
+    if len(held) < needed_held:
+        return None
+    generator.shuffle(rest)
+    fit = _gather(rest, encode, needed_fit)
+    return (fit, held) if len(fit) >= needed_fit else None
+
+
+def _by_regions(
+    pieces: Sequence[Sequence[str]], encode: Callable[[str], list[int]], needed_fit: int, needed_held: int,
+    seed: int
+) -> tuple[list[int], list[int]] | int:
+    """Tokens for both parts from disjoint stretches: the end of the text is held out.
+
+    The number of tokens when too few.
+    """
+    flat = list(itertools.chain.from_iterable(pieces))
+    border = len(flat) - round(len(flat) * needed_held / (needed_fit + needed_held))
+    first, last = flat[:border], flat[border:]
+    generator = random.Random(seed)
+    generator.shuffle(first)
+    generator.shuffle(last)
+    fit, held = _gather(first, encode, needed_fit), _gather(last, encode, needed_held)
+    if len(fit) >= needed_fit and len(held) >= needed_held:
+        return fit, held
+    # Barely enough text: every token counts, so the border is set by tokens and not by pieces.
+    tokens = list(itertools.chain.from_iterable(encode(piece) for piece in flat))
+    if len(tokens) < needed_fit + needed_held:
+        return len(tokens)
+    return tokens[:needed_fit], tokens[needed_fit : needed_fit + needed_held]
+
+
+def _gather(pieces: Iterable[str], encode: Callable[[str], list[int]], count: int) -> list[int]:
+    """The tokens of the pieces in order, until there are `count` or more."""
+    tokens: list[int] = []
+    for piece in pieces:
+        if len(tokens) >= count:
+            break
+        tokens += encode(piece)
+    return tokens
+
+
+def _windows(tokens: list[int], count: int, width: int, prefix: list[int], suffix: list[int]) -> Tensor:
+    rows = [prefix + tokens[i * width : (i + 1) * width] + suffix for i in range(count)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(count, width + len(prefix) + len(suffix))
