@@ -50,7 +50,7 @@ def code_bits(params: Params, shape: Shape) -> int:
 
 def scale_value(code: Tensor) -> Tensor:
     """2**(code - 127) as float32; 255 is NaN. The smallest, 2**-127, is a subnormal float32."""
-    value = torch.ldexp(torch.ones((), dtype=torch.float64), code.to(torch.int32) - 127).float()
+    value = torch.ldexp(torch.ones_like(code, dtype=torch.float64), code.to(torch.int32) - 127).float()
     return value.masked_fill(code == 255, float("nan"))
 
 
