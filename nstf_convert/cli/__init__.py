@@ -35,18 +35,23 @@ for module in (convert, calibrate, plan, inspect, verify, eval, generate, profil
     app.command(name, epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
 
 
+def show_version(wanted: bool) -> None:
+    """Prints the version when asked; an option's callback runs before the missing command is noticed."""
+    if wanted:
+        typer.echo(f"nstf {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
-    """Takes the options that `main` has already acted on, so that they are in the help."""
-    if version:
-        typer.echo(f"nstf {__version__}")
-        raise typer.Exit()
+    """Takes the options that have already been acted on, so that they are in the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
