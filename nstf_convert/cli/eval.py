@@ -14,6 +14,7 @@ from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs
 
 if TYPE_CHECKING:
+    from nstf_convert.gates.evaluate import Check
     from nstf_convert.measure import Accuracy, Similarity
 
 # Generous: 512-token windows of text have about 2,000 characters, of dense code or CJK fewer.

@@ -241,7 +241,8 @@ def _sections(rows: Sequence[Mapping[str, Any]], size_bytes: int, files_bytes: i
         entry[1] += row["source_bytes"]
     largest_first = sorted(totals.items(), key=lambda item: -item[1][0])
     sections: list[dict[str, Any]] = [
-        {"name": name, "size_bytes": stored, "source_bytes": source} for name, (stored, source) in largest_first
+        {"name": name, "size_bytes": stored, "source_bytes": source}
+        for name, (stored, source) in largest_first
     ]
     header = size_bytes - files_bytes - sum(stored for stored, _ in totals.values())
     sections.append({"name": "config and tokenizer", "size_bytes": files_bytes, "source_bytes": 0})

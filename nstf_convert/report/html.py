@@ -1,0 +1,268 @@
+"""The report as one HTML page: no network, no script, inline SVG; every text from the model is escaped."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nstf_convert.report import plots
+from nstf_convert.report.style import STYLE
+from nstf_convert.report.svg import escape
+
+Row = Sequence[object]
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The page for a report of `nstf_convert.report.build`. Parts that were not measured are left out."""
+    model = report["model"]
+    body = [
+        f"<h1>{escape(model['name'])}</h1>",
+        f'<p class="soft">{escape(_subtitle(report))}</p>',
+        _tiles(report),
+        _bytes(report),
+        _accuracy(report),
+        _section("Bytes against expected loss", plots.bytes_against_loss(report["tensors"]),
+                 "One mark a tensor, its area by the number of weights. The expected loss is what the planner used: half "
+                 "of tr(dW H dW^T), weighted by the sensitivity of the tensor's outputs."),
+        _section("Bits per weight by layer", plots.bits_by_layer(report["tensors"]),
+                 "On disk: codes, scales, zero points and factors."),
+        _section("What was rejected", _wrapped(plots.alternatives(report["tensors"])),
+                 "Grey: encodings that were priced; the line is their convex hull; orange: the one taken. A taken point "
+                 "above the hull was chosen by measurement or to make the bytes fit."),
+        _section("Attention patterns", plots.attention(report.get("attention")), _attention_text(report.get("attention"))),
+        _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
+        _calibration(report.get("calibration")),
+        _stages(report.get("stages") or []),
+        _tensors(report["tensors"]),
+        _footer(report),
+    ]  # fmt: skip
+    title = f"nstf: {model['name']}"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # Nothing may be fetched and nothing may run, whatever a name in the model says.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _subtitle(report: Mapping[str, Any]) -> str:
+    model = report["model"]
+    return (
+        f"{model['architecture']}, {model['parameters']:,} parameters in {model['tensors']} tensors, "
+        f"{model['tensor_bytes']:,} bytes as {model['format']}"
+    )
+
+
+def _tiles(report: Mapping[str, Any]) -> str:
+    file, final = report["file"], report["accuracy"].get("final") or {}
+    budget = report["budget"].get("bytes")
+    tiles = [
+        (_size(file["size_bytes"]), f"{file['size_bytes']:,} bytes, {_percent(file['ratio'])} of the model")
+    ]
+    if budget:
+        within = "" if file["size_bytes"] <= budget else ' class="bad"'
+        tiles.append((f"<span{within}>{100 * file['size_bytes'] / budget:.2f} %</span>" if within else
+                      f"{100 * file['size_bytes'] / budget:.2f} %", f"of the budget of {budget:,} bytes"))  # fmt: skip
+    tiles.append((_number(file["bits_per_weight"], ".3f"),
+                  f"bits per weight, all counted; {_number(file['nominal_bits_per_weight'], '.3f')} nominal"))  # fmt: skip
+    if "mean_cosine" in final:
+        tiles.append((_number(final["mean_cosine"], ".6f"), "mean cosine similarity"))
+        tiles.append((_number(final["min_cosine"], ".6f"), "smallest cosine similarity"))
+    elif final:
+        tiles.append((_number(final["mean_kl"], ".5f"), f"mean KLD in nats{_error(final, 'mean_kl')}"))
+        tiles.append((_percent(final["top1"]), f"same top token{_error(final, 'top1')}"))
+        tiles.append(
+            (_number(final["ppl"], ".3f"), f"perplexity, reference {_number(final['ppl_reference'], '.3f')}")
+        )
+    items = "".join(
+        f'<div class="tile"><b>{big}</b><span>{escape(small)}</span></div>' for big, small in tiles
+    )
+    return f'<div class="tiles">{items}</div>'
+
+
+def _bytes(report: Mapping[str, Any]) -> str:
+    file = report["file"]
+    rows = [
+        (s["name"], f"{s['size_bytes']:,}", _percent(s["size_bytes"] / max(1, file["size_bytes"])),
+         f"{s['source_bytes']:,}" if s["source_bytes"] else "-",
+         _percent(s["size_bytes"] / s["source_bytes"]) if s["source_bytes"] else "-")
+        for s in file["sections"]
+    ]  # fmt: skip
+    columns = ("part", "bytes", "share of the file", "bytes in the model", "of those")
+    return _section(
+        "Where the bytes went", plots.sections(file["sections"], file["size_bytes"]) + _table(columns, rows)
+    )
+
+
+def _accuracy(report: Mapping[str, Any]) -> str:
+    accuracy = report["accuracy"]
+    final, uniform = accuracy.get("final"), accuracy.get("uniform")
+    if not final:
+        return _section("Accuracy", "<p>Not measured: nstf could not run this model.</p>")
+    kept = "uniform" if accuracy.get("chosen") == "uniform" else "mix"
+    files = [(f"this file ({kept})", report["file"]["size_bytes"], final)]
+    if uniform:
+        files.append((f"best uniform: {uniform['encoding']}", uniform["size_bytes"], uniform["accuracy"]))
+    if "mean_cosine" in final:
+        columns: Row = ("file", "bytes", "mean cosine", "smallest cosine", "relative L2 error")
+        keys = (("mean_cosine", ".6f"), ("min_cosine", ".6f"), ("relative_l2", ".5f"))
+    else:
+        columns = (
+            "file",
+            "bytes",
+            "mean KLD",
+            "median",
+            "99th percentile",
+            "same top token",
+            "perplexity",
+            "ratio",
+        )
+        keys = (("mean_kl", ".5f"), ("median_kl", ".5f"), ("p99_kl", ".5f"), ("top1", ".5f"), ("ppl", ".4f"),
+                ("ppl_ratio", ".5f"))  # fmt: skip
+    rows = [
+        (
+            name,
+            f"{size:,}",
+            *(_Raw(_number(a.get(key), form) + _small_error(a, key, form)) for key, form in keys),
+        )
+        for name, size, a in files
+    ]
+    content = (
+        _table(columns, rows) + f'<p class="soft">{escape(_protocol(accuracy.get("protocol") or {}))}</p>'
+    )
+    tried = [
+        (t["name"], f"{t['size_bytes']:,}", _number(t.get("mean_kl"), ".5f"))
+        for t in accuracy.get("tried") or []
+    ]
+    if tried:
+        content += _details("Every mix that was measured", _table(("mix", "bytes", "mean KLD"), tried))
+    return _section("Accuracy", content, "Divergence in nats against the original model in float32, lower is better; "
+                    "± is the standard error of the mean over windows.")  # fmt: skip
+
+
+def _protocol(protocol: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in protocol.items())
+
+
+def _attention_text(plan: Mapping[str, Any] | None) -> str:
+    if not plan:
+        return ""
+    measured = plan.get("kld_measured")
+    found = "not measured" if measured is None else f"{measured:.5f} nats measured"
+    return f"KLD allowed for the whole plan {plan.get('kld_budget', 0):g} nats, {found}. A dot: the keys of the group may be evicted. Point at a head for its figures."
+
+
+def _roofline_text(data: Mapping[str, Any] | None) -> str:
+    if not data:
+        return ""
+    phases = "; ".join(
+        f"{p['name']} {p['time_s'] * 1e3:.2f} ms, MFU {100 * p['mfu']:.1f} %" for p in data["phases"]
+    )
+    return f"{data['device']['name']}, peaks {data['device']['source']}. {phases}."
+
+
+def _calibration(facts: Mapping[str, Any] | None) -> str:
+    if not facts:
+        return ""
+    own = (
+        " (sampled from the model itself; real text of the use is better)"
+        if facts.get("self_generated")
+        else ""
+    )
+    rows = [("text", f"{facts['source']}{own}"), ("windows", facts["windows"]), ("tokens", f"{facts['tokens']:,}"),
+            ("held-out tokens", f"{facts['held_out_tokens']:,}"), ("seed", facts["seed"])]  # fmt: skip
+    content = _facts(rows)
+    strips = plots.experts(facts.get("experts") or [])
+    if strips:
+        content += (
+            f"<p>Tokens each expert saw; orange experts saw none and are rounded without data.</p>{strips}"
+        )
+    return _section("Calibration", content)
+
+
+def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[Row] = [
+        (s["name"], f"{s['seconds']:.1f}", f"{s['peak_memory_bytes'] / 2**30:.2f}") for s in stages
+    ]
+    if not rows:
+        return ""
+    peak = max(s["peak_memory_bytes"] for s in stages) / 2**30
+    rows.append(("all", f"{sum(s['seconds'] for s in stages):.1f}", f"{peak:.2f}"))
+    return _section("Time and memory", _table(("stage", "seconds", "peak resident GiB"), rows))
+
+
+def _tensors(tensors: Sequence[Mapping[str, Any]]) -> str:
+    columns = ("tensor", "role", "shape", "encoding", "nominal bits", "bits on disk", "bytes", "loss", "note")
+    rows = [
+        (t["name"], t["role"], "×".join(str(n) for n in t["shape"]), t["encoding"], f"{t['nominal_bits']:.2f}",
+         f"{t['disk_bits']:.3f}", f"{t['size_bytes']:,}", _number(t["expected_loss"], ".3g"), t["note"])
+        for t in tensors
+    ]  # fmt: skip
+    table = _table(columns, rows, left=("role", "shape", "encoding", "note"))
+    return _section("Tensors", _details(f"All {len(rows)} tensors", table))
+
+
+def _footer(report: Mapping[str, Any]) -> str:
+    tool, model = report["tool"], report["model"]
+    command = f"<p><code>{escape(tool['command'])}</code></p>" if tool.get("command") else ""
+    return f'{command}<p class="soft">{escape(tool["name"])} {escape(tool["version"])}, source {escape(model["fingerprint"])}</p>'
+
+
+def _section(title: str, content: str, text: str = "") -> str:
+    if not content:
+        return ""
+    words = f'<p class="soft">{escape(text)}</p>' if text else ""
+    return f"<section><h2>{escape(title)}</h2>{words}{content}</section>"
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _wrapped(content: str) -> str:
+    return f'<div class="thirds">{content}</div>' if content else ""
+
+
+def _table(columns: Row, rows: Sequence[Row], left: Sequence[str] = ()) -> str:
+    styles = [' class="left wrap"' if name in left else "" for name in columns]
+    head = "".join(f"<th{style}>{escape(c)}</th>" for c, style in zip(columns, styles, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{style}>{_cell(c)}</td>' for c, style in zip(row, styles, strict=True))}</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _facts(rows: Sequence[tuple[str, object]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return f'<dl class="facts">{items}</dl>'
+
+
+class _Raw(str):
+    """A cell that is markup already: numbers of ours, never text of the model."""
+
+
+def _cell(value: object) -> str:
+    return str(value) if isinstance(value, _Raw) else escape(value)
+
+
+def _small_error(accuracy: Mapping[str, Any], key: str, form: str) -> str:
+    return (
+        f"<br><small>{_error(accuracy, key, form)}</small>" if accuracy.get(f"{key}_se") is not None else ""
+    )
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def _percent(value: object) -> str:
+    return f"{100 * value:.2f} %" if isinstance(value, int | float) else "-"
+
+
+def _error(accuracy: Mapping[str, Any], key: str, form: str = ".2g") -> str:
+    error = accuracy.get(f"{key}_se")
+    return f" ± {format(error, form)}" if isinstance(error, int | float) else ""
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"
