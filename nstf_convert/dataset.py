@@ -67,7 +67,7 @@ def fingerprint(path: str | Path) -> str:
             if size > 2 * FINGERPRINT_SAMPLE:
                 digest.update(stream.read(FINGERPRINT_SAMPLE))
                 stream.seek(size - FINGERPRINT_SAMPLE)
-            for block in iter(lambda: stream.read(1 << 20), b""):  # noqa: B023
+            for block in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(block)
     return digest.hexdigest()
 
@@ -106,8 +106,10 @@ def tokenise_windows(
             f"{needed_fit + needed_held}; "
             f"give more text, or ask for fewer or shorter samples"
         )
-    fit, held = (_windows(tokens, n, width, prefix, suffix) for tokens, n in zip(found, (n_fit, n_held_out),
-    strict=True))
+    fit, held = (
+        _windows(tokens, n, width, prefix, suffix)
+        for tokens, n in zip(found, (n_fit, n_held_out), strict=True)
+    )
     return Windows(fit, held, split)
 
 
@@ -120,14 +122,16 @@ def _located(path: str | Path) -> Path:
 
     if is_hub_name(str(path)):
         return download_dataset(str(path))
-    raise UsageError(f"no such dataset: {path}; give a {', '.join(SUFFIXES)} file, a folder of them or a hub name")
+    kinds = ", ".join(SUFFIXES)
+    raise UsageError(f"no such dataset: {path}; give a {kinds} file, a folder of them or a hub name")
 
 
 def _files(root: Path) -> list[Path]:
     if root.is_dir():
         files = sorted(
-            p for p in root.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file() and not
-            p.name.startswith(".")
+            p
+            for p in root.rglob("*")
+            if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
         )
         if not files:
             raise UsageError(f"the dataset folder {root} has no {', '.join(SUFFIXES)} file")
@@ -150,8 +154,9 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
                 for block in iter(lambda: stream.read(BLOCK_CHARS), ""):
                     yield block
     except UnicodeDecodeError as error:
-        raise UsageError(f"the dataset {file} is not UTF-8 text (byte {error.start} of a block); convert it")
-        from error
+        raise UsageError(
+            f"the dataset {file} is not UTF-8 text (byte {error.start} of a block); convert it"
+        ) from error
 
 
 def _jsonl(file: Path, field: str | None) -> Iterator[str]:
@@ -162,8 +167,9 @@ def _jsonl(file: Path, field: str | None) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"the dataset {file}, line {number}: not JSON ({str(error)[:80]})") from
-                error
+                raise UsageError(
+                    f"the dataset {file}, line {number}: not JSON ({str(error)[:80]})"
+                ) from error
             yield _text_of(record, field, f"{file}, line {number}")
 
 
@@ -175,9 +181,15 @@ def _text_of(record: object, field: str | None, where: str) -> str:
         value = record.get(name) if isinstance(record, dict) else None
         if isinstance(value, str):
             return value
-        if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value):
-            return "\n\n".join(m["content"] for m in value)
-    raise UsageError(f"the dataset {where}: no text under {field or ', '.join(FIELDS)}; name the field that has it")
+        turns = (
+            [m.get("content") if isinstance(m, dict) else None for m in value]
+            if isinstance(value, list)
+            else []
+        )
+        if turns and all(isinstance(turn, str) for turn in turns):
+            return "\n\n".join(turns)
+    known = field or ", ".join(FIELDS)
+    raise UsageError(f"the dataset {where}: no text under {known}; name the field that has it")
 
 
 def _parquet(file: Path, field: str | None) -> Iterator[str]:
@@ -246,8 +258,11 @@ def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _by_documents(
-    pieces: Sequence[Sequence[str]], encode: Callable[[str], list[int]], needed_fit: int, needed_held: int,
-    seed: int
+    pieces: Sequence[Sequence[str]],
+    encode: Callable[[str], list[int]],
+    needed_fit: int,
+    needed_held: int,
+    seed: int,
 ) -> tuple[list[int], list[int]] | None:
     """Tokens for both parts with no document in both; None when the documents are too few or too short."""
     if len(pieces) < 2:
@@ -269,8 +284,11 @@ def _by_documents(
 
 
 def _by_regions(
-    pieces: Sequence[Sequence[str]], encode: Callable[[str], list[int]], needed_fit: int, needed_held: int,
-    seed: int
+    pieces: Sequence[Sequence[str]],
+    encode: Callable[[str], list[int]],
+    needed_fit: int,
+    needed_held: int,
+    seed: int,
 ) -> tuple[list[int], list[int]] | int:
     """Tokens for both parts from disjoint stretches: the end of the text is held out.
 

@@ -33,13 +33,15 @@ def _snapshot(name: str, kind: str, patterns: list[str]) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
     except ImportError as error:
-        raise NstfError(f"{name!r} is no local path, and huggingface_hub is not installed to look it up")
-        from error
+        raise NstfError(
+            f"{name!r} is no local path, and huggingface_hub is not installed to look it up"
+        ) from error
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=patterns))
     except RepositoryNotFoundError as error:
-        raise UsageError(f"{name!r} is neither a local path nor a {kind} on the hub (or it needs a login)")
-        from error
+        raise UsageError(
+            f"{name!r} is neither a local path nor a {kind} on the hub (or it needs a login)"
+        ) from error
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:120]
         raise UsageError(
