@@ -6,7 +6,7 @@ be sampled). The diagonal of F, averaged over tokens, weighs the rows of a weigh
 KL ~ 1/2 sum_j F_j dW_j H dW_j^T.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class OutputSensitivity:
-    """Gathers the mean squared gradient of every watched module's output, one value per output feature."""
+    """Gathers the summed squared gradient of every watched module's output, one value per output feature."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._tokens: dict[str, int] = {}
 
     def watch(self, name: str, module: nn.Module) -> Any:
         """Starts gathering at the output of `module`; features are the last axis, channels for convolutions."""
@@ -36,11 +35,13 @@ class OutputSensitivity:
         grad = grad.detach().reshape(-1, grad.shape[-1])
         total = grad.square().sum(dim=0, dtype=torch.float64)
         self._sums[name] = self._sums.get(name, 0) + total
-        self._tokens[name] = self._tokens.get(name, 0) + grad.shape[0]
 
-    def means(self) -> dict[str, Tensor]:
-        """Mean squared gradient by name: [features] float32."""
-        return {n: (s / self._tokens[n]).to(torch.float32) for n, s in self._sums.items()}
+    def per_unit(self, units: int) -> dict[str, Tensor]:
+        """The sums divided by `units` (tokens of a language model, samples of another): [features] float32.
+
+        A module that runs several times per unit (a convolution's positions, a token's experts) counts each time.
+        """
+        return {n: (s / units).to(torch.float32) for n, s in self._sums.items()}
 
 
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
@@ -76,10 +77,3 @@ def head_sensitivity(logits: Tensor) -> Tensor:
     """The Fisher diagonal at the logits, mean over rows of p (1 - p): [n, vocabulary] -> [vocabulary]."""
     p = torch.softmax(logits, dim=-1)
     return (p * (1 - p)).mean(dim=0)
-
-
-def merge_means(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The means over several parts of `tokens` tokens each."""
-    total = sum(tokens for tokens, _ in parts)
-    names = sorted({n for _, part in parts for n in part})
-    return {n: sum((part[n] * (t / total) for t, part in parts if n in part), torch.zeros(())) for n in names}

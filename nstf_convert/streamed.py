@@ -18,6 +18,7 @@ from nstf.errors import CorruptError
 
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
+RESIDENT_POSITIONS = 8192
 
 Source = Callable[[str], Tensor]
 
@@ -32,8 +33,15 @@ class _Checkpoint(Protocol):
 class StreamedModel:
     """A transformers model in float32 whose weights come from `source(name)` just in time."""
 
-    def __init__(self, config: dict[str, Any], source: Source, ties: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        source: Source,
+        ties: Mapping[str, str] | None = None,
+        lazy: bool = False,
+    ) -> None:
         """`config`: the Hugging Face config. `source`: parameter name -> tensor. `ties`: alias -> stored name.
+        `lazy`: fetch nothing before the first forward, not even small tensors.
 
         Raises CorruptError when a tensor does not have the shape its parameter has.
         """
@@ -44,8 +52,13 @@ class StreamedModel:
         self._source = source
         self._ties = dict(ties or {})
         self._names = self._stored_names()
+        self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._held: set[nn.Module] = set()
+        self._pending: list[Callable[[], None]] = []
         for module, names in self._owners():
             self._attach(module, names)
+        if not lazy:
+            self.settle()
 
     @classmethod
     def from_checkpoint(cls, checkpoint: _Checkpoint) -> "StreamedModel":
@@ -71,9 +84,13 @@ class StreamedModel:
     @property
     def is_causal_lm(self) -> bool:
         """True when the model predicts the next token of a text."""
-        return self.head is not None and type(self.module).__name__.endswith(
-            ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-        ) and not getattr(self.module.config, "is_encoder_decoder", False)
+        return (
+            self.head is not None
+            and type(self.module).__name__.endswith(
+                ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+            )
+            and not getattr(self.module.config, "is_encoder_decoder", False)
+        )
 
     @property
     def head(self) -> nn.Module | None:
@@ -82,15 +99,20 @@ class StreamedModel:
         head = get() if get is not None else None
         return head if isinstance(head, nn.Module) else None
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """The hidden states the head reads: ids [batch, tokens] -> [batch, tokens, hidden]."""
-        out = self.module.base_model(input_ids=ids, use_cache=False)
+    def hidden(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """The hidden states the head reads: ids [batch, tokens] -> [batch, tokens, hidden].
+
+        cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None.
+        """
+        self.settle()
+        out = self.module.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states [n, hidden] -> [n, vocabulary], with the model's own scaling and capping."""
         if self.head is None:
             raise ValueError(f"{type(self.module).__name__} has no language model head")
+        self.settle()
         logits: Tensor = self.head(hidden)
         config = self.module.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):
@@ -103,6 +125,7 @@ class StreamedModel:
 
     def outputs(self, **inputs: Tensor) -> Tensor:
         """The main output of a model that is not a language model: logits, or the last hidden state."""
+        self.settle()
         out = self.module(**inputs)
         for name in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
             value = getattr(out, name, None)
@@ -124,25 +147,41 @@ class StreamedModel:
                 yield path, module
 
     @contextmanager
-    def hooks(self, handles: list[Any]) -> Iterator[None]:
-        """Removes forward hooks when the block ends."""
+    def holding(self, *modules: nn.Module | None) -> Iterator[None]:
+        """Keeps the weights of these modules in memory while the block runs, for modules called many times."""
+        held = [self._fetchers[m] for m in modules if m in self._fetchers]
+        for load, _ in held:
+            load()
+        self._held = {m for m in modules if m is not None}
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._held = set()
+            for _, drop in held:
+                drop()
+
+    def settle(self) -> None:
+        """Fetches the small weights that stay loaded."""
+        while self._pending:
+            self._pending[-1]()
+            self._pending.pop()
 
     def _stored_names(self) -> dict[str, str]:
-        names: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            stored = self._ties.get(name) or first.setdefault(id(parameter), name)
-            names[name] = self._ties.get(stored, stored)
+        from nstf.runtime.skeleton import tied_aliases
+
+        aliases = tied_aliases(self.module)
+        names = {}
+        for name, _ in self.module.named_parameters(remove_duplicate=False):
+            stored = aliases.get(name, name)
+            names[name] = self._ties.get(name) or self._ties.get(stored, stored)
         return names
 
     def _owners(self) -> Iterator[tuple[nn.Module, dict[str, str]]]:
         for path, module in self.module.named_modules():
-            local = {n: self._names[f"{path}.{n}" if path else n] for n, p in module.named_parameters(recurse=False)}
+            local = {
+                n: self._names[f"{path}.{n}" if path else n]
+                for n, p in module.named_parameters(recurse=False)
+            }
             if local:
                 yield module, local
 
@@ -159,23 +198,30 @@ class StreamedModel:
                 )
             return nn.Parameter(value.to(torch.float32), requires_grad=False)
 
-        small = [n for n, s in shapes.items() if s.numel() * 4 <= RESIDENT_BYTES]
+        # Position tables are read by some parents without a call of the module itself (Whisper).
+        table = isinstance(module, nn.Embedding) and module.num_embeddings <= RESIDENT_POSITIONS
+        small = [n for n, s in shapes.items() if table or s.numel() * 4 <= RESIDENT_BYTES]
         large = [n for n in shapes if n not in small]
-        for local in small:
-            module._parameters[local] = fetch(local)
+
+        def settle() -> None:
+            for local in small:
+                module._parameters[local] = fetch(local)
+
+        self._pending.append(settle)
         if not large:
             return
 
-        def load(*_: Any) -> None:
+        def load() -> None:
             for local in large:
                 module._parameters[local] = fetch(local)
 
-        def drop(*_: Any) -> None:
+        def drop() -> None:
             for local in large:
                 module._parameters[local] = meta[local]
 
-        module.register_forward_pre_hook(load)
-        module.register_forward_hook(drop, always_call=True)
+        self._fetchers[module] = (load, drop)
+        module.register_forward_pre_hook(lambda *_: None if module in self._held else load())
+        module.register_forward_hook(lambda *_: None if module in self._held else drop(), always_call=True)
 
 
 LINEAR_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

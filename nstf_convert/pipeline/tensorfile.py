@@ -58,7 +58,9 @@ class TensorFileWriter:
         try:
             if kind is None:
                 meta = json.dumps(self.metadata, sort_keys=True, separators=(",", ":"))
-                header = json.dumps({"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")).encode()
+                header = json.dumps(
+                    {"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")
+                ).encode()
                 header += b" " * (-len(header) % 64)
                 with partial.open("wb") as out, self._data_path.open("rb") as data:
                     out.write(len(header).to_bytes(8, "little") + header)
@@ -91,7 +93,9 @@ class TensorFile:
             self._file = safe_open(str(path), framework="pt")
             self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {})["nstf"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise CorruptError(f"{path} is not a file nstf wrote ({error}): delete it and run again") from error
+            raise CorruptError(
+                f"{path} is not a file nstf wrote ({error}): delete it and run again"
+            ) from error
         self._names = set(self._file.keys())
 
     def names(self) -> set[str]:

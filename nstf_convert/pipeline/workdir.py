@@ -51,7 +51,9 @@ class WorkDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"work directory {path} cannot be made ({error.strerror}): choose --work-dir") from error
+            raise UsageError(
+                f"work directory {path} cannot be made ({error.strerror}): choose --work-dir"
+            ) from error
         self._lock: IO[str] = (path / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,10 +86,14 @@ class WorkDir:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CorruptError(f"{file} cannot be read ({error}): remove the work directory and run again") from error
+            raise CorruptError(
+                f"{file} cannot be read ({error}): remove the work directory and run again"
+            ) from error
         differing = sorted(k for k in set(found) | set(job) if found.get(k) != job.get(k))
         if differing:
-            details = "; ".join(f"{k} was {_short(found.get(k))}, now {_short(job.get(k))}" for k in differing)
+            details = "; ".join(
+                f"{k} was {_short(found.get(k))}, now {_short(job.get(k))}" for k in differing
+            )
             raise UsageError(
                 f"work directory {self.path} holds results of another job ({details}): "
                 "use the same settings, another --work-dir, or remove it"
@@ -107,6 +113,17 @@ class WorkDir:
             path.unlink()
             return None
         return {name: file.get(name) for name in sorted(file.names())}, file.metadata
+
+    def find_metadata(self, key: str) -> dict[str, Any] | None:
+        """The metadata of a stored result, or None."""
+        path = self._file(key)
+        if not path.exists():
+            return None
+        try:
+            return TensorFile(path).metadata
+        except CorruptError:
+            path.unlink()
+            return None
 
     def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         """Stores a result under its key."""

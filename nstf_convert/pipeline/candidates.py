@@ -1,0 +1,219 @@
+"""The ways one tensor could be stored, each with its exact price and its expected loss.
+
+Quantised forms are estimated without encoding them (on a sample of rows); decompositions are worked out, their
+factors rounded, and their loss computed. Everything lands in the work directory, so another budget finds it there.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf import decomposers, quantizers
+from nstf.decomposers.views import views
+from nstf.kernels.formats import Node, array_specs, decode, leaf_code_bits, node_to_json
+from nstf.kernels.formats.tree import Shape
+from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline import recipe as recipes
+from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.units import Unit
+
+# Rows an estimate looks at: its error falls with the square root of the weights seen, and 64 rows hold 30,000.
+SAMPLE_ROWS = 64
+SAMPLE_ELEMENTS = 1 << 16
+# Bits per weight at which decompositions are compared with quantised forms of the same size.
+DECOMPOSED_BITS = (2.25, 3.25, 4.25, 6.25, 8.25)
+FACTORS = (
+    Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True}),
+    Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8}),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store one tensor.
+
+    size_bytes: arrays and header. loss: expected (nats of KLD, or relative squared error), `exact` when the
+    tensor was really encoded.
+    """
+
+    recipe: Recipe
+    tree: Node
+    size_bytes: int
+    loss: float
+    exact: bool = False
+
+
+def quantised_recipes() -> list[Recipe]:
+    """Every quantised form that is tried on every tensor."""
+    out = []
+    for bits in range(2, 9):
+        for group in (32, 64, 128):
+            out.append(Recipe("int_grid", {"bits": bits, "group": group, "symmetric": True, "scale_bits": 8}))
+        out.append(Recipe("int_grid", {"bits": bits, "group": 0, "symmetric": True, "scale_bits": 16}))
+    for bits in (2, 3, 4):
+        for group in (32, 64):
+            out.append(
+                Recipe("int_grid", {"bits": bits, "group": group, "symmetric": False, "scale_bits": 8})
+            )
+    out += [Recipe("grid16", {"group": group, "scale_bits": 8}) for group in (32, 64, 128)]
+    out += [
+        Recipe("fp8", {"variant": "e4m3fn", "group": 0}),
+        Recipe("fp8", {"variant": "e4m3fnuz", "group": 0}),
+    ]
+    out.append(Recipe("mxfp4", {}))
+    return out
+
+
+def dense_recipes(dtype: str) -> list[Recipe]:
+    """The tensor as it is, and for wide dtypes in 16 bits."""
+    names = [dtype, "float16", "bfloat16"] if dtype in ("float32", "float64") else [dtype]
+    return [Recipe("dense", {"dtype": name}) for name in names]
+
+
+def header_bytes(name: str, tree: Node, shape: Shape, dtype: str) -> int:
+    """Bytes a tensor takes in the file's header: its manifest entry, its arrays' entries and their digests."""
+    entry = json.dumps(
+        {name: {"shape": list(shape), "dtype": dtype, "tree": node_to_json(tree)}}, separators=(",", ":")
+    )
+    total = len(json.dumps(entry))
+    for path, spec in array_specs(tree, shape).items():
+        total += len(name) + len(path) + len(str(list(spec.shape))) + 70 + 24 + 69
+    return total
+
+
+def price(unit: Unit, recipe: Recipe) -> tuple[Node, int]:
+    """(tree of the whole tensor, bytes on disk): exact arrays, header within a few bytes, never below."""
+    inner = recipes.tree_of(recipe, unit.inner_shape, unit.lead)
+    tree = inner
+    if unit.permute is not None:
+        kind = recipes.format_of("permute")
+        tree = Node("permute", kind.Params(unit.permute), {"x": inner})
+    arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
+    return tree, arrays + header_bytes(unit.name, tree, unit.shape, unit.dtype)
+
+
+def bits_of(unit: Unit, tree: Node) -> tuple[float, float]:
+    """(nominal, on disk) bits per weight of a stored tensor; on disk counts scales, not the header."""
+    arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
+    return leaf_code_bits(tree, unit.shape) / unit.elements, arrays * 8 / unit.elements
+
+
+def estimates(unit: Unit, inner: Tensor, stats: Stats, wanted: Sequence[Recipe]) -> list[float]:
+    """Expected loss of quantised and dense recipes, from a sample of rows."""
+    sample, sampled = sample_rows(unit, inner, stats)
+    out = []
+    for recipe in wanted:
+        if recipe.method == "dense":
+            dtype = recipes.dense.DTYPES[recipe.params["dtype"]]
+            out.append(loss(sample, sample.to(dtype).to(torch.float32), sampled))
+        else:
+            out.append(recipes.estimate(recipe, sample, sampled, 1))
+    return out
+
+
+def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]:
+    """A stratified sample of the rows as a matrix [n, cols], with row weights that stand for all rows.
+
+    Rows are sorted by weight and cut into equal strata; the middle row of each stands for its stratum's total.
+    """
+    rows = math.prod(inner.shape[: unit.lead])
+    matrix = inner.reshape(rows, -1)
+    weight = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1)
+    wanted = max(SAMPLE_ROWS, SAMPLE_ELEMENTS // matrix.shape[1])
+    if rows <= wanted:
+        return matrix, stats.for_rows(weight)
+    order = torch.argsort(weight, stable=True)
+    edges = (torch.arange(wanted + 1) * rows) // wanted
+    middle = order[(edges[:-1] + edges[1:]) // 2]
+    cumulative = torch.cat([torch.zeros(1, dtype=torch.float64), weight[order].double().cumsum(0)])
+    share = (cumulative[edges[1:]] - cumulative[edges[:-1]]).to(torch.float32)
+    return matrix[middle], stats.for_rows(share)
+
+
+def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Any, Tensor]:
+    """(prepared whitened SVD, expected loss of every rank 0..n before the factors are rounded)."""
+    from nstf.decomposers import svd
+
+    prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
+    energy = prepared.singular_values.square()
+    tail = torch.cat([energy.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=energy.dtype)]) / 2
+    return prepared, tail
+
+
+def low_rank_recipes(unit: Unit, tail: Tensor) -> list[tuple[Recipe, float]]:
+    """Low-rank recipes at the comparison sizes, with the least loss each could have (factors not yet rounded)."""
+    from nstf.decomposers import svd
+
+    out = []
+    for bits in DECOMPOSED_BITS:
+        size = int(unit.elements * bits / 8)
+        for factor in FACTORS:
+            rank = svd.rank_for_bytes(unit.inner_shape, size, recipes.bytes_of(factor), unit.lead)
+            if rank is not None:
+                out.append((Recipe("svd", {"rank": rank}, {"factor": factor}), float(tail[rank])))
+    return out
+
+
+def structured_recipes(unit: Unit, config: dict[str, Any] | None) -> list[Recipe]:
+    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes."""
+    out = []
+    for view in views(unit.role, unit.inner_shape, config or {}):
+        for name in ("cp", "tucker", "tensor_train"):
+            module = decomposers.method(name)
+            for bits in DECOMPOSED_BITS:
+                size = int(unit.elements * bits / 8)
+                for factor in FACTORS:
+                    ranks = module.rank_for_bytes(view.dims, size, recipes.bytes_of(factor))
+                    if ranks is None:
+                        continue
+                    key = "rank" if name == "cp" else "ranks"
+                    params = {key: ranks if name == "cp" else list(ranks), "view": list(view.dims)}
+                    out.append(Recipe(name, params, {"factor": factor}))
+    return list({json.dumps(r.to_json()): r for r in out}.values())
+
+
+def hybrid_recipes(base_bits: Iterable[int] = (2, 3, 4), ranks: Iterable[int] = (8, 24)) -> list[Recipe]:
+    """A low-rank correction with 4-bit factors added to a low-bit base: pays only at very low rates, if at all."""
+    return [
+        Recipe(
+            "add",
+            {},
+            {
+                "base": Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}),
+                "correction": Recipe("svd", {"rank": r}, {"factor": FACTORS[1]}),
+            },
+        )
+        for b in base_bits
+        for r in ranks
+    ]
+
+
+def hybrid_loss(unit: Unit, recipe: Recipe, inner: Tensor, stats: Stats, prepared: Any) -> float:
+    """Expected loss of a hybrid: the correction is really made and rounded, its base estimated on what is left."""
+    factor = recipe.parts["correction"].parts["factor"]
+
+    def leaf(name: str, value: Tensor, metric: Tensor | None) -> Any:
+        return recipes.encode(factor, value.contiguous(), Stats(metric), recipes.lead_for(tuple(value.shape)))
+
+    correction = prepared.truncate(int(recipe.parts["correction"].params["rank"])).encode(leaf)
+    rest = inner - decode(correction).reshape(inner.shape)
+    sample, sampled = sample_rows(unit, rest, stats)
+    return recipes.estimate(recipe.parts["base"], sample, sampled, 1)
+
+
+def method_families(formats: Sequence[str] | None) -> set[str]:
+    """The methods `--formats` allows (None: all). Raises ValueError for an unknown name."""
+    known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
+    if formats is None:
+        return known
+    aliases = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
+    chosen = {aliases.get(f, f) for f in formats}
+    unknown = sorted(chosen - known)
+    if unknown:
+        raise ValueError(f"unknown format {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return chosen | {"dense"}

@@ -1,0 +1,227 @@
+"""From candidates to a mix under a budget: the planner's options, the best uniform mix, and the exact size."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nstf.errors import BudgetError
+from nstf.runtime.artifact import artifact_size
+from nstf_convert.pipeline import candidates as cand
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.candidates import Candidate
+from nstf_convert.pipeline.job import Job
+from nstf_convert.pipeline.recipe import Recipe, describe
+from nstf_convert.pipeline.units import Unit, fused_groups
+from nstf_convert.planner import Infeasible, Option, allocate
+
+# Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
+LOW_BITS = 4.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """The candidates of every tensor that may change, by name."""
+
+    candidates: Mapping[str, Sequence[Candidate]]
+    fused: Mapping[str, str] = field(default_factory=dict)
+
+    def with_more(self, name: str, extra: Sequence[Candidate]) -> "Table":
+        """The table with further candidates for one tensor."""
+        return Table({**self.candidates, name: [*self.candidates[name], *extra]}, self.fused)
+
+    def replaced(self, losses: Mapping[str, tuple[Recipe, float]]) -> "Table":
+        """The table with the expected loss of some candidates replaced by the one found by encoding."""
+        out = {}
+        for name, options in self.candidates.items():
+            recipe, value = losses.get(name, (None, 0.0))
+            out[name] = [
+                Candidate(c.recipe, c.tree, c.size_bytes, value, True) if c.recipe == recipe else c
+                for c in options
+            ]
+        return Table(out, self.fused)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A mix with its expected loss and its size on disk. label: what it is called in the report."""
+
+    mix: Mapping[str, Recipe]
+    expected_loss: float
+    size_bytes: int
+    label: str
+
+
+def build_table(job: Job, allowed: set[str], progress: Any) -> Table:
+    """Candidates of every tensor; calibrated ones first, since they set the scale for the others."""
+    units = [u for u in job.units.values() if u.kept is None]
+    known = [u for u in units if job.statistics.calibrated(u)]
+    order = sorted(known, key=lambda u: (job.statistics.group_of(u), u.name))
+    found: dict[str, list[Candidate]] = {}
+    for unit in order:
+        found[unit.name] = job.encoder.candidates(unit, allowed)
+        progress(unit)
+    signals = sorted(job.encoder.signal(u, allowed) for u in known)
+    if signals:
+        job.statistics.set_typical(signals[len(signals) // 2])
+    for unit in sorted((u for u in units if u.name not in found), key=lambda u: u.name):
+        found[unit.name] = job.encoder.candidates(unit, allowed)
+        progress(unit)
+    return Table(found, fused_groups(units) if job.options.fuse else {})
+
+
+def plan_mix(
+    job: Job,
+    table: Table,
+    budget_bytes: int,
+    meta: Mapping[str, Any],
+    weights: Mapping[str, float] | None = None,
+) -> Planned:
+    """The allocation under a budget for the whole file. weights: factors on the losses of single tensors.
+
+    Raises BudgetError with the smallest file that can be written.
+    """
+    groups = _groups(table)
+    options, picks = [], []
+    for names in groups:
+        shared = _shared_options(table, names, weights or {})
+        options.append([o for o, _ in shared])
+        picks.append([p for _, p in shared])
+    fixed = exact_size(job, {}, meta, skip=set(table.candidates))
+    target = budget_bytes - fixed
+    best: Planned | None = None
+    for _ in range(6):
+        try:
+            allocation = allocate(options, max(0, target))
+        except Infeasible as error:
+            if best is not None:
+                break
+            smallest = exact_size(job, _mix(groups, picks, _smallest(options)), meta)
+            if smallest <= budget_bytes:
+                # The header's prices are upper bounds: the smallest mix may fit all the same.
+                target = error.smallest_bytes
+                continue
+            raise BudgetError(
+                f"the budget of {budget_bytes} bytes cannot be met: the smallest file is {smallest} bytes "
+                f"({smallest / max(1, job.checkpoint.total_bytes):.4f} of the checkpoint)",
+                smallest,
+            ) from error
+        mix = _mix(groups, picks, allocation.choice)
+        size = exact_size(job, mix, meta)
+        if size <= budget_bytes and (best is None or allocation.loss < best.expected_loss):
+            best = Planned(mix, _expected(table, mix), size, "mix")
+        spare = budget_bytes - size
+        if 0 <= spare < 64:
+            break
+        # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
+        target += spare - (0 if spare < 0 else 32)
+    if best is None:
+        raise BudgetError(
+            f"the budget of {budget_bytes} bytes cannot be met exactly; try a few kilobytes more",
+            budget_bytes + 4096,
+        )
+    return best
+
+
+def best_uniform(job: Job, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Planned | None:
+    """The single format for all tensors with the least expected loss that fits, or None when none does."""
+    best: Planned | None = None
+    for recipe in [*cand.quantised_recipes(), *_dense(table)]:
+        mix = {}
+        for name, options in table.candidates.items():
+            if any(c.recipe == recipe for c in options):
+                mix[name] = recipe
+        if len(mix) < len(table.candidates):
+            continue
+        expected = _expected(table, mix)
+        if best is not None and expected >= best.expected_loss:
+            continue
+        size = exact_size(job, mix, meta)
+        if size <= budget_bytes:
+            some = next(iter(table.candidates))
+            label = describe(mixes.tree_of(job.units[some], recipe))
+            best = Planned(mix, expected, size, f"uniform {label}")
+    return best
+
+
+def exact_size(
+    job: Job, mix: Mapping[str, Recipe], meta: Mapping[str, Any], skip: set[str] | None = None
+) -> int:
+    """The exact size of the file in bytes. skip: names left out, to find what everything else takes."""
+    left_out = {mixes.file_name(n) for n in skip or ()}
+    wanted = {n: e for n, e in mixes.entries(job, mix).items() if n not in left_out}
+    shared = {mixes.file_name(a): mixes.file_name(s) for a, s in mixes.shared_names(job).items()}
+    shared = {a: s for a, s in shared.items() if s in wanted}
+    return artifact_size(wanted, shared, job.checkpoint.files(), dict(meta))
+
+
+def low_bit_units(job: Job, planned: Planned) -> list[Unit]:
+    """Matrices the plan gives few bits, where hybrids are worth a look."""
+    out = []
+    for name, recipe in planned.mix.items():
+        unit = job.units[name]
+        if (
+            recipe.family == "quantised"
+            and unit.lead == 1
+            and len(unit.shape) == 2
+            and "embedding" not in unit.uses
+        ):
+            if cand.bits_of(unit, mixes.tree_of(unit, recipe))[1] <= LOW_BITS:
+                out.append(unit)
+    return out
+
+
+def _groups(table: Table) -> list[tuple[str, ...]]:
+    members: dict[str, list[str]] = {}
+    for name in sorted(table.candidates):
+        members.setdefault(table.fused.get(name, name), []).append(name)
+    return [tuple(v) for _, v in sorted(members.items())]
+
+
+def _shared_options(
+    table: Table, names: tuple[str, ...], weights: Mapping[str, float]
+) -> list[tuple[Option, dict[str, Recipe]]]:
+    """Options of tensors that must get one recipe; for a single tensor simply its candidates."""
+    first = table.candidates[names[0]]
+    out = []
+    for candidate in first:
+        size, total, picked = 0, 0.0, {}
+        for name in names:
+            match = next((c for c in table.candidates[name] if c.recipe == candidate.recipe), None)
+            if match is None:
+                break
+            size += match.size_bytes
+            total += match.loss * weights.get(name, 1.0)
+            picked[name] = match.recipe
+        if len(picked) == len(names):
+            out.append((Option(size, total), picked))
+    return out
+
+
+def _mix(
+    groups: Sequence[tuple[str, ...]], picks: Sequence[Sequence[dict[str, Recipe]]], choice: Sequence[int]
+) -> dict[str, Recipe]:
+    mix: dict[str, Recipe] = {}
+    for options, index in zip(picks, choice, strict=True):
+        mix |= options[index]
+    return mix
+
+
+def _smallest(options: Sequence[Sequence[Option]]) -> list[int]:
+    return [min(range(len(o)), key=lambda i: (o[i].size_bytes, o[i].loss)) for o in options]
+
+
+def _expected(table: Table, mix: Mapping[str, Recipe]) -> float:
+    total = 0.0
+    for name, recipe in mix.items():
+        total += next(c.loss for c in table.candidates[name] if c.recipe == recipe)
+    return total
+
+
+def _dense(table: Table) -> list[Recipe]:
+    found = {
+        c.recipe.params["dtype"]
+        for options in table.candidates.values()
+        for c in options
+        if c.recipe.method == "dense"
+    }
+    return [Recipe("dense", {"dtype": d}) for d in sorted(found)]

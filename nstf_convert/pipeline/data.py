@@ -1,0 +1,178 @@
+"""What a model is calibrated and measured on: batches to fit on, held-out batches, and where they came from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UsageError
+from nstf_convert.dataset import load_text, tokenise_windows
+from nstf_convert.streamed import StreamedModel
+
+Batch = dict[str, Tensor]
+
+# Held-out windows in all: 16 x 255 scored tokens give the mean KLD a standard error of about 3 %.
+HELD_OUT_WINDOWS = 16
+# Windows an encoder is calibrated on are shorter: sentences, not documents.
+ENCODER_SEQ_LEN = 128
+
+
+@dataclass(frozen=True)
+class Data:
+    """fit, held_out: batches of one window (or one image) each. language: scored as a language model.
+
+    source: a description for the report; `origin` is `dataset`, `model` (sampled from it), `documentation` (the
+    Python manual that comes with Python) or `noise`.
+    """
+
+    language: bool
+    fit: tuple[Batch, ...]
+    held_out: tuple[Batch, ...]
+    source: dict[str, Any]
+
+
+def text_data(
+    model: StreamedModel, tokenizer: Any, datasets: Sequence[str], samples: int, seq_len: int, seed: int
+) -> Data:
+    """Windows of the given texts, each text giving an equal share. Raises UsageError when one is too short."""
+    language = model.is_causal_lm
+    seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), _max_positions(model))
+    per_fit = math.ceil(samples / len(datasets))
+    per_held = math.ceil(HELD_OUT_WINDOWS / len(datasets))
+    fit: list[Batch] = []
+    held: list[Batch] = []
+    for number, path in enumerate(datasets):
+        windows = tokenise_windows(
+            tokenizer, load_text(path), seq_len, per_fit, per_held, seed + number, str(path)
+        )
+        fit += [{"input_ids": w[None]} for w in windows.fit]
+        held += [{"input_ids": w[None]} for w in windows.held_out]
+    source = {
+        "origin": "dataset",
+        "datasets": [Path(p).name for p in datasets],
+        "seq_len": seq_len,
+        "fit_windows": len(fit),
+        "held_out_windows": len(held),
+    }
+    return Data(language, tuple(fit), tuple(held), source)
+
+
+def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
+    """Windows of the Python manual, for a text encoder that cannot write its own text.
+
+    The manual (`pydoc_data.topics`) comes with every CPython, so this needs no network and no file.
+    """
+    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+
+    documents = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
+    seq_len = min(ENCODER_SEQ_LEN, _max_positions(model))
+    windows = tokenise_windows(
+        tokenizer, documents, seq_len, samples, HELD_OUT_WINDOWS, seed, "the Python manual"
+    )
+    return Data(
+        model.is_causal_lm,
+        tuple({"input_ids": w[None]} for w in windows.fit),
+        tuple({"input_ids": w[None]} for w in windows.held_out),
+        {
+            "origin": "documentation",
+            "seq_len": seq_len,
+            "fit_windows": len(windows.fit),
+            "held_out_windows": len(windows.held_out),
+        },
+    )
+
+
+def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
+    """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        arrays = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"--dataset {path} is not a safetensors file of model inputs ({error})") from error
+    counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
+    if len(counts) != 1 or min(counts) < 4:
+        raise UsageError(f"--dataset {path}: every array needs the same first axis of at least 4 samples")
+    total = counts.pop()
+    held = max(1, min(HELD_OUT_WINDOWS * 4, round(total * held_out_share)))
+    batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
+    source = {
+        "origin": "dataset",
+        "datasets": [path.name],
+        "fit_windows": total - held,
+        "held_out_windows": held,
+    }
+    return Data(False, tuple(batches[:-held]), tuple(batches[-held:]), source)
+
+
+def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
+    """Images or spectrograms of 1/f noise for a model that takes `pixel_values` or `input_features`.
+
+    Natural signals have a power spectrum near 1/f^2, so their second moments are close to those of this noise;
+    real inputs (`--dataset inputs.safetensors`) are better, and the report says which were used.
+    """
+    name, shape = _input_shape(model)
+    generator = torch.Generator().manual_seed(seed)
+    total = samples + HELD_OUT_WINDOWS
+    spatial = shape[1:]
+    frequency = torch.zeros(spatial)
+    for axis, size in enumerate(spatial):
+        f = torch.fft.fftfreq(size).abs().reshape([-1 if a == axis else 1 for a in range(len(spatial))])
+        frequency = frequency + f.square()
+    amplitude = 1.0 / frequency.sqrt().clamp_min(1.0 / max(spatial))
+    axes = tuple(range(-len(spatial), 0))
+    batches = []
+    for _ in range(total):
+        white = torch.randn(shape, generator=generator)
+        image = torch.fft.ifftn(torch.fft.fftn(white, dim=axes) * amplitude, dim=axes).real
+        batches.append({name: ((image - image.mean()) / image.std().clamp_min(1e-6))[None].to(torch.float32)})
+    source = {"origin": "noise", "input": name, "fit_windows": samples, "held_out_windows": HELD_OUT_WINDOWS}
+    return Data(False, tuple(batches[:samples]), tuple(batches[samples:]), source)
+
+
+def sampled_data(model: StreamedModel, samples: int, seq_len: int, seed: int, start: int) -> Data:
+    """Windows a language model wrote itself, at temperature 1 from its start token; the last ones are held out."""
+    from nstf_convert.pipeline.selftext import sample_windows
+
+    held = HELD_OUT_WINDOWS // 2
+    seq_len = min(seq_len, _max_positions(model))
+    windows = sample_windows(model, samples + held, seq_len, seed, start)
+    return Data(
+        True,
+        tuple({"input_ids": w[None]} for w in windows[:samples]),
+        tuple({"input_ids": w[None]} for w in windows[samples:]),
+        {"origin": "model", "seq_len": seq_len, "fit_windows": samples, "held_out_windows": held},
+    )
+
+
+def _max_positions(model: StreamedModel) -> int:
+    config = model.module.config.get_text_config()
+    limits = [
+        getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    # OPT and RoBERTa count their positions from 2.
+    return min(
+        [v - 2 if v <= 2050 and v % 64 == 2 else v for v in limits if isinstance(v, int) and v > 0]
+        or [1 << 30]
+    )
+
+
+def _input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
+    config = model.module.config
+    name = getattr(model.module, "main_input_name", "")
+    if name == "pixel_values":
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", 224)
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        return name, (getattr(config, "num_channels", 3), *sizes)
+    if name == "input_features" and hasattr(config, "num_mel_bins"):
+        return name, (config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
+    raise UsageError(
+        f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
+        "give real inputs with --dataset inputs.safetensors (arrays named like the forward arguments)"
+    )

@@ -1,0 +1,129 @@
+"""The multiple-choice knapsack: one option per unit, least total loss, total bytes within the budget.
+
+The Lagrangian relaxation (Shoham and Gersho 1988) gives the optimum over the convex hulls up to one unit's step;
+an integer program over the options near it spends the last bytes exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nstf_convert.planner.hull import Option, lower_hull, pareto
+
+# Units whose hull step is this close to the multiplier (as a ratio of slopes) may still change in the exact finish.
+WINDOW = 16.0
+
+
+class Infeasible(ValueError):
+    """No choice fits; `smallest_bytes` is the least total."""
+
+    def __init__(self, smallest_bytes: int, budget_bytes: int) -> None:
+        super().__init__(f"the smallest choice takes {smallest_bytes} bytes, the budget is {budget_bytes}")
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """choice: an option's index per unit. multiplier: loss per byte at the Lagrangian optimum."""
+
+    choice: tuple[int, ...]
+    size_bytes: int
+    loss: float
+    multiplier: float
+
+
+def allocate(units: Sequence[Sequence[Option]], budget_bytes: int) -> Allocation:
+    """The best choice within `budget_bytes`. Raises Infeasible, and ValueError for a unit without options."""
+    if any(not options for options in units):
+        raise ValueError("a unit has no options")
+    hulls = [lower_hull(options) for options in units]
+    smallest = sum(options[hull[0]].size_bytes for options, hull in zip(units, hulls, strict=True))
+    if smallest > budget_bytes:
+        raise Infeasible(smallest, budget_bytes)
+    choice, multiplier = _lagrangian(units, hulls, budget_bytes)
+    choice = _exact(units, choice, multiplier, budget_bytes)
+    return _allocation(units, choice, multiplier)
+
+
+def _allocation(units: Sequence[Sequence[Option]], choice: Sequence[int], multiplier: float) -> Allocation:
+    chosen = [options[i] for options, i in zip(units, choice, strict=True)]
+    return Allocation(
+        tuple(choice), sum(o.size_bytes for o in chosen), float(sum(o.loss for o in chosen)), multiplier
+    )
+
+
+def _lagrangian(
+    units: Sequence[Sequence[Option]], hulls: Sequence[Sequence[int]], budget_bytes: int
+) -> tuple[list[int], float]:
+    """Walks every hull's steps from the steepest down while they fit: the Lagrangian sweep in one pass."""
+    steps = []
+    for u, (options, hull) in enumerate(zip(units, hulls, strict=True)):
+        for k in range(1, len(hull)):
+            a, b = options[hull[k - 1]], options[hull[k]]
+            slope = (a.loss - b.loss) / max(1, b.size_bytes - a.size_bytes)
+            steps.append((-slope, u, k, b.size_bytes - a.size_bytes))
+    steps.sort()
+    position = [0] * len(units)
+    left = budget_bytes - sum(options[hull[0]].size_bytes for options, hull in zip(units, hulls, strict=True))
+    multiplier = 0.0
+    for negative_slope, u, k, extra in steps:
+        if position[u] == k - 1 and extra <= left:
+            position[u] = k
+            left -= extra
+        elif multiplier == 0.0:
+            multiplier = -negative_slope
+    return [hull[p] for hull, p in zip(hulls, position, strict=True)], multiplier
+
+
+def _exact(
+    units: Sequence[Sequence[Option]], choice: list[int], multiplier: float, budget_bytes: int
+) -> list[int]:
+    """Re-decides the units near the multiplier by an integer program (HiGHS); never worse than `choice`."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_matrix
+
+    if multiplier <= 0.0:
+        return choice
+    free = [_near(options, current, multiplier) for options, current in zip(units, choice, strict=True)]
+    if all(len(f) <= 1 for f in free):
+        return choice
+    variables = [(u, i) for u, options in enumerate(free) for i in options]
+    sizes = np.array([units[u][i].size_bytes for u, i in variables], dtype=np.float64)
+    losses = np.array([units[u][i].loss for u, i in variables], dtype=np.float64)
+    one_each = coo_matrix(
+        (np.ones(len(variables)), ([u for u, _ in variables], range(len(variables)))),
+        shape=(len(units), len(variables)),
+    )
+    scale = max(float(losses.sum()), 1e-300)
+    result = milp(
+        losses / scale * len(variables),
+        constraints=[
+            LinearConstraint(one_each.tocsr(), 1, 1),
+            LinearConstraint(sizes[None, :] / budget_bytes, -np.inf, 1.0),
+        ],
+        integrality=np.ones(len(variables)),
+        bounds=Bounds(0, 1),
+        # A limit on nodes, not on time: the same answer on a slow machine.
+        options={"node_limit": 2000, "mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        return choice
+    better = list(choice)
+    for (u, i), taken in zip(variables, result.x, strict=True):
+        if taken > 0.5:
+            better[u] = i
+    old, new = _allocation(units, choice, multiplier), _allocation(units, better, multiplier)
+    return better if new.size_bytes <= budget_bytes and new.loss < old.loss else choice
+
+
+def _near(options: Sequence[Option], current: int, multiplier: float) -> list[int]:
+    """The Pareto options reachable from the current one at a price per byte near the multiplier, itself included."""
+    now = options[current]
+    out = []
+    for i in pareto(options):
+        extra = options[i].size_bytes - now.size_bytes
+        gain = now.loss - options[i].loss
+        if i == current or (extra != 0 and multiplier / WINDOW <= gain / extra <= multiplier * WINDOW):
+            out.append(i)
+    return out if current in out else [*out, current]
