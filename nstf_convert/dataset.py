@@ -97,9 +97,9 @@ def tokenise_windows(
     pieces = [list(_pieces(text, max(512, PIECE_CHARS_PER_TOKEN * width))) for text in texts]
     encode = _encoder(tokenizer)
     needed_fit, needed_held = n_fit * width, n_held_out * width
-    split, found = "documents", _by_documents(pieces, encode, needed_fit, needed_held, seed)
-    if found is None:
-        split, found = "regions", _by_regions(pieces, encode, needed_fit, needed_held, seed)
+    parts = _by_documents(pieces, encode, needed_fit, needed_held, seed)
+    split = "regions" if parts is None else "documents"
+    found = _by_regions(pieces, encode, needed_fit, needed_held, seed) if parts is None else parts
     if isinstance(found, int):
         raise UsageError(
             f"{name} has {found} tokens, but {n_fit} + {n_held_out} windows of {seq_len} need "
@@ -151,8 +151,7 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
             yield from _parquet(file, field)
         else:
             with file.open(encoding="utf-8") as stream:
-                for block in iter(lambda: stream.read(BLOCK_CHARS), ""):
-                    yield block
+                yield from iter(lambda: stream.read(BLOCK_CHARS), "")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"the dataset {file} is not UTF-8 text (byte {error.start} of a block); convert it"
@@ -181,13 +180,9 @@ def _text_of(record: object, field: str | None, where: str) -> str:
         value = record.get(name) if isinstance(record, dict) else None
         if isinstance(value, str):
             return value
-        turns = (
-            [m.get("content") if isinstance(m, dict) else None for m in value]
-            if isinstance(value, list)
-            else []
-        )
-        if turns and all(isinstance(turn, str) for turn in turns):
-            return "\n\n".join(turns)
+        turns = value if isinstance(value, list) else []
+        if turns and all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in turns):
+            return "\n\n".join(t["content"] for t in turns)
     known = field or ", ".join(FIELDS)
     raise UsageError(f"the dataset {where}: no text under {known}; name the field that has it")
 
