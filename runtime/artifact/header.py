@@ -66,7 +66,15 @@ class HeaderError(ValueError):
 
 def corrupt(where: object, what: object) -> CorruptError:
     """The error for a damaged file: which, what is wrong, what to do."""
-    return CorruptError(f"{where}: {what}; the file is damaged or incomplete, fetch or convert it again")
+    return CorruptError(
+        f"{where}: {one_line(str(what))}; the file is damaged or incomplete, fetch or convert it again"
+    )
+
+
+def one_line(text: str, limit: int = 400) -> str:
+    """`text` without line ends and terminal escapes, at most `limit` long: it may quote a stranger."""
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def short(value: object, limit: int = 80) -> str:

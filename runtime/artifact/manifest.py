@@ -26,6 +26,7 @@ from nstf.runtime.artifact.header import (
     TensorEntry,
     canonical_json,
     corrupt,
+    one_line,
     short,
     strict_json,
 )
@@ -167,7 +168,7 @@ def from_json(text: str, where: object) -> Manifest:
     except UnicodeEncodeError as error:
         raise corrupt(where, "the manifest is not UTF-8") from error
     except UnknownKindError as error:
-        raise UnsupportedError(f"{where}: {error}; update nstf") from error
+        raise UnsupportedError(f"{where}: {one_line(str(error))}; update nstf") from error
     except UnsupportedError as error:
         raise UnsupportedError(f"{where}: {error}") from error
     except (HeaderError, FormatError) as error:
