@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.factors import BytesOf, Decomposition, largest
-from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, relative_error, unfold, whiten
+from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.tensorly_backend import torch_backend
 from nstf.kernels.formats import cp
@@ -28,6 +28,12 @@ from nstf.kernels.formats.tree import Shape
 KIND = cp.KIND
 PENALTIES = (1e-10, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Ridge on the factors of a tensor of unit norm. The first only keeps the normal equations solvable."""
+WORK = 5e10
+"""Multiply-adds spent on one weight before starts and sweeps are saved: about 10 s on one core."""
+MAX_RANK = 512
+"""Largest rank that is offered for a byte budget: beyond it ALS takes minutes, and never won at equal
+bytes.
+"""
 POLISH = 4
 """Sweeps on the uncompressed tensor after ALS on the compressed one."""
 
@@ -51,15 +57,20 @@ class Params:
 PARAMS = Params
 
 
-def decompose(weight: Tensor, params: Params, stats_hessian: Tensor | None = None) -> Decomposition:
-    """The terms' factors, weights folded in evenly. weight and hessian: see modes.whiten.
+def decompose(
+    weight: Tensor,
+    params: Params,
+    stats_hessian: Tensor | None = None,
+    row_weight: Tensor | None = None,
+) -> Decomposition:
+    """The terms' factors, weights folded in evenly. weight, hessian, row_weight: see modes.whiten.
 
     Raises ValueError.
     """
     shape = tuple(weight.shape)
     view = params.view or shape
     node = cp.Params(params.rank, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
     norm = float(whitened.tensor.norm())
     if norm == 0.0:
         factors = [torch.zeros(size, params.rank, dtype=torch.float64) for size in view]
@@ -142,14 +153,17 @@ def _fit(tensor: Tensor, params: Params) -> list[Tensor]:
 def _best_start(tensor: Tensor, params: Params) -> list[Tensor]:
     best: list[Tensor] | None = None
     best_error = math.inf
-    for start in range(1 + params.restarts):
+    per_sweep = 2.0 * tensor.ndim * params.rank * (tensor.numel() + params.rank**2)
+    sweeps = max(4, min(params.iterations, int(WORK / per_sweep)))
+    starts = max(1, min(1 + params.restarts, int(WORK / (per_sweep * sweeps))))
+    for start in range(starts):
         generator = torch.Generator().manual_seed(params.seed + start)
         if start == 0:
             factors = _spectral(tensor, params.rank, generator)
         else:
             factors = [_random(n, params.rank, generator) for n in tensor.shape]
         for penalty in PENALTIES:
-            factors = _als(tensor, factors, params, penalty)
+            factors = _als(tensor, factors, params.rank, sweeps, penalty)
             if _intensity(factors) <= params.intensity:
                 break
         error = _squared_error(tensor, factors)
@@ -188,14 +202,12 @@ def _exact(tensor: Tensor) -> list[Tensor]:
     return factors
 
 
-def _als(tensor: Tensor, factors: list[Tensor], params: Params, penalty: float) -> list[Tensor]:
-    start: Any = (torch.ones(params.rank, dtype=torch.float64), _even(factors))
+def _als(tensor: Tensor, factors: list[Tensor], rank: int, sweeps: int, penalty: float) -> list[Tensor]:
+    start: Any = (torch.ones(rank, dtype=torch.float64), _even(factors))
     with torch_backend():
         from tensorly.decomposition import parafac
 
-        weights, fitted = parafac(
-            tensor, params.rank, n_iter_max=params.iterations, init=start, tol=1e-6, l2_reg=penalty
-        )
+        weights, fitted = parafac(tensor, rank, n_iter_max=sweeps, init=start, tol=1e-6, l2_reg=penalty)
     return _even([fitted[0] * weights, *fitted[1:]])
 
 
@@ -226,8 +238,10 @@ def _intensity(factors: list[Tensor]) -> float:
 
 
 def rank_for_bytes(view: Shape, size_bytes: int, bytes_of: BytesOf) -> int | None:
-    """The largest rank whose factors take at most `size_bytes` together, or None if one term does not fit."""
-    most = math.prod(view) // max(view)
+    """The largest rank up to MAX_RANK whose factors take at most `size_bytes`, or None if one term does not
+    fit.
+    """
+    most = min(MAX_RANK, math.prod(view) // max(view))
     return largest(lambda r: sum(bytes_of((size, r)) for size in view) <= size_bytes, most)
 
 
@@ -243,7 +257,7 @@ def rank_for_error(
 
     def reaches(rank: int) -> bool:
         trial = decompose(weight, replace(params, rank=rank), stats_hessian)
-        return relative_error(whitened, trial.dense()) <= error
+        return whitened.error(trial.dense()) <= error
 
     if not reaches(params.rank):
         return None

@@ -1,13 +1,22 @@
-"""A tensor of several axes in the norm of its input: unfoldings, mode products, spectra, whitened axis.
+"""A tensor of several axes in the norm of its input: unfoldings, mode products, and the whitened axes.
 
 For a tensor T and an input covariance S on axis a the norm is ||T x_a S^(1/2)||. Multiplying axis a by L^T
-(with S = L L^T) turns it into the plain norm, keeps every CP, Tucker and tensor-train structure, and is
-undone on the one factor that holds the axis: the covariance-weighted decompositions of "distribution-aware
-tensor decomposition" (arXiv 2511.04494, 2025) for convolutions, SVD-LLM's whitening for matrices.
+(with
+S = L L^T) turns it into the plain norm, keeps every CP, Tucker and tensor-train structure, and is undone on
+the
+one factor that holds the axis: SVD-LLM's whitening for matrices, and the covariance-weighted decompositions
+of
+"distribution-aware tensor decomposition" (arXiv 2511.04494, 2025) for convolutions.
+
+Where the view splits the input into several axes (heads x head_dim, channels x kernel), its covariance is
+taken as
+the Kronecker product of its partial traces; row weights over several axes likewise as a product of their
+means.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,68 +31,152 @@ from nstf.kernels.formats.tree import Shape
 class Whitened:
     """A tensor in the coordinates where its norm is plain.
 
-    tensor: [view] float64. axis, root: the whitened axis and the Cholesky factor L of its covariance, or
-    None. patch: the damped covariance of whole convolution patches [in * kh * kw, same], when that was given.
-    original: the unwhitened tensor.
+    tensor: [view] float64; original: the same unwhitened. roots: per whitened axis a Cholesky factor L [n,
+    n], or
+    a scale [n] for an axis of rows. patch: the whole damped covariance [m, m] when the last axes, from
+    `columns`
+    on, split it, else None. row_scale: sqrt of the row weights [rows], or None.
     """
 
     tensor: Tensor
     original: Tensor
-    axis: int | None = None
-    root: Tensor | None = None
+    roots: Mapping[int, Tensor] = field(default_factory=dict)
     patch: Tensor | None = None
+    columns: int = 0
+    row_scale: Tensor | None = None
 
-    def covariance(self, axis: int) -> Tensor | None:
-        """The covariance on `axis`, None for identity."""
-        return self.root @ self.root.T if self.root is not None and axis == self.axis else None
+    def covariance(self, axis: int) -> Tensor:
+        """The covariance on `axis`, identity where there is none."""
+        root = self.roots.get(axis)
+        if root is None:
+            return torch.eye(self.tensor.shape[axis], dtype=torch.float64)
+        return root @ root.T if root.ndim == 2 else torch.diag(root.square())
 
     def into(self, factor: Tensor, axis: int, dim: int = 0) -> Tensor:
-        """A factor in whitened coordinates: L^T along its dimension `dim` if it holds the axis."""
-        if self.root is None or axis != self.axis:
+        """A factor in whitened coordinates: L^T along its dimension `dim`, which is the tensor's `axis`."""
+        root = self.roots.get(axis)
+        if root is None:
             return factor
-        return mode_product(factor, self.root.T, dim)
+        if root.ndim == 2:
+            return mode_product(factor, root.T, dim)
+        return fold(unfold(factor, dim) * root[:, None], dim, tuple(factor.shape))
 
     def out_of(self, factor: Tensor, axis: int, dim: int = 0) -> Tensor:
         """The inverse of `into`."""
-        if self.root is None or axis != self.axis:
+        root = self.roots.get(axis)
+        if root is None:
             return factor
         flat = unfold(factor, dim)
-        solved = torch.linalg.solve_triangular(self.root.T, flat, upper=True)
-        return fold(solved, dim, tuple(factor.shape))
+        if root.ndim == 2:
+            flat = torch.linalg.solve_triangular(root.T, flat, upper=True)
+        else:
+            flat = flat / root[:, None]
+        return fold(flat, dim, tuple(factor.shape))
+
+    def squared_norm(self, difference: Tensor) -> float:
+        """sum_j row_weight_j d_j H d_j^T, with the whole covariance when there is one.
+
+        difference: original form.
+        """
+        d = difference.to(torch.float64).reshape(self.original.shape)
+        if self.patch is None:
+            for axis in self.roots:
+                d = self.into(d, axis, axis)
+            return float(d.square().sum())
+        matrix = d.reshape(-1, self.patch.shape[0])
+        if self.row_scale is not None:
+            matrix = matrix * self.row_scale[:, None]
+        return float(((matrix @ self.patch) * matrix).sum())
+
+    def error(self, approximation: Tensor) -> float:
+        """||T - approximation|| / ||T||. approximation: in the original coordinates."""
+        total = self.squared_norm(self.original)
+        difference = approximation.to(torch.float64).reshape(self.original.shape) - self.original
+        return math.sqrt(max(self.squared_norm(difference), 0.0) / total) if total > 0 else 0.0
 
 
-def whiten(weight: Tensor, view: Shape, hessian: Tensor | None, damping: float = DAMPING) -> Whitened:
+def whiten(
+    weight: Tensor,
+    view: Shape,
+    hessian: Tensor | None = None,
+    damping: float = DAMPING,
+    row_weight: Tensor | None = None,
+) -> Whitened:
     """The weight in `view`, whitened. weight: [out, in], [experts, out, in] or [out, in, kernel...].
 
-    hessian: [n, n] with n = the last axis of the weight, kept whole as the last axis of the view; or, for a
-    convolution whose view keeps (out, in) in front, n = in (channel covariance) or in * kernel (covariance of
-    patches, whose average over kernel positions is used for the axis). Raises ValueError for any other size.
+    hessian: [n, n], n the product of the last axes of the view; or, for a convolution whose view keeps (out,
+    in)
+    in front, n = in, the covariance of channels. row_weight: [rows], rows the product of the first axes of
+    the
+    view (for a view that splits rows and columns elsewhere it is not used). Raises ValueError for other
+    sizes.
     """
     check_view(view)
     shape = tuple(weight.shape)
     check_view_of(view, shape)
     check_finite(weight)
     original = weight.detach().to(torch.float64).reshape(view)
-    if hessian is None:
-        return Whitened(original, original)
+    roots: dict[int, Tensor] = {}
+    patch, columns = None, len(view)
+    if hessian is not None:
+        covariances, columns = _covariances(shape, view, hessian, damping)
+        roots = {axis: cholesky(c) for axis, c in covariances.items()}
+        patch = damped(hessian, damping) if len(roots) > 1 else None
+    row_scale = None
+    if row_weight is not None:
+        scales = _row_scales(view[:columns], row_weight.reshape(-1).to(torch.float64), damping)
+        roots |= {axis: scale for axis, scale in scales.items() if axis not in roots}
+        if scales:
+            row_scale = (row_weight.reshape(-1).to(torch.float64) + damping * float(row_weight.mean())).sqrt()
+    tensor = original
+    whitened = Whitened(original, original, roots, patch, columns, row_scale)
+    for axis in roots:
+        tensor = whitened.into(tensor, axis, axis)
+    return Whitened(tensor, original, roots, patch, columns, row_scale)
+
+
+def _covariances(shape: Shape, view: Shape, hessian: Tensor, damping: float) -> tuple[dict[int, Tensor], int]:
+    """The covariance of each input axis, and the first input axis."""
     n = hessian.shape[0]
-    convolution = len(shape) >= 3 and view[:2] == shape[:2]
-    if len(shape) <= 3 and n == shape[-1] == view[-1]:
-        axis, patch = len(view) - 1, None
-        covariance = damped(hessian, damping)
-    elif convolution and n == shape[1]:
-        axis, patch = 1, None
-        covariance = damped(hessian, damping)
-    elif convolution and n == math.prod(shape[1:]):
-        axis, patch = 1, damped(hessian, damping)
-        taps = n // shape[1]
-        covariance = torch.einsum("ikjk->ij", patch.reshape(shape[1], taps, shape[1], taps)) / taps
+    h = damped(hessian, damping)
+    kernels = len(shape) > 3 or (len(shape) == 3 and n != shape[-1])
+    if kernels and view[:2] == shape[:2] and n == shape[1]:
+        return {1: h}, 1
+    for first in reversed(range(1, len(view))):
+        sizes = view[first:]
+        if math.prod(sizes) == n:
+            break
     else:
-        raise ValueError(
-            f"a hessian of size {n} belongs to no axis of {list(shape)} in the view {list(view)}"
-        )
-    root = cholesky(covariance)
-    return Whitened(mode_product(original, root.T, axis), original, axis, root, patch)
+        raise ValueError(f"a hessian of size {n} belongs to no last axes of {list(shape)} as {list(view)}")
+    if len(sizes) == 1:
+        return {first: h}, first
+    share = float(h.diagonal().sum()) ** (1.0 / len(sizes) - 1.0)
+    found = {}
+    for i, size in enumerate(sizes):
+        before, after = math.prod(sizes[:i]), math.prod(sizes[i + 1 :])
+        blocks = h.reshape(before, size, after, before, size, after)
+        found[first + i] = torch.einsum("aibajb->ij", blocks) * share
+    return found, first
+
+
+def _row_scales(sizes: Shape, weight: Tensor, damping: float) -> dict[int, Tensor]:
+    """sqrt of the weight of each row axis: means over the others, so that their product has the overall
+    mean.
+    """
+    if math.prod(sizes) != weight.numel():
+        return {}
+    if not bool((weight >= 0).all()):
+        raise ValueError("row_weight must be numbers that are not negative")
+    mean = float(weight.mean())
+    if mean <= 0:
+        return {}
+    grid = (weight + damping * mean).reshape(sizes)
+    total = float(grid.mean())
+    share = total ** (1.0 / len(sizes) - 1.0)
+    scales = {}
+    for axis, size in enumerate(sizes):
+        scales[axis] = (unfold(grid, axis).mean(1) * share).sqrt().reshape(size)
+    return scales
 
 
 def unfold(tensor: Tensor, axis: int) -> Tensor:
@@ -108,12 +201,3 @@ def gram_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     gram = matrix @ matrix.T
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     return values.flip(0).clamp_min(0.0), vectors.flip(1)
-
-
-def relative_error(whitened: Whitened, approximation: Tensor) -> float:
-    """||T - approximation|| / ||T|| in the whitened coordinates. approximation: in the original ones."""
-    total = float(whitened.tensor.norm())
-    difference = approximation.to(torch.float64).reshape(whitened.original.shape) - whitened.original
-    if whitened.root is not None and whitened.axis is not None:
-        difference = mode_product(difference, whitened.root.T, whitened.axis)
-    return float(difference.norm()) / total if total > 0 else float(difference.norm())

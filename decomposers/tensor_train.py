@@ -34,12 +34,17 @@ class Params:
 PARAMS = Params
 
 
-def decompose(weight: Tensor, params: Params, stats_hessian: Tensor | None = None) -> Decomposition:
-    """The cores. weight and hessian: see modes.whiten. Raises ValueError."""
+def decompose(
+    weight: Tensor,
+    params: Params,
+    stats_hessian: Tensor | None = None,
+    row_weight: Tensor | None = None,
+) -> Decomposition:
+    """The cores. weight, hessian, row_weight: see modes.whiten. Raises ValueError."""
     shape = tuple(weight.shape)
     view = params.view or shape
     node = tensor_train.Params(params.ranks, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
     cores = _tt_svd(whitened.tensor, node.ranks)
     named = {f"core{i}": _stored(whitened.out_of(c, i, 1)) for i, c in enumerate(cores)}
     refit = _Refit(whitened, node)
@@ -73,10 +78,7 @@ class _Refit:
         _, right = self._sides(axis, current)
         gram = right @ right.T
         if lead_for(tuple(current[name].shape)) == 1:
-            covariance = self.whitened.covariance(axis)
-            if covariance is None:
-                covariance = torch.eye(self.node.view[axis], dtype=torch.float64)
-            gram = torch.kron(covariance, gram)
+            gram = torch.kron(self.whitened.covariance(axis), gram)
         return gram.to(torch.float32)
 
     def _sides(self, axis: int, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 HOSVD (De Lathauwer, De Moor, Vandewalle 2000) takes the leading eigenvectors of every unfolding; HOOI,
 which is tensorly's `partial_tucker`, improves them in turn. With a covariance the fit is in ||(W - W~)
-S^(1/2)||, see nstf.decomposers.modes; for a convolution with the covariance of whole patches the bases
-come from the average over kernel positions, and the core is then the exact least-squares solution in the
-full norm. Tucker-2 over (out, in) of a convolution: Kim et al. 2015.
+S^(1/2)||, see nstf.decomposers.modes; where the view splits the input
+(a convolution's channels and kernel), the bases come from the separable approximation there, and the core is
+then the exact least-squares solution in the full norm. Tucker-2 over (out, in) of a convolution: Kim et al.
+2015.
 """
 
 from collections.abc import Mapping
@@ -37,15 +38,20 @@ class Params:
 PARAMS = Params
 
 
-def decompose(weight: Tensor, params: Params, stats_hessian: Tensor | None = None) -> Decomposition:
-    """Core and bases. weight and hessian: see modes.whiten. Raises ValueError."""
+def decompose(
+    weight: Tensor,
+    params: Params,
+    stats_hessian: Tensor | None = None,
+    row_weight: Tensor | None = None,
+) -> Decomposition:
+    """Core and bases. weight, hessian, row_weight: see modes.whiten. Raises ValueError."""
     shape = tuple(weight.shape)
     view = params.view or shape
     node = tucker.Params(params.ranks, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
     factors = _fit(whitened.tensor, node.ranks, params.iterations)
     refit = _Refit(whitened, node)
-    named = {f"factor{i}": whitened.out_of(f, i).to(torch.float32).contiguous() for i, f in factors.items()}
+    named = {f"factor{i}": _stored(whitened.out_of(f, i)) for i, f in factors.items()}
     core, core_metric = refit.core(named)
     named["core"] = core
     metrics: dict[str, Tensor | None] = {
@@ -69,7 +75,7 @@ class _Refit:
         rest = self._rest(axis, current)
         gram = rest @ rest.T
         factor = solve_spd(gram, rest @ unfold(self.whitened.tensor, axis).T).T
-        return self.whitened.out_of(factor, axis).to(torch.float32).contiguous(), gram.to(torch.float32)
+        return _stored(self.whitened.out_of(factor, axis)), gram.to(torch.float32)
 
     def gram(self, name: str, current: Mapping[str, Tensor]) -> Tensor:
         rest = self._rest(int(name.removeprefix("factor")), current)
@@ -88,52 +94,57 @@ class _Refit:
 
     def core(self, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The best core for the bases in `current`, and the metric to round it in."""
-        factors = {
-            i: current[f"factor{i}"].to(torch.float64)
-            for i in range(len(self.node.view))
-            if f"factor{i}" in current
-        }
-        if self.whitened.patch is not None:
-            core, metric = self._core_of_patches(factors, self.whitened.patch)
-        else:
-            core = self.whitened.tensor
-            for i, factor in factors.items():
-                f = self.whitened.into(factor, i)
+        view = self.node.view
+        names = {i: f"factor{i}" for i in range(len(view)) if f"factor{i}" in current}
+        factors = {i: current[n].to(torch.float64) for i, n in names.items()}
+        split = self.whitened.patch is not None
+        separable = range(self.whitened.columns if split else len(view))
+        core = self.whitened.original
+        for i in separable:
+            core = self.whitened.into(core, i, i)
+            if i in factors:
+                f = self.whitened.into(factors[i], i)
                 core = mode_product(core, solve_spd(f.T @ f, f.T), i)
-            if self.whitened.axis is not None and self.whitened.axis not in factors:
-                core = self.whitened.out_of(core, self.whitened.axis, self.whitened.axis)
+            else:
+                core = self.whitened.out_of(core, i, i)
+        if self.whitened.patch is not None:
+            core, metric = self._core_of_patches(core, factors, self.whitened.patch)
+        else:
             metric = self._core_metric(factors)
-        return core.to(torch.float32).contiguous(), None if metric is None else metric.to(torch.float32)
+        return _stored(core), None if metric is None else metric.to(torch.float32)
+
+    def _core_of_patches(
+        self, core: Tensor, factors: Mapping[int, Tensor], patch: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exact for the whole covariance H: C = U^+ W H P (P^T H P)^-1, P = kron of the bases of the input
+        axes.
+
+        core: U^+ W, the rows' bases already applied.
+        """
+        projection = torch.ones(1, 1, dtype=torch.float64)
+        for i in range(self.whitened.columns, len(self.node.view)):
+            identity = torch.eye(self.node.view[i], dtype=torch.float64)
+            projection = torch.kron(projection, factors.get(i, identity))
+        hp = patch @ projection
+        metric = projection.T @ hp
+        flat = core.reshape(-1, patch.shape[0]) @ hp
+        solved = solve_spd(metric, flat.T).T.reshape(self.node.ranks)
+        return solved, metric if lead_for(self.node.ranks) == self.whitened.columns else None
 
     def _core_metric(self, factors: Mapping[int, Tensor]) -> Tensor | None:
         """Over the trailing axes of the core: bases are orthonormal, a whole axis has its covariance."""
-        lead = lead_for(self.node.ranks)
-        trailing = range(lead, len(self.node.view))
-        if self.whitened.axis not in trailing or self.whitened.axis in factors:
+        trailing = range(lead_for(self.node.ranks), len(self.node.view))
+        if not any(i in self.whitened.roots and i not in factors for i in trailing):
             return None
         metric = torch.ones(1, 1, dtype=torch.float64)
         for i in trailing:
-            covariance = self.whitened.covariance(i)
-            if covariance is None:
-                covariance = torch.eye(self.node.ranks[i], dtype=torch.float64)
-            metric = torch.kron(metric, covariance)
+            identity = torch.eye(self.node.ranks[i], dtype=torch.float64)
+            metric = torch.kron(metric, identity if i in factors else self.whitened.covariance(i))
         return metric
 
-    def _core_of_patches(self, factors: Mapping[int, Tensor], patch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For the covariance of patches H: C = U^+ W H P (P^T H P)^-1, P = kron of the bases."""
-        out_basis = factors.get(0)
-        projection = torch.ones(1, 1, dtype=torch.float64)
-        for i in range(1, len(self.node.view)):
-            basis = factors.get(i)
-            identity = torch.eye(self.node.view[i], dtype=torch.float64)
-            projection = torch.kron(projection, identity if basis is None else basis)
-        w = self.whitened.original.reshape(self.node.view[0], -1)
-        if out_basis is not None:
-            w = solve_spd(out_basis.T @ out_basis, out_basis.T @ w)
-        hp = patch @ projection
-        metric = projection.T @ hp
-        core = solve_spd(metric, (w @ hp).T).T.reshape(self.node.ranks)
-        return core, metric if lead_for(self.node.ranks) == 1 else None
+
+def _stored(factor: Tensor) -> Tensor:
+    return factor.to(torch.float32).contiguous()
 
 
 def _fit(tensor: Tensor, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
