@@ -114,7 +114,6 @@ def measure(
     from nstf.runtime.artifact import open_artifact
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.gates import evaluate as gates
-    from nstf_convert.gates.text import read_text
     from nstf_convert.streamed import StreamedModel
 
     if threads is not None:
@@ -127,7 +126,7 @@ def measure(
         tokenizer = load_tokenizer(artifact)
         text = None
         if dataset is not None:
-            text = read_text(dataset, CHARS_PER_TOKEN * seq_len * windows)
+            text = gates.read_text(dataset, CHARS_PER_TOKEN * seq_len * windows)
         if ref.is_causal_lm:
             if text is None:
                 raise UsageError("--dataset is missing: give held-out text such as --dataset held-out.txt")
@@ -151,7 +150,7 @@ def warn_about_source(provenance: Any, fingerprint: Any) -> None:
     """Says so when the artifact was made from another model than the reference."""
     import logging
 
-    recorded = provenance.get("fingerprint") or provenance.get("source_fingerprint")
+    recorded = provenance.get("checkpoint")
     if recorded and recorded != fingerprint():
         logging.getLogger(__name__).warning(
             "the artifact was not made from this reference: fingerprints differ"

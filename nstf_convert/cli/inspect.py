@@ -56,18 +56,18 @@ def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: 
     from nstf_convert.report.describe import compact, disk_bits, nominal_bits
 
     record, stored = artifact.record(name), artifact.stored_name(name)
-    report = artifact.manifest.report
+    plan = artifact.manifest.plan
     shared = stored != name
     row: dict[str, Any] = {
         "tensor": name,
-        "role": _entry(report, "roles", name),
+        "role": _entry(plan, "roles", name),
         "encoding": f"shared with {stored}" if shared else compact(record.tree),
         "shape": list(record.shape),
         "dtype": record.dtype,
         "nominal_bits": 0.0 if shared else nominal_bits(record.tree, record.shape),
         "disk_bits": 0.0 if shared else disk_bits(record.tree, record.shape),
         "size_bytes": 0 if shared else stored_bytes(record.tree, record.shape),
-        "expected_loss": _entry(report, "expected_loss", name),
+        "expected_loss": _entry(plan, "expected_loss", name),
     }
     if device is not None:
         row["kernel"] = kernel_name(artifact, name, device, batch)
@@ -106,10 +106,8 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
         "bits_per_weight": 8 * artifact.size_bytes / max(1, parameters),
         "tensors": len(rows),
         "files": artifact.file_names(),
-        "plan": dict(manifest.plan),
-        "budget": manifest.report.get("budget"),
+        "budget": manifest.plan.get("budget"),
         "accuracy": manifest.report.get("accuracy"),
-        "calibration": manifest.report.get("calibration"),
         "provenance": dict(manifest.provenance),
         "attention_plan": bool(manifest.attention),
     }
@@ -127,8 +125,8 @@ def show_summary(path: Path, summary: dict[str, Any]) -> None:
         ("bits per weight", f"{summary['bits_per_weight']:.3f}, everything counted"),
     ]
     budget = summary["budget"]
-    if isinstance(budget, dict) and isinstance(budget.get("bytes"), int):
-        pairs.append(("budget", f"{budget['bytes']} bytes ({budget.get('kind')} {budget.get('value')})"))
+    if isinstance(budget, dict):
+        pairs.append(("budget", f"{budget.get('kind')} {budget.get('value')}"))
     accuracy = summary["accuracy"]
     pairs += accuracy_pairs(accuracy.get("final") if isinstance(accuracy, dict) else None)
     pairs += [(k, v) for k, v in sorted(summary["provenance"].items()) if isinstance(v, str | int | float)]
@@ -148,6 +146,6 @@ def row_cell(row: dict[str, Any], column: str) -> object:
     return {"bytes": row["size_bytes"], "role": row["role"] or "-"}.get(column, row.get(column))
 
 
-def _entry(report: Any, table: str, name: str) -> Any:
-    found = report.get(table)
+def _entry(plan: Any, table: str, name: str) -> Any:
+    found = plan.get(table)
     return found.get(name) if isinstance(found, dict) else None

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from nstf.errors import UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.sizes import format_bytes
@@ -29,6 +30,10 @@ def plan(
 
     Example: nstf plan ./model --budget 0.5
     """
+    if max_kl is not None and not (budget or target_size or target_bpw):
+        raise UsageError(
+            "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
+        )
     chosen = options.build_options(
         model, Path("model.nstf"), (budget, target_size, target_bpw, max_kl), datasets=dataset,
         calibration=calibration, work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len,
@@ -44,7 +49,7 @@ def plan(
 
 
 def show(result: dict[str, Any]) -> None:
-    """The plan as text: one row a tensor, then everything else the pipeline put in it."""
+    """The plan as text: one row a tensor, then the totals."""
     rows = [
         (
             t["name"],
@@ -58,19 +63,21 @@ def show(result: dict[str, Any]) -> None:
     ]
     if rows:
         print_table(("tensor", "role", "encoding", "bits", "bytes", "expected loss"), rows, left=3)
-    pairs = [(k.replace("_", " "), text(k, v)) for k, v in result.items() if k != "tensors"]
+    file, budget = result["file"], result["budget"]
+    losses = [t["expected_loss"] for t in result["tensors"] if t["expected_loss"] is not None]
+    stages = result.get("stages") or []
+    pairs: list[tuple[str, object]] = [
+        ("size", f"{file['size_bytes']} bytes ({format_bytes(file['size_bytes'])})"),
+        ("budget", f"{budget['bytes']} bytes" if budget.get("bytes") is not None else f"{budget['kind']}"),
+        ("bits per weight", f"{number(file['bits_per_weight'], '.3f')} everything counted"),
+        ("expected loss", f"{sum(losses):.4g} over {len(losses)} tensors, a prediction: convert measures"),
+    ]
+    if stages:
+        pairs.append(("time so far", f"{sum(s['seconds'] for s in stages):.1f} s"))
+        pairs.append(("peak memory", format_bytes(max(s["peak_memory_bytes"] for s in stages))))
     print_pairs("", pairs)
 
 
 def number(value: object, form: str) -> str:
     """`value` formatted, or `-` when it was not measured."""
     return format(value, form) if isinstance(value, int | float) else "-"
-
-
-def text(key: str, value: object) -> str:
-    """A value of the plan in words; bytes get a readable size beside the exact one."""
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {text(k, v)}" for k, v in value.items())
-    if key.endswith("bytes") and isinstance(value, int):
-        return f"{value} ({format_bytes(value)})"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -8,12 +8,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nstf.errors import UsageError
+from nstf_convert.dataset import load_text
 from nstf_convert.measure import (
     Accuracy,
     LanguageModel,
@@ -143,6 +145,18 @@ def pooled(output: Tensor, mask: Tensor | None) -> Tensor:
         return output.mean(1)
     weight = mask.to(output.dtype)[..., None]
     return (output * weight).sum(1) / weight.sum(1).clamp_min(1)
+
+
+def read_text(dataset: Path, max_chars: int) -> str:
+    """The first `max_chars` characters of a dataset, documents joined by a blank line. Raises UsageError."""
+    pieces: list[str] = []
+    length = 0
+    for document in load_text(dataset):
+        pieces.append(document[: max_chars - length])
+        length += len(pieces[-1]) + 2
+        if length >= max_chars:
+            break
+    return "\n\n".join(pieces)
 
 
 def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> Tensor:

@@ -177,25 +177,6 @@ def build(
     return report
 
 
-def embedded(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a report that goes into the artifact: small, and the same from run to run.
-
-    Times, memory and the command line differ between runs, trees are in the manifest already, and rejected
-    alternatives would take a visible share of a small budget: they stay in report.json.
-    """
-    losses = {t["name"]: t["expected_loss"] for t in report["tensors"] if t["expected_loss"] is not None}
-    accuracy = {k: v for k, v in report["accuracy"].items() if k != "tried"}
-    return {
-        "version": report["version"],
-        "model": {k: v for k, v in report["model"].items() if k != "name"},
-        "budget": report["budget"],
-        "accuracy": accuracy,
-        "calibration": report["calibration"],
-        "roles": {t["name"]: t["role"] for t in report["tensors"]},
-        "expected_loss": {name: float(f"{loss:.4g}") for name, loss in losses.items()},
-    }
-
-
 def layer_of(name: str) -> int | None:
     """The number of the layer a parameter belongs to, from its name; None outside the layers."""
     match = _LAYER.search(name)

@@ -9,6 +9,8 @@ from nstf_convert.report.svg import escape
 
 Row = Sequence[object]
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
 
 def render(report: Mapping[str, Any]) -> str:
     """The page for a report of `nstf_convert.report.build`. Parts that were not measured are left out."""
@@ -19,27 +21,36 @@ def render(report: Mapping[str, Any]) -> str:
         _tiles(report),
         _bytes(report),
         _accuracy(report),
-        _section("Bytes against expected loss", plots.bytes_against_loss(report["tensors"]),
-                 "One mark a tensor, its area by the number of weights. The expected loss is what the planner used: half "
-                 "of tr(dW H dW^T), weighted by the sensitivity of the tensor's outputs."),
-        _section("Bits per weight by layer", plots.bits_by_layer(report["tensors"]),
-                 "On disk: codes, scales, zero points and factors."),
-        _section("What was rejected", _wrapped(plots.alternatives(report["tensors"])),
-                 "Grey: encodings that were priced; the line is their convex hull; orange: the one taken. A taken point "
-                 "above the hull was chosen by measurement or to make the bytes fit."),
-        _section("Attention patterns", plots.attention(report.get("attention")), _attention_text(report.get("attention"))),
+        _section(
+            "Bytes against expected loss",
+            plots.bytes_against_loss(report["tensors"]),
+            "One mark a tensor, its area by the number of weights. Expected loss: half "
+            "of tr(dW H dW^T), weighted by the sensitivity of the tensor's outputs.",
+        ),
+        _section(
+            "Bits per weight by layer",
+            plots.bits_by_layer(report["tensors"]),
+            "On disk: codes, scales, zero points and factors.",
+        ),
+        _section(
+            "What was rejected",
+            _wrapped(plots.alternatives(report["tensors"])),
+            "Grey: encodings that were priced, with their convex hull; orange: the one taken. A taken point "
+            "above the hull was chosen by measurement or to make the bytes fit.",
+        ),
+        _attention(report.get("attention")),
         _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
         _calibration(report.get("calibration")),
         _stages(report.get("stages") or []),
         _tensors(report["tensors"]),
         _footer(report),
-    ]  # fmt: skip
+    ]
     title = f"nstf: {model['name']}"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # Nothing may be fetched and nothing may run, whatever a name in the model says.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
     )
 
@@ -60,10 +71,20 @@ def _tiles(report: Mapping[str, Any]) -> str:
     ]
     if budget:
         within = "" if file["size_bytes"] <= budget else ' class="bad"'
-        tiles.append((f"<span{within}>{100 * file['size_bytes'] / budget:.2f} %</span>" if within else
-                      f"{100 * file['size_bytes'] / budget:.2f} %", f"of the budget of {budget:,} bytes"))  # fmt: skip
-    tiles.append((_number(file["bits_per_weight"], ".3f"),
-                  f"bits per weight, all counted; {_number(file['nominal_bits_per_weight'], '.3f')} nominal"))  # fmt: skip
+        tiles.append(
+            (
+                f"<span{within}>{100 * file['size_bytes'] / budget:.2f} %</span>"
+                if within
+                else f"{100 * file['size_bytes'] / budget:.2f} %",
+                f"of the budget of {budget:,} bytes",
+            )
+        )
+    tiles.append(
+        (
+            _number(file["bits_per_weight"], ".3f"),
+            f"bits per weight, all counted; {_number(file['nominal_bits_per_weight'], '.3f')} nominal",
+        )
+    )
     if "mean_cosine" in final:
         tiles.append((_number(final["mean_cosine"], ".6f"), "mean cosine similarity"))
         tiles.append((_number(final["min_cosine"], ".6f"), "smallest cosine similarity"))
@@ -82,11 +103,15 @@ def _tiles(report: Mapping[str, Any]) -> str:
 def _bytes(report: Mapping[str, Any]) -> str:
     file = report["file"]
     rows = [
-        (s["name"], f"{s['size_bytes']:,}", _percent(s["size_bytes"] / max(1, file["size_bytes"])),
-         f"{s['source_bytes']:,}" if s["source_bytes"] else "-",
-         _percent(s["size_bytes"] / s["source_bytes"]) if s["source_bytes"] else "-")
+        (
+            s["name"],
+            f"{s['size_bytes']:,}",
+            _percent(s["size_bytes"] / max(1, file["size_bytes"])),
+            f"{s['source_bytes']:,}" if s["source_bytes"] else "-",
+            _percent(s["size_bytes"] / s["source_bytes"]) if s["source_bytes"] else "-",
+        )
         for s in file["sections"]
-    ]  # fmt: skip
+    ]
     columns = ("part", "bytes", "share of the file", "bytes in the model", "of those")
     return _section(
         "Where the bytes went", plots.sections(file["sections"], file["size_bytes"]) + _table(columns, rows)
@@ -104,7 +129,11 @@ def _accuracy(report: Mapping[str, Any]) -> str:
         files.append((f"best uniform: {uniform['encoding']}", uniform["size_bytes"], uniform["accuracy"]))
     if "mean_cosine" in final:
         columns: Row = ("file", "bytes", "mean cosine", "smallest cosine", "relative L2 error")
-        keys = (("mean_cosine", ".6f"), ("min_cosine", ".6f"), ("relative_l2", ".5f"))
+        keys: Sequence[tuple[str, str]] = (
+            ("mean_cosine", ".6f"),
+            ("min_cosine", ".6f"),
+            ("relative_l2", ".5f"),
+        )
     else:
         columns = (
             "file",
@@ -116,8 +145,14 @@ def _accuracy(report: Mapping[str, Any]) -> str:
             "perplexity",
             "ratio",
         )
-        keys = (("mean_kl", ".5f"), ("median_kl", ".5f"), ("p99_kl", ".5f"), ("top1", ".5f"), ("ppl", ".4f"),
-                ("ppl_ratio", ".5f"))  # fmt: skip
+        keys = (
+            ("mean_kl", ".5f"),
+            ("median_kl", ".5f"),
+            ("p99_kl", ".5f"),
+            ("top1", ".5f"),
+            ("ppl", ".4f"),
+            ("ppl_ratio", ".5f"),
+        )
     rows = [
         (
             name,
@@ -135,20 +170,26 @@ def _accuracy(report: Mapping[str, Any]) -> str:
     ]
     if tried:
         content += _details("Every mix that was measured", _table(("mix", "bytes", "mean KLD"), tried))
-    return _section("Accuracy", content, "Divergence in nats against the original model in float32, lower is better; "
-                    "± is the standard error of the mean over windows.")  # fmt: skip
+    return _section(
+        "Accuracy",
+        content,
+        "Divergence in nats against the original model in float32, lower is better; "
+        "± is the standard error of the mean over windows.",
+    )
 
 
 def _protocol(protocol: Mapping[str, Any]) -> str:
     return ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in protocol.items())
 
 
-def _attention_text(plan: Mapping[str, Any] | None) -> str:
+def _attention(plan: Mapping[str, Any] | None) -> str:
     if not plan:
         return ""
-    measured = plan.get("kld_measured")
+    measured, allowed = plan.get("kld_measured"), plan.get("kld_budget", 0)
     found = "not measured" if measured is None else f"{measured:.5f} nats measured"
-    return f"KLD allowed for the whole plan {plan.get('kld_budget', 0):g} nats, {found}. A dot: the keys of the group may be evicted. Point at a head for its figures."
+    dots = "A dot: the keys of the group may be evicted. Point at a head for its figures."
+    text = f"KLD allowed for the whole plan {allowed:g} nats, {found}. {dots}"
+    return _section("Attention patterns", plots.attention(plan), text)
 
 
 def _roofline_text(data: Mapping[str, Any] | None) -> str:
@@ -168,8 +209,13 @@ def _calibration(facts: Mapping[str, Any] | None) -> str:
         if facts.get("self_generated")
         else ""
     )
-    rows = [("text", f"{facts['source']}{own}"), ("windows", facts["windows"]), ("tokens", f"{facts['tokens']:,}"),
-            ("held-out tokens", f"{facts['held_out_tokens']:,}"), ("seed", facts["seed"])]  # fmt: skip
+    rows = [
+        ("text", f"{facts['source']}{own}"),
+        ("windows", facts["windows"]),
+        ("tokens", f"{facts['tokens']:,}"),
+        ("held-out tokens", f"{facts['held_out_tokens']:,}"),
+        ("seed", facts["seed"]),
+    ]
     content = _facts(rows)
     strips = plots.experts(facts.get("experts") or [])
     if strips:
@@ -193,10 +239,19 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
 def _tensors(tensors: Sequence[Mapping[str, Any]]) -> str:
     columns = ("tensor", "role", "shape", "encoding", "nominal bits", "bits on disk", "bytes", "loss", "note")
     rows = [
-        (t["name"], t["role"], "×".join(str(n) for n in t["shape"]), t["encoding"], f"{t['nominal_bits']:.2f}",
-         f"{t['disk_bits']:.3f}", f"{t['size_bytes']:,}", _number(t["expected_loss"], ".3g"), t["note"])
+        (
+            t["name"],
+            t["role"],
+            "×".join(str(n) for n in t["shape"]),
+            t["encoding"],
+            f"{t['nominal_bits']:.2f}",
+            f"{t['disk_bits']:.3f}",
+            f"{t['size_bytes']:,}",
+            _number(t["expected_loss"], ".3g"),
+            t["note"],
+        )
         for t in tensors
-    ]  # fmt: skip
+    ]
     table = _table(columns, rows, left=("role", "shape", "encoding", "note"))
     return _section("Tensors", _details(f"All {len(rows)} tensors", table))
 
@@ -204,7 +259,8 @@ def _tensors(tensors: Sequence[Mapping[str, Any]]) -> str:
 def _footer(report: Mapping[str, Any]) -> str:
     tool, model = report["tool"], report["model"]
     command = f"<p><code>{escape(tool['command'])}</code></p>" if tool.get("command") else ""
-    return f'{command}<p class="soft">{escape(tool["name"])} {escape(tool["version"])}, source {escape(model["fingerprint"])}</p>'
+    origin = escape(f"{tool['name']} {tool['version']}, source {model['fingerprint']}")
+    return f'{command}<p class="soft">{origin}</p>'
 
 
 def _section(title: str, content: str, text: str = "") -> str:

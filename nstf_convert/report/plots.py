@@ -1,4 +1,4 @@
-"""The figures of the report, each from a part of the report dict to SVG. An empty part gives an empty string."""
+"""The figures of the report, each from a part of the report to SVG; nothing gives an empty string."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -164,7 +164,8 @@ def _one_curve(tensor: Mapping[str, Any]) -> str:
         parts.append(svg.circle(x(8 * size / numel), y(loss), 3.5, "mark c8", tip))
     tip = f"taken: {taken[2]}, {taken[0]} bytes, loss {taken[1]:.3g}"
     parts.append(svg.circle(x(8 * taken[0] / numel), y(taken[1]), 6, "mark c7 taken", tip))
-    caption = f"<figcaption><code>{svg.escape(tensor['name'])}</code><br>{svg.escape(tensor['encoding'])}</figcaption>"
+    name, encoding = svg.escape(tensor["name"]), svg.escape(tensor["encoding"])
+    caption = f"<figcaption><code>{name}</code><br>{encoding}</figcaption>"
     return svg.svg(310, 250, f"alternatives for {tensor['name']}", parts) + caption
 
 

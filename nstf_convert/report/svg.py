@@ -1,4 +1,4 @@
-"""The few pieces of SVG the report draws with: scales, axes, marks. Colours are classes of the page's style."""
+"""The few pieces of SVG the report draws with: scales, axes, marks. Colours are the style's classes."""
 
 import html
 import math
@@ -16,7 +16,7 @@ def escape(value: object) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A value to a position: [low, high] to [start, end], linear or logarithmic. Values outside are clamped."""
+    """A value to a position: [low, high] to [start, end], linear or logarithmic, clamped."""
 
     low: float
     high: float

@@ -9,8 +9,15 @@ from nstf.kernels.formats import integer as int_format
 from nstf_convert.report import build as report
 
 LAYERS, HIDDEN, FFN, KV = 30, 576, 1536, 192
-SHAPES = {"q": (HIDDEN, HIDDEN), "k": (KV, HIDDEN), "v": (KV, HIDDEN), "o": (HIDDEN, HIDDEN),
-          "gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}  # fmt: skip
+SHAPES = {
+    "q": (HIDDEN, HIDDEN),
+    "k": (KV, HIDDEN),
+    "v": (KV, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate": (FFN, HIDDEN),
+    "up": (FFN, HIDDEN),
+    "down": (HIDDEN, FFN),
+}
 
 
 def integer(bits: int, group: int = 64) -> Node:
@@ -46,9 +53,17 @@ def tensor(name: str, role: str, shape: tuple[int, ...], tree: Node, weight: flo
         if n != tree
     ]
     return report.TensorReport(
-        name, role, shape, "bfloat16", tree, 2 * math.prod(shape), loss_of(tree, shape, weight), True,
-        signature={"effective_rank": 120.5, "kurtosis": 4.2}, rejected=rejected,
-    )  # fmt: skip
+        name,
+        role,
+        shape,
+        "bfloat16",
+        tree,
+        2 * math.prod(shape),
+        loss_of(tree, shape, weight),
+        True,
+        signature={"effective_rank": 120.5, "kurtosis": 4.2},
+        rejected=rejected,
+    )
 
 
 def tensors() -> list[report.TensorReport]:
@@ -80,10 +95,23 @@ def tensors() -> list[report.TensorReport]:
 
 
 def accuracy(mean_kl: float) -> dict[str, Any]:
-    return {"mean_kl": mean_kl, "mean_kl_se": mean_kl / 15, "median_kl": mean_kl / 3, "p99_kl": mean_kl * 9,
-            "max_kl": mean_kl * 80, "top1": 1 - 6 * mean_kl, "top1_se": 0.002, "ppl_reference": 5.7345,
-            "ppl_reference_se": 0.31, "ppl": 5.7345 * (1 + mean_kl), "ppl_se": 0.31, "ppl_ratio": 1 + mean_kl,
-            "ppl_ratio_se": 0.0011, "windows": 16, "tokens": 4080}  # fmt: skip
+    return {
+        "mean_kl": mean_kl,
+        "mean_kl_se": mean_kl / 15,
+        "median_kl": mean_kl / 3,
+        "p99_kl": mean_kl * 9,
+        "max_kl": mean_kl * 80,
+        "top1": 1 - 6 * mean_kl,
+        "top1_se": 0.002,
+        "ppl_reference": 5.7345,
+        "ppl_reference_se": 0.31,
+        "ppl": 5.7345 * (1 + mean_kl),
+        "ppl_se": 0.31,
+        "ppl_ratio": 1 + mean_kl,
+        "ppl_ratio_se": 0.0011,
+        "windows": 16,
+        "tokens": 4080,
+    }
 
 
 def attention_plan() -> dict[str, Any]:
@@ -91,13 +119,37 @@ def attention_plan() -> dict[str, Any]:
     names = ["full", "streaming", "streaming", "vertical_slash", "block_topk"]
     layers = []
     for _ in range(LAYERS):
-        heads = [{"pattern": rng.choice(names), "params": {"sink": 16, "window": 256}, "min_length": 1024,
-                  "error": rng.random() / 10, "mass": 0.98} for _ in range(9)]  # fmt: skip
-        groups = [{"evict": all(h["pattern"] == "streaming" for h in heads[3 * g : 3 * g + 3]), "sink": 16,
-                   "recent": 256, "min_length": 1024} for g in range(3)]  # fmt: skip
+        heads = [
+            {
+                "pattern": rng.choice(names),
+                "params": {"sink": 16, "window": 256},
+                "min_length": 1024,
+                "error": rng.random() / 10,
+                "mass": 0.98,
+            }
+            for _ in range(9)
+        ]
+        groups = [
+            {
+                "evict": all(h["pattern"] == "streaming" for h in heads[3 * g : 3 * g + 3]),
+                "sink": 16,
+                "recent": 256,
+                "min_length": 1024,
+            }
+            for g in range(3)
+        ]
         layers.append({"heads": heads, "groups": groups})
-    return {"version": 1, "profile_lengths": [1024, 2048], "queries": 128, "error_bound": 0.1, "kld_budget": 0.002,
-            "kld_measured": 0.0011, "kld_covers": ["streaming"], "head_dim": 64, "layers": layers}  # fmt: skip
+    return {
+        "version": 1,
+        "profile_lengths": [1024, 2048],
+        "queries": 128,
+        "error_bound": 0.1,
+        "kld_budget": 0.002,
+        "kld_measured": 0.0011,
+        "kld_covers": ["streaming"],
+        "head_dim": 64,
+        "layers": layers,
+    }
 
 
 def roofline() -> dict[str, Any]:
@@ -109,10 +161,30 @@ def roofline() -> dict[str, Any]:
             for role, (out, inner) in SHAPES.items():
                 work, moved = 2.0 * tokens * out * inner, out * inner * 0.6 + 4.0 * tokens * (out + inner)
                 time_s = max(work / flops, moved / bandwidth) * rng.uniform(1.1, 3)
-                operators.append({"name": f"model.layers.{layer}.{role}", "kind": "linear", "calls": 1, "flops": work,
-                                  "bytes": moved, "time_s": time_s, "bound": "memory", "limit_s": 0.0})  # fmt: skip
-        phases.append({"name": name, "tokens": tokens, "batch": 1, "time_s": sum(o["time_s"] for o in operators),
-                       "flops": 1e9, "bytes": 1e8, "mfu": 0.41 if tokens > 1 else 0.03, "operators": operators})  # fmt: skip
+                operators.append(
+                    {
+                        "name": f"model.layers.{layer}.{role}",
+                        "kind": "linear",
+                        "calls": 1,
+                        "flops": work,
+                        "bytes": moved,
+                        "time_s": time_s,
+                        "bound": "memory",
+                        "limit_s": 0.0,
+                    }
+                )
+        phases.append(
+            {
+                "name": name,
+                "tokens": tokens,
+                "batch": 1,
+                "time_s": sum(o["time_s"] for o in operators),
+                "flops": 1e9,
+                "bytes": 1e8,
+                "mfu": 0.41 if tokens > 1 else 0.03,
+                "operators": operators,
+            }
+        )
     return {
         "device": {"name": "CPU, 2 threads", "flops": flops, "bandwidth": bandwidth, "source": "measured"},
         "phases": phases,
@@ -125,22 +197,46 @@ def sample(**changes: Any) -> dict[str, Any]:
     used = sum(stored_bytes(t.tree, t.shape) for t in rows)
     size = used + 690_000 + 61_440
     arguments: dict[str, Any] = {
-        "model": report.ModelFacts("SmolLM2-135M-docs", "LlamaForCausalLM", "safetensors", "3f7c" * 16, 134_515_008, 269_060_552, len(rows)),
+        "model": report.ModelFacts(
+            "SmolLM2-135M-docs",
+            "LlamaForCausalLM",
+            "safetensors",
+            "3f7c" * 16,
+            134_515_008,
+            269_060_552,
+            len(rows),
+        ),
         "budget": {"kind": "ratio", "value": 0.338, "bytes": size + 20_481},
         "size_bytes": size,
         "tensors": rows,
         "files_bytes": 690_000,
         "accuracy": report.AccuracyFacts(
-            accuracy(0.0214), {"windows": 16, "seq_len": 512, "scored_per_window": 255, "dataset": "eval.txt"}, "mix",
+            accuracy(0.0214),
+            {"windows": 16, "seq_len": 512, "scored_per_window": 255, "dataset": "eval.txt"},
+            "mix",
             report.Uniform("int4 g64", size - 1000, accuracy(0.0389)),
-            [{"name": "planned", "size_bytes": size, "mean_kl": 0.0241}, {"name": "search 1", "size_bytes": size, "mean_kl": 0.0214}],
+            [
+                {"name": "planned", "size_bytes": size, "mean_kl": 0.0241},
+                {"name": "search 1", "size_bytes": size, "mean_kl": 0.0214},
+            ],
         ),
         "attention": attention_plan(),
-        "calibration": report.CalibrationFacts("calibration.txt", False, 64, 32768, 8192, 0,
-                                               [report.ExpertTokens("model.layers.0.mlp.experts", (900, 420, 0, 77, 130, 610, 12, 250))]),
-        "stages": [report.Stage("calibration", 141.2, 1_930_000_000), report.Stage("candidates", 198.7, 2_210_000_000),
-                   report.Stage("plan", 3.1, 1_100_000_000), report.Stage("measure and search", 120.4, 2_040_000_000)],
+        "calibration": report.CalibrationFacts(
+            "calibration.txt",
+            False,
+            64,
+            32768,
+            8192,
+            0,
+            [report.ExpertTokens("model.layers.0.mlp.experts", (900, 420, 0, 77, 130, 610, 12, 250))],
+        ),
+        "stages": [
+            report.Stage("calibration", 141.2, 1_930_000_000),
+            report.Stage("candidates", 198.7, 2_210_000_000),
+            report.Stage("plan", 3.1, 1_100_000_000),
+            report.Stage("measure and search", 120.4, 2_040_000_000),
+        ],
         "roofline": roofline(),
         "command": "nstf convert ./model --budget 0.338 -o model.nstf --report model.html",
-    }  # fmt: skip
+    }
     return report.build(**(arguments | changes))
