@@ -1,11 +1,14 @@
 """From an attention profile to an attention plan: the cheapest patterns that stay within the bounds.
 
-1. For every KV group the cheapest streaming pattern whose *joint* output error stays within `error_bound`
-at the
-   longest profiled length, and from how short a length on it does (`min_length`): a candidate for eviction.
-   For every query head likewise on its own.
-2. These are ordered by saved cost / added error, and the longest prefix whose *measured* KLD stays within the
-   budget is accepted (bisection on its length; `measure` runs the model under the joint plan).
+1. For every KV group: the streaming patterns whose *joint* output error stays within `error_bound` at the
+longest
+   profiled length, and from how short a length on they do (`min_length`): candidates for eviction. For
+   every query head likewise on its own.
+2. Of the candidates of a group or head those on the hull of (added error, saved cost) are steps from full
+attention
+   to its cheapest pattern. All steps are ordered by saved cost / added error, and the longest prefix whose
+   *measured* KLD stays within the budget is accepted (bisection on its length; `measure` runs the model
+   under the joint plan).
 3. Heads left over get the cheapest vertical_slash or block_topk pattern within the bound. The runtime runs
 these
    densely today, so they cost no KLD; the plan's `kld_covers` says what the measured KLD includes.
@@ -15,6 +18,7 @@ The plan is a plain dictionary that nstf.runtime.attention_plan.parse_plan accep
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -24,17 +28,20 @@ from nstf.analyzers.attention_patterns import Pattern
 
 # An evicted group saves its heads' key reads and its memory; both count alike.
 EVICTION_GAIN = 2.0
-# A group's joint error is ruled by its heads with the largest outputs. A quiet head may be worse than the bound
-# by this factor, no more: one that averages the whole context would otherwise vanish behind loud local ones.
+# A group's joint error is ruled by its heads with the largest outputs. A quiet head may be worse than the
+# bound by this factor, no more: one that averages the whole context would otherwise vanish behind loud
+# local ones.
 QUIET_HEAD_SLACK = 2.0
 # A pattern that still reads this share of the keys is not worth a sparse kernel.
 WORTHWHILE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Item:
-    """One step of the greedy order: `heads` of `layer` become streaming, and their KV group is evicted
-    or not.
+class Step:
+    """One step of the greedy order: `heads` of `layer` get `pattern`; `group` is set when their KV is
+    evicted.
+
+    saved, added: what the step saves and adds beyond the one before it on the same heads.
     """
 
     layer: int
@@ -61,32 +68,29 @@ def select_plan(
     """
     if kld_budget < 0 or error_bound < 0:
         raise ValueError(f"kld_budget {kld_budget} and error_bound {error_bound} must not be negative")
-    items = order(profile, error_bound)
+    steps = order(profile, error_bound)
     if measure is None:
-        return _plan(profile, items, error_bound, kld_budget, None)
-    if not items:
+        return _plan(profile, steps, error_bound, kld_budget, None)
+    if not steps:
         return _plan(profile, [], error_bound, kld_budget, 0.0)
-    accepted, refused, klds = 0, len(items) + 1, {0: 0.0}
-    trial = len(items)
+    accepted, refused, klds = 0, len(steps) + 1, {0: 0.0}
+    trial = len(steps)
     while refused - accepted > 1:
-        klds[trial] = measure(_plan(profile, items[:trial], error_bound, kld_budget, None))
+        klds[trial] = measure(_plan(profile, steps[:trial], error_bound, kld_budget, None))
         # Written so that a KLD of NaN is refused.
         if klds[trial] <= kld_budget:
             accepted = trial
         else:
             refused = trial
         trial = (accepted + refused) // 2
-    return _plan(profile, items[:accepted], error_bound, kld_budget, klds[accepted])
+    return _plan(profile, steps[:accepted], error_bound, kld_budget, klds[accepted])
 
 
-def order(profile: AttentionProfile, error_bound: float) -> list[Item]:
+def order(profile: AttentionProfile, error_bound: float) -> list[Step]:
     """All steps within the error bound, the best saving per added error first."""
-    longest = max(profile.lengths)
-    last = profile.lengths[longest]
-    layers, heads, _ = last.error.shape
-    groups = last.group_error.shape[1]
+    layers, heads, groups = _shape(profile)
     per_group = heads // groups
-    items = []
+    steps = []
     for layer in range(layers):
         for group in range(groups):
             members = tuple(range(group * per_group, (group + 1) * per_group))
@@ -96,80 +100,89 @@ def order(profile: AttentionProfile, error_bound: float) -> list[Item]:
                 )
                 for length, scores in profile.lengths.items()
             }
-            found = cheapest(profile.patterns, errors, ("streaming",), error_bound, None)
-            if found is not None:
-                items.append(_item(profile, layer, members, group, *found))
+            steps += _steps(profile, layer, members, group, errors, error_bound)
             for head in members:
-                errors = {n: scores.error[layer, head] for n, scores in profile.lengths.items()}
-                found = cheapest(profile.patterns, errors, ("streaming",), error_bound, None)
-                if found is not None:
-                    items.append(_item(profile, layer, (head,), None, *found))
-    return sorted(items, key=lambda item: (-item.saved / max(item.added, 1e-9), item.layer, item.heads))
+                errors = {length: scores.error[layer, head] for length, scores in profile.lengths.items()}
+                steps += _steps(profile, layer, (head,), None, errors, error_bound)
+    return sorted(steps, key=lambda step: (-step.saved / step.added, step.layer, step.heads))
 
 
-def cheapest(
-    patterns: tuple[Pattern, ...],
-    errors: dict[int, Tensor],
-    names: tuple[str, ...],
-    bound: float,
-    share: Tensor | None,
-) -> tuple[int, int] | None:
-    """(pattern, min_length) of the cheapest pattern that holds at the longest length, or None.
+def holding(
+    patterns: tuple[Pattern, ...], errors: dict[int, Tensor], names: tuple[str, ...], bound: float
+) -> dict[int, int]:
+    """{pattern: min_length} of the patterns that hold at the longest length; errors: by length, [C].
 
-    errors: by length, [C]. min_length is the shortest profiled length from which on the error stays within
-    the bound at every profiled length, and at least what the pattern itself reads. Cost: `share` [C] of the
-    keys read when given, else sink + window.
+    min_length is the shortest profiled length from which on the error stays within the bound at every
+    profiled length, and at least what the pattern itself reads.
     """
-    best: tuple[float, float, int, int] | None = None
+    found = {}
     for index, pattern in enumerate(patterns):
         if pattern.name not in names:
             continue
-        holds = None
         for length in sorted(errors, reverse=True):
             if not float(errors[length][index]) <= bound:
                 break
-            holds = length
-        if holds is None:
-            continue
-        reads = sum(value for name, value in pattern.params if name in ("sink", "window"))
-        cost = reads if share is None else float(share[index])
-        key = (cost, float(errors[max(errors)][index]), index, max(holds, int(reads)))
-        best = key if best is None or key < best else best
-    return None if best is None else (best[2], best[3])
+            reads = sum(int(value) for name, value in pattern.params if name in ("sink", "window"))
+            found[index] = max(length, reads)
+    return found
 
 
-def _item(
+def _steps(
     profile: AttentionProfile,
     layer: int,
     heads: tuple[int, ...],
     group: int | None,
-    pattern: int,
-    min_length: int,
-) -> Item:
+    errors: dict[int, Tensor],
+    bound: float,
+) -> list[Step]:
+    """The steps of one group or head along the upper hull of (added error, saved cost), from (0, 0) on."""
     last = profile.lengths[max(profile.lengths)]
-    error, weight = last.error[layer, :, pattern], last.weight[layer]
-    saved = sum(1 - float(last.share[layer, head, pattern]) for head in heads)
-    added = sum(float(error[head]) ** 2 * float(weight[head]) for head in heads)
     gain = 1.0 if group is None else EVICTION_GAIN
-    return Item(layer, heads, group, pattern, min_length, saved * gain, added)
+    points = []
+    for index, min_length in holding(profile.patterns, errors, ("streaming",), bound).items():
+        saved = sum(1 - float(last.share[layer, head, index]) for head in heads) * gain
+        # The head's part in the squared output of its layer; never zero, as it divides.
+        weights = (
+            float(last.error[layer, head, index]) ** 2 * float(last.weight[layer, head]) for head in heads
+        )
+        points.append((max(sum(weights), 1e-12), saved, index, min_length))
+    hull: list[tuple[float, float, int, int]] = [(0.0, 0.0, -1, 0)]
+    for point in sorted(points, key=lambda point: (point[0], -point[1])):
+        if point[1] <= hull[-1][1] or point[0] <= hull[-1][0]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], point) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return [
+        Step(layer, heads, group, new[2], new[3], new[1] - old[1], new[0] - old[0])
+        for old, new in pairwise(hull)
+    ]
+
+
+def _slope(low: tuple[float, float, int, int], high: tuple[float, float, int, int]) -> float:
+    return (high[1] - low[1]) / (high[0] - low[0])
+
+
+def _shape(profile: AttentionProfile) -> tuple[int, int, int]:
+    """(layers, heads, KV groups)."""
+    last = profile.lengths[max(profile.lengths)]
+    return last.error.shape[0], last.error.shape[1], last.group_error.shape[1]
 
 
 def _plan(
-    profile: AttentionProfile, items: list[Item], bound: float, budget: float, measured: float | None
+    profile: AttentionProfile, steps: list[Step], bound: float, budget: float, measured: float | None
 ) -> dict[str, Any]:
-    last = profile.lengths[max(profile.lengths)]
-    layers, heads, _ = last.error.shape
-    groups = last.group_error.shape[1]
+    layers, heads, groups = _shape(profile)
     chosen: dict[tuple[int, int], tuple[int, int]] = {}
     evicted: dict[tuple[int, int], tuple[int, int]] = {}
-    for item in items:
-        if item.group is not None:
-            evicted[item.layer, item.group] = (item.pattern, item.min_length)
-    for item in items:
-        for head in item.heads:
+    for step in steps:
+        if step.group is not None:
+            evicted[step.layer, step.group] = (step.pattern, step.min_length)
+    for step in steps:
+        for head in step.heads:
             group = head // (heads // groups)
             # A group's pattern holds for all its heads, whatever they could do alone.
-            chosen[item.layer, head] = evicted.get((item.layer, group), (item.pattern, item.min_length))
+            chosen[step.layer, head] = evicted.get((step.layer, group), (step.pattern, step.min_length))
     return {
         "version": 1,
         "profile_lengths": sorted(profile.lengths),
@@ -197,10 +210,11 @@ def _head(
     last = profile.lengths[max(profile.lengths)]
     if found is None:
         errors = {n: scores.error[layer, head] for n, scores in profile.lengths.items()}
-        share = last.share[layer, head]
-        found = cheapest(profile.patterns, errors, ("vertical_slash", "block_topk"), bound, share)
-        if found is None or float(share[found[0]]) > WORTHWHILE_SHARE:
+        held = holding(profile.patterns, errors, ("vertical_slash", "block_topk"), bound)
+        best = min(held, key=lambda index: (float(last.share[layer, head, index]), index), default=None)
+        if best is None or float(last.share[layer, head, best]) > WORTHWHILE_SHARE:
             return {"pattern": "full", "params": {}, "min_length": 0, "error": 0.0, "mass": 1.0}
+        found = best, held[best]
     index, min_length = found
     return {
         "pattern": profile.patterns[index].name,

@@ -19,6 +19,7 @@ row). Without a cache, padding on the right is exact too. Holes inside a row are
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,9 +55,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CompiledLayer:
+    """Where the keys of a layer are, and its calls; `inverse` puts the heads of all buckets back in order."""
+
     segments: tuple[Segment, ...]
     buckets: tuple[Bucket, ...]
     per_group: int
+    inverse: tuple[int, ...]
 
 
 def compile_layer(plan: LayerPlan) -> CompiledLayer:
@@ -75,7 +79,9 @@ def compile_layer(plan: LayerPlan) -> CompiledLayer:
                 by_band.setdefault(plan.heads[head].streaming, []).append((head, slot))
         for band, pairs in by_band.items():
             buckets.append(Bucket(tuple(h for h, _ in pairs), index, tuple(s for _, s in pairs), band))
-    return CompiledLayer(segments, tuple(buckets), per_group)
+    done = [head for bucket in buckets for head in bucket.heads]
+    inverse = tuple(sorted(range(len(done)), key=done.__getitem__))
+    return CompiledLayer(segments, tuple(buckets), per_group, inverse)
 
 
 def apply_plan(model: nn.Module, plan: str | bytes | dict[str, object] | AttentionPlan) -> AttentionPlan:
@@ -166,11 +172,12 @@ def planned_attention(
     else:
         layer.claim()
         stores = layer.stores
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    parts = []
     for bucket in plan.buckets:
-        heads = torch.tensor(bucket.heads, device=query.device)
-        part = query.index_select(1, heads)
-        out[:, heads] = _attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows)
+        part = _heads(query, bucket.heads)
+        parts.append(_attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    out = _heads(out, plan.inverse)
     if layer is not None:
         layer.compact(None if rows is None else torch.tensor([low for low, _ in rows], device=key.device))
     return out.transpose(1, 2).contiguous(), None
@@ -259,15 +266,8 @@ def _attend_rows(
         if near > band[0] and start + 1 >= band[2]:
             key, value = (torch.cat([t[:, :, : band[0]], t[:, :, near:]], dim=2) for t in (key, value))
             tail_start = near
-    groups = bucket.whole_groups(per_group) if count == 1 and per_group > 1 else None
-    if groups is not None and (band is None or ring or tail_start):
-        # One new token, and all heads of a KV group see the same keys: the heads become the rows of one
-        # product.
-        packed = query.reshape(query.shape[0], len(groups), per_group, query.shape[3])
-        out = torch.nn.functional.scaled_dot_product_attention(
-            packed, _heads(key, groups), _heads(value, groups), scale=scale
-        )
-        return out.reshape(query.shape[0], len(bucket.heads), 1, value.shape[-1])
+    if count == 1 and (band is None or ring or tail_start):
+        return _one_token(query, key, value, bucket, per_group, scale)
     key, value = _heads(key, bucket.slots), _heads(value, bucket.slots)
     if band is None or ring:
         return causal(query, key, value, scale)
@@ -279,10 +279,45 @@ def _attend_rows(
     )
 
 
+def _one_token(
+    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, per_group: int, scale: float
+) -> Tensor:
+    """One new token that sees all of key, value: query heads of a KV head become the rows of one product.
+
+    No key is copied for its query heads; that copy would cost more than the attention.
+    """
+    attend = torch.nn.functional.scaled_dot_product_attention
+    batch, heads, _, size = query.shape
+    groups = bucket.whole_groups(per_group)
+    if groups is not None:
+        packed = query.reshape(batch, len(groups), per_group, size)
+        out = attend(packed, _heads(key, groups), _heads(value, groups), scale=scale)
+        return out.reshape(batch, heads, 1, value.shape[-1])
+    parts, first = [], 0
+    while first < heads:
+        slot, last = bucket.slots[first], first + 1
+        while last < heads and bucket.slots[last] == slot:
+            last += 1
+        one = slice(slot, slot + 1)
+        parts.append(attend(query[:, first:last].transpose(1, 2), key[:, one], value[:, one], scale=scale))
+        first = last
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
 def _heads(stored: Tensor, slots: tuple[int, ...]) -> Tensor:
-    if slots == tuple(range(stored.shape[1])):
+    """The heads `slots` of [B, h, T, D]: the tensor itself or a view where that is possible."""
+    low, count = slots[0], len(slots)
+    if count == stored.shape[1] and slots == tuple(range(count)):
         return stored
-    return stored.index_select(1, torch.tensor(slots, device=stored.device))
+    if slots == tuple(range(low, low + count)):
+        return stored[:, low : low + count]
+    return stored.index_select(1, _index(slots, stored.device))
+
+
+@lru_cache(maxsize=4096)
+def _index(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: a small tensor costs as much as a small matrix product."""
+    return torch.tensor(slots, device=device)
 
 
 def _rows(mask: Tensor | None, total: int, cached: bool) -> list[tuple[int, int]] | None:
@@ -314,7 +349,8 @@ def _dense_layer(heads: int, kv_heads: int) -> CompiledLayer:
     per_group = heads // kv_heads
     segment = Segment(tuple(range(kv_heads)))
     slots = tuple(head // per_group for head in range(heads))
-    return CompiledLayer((segment,), (Bucket(tuple(range(heads)), 0, slots, None),), per_group)
+    everything = tuple(range(heads))
+    return CompiledLayer((segment,), (Bucket(everything, 0, slots, None),), per_group, everything)
 
 
 def _text_config(model: nn.Module) -> Any:

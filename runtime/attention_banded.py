@@ -1,5 +1,4 @@
-"""Attention of a few heads over sink + local window, in O(T * (sink + window)) time and memory, without
-a T x T mask.
+"""Attention over sink + local window in O(T * (sink + window)) time and memory, without a T x T mask.
 
 The pattern (StreamingLLM, Xiao et al. 2023): the query at position i sees key j when j <= i and (j < sink or
 i - j < window). A block of queries [a, b) needs the keys [a - window + 1, b), which are one slice, and the
