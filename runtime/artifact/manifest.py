@@ -4,13 +4,14 @@
      "tensors": {name: {"shape": [...], "dtype": "bfloat16", "tree": {...}} | {"shared": name}},
      "files": {name: {"size": bytes, "encoding": "raw" | "zlib"}},
      "plan": {...}, "provenance": {...}, "attention": {...}, "report": {...},
-     "sha256": [one hex digest per array, in the sorted order of the arrays' names],
+     "sha256": base64 of the arrays' digests, 32 bytes each, in the sorted order of the arrays' names,
      "header_sha256": hex digest of the file's first bytes, up to the data, with this digest itself zeroed}
 
 The arrays of a tensor are named `<tensor>:<path in its tree>`, the files `nstf.file/<name>`. Names come from
 a stranger's file and may end up as paths of an export, so a name that could leave a folder is refused.
 """
 
+import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ ENCODINGS = ("raw", "zlib")
 META_KEYS = ("attention", "plan", "provenance", "report")
 MAX_FILE_BYTES = 1 << 28
 MAX_NAME_CHARS = 512
+DIGEST_BYTES = 32
 NO_DIGEST = "0" * 64
 
 _KEYS = {"version", "tensors", "files", *META_KEYS, "sha256", "header_sha256"}
@@ -155,7 +157,7 @@ def to_json(manifest: Manifest) -> str:
             "tensors": tensors,
             "files": {n: {"size": f.size, "encoding": f.encoding} for n, f in manifest.files.items()},
             **{key: dict(getattr(manifest, key)) for key in META_KEYS},
-            "sha256": list(manifest.sha256),
+            "sha256": base64.b64encode(bytes.fromhex("".join(manifest.sha256))).decode(),
             "header_sha256": manifest.header_sha256,
         }
     )
@@ -192,9 +194,7 @@ def _manifest(data: object, text: str) -> Manifest:
     for key in ("tensors", "files", *META_KEYS):
         if not isinstance(data[key], dict):
             raise HeaderError(f"the manifest's {key!r} is not an object")
-    digests = data["sha256"]
-    if not isinstance(digests, list) or not all(_is_digest(d) for d in digests):
-        raise HeaderError("the manifest's 'sha256' is not a list of SHA-256 digests in hexadecimal")
+    digests = _digests(data["sha256"])
     if not _is_digest(data["header_sha256"]):
         raise HeaderError("the manifest's 'header_sha256' is not a SHA-256 digest in hexadecimal")
     if canonical_json(data) != text:
@@ -204,7 +204,18 @@ def _manifest(data: object, text: str) -> Manifest:
     _check_shared(tensors)
     files = {name: _file(name, value) for name, value in data["files"].items()}
     meta = {key: data[key] for key in META_KEYS}
-    return Manifest(tensors, files, sha256=tuple(digests), header_sha256=data["header_sha256"], **meta)
+    return Manifest(tensors, files, sha256=digests, header_sha256=data["header_sha256"], **meta)
+
+
+def _digests(value: object) -> tuple[str, ...]:
+    """The hexadecimal digests in a base64 text (a third shorter than hexadecimal: 2 % of a small file's bytes)."""
+    try:
+        raw = base64.b64decode(value.encode("ascii"), validate=True) if isinstance(value, str) else b"x"
+    except ValueError:
+        raw = b"x"
+    if len(raw) % DIGEST_BYTES or base64.b64encode(raw).decode() != value:
+        raise HeaderError("the manifest's 'sha256' is not base64 of SHA-256 digests")
+    return tuple(raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES))
 
 
 def _is_digest(value: object) -> bool:

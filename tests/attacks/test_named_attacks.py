@@ -1,5 +1,6 @@
 """One case per way to attack a reader of weight files, each refused with its exact message."""
 
+import base64
 import json
 import zlib
 from collections.abc import Callable
@@ -291,13 +292,25 @@ MANIFEST_ATTACKS: dict[str, tuple[Callable[[Any], bytes], str]] = {
         changed(lambda g: put(g.manifest, "report", "")),
         "the manifest's 'report' is not an object",
     ),
-    "digest too short": (
-        changed(lambda g: put(g.manifest["sha256"], 0, "ab")),
-        "the manifest's 'sha256' is not a list of SHA-256 digests in hexadecimal",
+    "digests in hexadecimal": (
+        changed(lambda g: put(g.manifest, "sha256", ["0" * 64] * len(g.header))),
+        "the manifest's 'sha256' is not base64 of SHA-256 digests",
+    ),
+    "digest cut": (
+        changed(lambda g: put(g.manifest, "sha256", base64.b64encode(bytes(31)).decode())),
+        "the manifest's 'sha256' is not base64 of SHA-256 digests",
+    ),
+    "digests with a line end": (
+        changed(lambda g: put(g.manifest, "sha256", g.manifest["sha256"] + "\n")),
+        "the manifest's 'sha256' is not base64 of SHA-256 digests",
+    ),
+    "digests with loose bits": (
+        changed(lambda g: put(g.manifest, "sha256", "A" * 42 + "B=")),
+        "the manifest's 'sha256' is not base64 of SHA-256 digests",
     ),
     "digest missing": (
-        changed(lambda g: g.manifest["sha256"].pop()),
-        "{arrays-1} SHA-256 digests for {arrays} arrays",
+        changed(lambda g: put(g.manifest, "sha256", base64.b64encode(bytes(32)).decode())),
+        "1 SHA-256 digests for {arrays} arrays",
     ),
     "other blanks": (
         header_text(replaced(b'{\\"attention\\":', b'{\\"attention\\": ')),
@@ -510,7 +523,7 @@ def expected(message: str, good: Any, size: int) -> str:
     at = 8 + len(good.text()) + json.loads(good.text())["int:codes"]["data_offsets"][0]
     for word, value in {
         "{size}": size, "{size+1}": size + 1, "{size-1}": size - 1, "{arrays}": len(good.header),
-        "{arrays-1}": len(good.header) - 1, "{end}": len(good.text().rstrip()),
+        "{end}": len(good.text().rstrip()),
         "{at}": at, "{at+1}": at + 1, "{at-1}": at - 1,
     }.items():  # fmt: skip
         message = message.replace(word, str(value))

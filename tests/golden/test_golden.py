@@ -10,7 +10,7 @@ from nstf.kernels.formats import Node, decode
 from nstf.runtime.artifact import open_artifact, verify
 
 HERE = Path(__file__).parent
-V1_SHA256 = "c7e30302933389809c1ccf560ac42bf2b9584f3dd82cc8a0e67068b73ceb0e99"
+V1_SHA256 = "ca119c1d9aa3d47083c6dd12107b9d77cfd56e4a18abc3301807d5e05e891fdf"
 V1_KINDS = {
     "dense",
     "int",

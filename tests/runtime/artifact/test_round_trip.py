@@ -260,6 +260,16 @@ def test_opening_reads_the_header_only(tmp_path: Path) -> None:
         assert resident() - before > 8192
 
 
+def test_300_loads_leave_no_descriptor_open(tmp_path: Path, sample: dict[str, Any]) -> None:
+    path = tmp_path / "m.nstf"
+    write_artifact(path, **sample)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(300):
+        with open_artifact(path) as artifact:
+            artifact.encoded("lm_head.weight")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_verify_counts_what_it_checked(tmp_path: Path, sample: dict[str, Any]) -> None:
     path = tmp_path / "m.nstf"
     size = write_artifact(path, **sample)
