@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nstf.analyzers.attention import AttentionProfile, profile_attention
@@ -284,3 +285,24 @@ def test_the_profile_is_json_ready(profile: AttentionProfile) -> None:
     data = json.loads(json.dumps(profile.as_dict(), allow_nan=False))
     assert set(data["lengths"]) == {"256", "512"}
     assert len(data["patterns"]) == len(PATTERNS)
+
+
+class Largest(TorchDispatchMode):
+    """Largest tensor, in elements, that any operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(item, Tensor) and item.device.type == "cpu":
+                self.elements = max(self.elements, item.untyped_storage().nbytes() // item.element_size())
+        return out
+
+
+def test_no_tensor_is_larger_than_the_scores_of_one_kv_group() -> None:
+    model = built_model(layers=2, kv_heads=2)
+    with Largest() as largest:
+        profile_attention(model, windows(2048), queries=64, patterns=PATTERNS)
+    # 2 heads of a group, 64 queries, 2048 keys; the weights and activations are smaller.
+    assert largest.elements <= 2 * 64 * (2048 + 64)

@@ -1,0 +1,82 @@
+"""Architectures other than Llama: profiling, a planned prefill and a planned cache."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache
+
+from nstf.analyzers.attention import profile_attention
+from nstf.analyzers.attention_patterns import grid
+from nstf.analyzers.attention_select import select_plan
+from nstf.errors import UnsupportedError
+from nstf.runtime.attention import apply_plan, new_cache
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "eos_token_id": None}
+
+
+def build(kind: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "mistral", "gpt_neox", "gpt2", "olmo2", "phi3", "granite"]
+)
+def test_profile_select_and_run_with_a_planned_cache(kind: str) -> None:
+    settings = dict(GPT2 if kind == "gpt2" else SMALL)
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    if kind == "gpt_neox":
+        settings["num_key_value_heads"] = 4
+    model = build(kind, settings)
+    ids = torch.randint(1, 40, (2, 200), generator=torch.Generator().manual_seed(0))
+    # Everything within the bound: the plan is not a good one, but it is sparse everywhere.
+    patterns = grid(sinks=(2,), windows=(32,), stripes=(), thresholds=())
+    profile = profile_attention(model, [ids[0, :128]], queries=64, patterns=patterns)
+    plan = select_plan(profile, kld_budget=1.0, error_bound=1e6)
+    with torch.no_grad():
+        dense = model(ids).logits
+        apply_plan(model, plan)
+        whole = model(ids, use_cache=False).logits
+        torch.testing.assert_close(whole[:, :127], dense[:, :127], atol=1e-4, rtol=1e-4)
+        assert (whole[:, 150:] - dense[:, 150:]).abs().max() > 1e-6
+        cache = new_cache(model)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([140, 1, 1, 58], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+        assert all(store.keys.shape[2] == 34 for layer in cache.layers for store in layer.stores)
+        options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        plain = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        assert torch.equal(model.generate(ids, **options), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("gemma2", SMALL, "softcap|sliding"),
+        ("mistral", {**SMALL, "sliding_window": 64}, "sliding"),
+    ],
+)
+def test_attention_with_windows_or_caps_of_its_own_is_refused(
+    kind: str, settings: dict[str, Any], message: str
+) -> None:
+    model = build(kind, settings)
+    ids = torch.randint(1, 40, (128,), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(UnsupportedError, match=message):
+        profile_attention(model, [ids], queries=64, patterns=grid(stripes=(), thresholds=()))
