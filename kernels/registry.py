@@ -20,7 +20,7 @@ import torch
 from nstf.kernels.formats.tree import EncodedTensor
 
 _MODULES = (
-    # "nstf.kernels.cpu.packed_linear",
+    "nstf.kernels.cpu.packed_linear",
     "nstf.kernels.torch.structured",
     "nstf.kernels.torch.reference",
 )

@@ -1,7 +1,7 @@
-// The rounding sweep of quantizers/rounding/sweep.py: scale search and error feedback, sixteen rows at a time.
+// The rounding sweep of quantizers/rounding/sweep.py: scale search and error feedback, several rows at a time.
 //
-// One vector holds one column of sixteen rows, so every step is elementwise: no horizontal sums, any group size, and a
-// row's result depends on nothing but that row (the same for any number of threads and any split of the rows).
+// One vector holds one column of 4, 8 or 16 rows, so every step is elementwise: no horizontal sums, any group size, and
+// a row's result depends on nothing but that row (the same for any number of threads and any split of the rows).
 // The feedback of finished columns is a blocked product with 16-column panels of U, which stay in the cache while a
 // few tiles of rows pass over them.
 #include <nanobind/nanobind.h>
@@ -28,10 +28,8 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr int LANES = 16;  // rows of a tile
+constexpr int MOST_LANES = 16;
 constexpr int PANEL = 16;  // columns of a panel of U
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
 
 enum ScaleMode { F16 = 0, F32 = 1, U8 = 2, E8M0 = 3 };
 
@@ -53,12 +51,6 @@ struct Job {
     double* loss;
 };
 
-struct Levels {  // the constants of one quantiser, and the row's super-scale for 8-bit scales
-    const float *table, *middles;
-    int count, mode;
-    vf largest;
-};
-
 struct Free {
     void operator()(void* p) const { std::free(p); }
 };
@@ -70,287 +62,321 @@ Buffer buffer(int64_t floats) {
     return Buffer(static_cast<float*>(p));
 }
 
-INLINE vf splat(float x) { return x - vf{}; }
-INLINE vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
-INLINE void store(float* p, vf v) { *reinterpret_cast<vf*>(p) = v; }
-INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
-INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
-INLINE vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
-INLINE vf clamp(vf x, float low, float high) { return minimum(maximum(x, splat(low)), splat(high)); }
-// To the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
-INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
-
-// To float16 precision, ties to even; below 2^-14 the steps are 2^-24.
-INLINE vf to_half(vf x) {
-    x = clamp(x, -65504.0f, 65504.0f);
-    vi bits = (vi)x;
-    bits += 0xfff + ((bits >> 13) & 1);
-    bits &= ~0x1fff;
-    vf small = (x + 0.75f) - 0.75f;
-    return magnitude(x) < 6.103515625e-05f ? small : (vf)bits;
-}
-
-INLINE vf power_of_two_below(vf x) { return (vf)((vi)x & 0x7f800000); }
-
-INLINE vf round_scale(const Levels& q, vf s) {
-    if (q.mode == F16) return to_half(s);
-    if (q.mode == U8) {
-        vf steps = q.largest == 0.0f ? splat(0.0f) : 256.0f / q.largest;
-        return q.largest * clamp(nearest(clamp(s * steps, -1.0f, 300.0f)), 1.0f, 256.0f) * (1.0f / 256);
-    }
-    if (q.mode == E8M0) {
-        vf power = power_of_two_below(s);
-        return power == 0.0f ? splat(5.877471754111438e-39f) : power;
-    }
-    return s;
-}
-
-INLINE vf inverse(vf s) { return s == 0.0f ? splat(0.0f) : 1.0f / s; }
-
-// The level nearest to x (given as x / scale) at scale 1, less nothing: code - zero, or the table's value.
-INLINE vf point(const Levels& q, vf x, vf zero) {
-    if (!q.table) return nearest(clamp(x + zero, 0.0f, float(q.count - 1))) - zero;
-    if (q.count <= 16) {
-        vf v = splat(q.table[0]);
-        for (int k = 1; k < q.count; k++) v = x > splat(q.middles[k - 1]) ? splat(q.table[k]) : v;
-        return v;
-    }
-    vf v = x;
-    for (int l = 0; l < LANES; l++) {
-        const float* base = q.middles;
-        for (int n = q.count - 1; n > 0;) {  // how many midpoints lie below x
-            int half = (n + 1) / 2;
-            bool above = x[l] > base[half - 1];
-            base = above ? base + half : base;
-            n = above ? n - half : half - 1;
-        }
-        v[l] = q.table[base - q.middles];
-    }
-    return v;
-}
-
-INLINE int code_of(const Levels& q, float value, float zero) {
-    if (!q.table) return int(value + zero);
-    return int(std::lower_bound(q.table, q.table + q.count, value) - q.table);
-}
-
-struct Best {
-    vf loss, scale, zero;
-};
-
-INLINE void offer(const Levels& q, const float* x, const float* h, int64_t n, vf scale, vf zero, Best& best) {
-    vf loss = splat(0.0f), inv = inverse(scale);
-    for (int64_t i = 0; i < n; i++) {
-        vf xi = load(x + i * LANES), d = xi - scale * point(q, xi * inv, zero);
-        loss += d * d * h[i];
-    }
-    vi better = loss < best.loss;
-    best.loss = better ? loss : best.loss;
-    best.scale = better ? scale : best.scale;
-    best.zero = better ? zero : best.zero;
-}
-
-// Scale and zero of one group of sixteen rows; x: [n][16].
-INLINE Best search(const Job& job, const Levels& q, const float* x, const float* h, int64_t n) {
-    Best best{splat(std::numeric_limits<float>::infinity()), splat(0.0f), splat(0.0f)};
-    if (!job.table && !job.symmetric) {
-        vf low = splat(0.0f), high = splat(0.0f);
-        for (int64_t i = 0; i < n; i++) {
-            low = minimum(low, load(x + i * LANES));
-            high = maximum(high, load(x + i * LANES));
-        }
-        vf base = (high - low) / job.reach;
-        for (int k = 0; k < job.ratio_count; k++) {
-            vf scale = round_scale(q, base * job.ratios[k]);
-            vf middle = scale == 0.0f ? splat(0.0f) : -low * job.ratios[k] / scale;
-            middle = nearest(clamp(middle, -1e6f, 1e6f));
-            offer(q, x, h, n, scale, clamp(middle, 0.0f, float(q.count - 1)), best);
-            offer(q, x, h, n, scale, clamp(middle - 1.0f, 0.0f, float(q.count - 1)), best);
-            offer(q, x, h, n, scale, clamp(middle + 1.0f, 0.0f, float(q.count - 1)), best);
-        }
-    } else {
-        vf zero = splat(job.table ? 0.0f : float(job.count / 2)), peak = splat(0.0f);
-        for (int64_t i = 0; i < n; i++) {
-            vf xi = load(x + i * LANES);
-            peak = magnitude(xi) > magnitude(peak) ? xi : peak;
-        }
-        vf base = (job.signs ? -peak : magnitude(peak)) / job.reach;
-        if (job.mode == E8M0) base = power_of_two_below(magnitude(peak)) * 0.25f;
-        for (int k = 0; k < job.ratio_count; k++) {
-            offer(q, x, h, n, round_scale(q, base * job.ratios[k]), zero, best);
-            if (job.signs) offer(q, x, h, n, round_scale(q, -base * job.ratios[k]), zero, best);
-        }
-    }
-    if (job.refit) {
-        for (int pass = 0; pass < 2; pass++) {
-            vf inv = inverse(best.scale), with_x = splat(0.0f), with_self = splat(0.0f);
-            for (int64_t i = 0; i < n; i++) {
-                vf xi = load(x + i * LANES), p = point(q, xi * inv, best.zero);
-                with_x += p * h[i] * xi;
-                with_self += p * h[i] * p;
-            }
-            vf fitted = with_x / maximum(with_self, splat(1e-30f));
-            offer(q, x, h, n, round_scale(q, fitted), best.zero, best);
-        }
-    }
-    return best;
-}
-
-// target[0..16) += sum_{i in [from, to)} error[i] * panel[i][0..16), N columns at a time in registers.
-template <int N>
-INLINE void feed(float* target, const float* error, const float* panel, int64_t from, int64_t to) {
-    for (int c = 0; c < PANEL; c += N) {
-        vf sum[N];
-        for (int k = 0; k < N; k++) sum[k] = splat(0.0f);
-        for (int64_t i = from; i < to; i++) {
-            vf e = load(error + i * LANES);
-            const float* u = panel + i * PANEL + c;
-            for (int k = 0; k < N; k++) sum[k] += e * u[k];
-        }
-        for (int k = 0; k < N; k++) {
-            float* t = target + (c + k) * LANES;
-            store(t, load(t) + sum[k]);
-        }
-    }
-}
-
-struct Tile {  // buffers of sixteen rows, [column in sweep order][row]; target has PANEL columns of slack
+struct Tile {  // buffers of LANES rows, [column in sweep order][row]; target has PANEL columns of slack
     Buffer weight, target, error;
-    float largest[LANES];  // super-scales of 8-bit scales
-    double loss[LANES];
+    float largest[MOST_LANES];  // super-scales of 8-bit scales
+    double loss[MOST_LANES];
     int64_t row;
     int live;  // rows that exist; the others repeat the last one
 };
 
-INLINE Levels levels_of(const Job& job, const Tile& tile) {
-    Levels q{job.table, job.middles, job.count, job.mode, splat(0.0f)};
-    for (int l = 0; l < LANES; l++) q.largest[l] = tile.largest[l];
-    return q;
-}
+template <int LANES>
+struct Register;
+template <>
+struct Register<4> {
+    typedef float Float __attribute__((vector_size(16)));
+    typedef int32_t Int __attribute__((vector_size(16)));
+};
+template <>
+struct Register<8> {
+    typedef float Float __attribute__((vector_size(32)));
+    typedef int32_t Int __attribute__((vector_size(32)));
+};
+template <>
+struct Register<16> {
+    typedef float Float __attribute__((vector_size(64)));
+    typedef int32_t Int __attribute__((vector_size(64)));
+};
 
-INLINE void round_block(const Job& job, Tile& tile, const float* panel, int64_t from, int64_t to) {
-    vf lost = splat(0.0f);
-    const Levels q = levels_of(job, tile);
-    int64_t group = -1;
-    vf scale = splat(0.0f), zero = scale, inv = scale;
-    for (int64_t j = from; j < to; j++) {
-        int64_t column = job.order ? job.order[j] : j;
-        if (column / job.width != group) {
-            group = column / job.width;
-            for (int l = 0; l < LANES; l++) {
-                int64_t row = tile.row + std::min(l, tile.live - 1);
-                scale[l] = job.scale[row * job.groups + group];
-                zero[l] = job.zero[row * job.groups + group];
-            }
-            inv = inverse(scale);
+// `LANES` rows a tile; `N` columns of a panel in registers at a time. Vectors are exactly one register wide: wider ones
+// make gcc 12 fall back to scalar code for every comparison.
+template <int LANES, int N>
+struct Sweep {
+    using vf = typename Register<LANES>::Float;
+    using vi = typename Register<LANES>::Int;
+
+    struct Levels {  // the constants of one quantiser, and the row's super-scale for 8-bit scales
+        const float *table, *middles;
+        int count, mode;
+        vf largest;
+    };
+
+    INLINE vf splat(float x) { return x + vf{}; }
+    INLINE vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
+    INLINE void store(float* p, vf v) { *reinterpret_cast<vf*>(p) = v; }
+    INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
+    INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
+    INLINE vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
+    INLINE vf clamp(vf x, float low, float high) { return minimum(maximum(x, splat(low)), splat(high)); }
+    // To the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
+    INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
+
+    // To float16 precision, ties to even; below 2^-14 the steps are 2^-24.
+    INLINE vf to_half(vf x) {
+        x = clamp(x, -65504.0f, 65504.0f);
+        vi bits = (vi)x;
+        bits += 0xfff + ((bits >> 13) & 1);
+        bits &= ~0x1fff;
+        vf small = (x + 0.75f) - 0.75f;
+        return magnitude(x) < 6.103515625e-05f ? small : (vf)bits;
+    }
+
+    INLINE vf power_of_two_below(vf x) { return (vf)((vi)x & 0x7f800000); }
+
+    INLINE vf round_scale(const Levels& q, vf s) {
+        if (q.mode == F16) return to_half(s);
+        if (q.mode == U8) {
+            vf steps = q.largest == 0.0f ? splat(0.0f) : 256.0f / q.largest;
+            return q.largest * clamp(nearest(clamp(s * steps, -1.0f, 300.0f)), 1.0f, 256.0f) * (1.0f / 256);
         }
-        vf x = load(tile.target.get() + j * LANES), p = point(q, x * inv, zero), value = scale * p;
-        vf eta = x - value, error = load(tile.weight.get() + j * LANES) - value;
-        lost += eta * eta * job.diagonal[j];
-        for (int l = 0; l < tile.live; l++)
-            job.codes[(tile.row + l) * job.cols + column] = uint8_t(code_of(q, p[l], zero[l]));
-        if (panel) {
-            store(tile.error.get() + j * LANES, error);
-            const float* u = panel + j * PANEL;
-            for (int64_t c = j + 1; c < to; c++) {
-                float* t = tile.target.get() + c * LANES;
-                store(t, load(t) + error * u[c - from]);
+        if (q.mode == E8M0) {
+            vf power = power_of_two_below(s);
+            return power == 0.0f ? splat(5.877471754111438e-39f) : power;
+        }
+        return s;
+    }
+
+    INLINE vf inverse(vf s) { return s == 0.0f ? splat(0.0f) : 1.0f / s; }
+
+    // The level nearest to x (given as x / scale) at scale 1, less nothing: code - zero, or the table's value.
+    INLINE vf point(const Levels& q, vf x, vf zero) {
+        if (!q.table) return nearest(clamp(x + zero, 0.0f, float(q.count - 1))) - zero;
+        if (q.count <= 16) {
+            vf v = splat(q.table[0]);
+            for (int k = 1; k < q.count; k++) v = x > splat(q.middles[k - 1]) ? splat(q.table[k]) : v;
+            return v;
+        }
+        vf v = x;
+        for (int l = 0; l < LANES; l++) {
+            const float* base = q.middles;
+            for (int n = q.count - 1; n > 0;) {  // how many midpoints lie below x
+                int half = (n + 1) / 2;
+                bool above = x[l] > base[half - 1];
+                base = above ? base + half : base;
+                n = above ? n - half : half - 1;
+            }
+            v[l] = q.table[base - q.middles];
+        }
+        return v;
+    }
+
+    INLINE int code_of(const Levels& q, float value, float zero) {
+        if (!q.table) return int(value + zero);
+        return int(std::lower_bound(q.table, q.table + q.count, value) - q.table);
+    }
+
+    struct Best {
+        vf loss, scale, zero;
+    };
+
+    INLINE void offer(const Levels& q, const float* x, const float* h, int64_t n, vf scale, vf zero, Best& best) {
+        vf loss = splat(0.0f), inv = inverse(scale);
+        for (int64_t i = 0; i < n; i++) {
+            vf xi = load(x + i * LANES), d = xi - scale * point(q, xi * inv, zero);
+            loss += d * d * splat(h[i]);
+        }
+        vi better = loss < best.loss;
+        best.loss = better ? loss : best.loss;
+        best.scale = better ? scale : best.scale;
+        best.zero = better ? zero : best.zero;
+    }
+
+    // Scale and zero of one group of LANES rows; x: [n][LANES].
+    INLINE Best search(const Job& job, const Levels& q, const float* x, const float* h, int64_t n) {
+        Best best{splat(std::numeric_limits<float>::infinity()), splat(0.0f), splat(0.0f)};
+        if (!job.table && !job.symmetric) {
+            vf low = splat(0.0f), high = splat(0.0f);
+            for (int64_t i = 0; i < n; i++) {
+                low = minimum(low, load(x + i * LANES));
+                high = maximum(high, load(x + i * LANES));
+            }
+            vf base = (high - low) / job.reach;
+            for (int k = 0; k < job.ratio_count; k++) {
+                vf scale = round_scale(q, base * job.ratios[k]);
+                vf middle = scale == 0.0f ? splat(0.0f) : -low * job.ratios[k] / scale;
+                middle = nearest(clamp(middle, -1e6f, 1e6f));
+                offer(q, x, h, n, scale, clamp(middle, 0.0f, float(q.count - 1)), best);
+                offer(q, x, h, n, scale, clamp(middle - 1.0f, 0.0f, float(q.count - 1)), best);
+                offer(q, x, h, n, scale, clamp(middle + 1.0f, 0.0f, float(q.count - 1)), best);
+            }
+        } else {
+            vf zero = splat(job.table ? 0.0f : float(job.count / 2)), peak = splat(0.0f);
+            for (int64_t i = 0; i < n; i++) {
+                vf xi = load(x + i * LANES);
+                peak = magnitude(xi) > magnitude(peak) ? xi : peak;
+            }
+            vf base = (job.signs ? -peak : magnitude(peak)) / job.reach;
+            if (job.mode == E8M0) base = power_of_two_below(magnitude(peak)) * 0.25f;
+            for (int k = 0; k < job.ratio_count; k++) {
+                offer(q, x, h, n, round_scale(q, base * job.ratios[k]), zero, best);
+                if (job.signs) offer(q, x, h, n, round_scale(q, -base * job.ratios[k]), zero, best);
+            }
+        }
+        if (job.refit) {
+            for (int pass = 0; pass < 2; pass++) {
+                vf inv = inverse(best.scale), with_x = splat(0.0f), with_self = splat(0.0f);
+                for (int64_t i = 0; i < n; i++) {
+                    vf xi = load(x + i * LANES), p = point(q, xi * inv, best.zero);
+                    vf ph = p * splat(h[i]);
+                    with_x += ph * xi;
+                    with_self += ph * p;
+                }
+                vf fitted = with_x / maximum(with_self, splat(1e-30f));
+                offer(q, x, h, n, round_scale(q, fitted), best.zero, best);
+            }
+        }
+        return best;
+    }
+
+    // target[0..16) += sum_{i in [from, to)} error[i] * panel[i][0..16), N columns at a time in registers.
+    INLINE void feed(float* target, const float* error, const float* panel, int64_t from, int64_t to) {
+        for (int c = 0; c < PANEL; c += N) {
+            vf sum[N];
+            for (int k = 0; k < N; k++) sum[k] = splat(0.0f);
+            for (int64_t i = from; i < to; i++) {
+                vf e = load(error + i * LANES);
+                const float* u = panel + i * PANEL + c;
+                for (int k = 0; k < N; k++) sum[k] += e * u[k];
+            }
+            for (int k = 0; k < N; k++) {
+                float* t = target + (c + k) * LANES;
+                store(t, load(t) + sum[k]);
             }
         }
     }
-    for (int l = 0; l < LANES; l++) tile.loss[l] += double(lost[l]) / 2;
-}
 
-INLINE void enter_tile(const Job& job, Tile& tile, int64_t row) {
-    tile.row = row;
-    tile.live = int(std::min<int64_t>(LANES, job.rows - row));
-    for (int l = 0; l < LANES; l++) {
-        const float* w = job.weight + (row + std::min(l, tile.live - 1)) * job.cols;
-        float* to = tile.weight.get() + l;
-        for (int64_t j = 0; j < job.cols; j++) to[j * LANES] = w[job.order ? job.order[j] : j];
-        tile.loss[l] = 0;
+    INLINE Levels levels_of(const Job& job, const Tile& tile) {
+        Levels q{job.table, job.middles, job.count, job.mode, splat(0.0f)};
+        for (int l = 0; l < LANES; l++) q.largest[l] = tile.largest[l];
+        return q;
     }
-    std::memcpy(tile.target.get(), tile.weight.get(), size_t(job.cols) * LANES * sizeof(float));
-    std::memset(tile.target.get() + job.cols * LANES, 0, size_t(PANEL) * LANES * sizeof(float));
-    std::memset(tile.largest, 0, sizeof tile.largest);
-    if (job.mode != U8) return;
-    vf largest = splat(0.0f);
-    if (job.frozen) {
-        for (int l = 0; l < LANES; l++) largest[l] = job.largest[row + std::min(l, tile.live - 1)];
-    } else {
-        Levels free = levels_of(job, tile);
-        free.mode = F32;
-        for (int64_t from = 0; from < job.cols; from += job.width) {
-            int64_t n = std::min(job.width, job.cols - from);
-            largest = maximum(
-                largest, search(job, free, tile.weight.get() + from * LANES, job.importance + from, n).scale);
-        }
-        largest = to_half(largest * 1.05f);
-        for (int l = 0; l < tile.live; l++) job.largest[row + l] = largest[l];
-    }
-    for (int l = 0; l < LANES; l++) tile.largest[l] = largest[l];
-}
 
-// A few tiles of rows through all columns. Panels start at multiples of PANEL from the start of each group (of the
-// row when the scales are frozen); `panels` holds them one after another, each with its rows of U up to its end.
-template <int N>
-INLINE void run_tiles(const Job& job, Tile* tiles, int count, int64_t row) {
-    int used = 0;
-    for (; used < count && row + used * LANES < job.rows; used++) enter_tile(job, tiles[used], row + used * LANES);
-    const float* panel = job.panels;
-    int64_t width = job.frozen ? job.cols : job.width;
-    for (int64_t start = 0; start < job.cols; start += width) {
-        int64_t end = std::min(start + width, job.cols);
-        if (!job.frozen) {
-            const float* p = panel;
-            for (int64_t from = start; p && start && from < end; from += PANEL) {
-                for (int t = 0; t < used; t++)
-                    feed<N>(tiles[t].target.get() + from * LANES, tiles[t].error.get(), p, 0, start);
-                p += std::min(from + PANEL, end) * PANEL;
+    INLINE void round_block(const Job& job, Tile& tile, const float* panel, int64_t from, int64_t to) {
+        vf lost = splat(0.0f);
+        const Levels q = levels_of(job, tile);
+        int64_t group = -1;
+        vf scale = splat(0.0f), zero = scale, inv = scale;
+        for (int64_t j = from; j < to; j++) {
+            int64_t column = job.order ? job.order[j] : j;
+            if (column / job.width != group) {
+                group = column / job.width;
+                for (int l = 0; l < LANES; l++) {
+                    int64_t row = tile.row + std::min(l, tile.live - 1);
+                    scale[l] = job.scale[row * job.groups + group];
+                    zero[l] = job.zero[row * job.groups + group];
+                }
+                inv = inverse(scale);
             }
-            for (int t = 0; t < used; t++) {
-                Best best = search(job, levels_of(job, tiles[t]), tiles[t].target.get() + start * LANES,
-                                   job.importance + start, end - start);
-                for (int l = 0; l < tiles[t].live; l++) {
-                    int64_t at = (tiles[t].row + l) * job.groups + start / job.width;
-                    job.scale[at] = best.scale[l];
-                    job.zero[at] = best.zero[l];
+            vf x = load(tile.target.get() + j * LANES), p = point(q, x * inv, zero), value = scale * p;
+            vf eta = x - value, error = load(tile.weight.get() + j * LANES) - value;
+            lost += eta * eta * splat(job.diagonal[j]);
+            for (int l = 0; l < tile.live; l++)
+                job.codes[(tile.row + l) * job.cols + column] = uint8_t(code_of(q, p[l], zero[l]));
+            if (panel) {
+                store(tile.error.get() + j * LANES, error);
+                const float* u = panel + j * PANEL;
+                for (int64_t c = j + 1; c < to; c++) {
+                    float* t = tile.target.get() + c * LANES;
+                    store(t, load(t) + error * u[c - from]);
                 }
             }
         }
-        for (int64_t from = start; from < end; from += PANEL) {
-            int64_t to = std::min(from + PANEL, end);
-            for (int t = 0; t < used; t++) {
-                if (panel) feed<N>(tiles[t].target.get() + from * LANES, tiles[t].error.get(), panel, start, from);
-                round_block(job, tiles[t], panel, from, to);
-            }
-            if (panel) panel += to * PANEL;
-        }
+        for (int l = 0; l < LANES; l++) tile.loss[l] += double(lost[l]) / 2;
     }
-    for (int t = 0; t < used; t++)
-        for (int l = 0; l < tiles[t].live; l++) job.loss[tiles[t].row + l] = tiles[t].loss[l];
-}
 
-using Run = void (*)(const Job&, Tile*, int, int64_t);
+    INLINE void enter_tile(const Job& job, Tile& tile, int64_t row) {
+        tile.row = row;
+        tile.live = int(std::min<int64_t>(LANES, job.rows - row));
+        for (int l = 0; l < LANES; l++) {
+            const float* w = job.weight + (row + std::min(l, tile.live - 1)) * job.cols;
+            float* to = tile.weight.get() + l;
+            for (int64_t j = 0; j < job.cols; j++) to[j * LANES] = w[job.order ? job.order[j] : j];
+            tile.loss[l] = 0;
+        }
+        std::memcpy(tile.target.get(), tile.weight.get(), size_t(job.cols) * LANES * sizeof(float));
+        std::memset(tile.target.get() + job.cols * LANES, 0, size_t(PANEL) * LANES * sizeof(float));
+        std::memset(tile.largest, 0, sizeof tile.largest);
+        if (job.mode != U8) return;
+        vf largest = splat(0.0f);
+        if (job.frozen) {
+            for (int l = 0; l < LANES; l++) largest[l] = job.largest[row + std::min(l, tile.live - 1)];
+        } else {
+            Levels free = levels_of(job, tile);
+            free.mode = F32;
+            for (int64_t from = 0; from < job.cols; from += job.width) {
+                int64_t n = std::min(job.width, job.cols - from);
+                largest = maximum(
+                    largest, search(job, free, tile.weight.get() + from * LANES, job.importance + from, n).scale);
+            }
+            largest = to_half(largest * 1.05f);
+            for (int l = 0; l < tile.live; l++) job.largest[row + l] = largest[l];
+        }
+        for (int l = 0; l < LANES; l++) tile.largest[l] = largest[l];
+    }
+
+    // A few tiles of rows through all columns. Panels start at multiples of PANEL from the start of each group (of the
+    // row when the scales are frozen); `panels` holds them one after another, each with its rows of U up to its end.
+    INLINE void run_tiles(const Job& job, Tile* tiles, int count, int64_t row) {
+        int used = 0;
+        for (; used < count && row + used * LANES < job.rows; used++) enter_tile(job, tiles[used], row + used * LANES);
+        const float* panel = job.panels;
+        int64_t width = job.frozen ? job.cols : job.width;
+        for (int64_t start = 0; start < job.cols; start += width) {
+            int64_t end = std::min(start + width, job.cols);
+            if (!job.frozen) {
+                const float* p = panel;
+                for (int64_t from = start; p && start && from < end; from += PANEL) {
+                    for (int t = 0; t < used; t++)
+                        feed(tiles[t].target.get() + from * LANES, tiles[t].error.get(), p, 0, start);
+                    p += std::min(from + PANEL, end) * PANEL;
+                }
+                for (int t = 0; t < used; t++) {
+                    Best best = search(job, levels_of(job, tiles[t]), tiles[t].target.get() + start * LANES,
+                                       job.importance + start, end - start);
+                    for (int l = 0; l < tiles[t].live; l++) {
+                        int64_t at = (tiles[t].row + l) * job.groups + start / job.width;
+                        job.scale[at] = best.scale[l];
+                        job.zero[at] = best.zero[l];
+                    }
+                }
+            }
+            for (int64_t from = start; from < end; from += PANEL) {
+                int64_t to = std::min(from + PANEL, end);
+                for (int t = 0; t < used; t++) {
+                    if (panel) feed(tiles[t].target.get() + from * LANES, tiles[t].error.get(), panel, start, from);
+                    round_block(job, tiles[t], panel, from, to);
+                }
+                if (panel) panel += to * PANEL;
+            }
+        }
+        for (int t = 0; t < used; t++)
+            for (int l = 0; l < tiles[t].live; l++) job.loss[tiles[t].row + l] = tiles[t].loss[l];
+    }
+};
+
+struct Run {
+    void (*tiles)(const Job&, Tile*, int, int64_t);
+    int lanes;
+};
 
 #if defined(__x86_64__)
 __attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))) void run_avx512(const Job& j, Tile* t, int n, int64_t r) {
-    run_tiles<16>(j, t, n, r);
+    Sweep<16, 16>::run_tiles(j, t, n, r);
 }
 __attribute__((target("avx2,fma"))) void run_avx2(const Job& j, Tile* t, int n, int64_t r) {
-    run_tiles<4>(j, t, n, r);
+    Sweep<8, 8>::run_tiles(j, t, n, r);
 }
 #endif
-void run_plain(const Job& j, Tile* t, int n, int64_t r) { run_tiles<2>(j, t, n, r); }
+void run_plain(const Job& j, Tile* t, int n, int64_t r) { Sweep<4, 8>::run_tiles(j, t, n, r); }
 
 Run pick() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return run_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return run_avx2;
+        return {run_avx512, 16};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {run_avx2, 8};
 #endif
-    return run_plain;
+    return {run_plain, 4};
 }
 
 // U in panels as `run_tiles` walks them; columns past the end of a group are zero.
@@ -371,24 +397,24 @@ Buffer pack(const float* upper, int64_t cols, int64_t width) {
 }
 
 void run_all(const Job& job, int threads) {
-    // Tiles that share a panel: as many as leave every thread some work, four at most.
-    int64_t tiles = (job.rows + LANES - 1) / LANES;
-    int per = int(std::clamp<int64_t>(tiles / (2 * threads), 1, 4));
+    // Tiles that share a panel: as many as leave every thread some work, 64 rows at most.
+    Run run = pick();
+    int64_t tiles = (job.rows + run.lanes - 1) / run.lanes;
+    int per = int(std::clamp<int64_t>(tiles / (2 * threads), 1, 64 / run.lanes));
     int64_t blocks = (tiles + per - 1) / per;
     threads = int(std::min<int64_t>(threads, blocks));
-    Run run = pick();
     std::vector<std::vector<Tile>> scratch(static_cast<size_t>(threads));
     for (auto& own : scratch) {
         own.resize(static_cast<size_t>(per));
         for (Tile& t : own) {
-            t.weight = buffer(job.cols * LANES);
-            t.target = buffer((job.cols + PANEL) * LANES);
-            t.error = buffer(job.cols * LANES);
+            t.weight = buffer(job.cols * run.lanes);
+            t.target = buffer((job.cols + PANEL) * run.lanes);
+            t.error = buffer(job.cols * run.lanes);
         }
     }
     std::atomic<int64_t> next{0};
     auto work = [&](size_t who) {
-        for (int64_t b; (b = next++) < blocks;) run(job, scratch[who].data(), per, b * per * LANES);
+        for (int64_t b; (b = next++) < blocks;) run.tiles(job, scratch[who].data(), per, b * per * run.lanes);
     };
     std::vector<std::thread> pool;
     for (int i = 1; i < threads; i++) pool.emplace_back(work, size_t(i));

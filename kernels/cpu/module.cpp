@@ -3,11 +3,11 @@
 
 namespace nb = nanobind;
 
-void bind_decode(nb::module_& m);
+void bind_packed_linear(nb::module_& m);
 void bind_ldlq(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
-    bind_decode(m);
+    bind_packed_linear(m);
     bind_ldlq(m);
 }

@@ -1,0 +1,254 @@
+// Activations times a matrix of packed codes, without the dense matrix; and rows of it decoded, for large batches.
+//
+// The row kernels (packed_rows.h) are compiled for AVX-512, AVX2 and the baseline, and one is chosen once by CPUID; other
+// compilers and processors get the portable one. Activations and sums are float32.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "packed_matrix.h"
+#include "parallel.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define NSTF_X86 1
+#include <immintrin.h>
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nstf {
+namespace {
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+    const uint32_t exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
+    float magnitude;
+    if (exponent == 0) {
+        magnitude = std::ldexp(static_cast<float>(mantissa), -24);
+    } else {
+        const uint32_t bits = exponent == 31 ? 0x7f800000u | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13;
+        std::memcpy(&magnitude, &bits, 4);
+    }
+    return sign ? -magnitude : magnitude;
+}
+
+inline float power_of_two(uint8_t code) {
+    if (code == 255) return std::numeric_limits<float>::quiet_NaN();
+    const uint32_t bits = code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23;  // 2^-127 is subnormal
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Enough work to be worth handing over, few enough rows to share evenly; even, since rows go in pairs.
+inline int64_t rows_per_task(const PackedMatrix& w, int64_t rows, int threads) {
+    const int64_t most = (rows + threads - 1) / threads;
+    return std::max<int64_t>(2, std::min<int64_t>((1 << 16) / w.cols, most) / 2 * 2);
+}
+
+// NSTF_ISA says which set: GCC before 13 does not define __AVX2__ and so on after a pragma in C++ (PR 87299).
+#define NSTF_ISA 0
+namespace portable {
+#include "packed_rows.h"
+}
+#undef NSTF_ISA
+
+#if NSTF_X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#define NSTF_ISA 2
+namespace avx2 {
+#include "packed_rows.h"
+}
+#undef NSTF_ISA
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define NSTF_ISA 512
+namespace avx512 {
+#include "packed_rows.h"
+}
+#undef NSTF_ISA
+#pragma GCC pop_options
+#endif
+
+struct Variant {
+    const char* name;
+    MatmulFn matmul;
+    DecodeFn decode;
+};
+
+std::vector<Variant> variants() {
+    std::vector<Variant> found;
+#if NSTF_X86
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found.push_back({"avx512", avx512::matmul, avx512::decode});
+    if (avx2) found.push_back({"avx2", avx2::matmul, avx2::decode});
+#endif
+    found.push_back({"portable", portable::matmul, portable::decode});
+    return found;
+}
+
+const Variant& variant(const std::string& name) {
+    static const std::vector<Variant> all = variants();
+    for (const Variant& v : all)
+        if (name.empty() || name == v.name) return v;
+    throw std::invalid_argument("no row kernel '" + name + "' on this processor");
+}
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Any = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+int64_t groups_of(int64_t cols, int64_t group) { return (cols + group - 1) / group; }
+
+void require(bool ok, const char* what) {
+    if (!ok) throw std::invalid_argument(what);
+}
+
+// A PackedMatrix and the arrays it points into.
+class PackedLinear {
+  public:
+    PackedLinear(const std::string& kind, int64_t cols, int64_t group, int bits, Bytes codes, Any scale,
+                 std::optional<Any> super_, std::optional<Bytes> zeros, std::optional<Any> table,
+                 const std::string& isa)
+        : codes_(codes), scale_(scale), super_(super_), zeros_(zeros), variant_(variant(isa)) {
+        require(cols > 0 && group >= 0 && bits >= 2 && bits <= 8, "cols, group or bits out of range");
+        w_.rows = static_cast<int64_t>(codes.shape(0));
+        w_.cols = cols;
+        w_.group = group == 0 ? cols : std::min(group, cols);
+        w_.groups = groups_of(cols, w_.group);
+        require(w_.groups == 1 || w_.group % 32 == 0, "groups must be whole rows or multiples of 32 columns");
+        w_.bits = bits;
+        w_.codes = codes.data();
+        w_.row_bytes = (cols * bits + 7) / 8;
+        w_.codes_end = w_.codes + w_.rows * w_.row_bytes;
+        require(static_cast<int64_t>(codes.shape(1)) == w_.row_bytes, "codes do not have the width of their columns");
+        set_kind(kind, table);
+        set_scale();
+        if (zeros) {
+            require(kind == "int", "only kind int has zero points");
+            w_.zeros = zeros->data();
+            w_.zero_bytes = (w_.groups * bits + 7) / 8;
+            require(static_cast<int64_t>(zeros->shape(0)) == w_.rows, "zeros must have a row for each row");
+            require(static_cast<int64_t>(zeros->shape(1)) == w_.zero_bytes, "zeros have the wrong width");
+        }
+    }
+
+    void matmul(Floats x, Output y, int threads) const {
+        require(static_cast<int64_t>(x.shape(1)) == w_.cols, "x must have the matrix's columns");
+        require(x.shape(0) == y.shape(0) && static_cast<int64_t>(y.shape(1)) == w_.rows, "y must be [batch, rows]");
+        nb::gil_scoped_release release;
+        variant_.matmul(w_, x.data(), static_cast<int64_t>(x.shape(0)), y.data(), std::max(1, threads));
+    }
+
+    void decode(int64_t start, Output out, int threads) const {
+        const int64_t count = static_cast<int64_t>(out.shape(0));
+        require(start >= 0 && start + count <= w_.rows, "rows out of range");
+        require(static_cast<int64_t>(out.shape(1)) == w_.cols, "out must have the matrix's columns");
+        nb::gil_scoped_release release;
+        variant_.decode(w_, start, count, out.data(), std::max(1, threads));
+    }
+
+    // Codes of FP8 that mean NaN, which the row kernels would read as a number.
+    bool has_nan() const {
+        if (w_.code != Code::kFloat8) return false;
+        const int64_t n = w_.rows * w_.row_bytes;
+        int found = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            const uint8_t c = w_.codes[i];
+            found |= fnuz_ ? c == 0x80 : (c & 0x7f) == 0x7f;
+        }
+        return found != 0;
+    }
+
+    const char* isa() const { return variant_.name; }
+
+  private:
+    void set_kind(const std::string& kind, const std::optional<Any>& table) {
+        static const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+        if (kind == "int") {
+            w_.code = w_.bits == 4 ? Code::kTable4 : w_.bits == 8 ? Code::kBytes : Code::kBits;
+            for (int i = 0; i < 16; ++i) w_.table[i] = static_cast<float>(i - 8);
+        } else if (kind == "grid") {
+            require(table && table->size() == 16 && table->dtype() == nb::dtype<uint16_t>(), "table must be 16 halves");
+            const uint16_t* t = static_cast<const uint16_t*>(table->data());
+            for (int i = 0; i < 16; ++i) w_.table[i] = half_to_float(t[i]);
+        } else if (kind == "mxfp4") {
+            for (int i = 0; i < 16; ++i) w_.table[i] = i < 8 ? e2m1[i] : -e2m1[i - 8];
+        } else {
+            fnuz_ = kind == "e4m3fnuz";
+            require(fnuz_ || kind == "e4m3fn", "unknown kind");
+            w_.code = Code::kFloat8;
+            w_.factor = fnuz_ ? 128.0f : 256.0f;
+        }
+        require(kind == "int" || w_.bits == (w_.code == Code::kFloat8 ? 8 : 4), "bits do not fit the kind");
+    }
+
+    void set_scale() {
+        w_.scale = scale_.data();
+        require(static_cast<int64_t>(scale_.size()) == w_.rows * w_.groups, "scale must be [rows, groups]");
+        if (scale_.dtype() == nb::dtype<uint16_t>()) {
+            w_.scale_kind = Scale::kHalf;
+        } else if (scale_.dtype() == nb::dtype<float>()) {
+            w_.scale_kind = Scale::kFloat;
+        } else {
+            require(scale_.dtype() == nb::dtype<uint8_t>(), "scale must be float16 bits, float32 or uint8");
+            w_.scale_kind = super_ ? Scale::kSteps : Scale::kPower;
+        }
+        if (super_) {
+            require(super_->dtype() == nb::dtype<uint16_t>() && static_cast<int64_t>(super_->size()) == w_.rows,
+                    "super must be one half for each row");
+            w_.super_ = static_cast<const uint16_t*>(super_->data());
+        }
+    }
+
+    Bytes codes_;
+    Any scale_;
+    std::optional<Any> super_;
+    std::optional<Bytes> zeros_;
+    const Variant& variant_;
+    bool fnuz_ = false;
+    PackedMatrix w_;
+};
+
+}  // namespace
+}  // namespace nstf
+
+void bind_packed_linear(nb::module_& m) {
+    using nstf::PackedLinear;
+    nb::class_<PackedLinear>(m, "PackedLinear")
+        .def(nb::init<const std::string&, int64_t, int64_t, int, nstf::Bytes, nstf::Any, std::optional<nstf::Any>,
+                      std::optional<nstf::Bytes>, std::optional<nstf::Any>, const std::string&>(),
+             "kind"_a, "cols"_a, "group"_a, "bits"_a, "codes"_a, "scale"_a, "super_scale"_a = nb::none(),
+             "zeros"_a = nb::none(), "table"_a = nb::none(), "isa"_a = "")
+        .def("matmul", &PackedLinear::matmul, "x"_a, "y"_a, "threads"_a)
+        .def("decode", &PackedLinear::decode, "start"_a, "out"_a, "threads"_a)
+        .def("has_nan", &PackedLinear::has_nan)
+        .def_prop_ro("isa", &PackedLinear::isa);
+    m.def(
+        "row_kernels",
+        [] {
+            std::vector<std::string> names;
+            for (const auto& v : nstf::variants()) names.emplace_back(v.name);
+            return names;
+        },
+        "The instruction sets of this processor that have a row kernel, fastest first.");
+}

@@ -1,0 +1,90 @@
+"""The compiled CPU kernel for packed leaves: int (2 to 8 bits), grid, fp8 and mxfp4.
+
+Small batches multiply straight from the codes. Large ones (a prompt) decode a block of rows at a time and leave the
+product to torch: above `FUSED_BATCH` its blocked GEMM is faster than unpacking the codes once per four tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.cpu import ext
+from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
+
+NAME = "cpu.packed_linear"
+FORMATS = ("fp8", "grid", "int", "mxfp4")
+
+FUSED_BATCH = 16
+# 4 MiB in float32: a decoded block stays in the second-level cache until it is multiplied.
+BLOCK_NUMEL = 1 << 20
+
+
+def available() -> bool:
+    return ext is not None
+
+
+def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
+    """Matrices on CPU whose groups are whole rows or multiples of 32 columns."""
+    params = encoded.tree.params
+    if device.type != "cpu" or len(encoded.shape) != 2 or params.lead != 1:
+        return False
+    group = getattr(params, "group", 32)
+    return (group % 32 == 0 or group >= encoded.shape[1]) and packed(encoded) is not None
+
+
+def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """x: [batch, in] -> [batch, out], in float32 inside and x's dtype outside."""
+    matrix = _packed(encoded)
+    x32 = x.detach().to(torch.float32).contiguous()
+    batch, out = len(x32), encoded.shape[0]
+    threads = torch.get_num_threads()
+    if batch <= FUSED_BATCH:
+        y = torch.empty(batch, out)
+        matrix.matmul(x32, y, threads)
+        return y.to(x.dtype)
+    y = torch.empty(batch, out)
+    rows = max(1, BLOCK_NUMEL // encoded.shape[1])
+    block = torch.empty(min(rows, out), encoded.shape[1])
+    for start in range(0, out, rows):
+        part = block[: min(rows, out - start)]
+        matrix.decode(start, part, threads)
+        torch.mm(x32, part.T, out=y[:, start : start + len(part)])
+    return y.to(x.dtype)
+
+
+def _packed(encoded: EncodedTensor) -> Any:
+    matrix = packed(encoded)
+    if matrix is None:
+        raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} is not one this kernel supports")
+    return matrix
+
+
+@per_encoded
+def packed(encoded: EncodedTensor) -> Any:
+    """The compiled view of a leaf, or None for one it would not decode exactly (FP8 codes that mean NaN)."""
+    kind, params, arrays = encoded.tree.kind, encoded.tree.params, encoded.arrays
+    bits = {"fp8": 8, "grid": 4, "mxfp4": 4}.get(kind) or params.bits
+    group = 32 if kind == "mxfp4" else params.group
+    scale = arrays["scale_codes"] if "scale_codes" in arrays else arrays["scale"]
+    matrix = ext.PackedLinear(
+        params.variant if kind == "fp8" else kind,
+        encoded.shape[1],
+        min(group, encoded.shape[1]),
+        bits,
+        arrays["codes"].contiguous(),
+        _bits(scale),
+        super_scale=_bits(arrays.get("scale_super")),
+        zeros=arrays.get("zeros"),
+        table=_bits(arrays.get("table")),
+    )
+    return None if kind == "fp8" and matrix.has_nan() else matrix
+
+
+def _bits(array: Tensor | None) -> Tensor | None:
+    """float16 as its bits: array libraries differ in how they name that type."""
+    if array is None:
+        return None
+    array = array.contiguous()
+    return array.view(torch.uint16) if array.dtype == torch.float16 else array

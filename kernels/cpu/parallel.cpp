@@ -1,0 +1,139 @@
+// Our own pool and not OpenMP: a second OpenMP runtime beside torch's would fight it for the cores.
+//
+// A matrix-vector product takes tens of microseconds, so starting threads for each is too slow, and so is waiting for
+// a sleeping one: a worker joins a job only while the job is open, and the caller, having run out of tasks, closes the job
+// and waits only for those who joined. On a busy machine a worker that never got a core costs nothing.
+#include "parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#if defined(_WIN32)
+#include <process.h>
+static int process_id() { return _getpid(); }
+#else
+#include <unistd.h>
+static int process_id() { return static_cast<int>(getpid()); }
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+static inline void relax() { _mm_pause(); }
+#else
+static inline void relax() { std::this_thread::yield(); }
+#endif
+
+namespace nstf {
+namespace {
+
+constexpr uint32_t kClosed = 1u << 31;
+// How long a worker looks for the next job before it sleeps: layers of a model follow each other closely.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+class Pool {
+  public:
+    void run(int threads, int64_t tasks, void (*body)(void*, int64_t), void* context) {
+        grow(threads - 1);
+        body_ = body;
+        context_ = context;
+        tasks_ = tasks;
+        limit_ = static_cast<uint32_t>(threads - 1);
+        next_.store(0, std::memory_order_relaxed);
+        finished_.store(0, std::memory_order_relaxed);
+        state_.store(0, std::memory_order_release);
+        generation_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+        work();
+        const uint32_t joined = state_.fetch_or(kClosed, std::memory_order_acq_rel);
+        while (finished_.load(std::memory_order_acquire) != joined) relax();
+    }
+
+    std::mutex owner;  // held by the one caller whose job the pool runs
+
+  private:
+    void grow(int workers) {
+        for (; workers_ < workers; ++workers_) std::thread([this] { loop(); }).detach();
+    }
+
+    void work() {
+        for (;;) {
+            const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+            if (task >= tasks_) return;
+            body_(context_, task);
+        }
+    }
+
+    bool join() {
+        uint32_t state = state_.load(std::memory_order_acquire);
+        while (!(state & kClosed) && state < limit_)
+            if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
+        return false;
+    }
+
+    void loop() {
+        uint64_t seen = 0;
+        for (;;) {
+            const auto until = std::chrono::steady_clock::now() + kSpin;
+            while (generation_.load(std::memory_order_acquire) == seen) {
+                for (int i = 0; i < 32; ++i) relax();
+                if (std::chrono::steady_clock::now() < until) continue;
+                std::unique_lock<std::mutex> lock(mutex_);
+                sleeping_.fetch_add(1, std::memory_order_seq_cst);
+                wake_.wait(lock, [&] { return generation_.load(std::memory_order_seq_cst) != seen; });
+                sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+            }
+            seen = generation_.load(std::memory_order_acquire);
+            if (join()) {
+                work();
+                finished_.fetch_add(1, std::memory_order_release);
+            }
+        }
+    }
+
+    void (*body_)(void*, int64_t) = nullptr;
+    void* context_ = nullptr;
+    int64_t tasks_ = 0;
+    uint32_t limit_ = 0;
+    int workers_ = 0;
+    std::atomic<int64_t> next_{0};
+    std::atomic<uint32_t> finished_{0};
+    std::atomic<uint32_t> state_{kClosed};  // workers that joined; kClosed when no more may
+    std::atomic<uint64_t> generation_{0};
+    std::atomic<int> sleeping_{0};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+};
+
+// Never destroyed: its threads may outlive main(). After a fork the child has none of them and needs a new one.
+Pool& pool() {
+    static std::mutex guard;
+    static Pool* current = nullptr;
+    static int made_by = 0;
+    std::lock_guard<std::mutex> lock(guard);
+    if (current == nullptr || made_by != process_id()) {
+        current = new Pool;
+        made_by = process_id();
+    }
+    return *current;
+}
+
+}  // namespace
+
+void parallel_for(int threads, int64_t tasks, void (*body)(void*, int64_t), void* context) {
+    threads = static_cast<int>(std::min<int64_t>(threads, tasks));
+    if (threads > 1) {
+        Pool& shared = pool();
+        std::unique_lock<std::mutex> lock(shared.owner, std::try_to_lock);
+        if (lock.owns_lock()) return shared.run(threads, tasks, body, context);
+    }
+    for (int64_t task = 0; task < tasks; ++task) body(context, task);
+}
+
+}  // namespace nstf
