@@ -1,0 +1,81 @@
+"""`fp8`: E4M3 floating point, OCP's or AMD's variant, one scale per row or group (format `fp8`)."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import EncodedTensor, Node, decode, stored_bytes
+from nstf.kernels.formats import fp8 as fmt
+from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss
+from nstf.quantizers.rounding.sweep import Rounded
+from nstf.quantizers.stats import Stats
+
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+
+
+@dataclass(frozen=True)
+class Params:
+    """`variant` e4m3fn (OCP, up to 448) or e4m3fnuz (AMD CDNA3, up to 240); `group` columns share a scale (0:
+    the row); `scale_bits` 16 or 32; `rounding`, `damping`, `act_order` and `lead` as in `int_grid`.
+    """
+
+    variant: str = "e4m3fn"
+    group: int = 0
+    scale_bits: int = 16
+    rounding: str = "nearest"
+    damping: float = 0.01
+    act_order: bool = False
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        tree(self)
+        _rounding(self)
+
+
+def tree(params: Params) -> Node:
+    """The stored form."""
+    return Node("fp8", fmt.Params(params.variant, params.group, params.scale_bits, params.lead))
+
+
+def bits(shape: tuple[int, ...], params: Params) -> float:
+    """Bits per weight on disk, scales included, without the file's header."""
+    return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
+
+
+def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
+    form = levels(params)
+    bytes_of = form.values.to(fmt.DTYPES[params.variant]).view(torch.uint8)
+    scale_dtype = torch.float16 if params.scale_bits == 16 else torch.float32
+
+    def pack(rounded: Rounded) -> dict[str, Tensor]:
+        codes = bytes_of.to(rounded.codes.device)[rounded.codes.int()]
+        return {"codes": codes, "scale": rounded.grid.scale.to(scale_dtype)}
+
+    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
+    return EncodedTensor(tree(params), tuple(weight.shape), arrays)
+
+
+def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
+    """The expected loss of `encode`, without encoding."""
+    return expected_loss(weight, params.lead, levels(params), params.group, _rounding(params), stats)
+
+
+def levels(params: Params) -> Levels:
+    """The finite values of the type. A floating grid gains next to nothing from clipping, so few scales are tried."""
+    scale = "f16" if params.scale_bits == 16 else "f32"
+    return Levels(8, table=_finite(params.variant), scale=scale, ratios=(1.0, 0.97, 0.93), refit=False)
+
+
+@cache
+def _finite(variant: str) -> tuple[float, ...]:
+    values = fmt.values_of_codes(variant)
+    return tuple(values[torch.isfinite(values)].unique(sorted=True).tolist())
+
+
+def _rounding(params: Params) -> Rounding:
+    return Rounding(params.rounding, params.damping, params.act_order)

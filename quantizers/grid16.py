@@ -1,0 +1,122 @@
+"""`grid16`: sixteen levels fitted to the tensor, one scale per group (format `grid`).
+
+The table is a weighted Lloyd-Max quantiser (Max, 1960; Lloyd, 1982) of the scaled weights: scales and codes with the
+table fixed, then every level at the weighted mean of the weights it stands for, in turns.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, grid, stored_bytes
+from nstf.kernels.formats.scales import per_column
+from nstf.quantizers.int_grid import stored_scales
+from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss, importance, matrix_view
+from nstf.quantizers.rounding.sweep import Rounded, sweep
+from nstf.quantizers.stats import Stats
+
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+
+SAMPLE = 1 << 17  # weights the table is fitted on
+ROUNDS = 8
+# Start: the Lloyd-Max quantiser of a normal variable (Max, 1960, table I, 16 levels), largest level 1.
+_NORMAL = (0.0470, 0.1420, 0.2405, 0.3451, 0.4599, 0.5920, 0.7571, 1.0)
+
+
+@dataclass(frozen=True)
+class Params:
+    """`group` columns share a scale (0: the row); `scale_bits` 16 or 8; `rounding`, `damping`, `act_order` and
+    `lead` as in `int_grid`.
+    """
+
+    group: int = 64
+    scale_bits: int = 16
+    rounding: str = "nearest"
+    damping: float = 0.01
+    act_order: bool = False
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        tree(self)
+        _rounding(self)
+
+
+def tree(params: Params) -> Node:
+    """The stored form."""
+    return Node("grid", grid.Params(16, params.group, params.scale_bits, params.lead))
+
+
+def bits(shape: tuple[int, ...], params: Params) -> float:
+    """Bits per weight on disk, scales and table included, without the file's header."""
+    return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
+
+
+def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
+    form = fit(weight, params, stats)
+
+    def pack(rounded: Rounded) -> dict[str, Tensor]:
+        return {"codes": bitpack.pack(rounded.codes, 4)} | stored_scales(rounded, params.scale_bits)
+
+    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
+    arrays["table"] = form.values.half()
+    return EncodedTensor(tree(params), tuple(weight.shape), arrays)
+
+
+def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
+    """The expected loss of `encode`, without encoding."""
+    form = fit(weight, params, stats)
+    return expected_loss(weight, params.lead, form, params.group, _rounding(params), stats)
+
+
+def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
+    """The table fitted to evenly spaced rows of `weight`, as float16 values in ascending order, largest magnitude 1.
+
+    Every weight counts with the Hessian's diagonal (its LDL diagonal under ldlq), its row weight and its scale squared.
+    """
+    stats = stats or Stats()
+    matrix = matrix_view(weight, params.lead)
+    rows, cols = matrix.shape
+    stats.check(rows, cols)
+    picked = torch.arange(rows)[:: max(1, -(-rows * cols // SAMPLE))]
+    x = matrix[picked].float().contiguous()
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError("the weight has NaN or infinite values")
+    if params.rounding == "ldlq" and stats.hessian is not None:
+        diagonal = stats.ldl(params.damping).diagonal
+    else:
+        diagonal = importance(stats, cols, params.damping)
+    mass = diagonal.to(x).expand_as(x)
+    if stats.row_weight is not None:
+        mass = mass * stats.row_weight.reshape(-1).to(x)[picked.to(x.device)].unsqueeze(1)
+    form = _levels(tuple(-v for v in reversed(_NORMAL)) + _NORMAL, params)
+    best, best_loss = form, math.inf
+    for _ in range(ROUNDS):
+        rounded = sweep(x, form, params.group, diagonal)
+        scale = per_column(rounded.grid.scale, params.group, cols)
+        lost = float(((x - rounded.decode(form)).square_() * mass).sum(dtype=torch.float64))
+        if lost < best_loss:
+            best, best_loss = form, lost
+        codes = rounded.codes.reshape(-1).long()
+        up = torch.bincount(codes, (mass * scale * x).reshape(-1).double(), minlength=16)
+        down = torch.bincount(codes, (mass * scale * scale).reshape(-1).double(), minlength=16)
+        table = torch.where(down > 0, up / down.clamp(min=1e-300), form.values.to(up)).sort().values
+        peak = float(table.abs().max())
+        if peak == 0 or not math.isfinite(peak):
+            break
+        form = _levels(tuple((table / peak).tolist()), params)
+    return best
+
+
+def _levels(table: tuple[float, ...], params: Params) -> Levels:
+    ratios = (1.0, *(1.15 - 0.05 * i for i in range(13)))
+    f16 = params.scale_bits == 16
+    halves = tuple(torch.tensor(table).half().tolist())
+    return Levels(4, table=halves, scale="f16" if f16 else "u8", ratios=ratios, signs=f16)
+
+
+def _rounding(params: Params) -> Rounding:
+    return Rounding(params.rounding, params.damping, params.act_order)
