@@ -261,9 +261,15 @@ def main() -> None:
         results["select_s"] = time.perf_counter() - start
         del dense
     plan = parse_plan(plan_dict)
+
+    def save() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1))
+
     results["plan_summary"] = summary(plan)
     results["plan"] = json.loads(plan.to_json())
-    print(json.dumps(results["plan_summary"], indent=2))
+    print(json.dumps(results["plan_summary"], indent=2), flush=True)
+    save()
     variants = {"full": None, "planned": plan, "all streaming": parse_plan(control_plan(plan_dict))}
 
     print(f"\n{'T':>5}  {'KLD planned':>22}  {'KLD all streaming':>22}   ppl full / planned / all streaming")
@@ -294,6 +300,7 @@ def main() -> None:
         cells = [f"{row[n]['kld']:.5f} (p99 {row[n]['kld_p99']:.4f})" for n in list(variants)[1:]]
         ppl = " / ".join(f"{row[name]['ppl']:.3f}" for name in variants)
         print(f"{length:>5}  {cells[0]:>22}  {cells[1]:>22}   {ppl}", flush=True)
+        save()
 
     print(f"\n{'T':>5}  {'variant':>14}  digits right of 5 at depth {arguments.depths}    KV bytes")
     results["passkey"] = []
@@ -310,6 +317,7 @@ def main() -> None:
                 right.append(found)
             results["passkey"].append({"length": length, "variant": name, "right": right, "kv_bytes": size})
             print(f"{length:>5}  {name:>14}  {right!s:<42}  {size:,}", flush=True)
+            save()
     remove_plan(model)
 
     print(f"\n{'T':>5}  attention time of all layers: SDPA, planned (ratio)")
@@ -325,8 +333,7 @@ def main() -> None:
                 f"({planned / full:.2f})",
                 flush=True,
             )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+        save()
 
 
 if __name__ == "__main__":
