@@ -66,7 +66,8 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 
 def levels(params: Params) -> Levels:
-    """The finite values of the type. A floating grid gains next to nothing from clipping, so few scales are tried."""
+    """The finite values of the type. A floating grid gains next to nothing from clipping, so few scales are
+    tried."""
     scale = "f16" if params.scale_bits == 16 else "f32"
     return Levels(8, table=_finite(params.variant), scale=scale, ratios=(1.0, 0.97, 0.93), refit=False)
 

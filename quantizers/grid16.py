@@ -1,7 +1,7 @@
 """`grid16`: sixteen levels fitted to the tensor, one scale per group (format `grid`).
 
-The table is a weighted Lloyd-Max quantiser (Max, 1960; Lloyd, 1982) of the scaled weights: scales and codes with the
-table fixed, then every level at the weighted mean of the weights it stands for, in turns.
+The table is a weighted Lloyd-Max quantiser (Max, 1960; Lloyd, 1982) of the scaled weights: scales and codes
+with the table fixed, then every level at the weighted mean of the weights it stands for, in turns.
 """
 
 import math
@@ -20,16 +20,53 @@ from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
 
-SAMPLE = 1 << 17  # weights the table is fitted on
-ROUNDS = 8
-# Start: the Lloyd-Max quantiser of a normal variable (Max, 1960, table I, 16 levels), largest level 1.
-_NORMAL = (0.0470, 0.1420, 0.2405, 0.3451, 0.4599, 0.5920, 0.7571, 1.0)
+SAMPLE = 1 << 16  # weights the table is fitted on
+ROUNDS = 10
+# Starts: fitted on normally distributed weights, where they are nearly the same for every group size. With
+# signed scales the longer side can always be the negative one, which the fit makes use of. fmt: off
+_SIGNED = (
+    -1.0,
+    -0.722,
+    -0.555,
+    -0.425,
+    -0.315,
+    -0.214,
+    -0.123,
+    -0.037,
+    0.046,
+    0.132,
+    0.220,
+    0.315,
+    0.420,
+    0.543,
+    0.693,
+    0.887,
+)
+_UNSIGNED = (
+    -1.0,
+    -0.750,
+    -0.580,
+    -0.446,
+    -0.332,
+    -0.230,
+    -0.135,
+    -0.041,
+    0.041,
+    0.135,
+    0.230,
+    0.332,
+    0.446,
+    0.580,
+    0.750,
+    1.0,
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Params:
-    """`group` columns share a scale (0: the row); `scale_bits` 16 or 8; `rounding`, `damping`, `act_order` and
-    `lead` as in `int_grid`.
+    """`group` columns share a scale (0: the row); `scale_bits` 16 or 8; `rounding`, `damping`, `act_order`
+    and `lead` as in `int_grid`.
     """
 
     group: int = 64
@@ -73,9 +110,11 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 
 def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
-    """The table fitted to evenly spaced rows of `weight`, as float16 values in ascending order, largest magnitude 1.
+    """The table fitted to evenly spaced rows of `weight`, as float16 values in ascending order, largest
+    magnitude 1.
 
-    Every weight counts with the Hessian's diagonal (its LDL diagonal under ldlq), its row weight and its scale squared.
+    Every weight counts with the Hessian's diagonal (its LDL diagonal under ldlq), its row weight and its
+    scale squared.
     """
     stats = stats or Stats()
     matrix = matrix_view(weight, params.lead)
@@ -92,7 +131,7 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
     mass = diagonal.to(x).expand_as(x)
     if stats.row_weight is not None:
         mass = mass * stats.row_weight.reshape(-1).to(x)[picked.to(x.device)].unsqueeze(1)
-    form = _levels(tuple(-v for v in reversed(_NORMAL)) + _NORMAL, params)
+    form = _levels(_SIGNED if params.scale_bits == 16 else _UNSIGNED, params)
     best, best_loss = form, math.inf
     for _ in range(ROUNDS):
         rounded = sweep(x, form, params.group, diagonal)

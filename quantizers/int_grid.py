@@ -17,9 +17,9 @@ __all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
 
 @dataclass(frozen=True)
 class Params:
-    """`bits` 2..8; `group` columns share a scale (0: the row); `symmetric` or with a zero point; `scale_bits` 16 or 8;
-    `rounding` nearest or ldlq; `damping` relative to the Hessian's mean diagonal; `act_order` (ldlq only); `lead`
-    leading axes make the rows.
+    """`bits` 2..8; `group` columns share a scale (0: the row); `symmetric` or with a zero point;
+    `scale_bits` 16 or 8; `rounding` nearest or ldlq; `damping` relative to the Hessian's mean diagonal;
+    `act_order` (ldlq only); `lead` leading axes make the rows.
     """
 
     bits: int = 4
@@ -49,7 +49,8 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 
 
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
-    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights or statistics that do not fit."""
+    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights or statistics that
+    do not fit."""
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:
         grid = rounded.grid
@@ -70,7 +71,8 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 
 def levels(params: Params) -> Levels:
-    """What the grid can represent, and the scales to try: fine grids need hardly any clipping, coarse ones much."""
+    """What the grid can represent, and the scales to try: fine grids need hardly any clipping, coarse ones
+    much."""
     low, high, count = {2: (0.45, 1.25, 17), 3: (0.45, 1.2, 16), 4: (0.55, 1.15, 13)}.get(
         params.bits, (0.75, 1.05, 7)
     )

@@ -1,7 +1,8 @@
 """`mxfp4`: OCP Microscaling FP4, blocks of 32 with power-of-two scales (format `mxfp4`).
 
-The specification (MX 1.0, section 6.3) takes floor(log2(max)) less the largest element exponent as the block's
-exponent, which clips maxima above 6 steps; here that one and its neighbours are tried and the least error wins.
+The specification (MX 1.0, section 6.3) takes floor(log2(max)) less the largest element exponent as the
+block's exponent, which clips maxima above 6 steps; here that one and its neighbours are tried and the least
+error wins.
 """
 
 import math

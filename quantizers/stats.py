@@ -12,8 +12,8 @@ _CHUNK = 1 << 22  # weights per step of `loss`
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """`hessian`: float32 [in, in], mean over tokens of x x^T, None for the identity; `row_weight`: float32 [out],
-    mean squared gradient of the end loss with respect to each output, None for 1.
+    """`hessian`: float32 [in, in], mean over tokens of x x^T, None for the identity; `row_weight`: float32
+    [out], mean squared gradient of the end loss with respect to each output, None for 1.
 
     The expected loss of an error dW is 1/2 sum_j row_weight_j dW_j H dW_j^T.
     """
@@ -23,7 +23,8 @@ class Stats:
     _factors: dict[tuple[float, bool], Factor] = field(default_factory=dict, repr=False)
 
     def ldl(self, damping: float = 0.01, act_order: bool = False) -> Factor:
-        """The factor of the Hessian, computed once per (damping, act_order). Raises ValueError without one."""
+        """The factor of the Hessian, computed once per (damping, act_order). Raises ValueError without
+        one."""
         if self.hessian is None:
             raise ValueError("there is no Hessian to factor")
         key = (damping, act_order)

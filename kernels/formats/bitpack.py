@@ -1,8 +1,9 @@
 """Codes of 1 to 8 bits in rows of bytes.
 
-Each row is packed on its own as a little-endian bit stream: value i occupies bits [i*b, (i+1)*b) of the row, least
-significant bit first, so 4-bit codes sit low nibble first. The unused bits of a row's last byte are zero. Eight codes
-of b bits fill exactly b bytes, which is the unit both directions work in (one int64 word per unit).
+Each row is packed on its own as a little-endian bit stream: value i occupies bits [i*b, (i+1)*b) of the
+row, least significant bit first, so 4-bit codes sit low nibble first. The unused bits of a row's last byte
+are zero. Eight codes of b bits fill exactly b bytes, which is the unit both directions work in (one int64
+word per unit).
 """
 
 import torch
@@ -19,7 +20,8 @@ def packed_bytes(cols: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packed rows. `codes`: uint8 [rows, cols], each below 2**bits -> uint8 [rows, ceil(cols*bits/8)].
 
-    Raises ValueError on another dtype or rank, on bits outside 1..8 and on a code that needs more than `bits` bits.
+    Raises ValueError on another dtype or rank, on bits outside 1..8 and on a code that needs more than
+    `bits` bits.
     """
     _check(codes, bits)
     rows, cols = codes.shape

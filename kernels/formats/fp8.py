@@ -1,7 +1,7 @@
 """`fp8`: 8-bit floating point (E4M3) with one scale per row or group.
 
-`e4m3fn` is the OCP type (bias 7, largest value 448, NaN at 0x7f and 0xff). `e4m3fnuz` is AMD's CDNA3 type (bias 8,
-largest value 240, no negative zero, NaN at 0x80 only): the same byte stands for half the value.
+`e4m3fn` is the OCP type (bias 7, largest value 448, NaN at 0x7f and 0xff). `e4m3fnuz` is AMD's CDNA3 type
+(bias 8, largest value 240, no negative zero, NaN at 0x80 only): the same byte stands for half the value.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 
 @dataclass(frozen=True)
 class Params:
-    """`variant` e4m3fn or e4m3fnuz; `group` columns share a scale (0: the whole row); `scale_bits` 16 (float16)
-    or 32 (float32); `lead` axes make the rows.
+    """`variant` e4m3fn or e4m3fnuz; `group` columns share a scale (0: the whole row); `scale_bits` 16
+    (float16) or 32 (float32); `lead` axes make the rows.
     """
 
     variant: str = "e4m3fn"

@@ -23,7 +23,8 @@ KIND = "grid"
 
 @dataclass(frozen=True)
 class Params:
-    """`levels` of the table (16); `group` columns share a scale (0: the whole row); `scale_bits` 16 or 8; `lead`."""
+    """`levels` of the table (16); `group` columns share a scale (0: the whole row); `scale_bits` 16 or 8;
+    `lead`."""
 
     levels: int = 16
     group: int = 64

@@ -23,9 +23,9 @@ KIND = "int"
 
 @dataclass(frozen=True)
 class Params:
-    """`bits` 2..8 per code; `group` columns share a scale (0: the whole row); `symmetric`: zero is 2**(bits-1);
-    `scale_bits` 16 (float16) or 8 (8-bit codes under one float16 per row); `lead` axes make the rows.
-    A float16 scale may be negative: the grid then reaches one step further on the positive side.
+    """`bits` 2..8 per code; `group` columns share a scale (0: the whole row); `symmetric`: zero is
+    2**(bits-1); `scale_bits` 16 (float16) or 8 (8-bit codes under one float16 per row); `lead` axes make
+    the rows. A float16 scale may be negative: the grid then reaches one step further on the positive side.
     """
 
     bits: int = 4
@@ -43,7 +43,8 @@ class Params:
 
 
 def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
-    """`codes` u8 [rows, ceil(cols*bits/8)], the scales, and `zeros` (bit-packed like codes) when asymmetric."""
+    """`codes` u8 [rows, ceil(cols*bits/8)], the scales, and `zeros` (bit-packed like codes) when
+    asymmetric."""
     rows, cols = matrix_shape(shape, params.lead)
     groups = group_count(cols, params.group)
     specs = {"codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, params.bits)))}

@@ -1,7 +1,7 @@
 """`mxfp4`: OCP Microscaling FP4 (MX specification 1.0, 2023): blocks of 32 along the columns.
 
-An element is E2M1 (sign, 2 exponent bits, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); a block's
-scale is E8M0, 2**(code - 127), with 255 for NaN. Codes are packed low nibble first.
+An element is E2M1 (sign, 2 exponent bits, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives);
+a block's scale is E8M0, 2**(code - 127), with 255 for NaN. Codes are packed low nibble first.
 """
 
 from dataclasses import dataclass

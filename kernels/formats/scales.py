@@ -24,7 +24,8 @@ def check_scale_bits(scale_bits: int, allowed: tuple[int, ...]) -> None:
 
 
 def matrix_shape(shape: Shape, lead: int) -> tuple[int, int]:
-    """(rows, cols) of the matrix view: the first `lead` axes make the rows. Raises ValueError on an empty tensor."""
+    """(rows, cols) of the matrix view: the first `lead` axes make the rows. Raises ValueError on an empty
+    tensor."""
     if lead > len(shape):
         raise ValueError(f"lead {lead} is more than the {len(shape)} dimensions of {list(shape)}")
     rows, cols = math.prod(shape[:lead]), math.prod(shape[lead:])
@@ -51,7 +52,8 @@ def per_column(values: Tensor, group: int, cols: int) -> Tensor:
 
 
 def scale_specs(rows: int, groups: int, scale_bits: int) -> dict[str, ArraySpec]:
-    """The arrays of the scales: `scale` (16: float16, 32: float32), or 8-bit codes under one float16 per row."""
+    """The arrays of the scales: `scale` (16: float16, 32: float32), or 8-bit codes under one float16 per
+    row."""
     if scale_bits == 8:
         return {
             "scale_codes": ArraySpec(torch.uint8, (rows, groups)),

@@ -1,7 +1,7 @@
 """The LDL factor of a Hessian: H + damping = (U + I) D (U + I)^T with U strictly upper triangular.
 
 The loss of a rounding error dW is tr(dW H dW^T) = sum_j D_j eta_j^2 with eta = dW (U + I), which is what the
-error-feedback sweep minimises column by column (Chee et al., QuIP, 2023, section 3).
+error-feedback sweep minimises column by column (Chee et al., QuIP, 2023).
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ LARGEST_DAMPING = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """`hessian`: the damped matrix, float32 [n, n]; `feedback`: U, float32 [n, n]; `diagonal`: D, float32 [n];
-    `order`: the columns in the order they are rounded, int64 [n], or None for their own order (all of the above
-    are then in that order); `damping`: the one used, relative to the mean diagonal; `recovery`: what had to be done
-    to a Hessian that could not be factored as it was, "" when nothing was.
+    """`hessian`: the damped matrix, float32 [n, n]; `feedback`: U, float32 [n, n]; `diagonal`: D, float32
+    [n]; `order`: the columns in the order they are rounded, int64 [n], or None for their own order (all of
+    the above are then in that order); `damping`: the one used, relative to the mean diagonal; `recovery`:
+    what had to be done to a Hessian that could not be factored as it was, "" when nothing was.
     """
 
     hessian: Tensor
@@ -32,15 +32,15 @@ def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> F
     """The factor of `hessian` [n, n] + damping * mean diagonal * I, computed on the CPU in float64.
 
     Recovery, in this order, each reported in `recovery`:
-    1. A matrix with non-finite entries is replaced by its diagonal (non-finite or negative entries by the mean of the
-       others): no feedback, still weighted.
-    2. A column with a zero diagonal (an input that was never active) loses its off-diagonal entries and gets the
-       damping as its diagonal: its weights are rounded to nearest.
+    1. A matrix with non-finite entries is replaced by its diagonal (non-finite or negative entries by the
+       mean of the others): no feedback, still weighted.
+    2. A column with a zero diagonal (an input that was never active) loses its off-diagonal entries and
+       gets the damping as its diagonal: its weights are rounded to nearest.
     3. While the Cholesky factorisation fails, the damping grows tenfold, up to 1.0 times the mean diagonal.
     4. If it still fails, the diagonal alone is used.
 
-    `act_order`: columns by descending diagonal (Frantar et al., GPTQ, 2022, "act-order"). Raises ValueError on a
-    matrix that is not square or on damping outside (0, 1].
+    `act_order`: columns by descending diagonal (Frantar et al., GPTQ, 2022, "act-order"). Raises ValueError
+    on a matrix that is not square or on damping outside (0, 1].
     """
     if hessian.dim() != 2 or hessian.shape[0] != hessian.shape[1]:
         raise ValueError(f"a Hessian must be square, not {list(hessian.shape)}")

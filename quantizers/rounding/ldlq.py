@@ -1,4 +1,5 @@
-"""LDLQ: a sweep with error feedback, scales refitted with codes fixed, and one more sweep on the frozen scales.
+"""LDLQ: a sweep with error feedback, scales refitted with codes fixed, and one more sweep on the frozen
+scales.
 
 Frantar et al., GPTQ, 2022; Chee et al., QuIP, 2023 (LDLQ and its equivalence to GPTQ).
 """
@@ -17,8 +18,9 @@ from nstf.quantizers.rounding.sweep import Grid, Rounded, sweep
 def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     """Codes and scales of `weight` float32 [rows, cols] that keep tr(dW H dW^T) small; H is `factor.hessian`.
 
-    The later steps are kept row by row, and only where they lower the loss. An ordered factor (activation order) makes
-    the groups static: their scales come from the weights as they are, so the storage does not change.
+    The later steps are kept row by row, and only where they lower the loss. An ordered factor (activation
+    order) makes the groups static: their scales come from the weights as they are, so the storage does not
+    change.
     """
     importance = factor.hessian.diagonal()
     grid = None
@@ -38,9 +40,9 @@ def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
 def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
     """The same codes with scales refitted group after group (one Gauss-Seidel pass over each row's groups).
 
-    With dW = W - Q and the points p_g of group g (its values at scale 1, zero elsewhere) the best change of s_g is
-    (p_g H dW^T) / (p_g H p_g^T). It is stored rounded, and kept only where the rounded change lowers the row's
-    loss; the loss therefore never rises.
+    With dW = W - Q and the points p_g of group g (its values at scale 1, zero elsewhere) the best change of
+    s_g is (p_g H dW^T) / (p_g H p_g^T). It is stored rounded, and kept only where the rounded change lowers
+    the row's loss; the loss therefore never rises.
     """
     cols, group = weight.shape[1], rounded.grid.group
     width, order = group_size(cols, group), factor.order

@@ -1,7 +1,7 @@
 """`Levels`: what an elementwise quantiser can represent, apart from its scales.
 
-A value is scale * (code - zero) on a uniform grid (`table` is None) or scale * table[code] otherwise, one scale per
-group of a row. Everything the search and the sweep need to know about a format is here.
+A value is scale * (code - zero) on a uniform grid (`table` is None) or scale * table[code] otherwise, one
+scale per group of a row. Everything the search and the sweep need to know about a format is here.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ F16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Levels:
-    """`table`: representable values in ascending order, None for a uniform grid of 2**bits codes; `symmetric`: the
-    zero of a uniform grid is 2**(bits-1), else it is searched per group; `scale`: how scales are stored, `f16`,
-    `f32`, `u8` (8-bit codes under a float16 per row) or `e8m0` (powers of two); `ratios`: the scales to try, as
-    multiples of the one at which the largest weight of the group meets the largest level; `signs`: try negative
-    scales too (they move the extra level of an even-sized grid to the other side); `refit`: scales may be refitted
-    by least squares with codes fixed.
+    """`table`: representable values in ascending order, None for a uniform grid of 2**bits codes;
+    `symmetric`: the zero of a uniform grid is 2**(bits-1), else it is searched per group; `scale`: how
+    scales are stored, `f16`, `f32`, `u8` (8-bit codes under a float16 per row) or `e8m0` (powers of two);
+    `ratios`: the scales to try, as multiples of the one at which the largest weight of the group meets the
+    largest level; `signs`: try negative scales too (they move the extra level of an even-sized grid to the
+    other side); `refit`: scales may be refitted by least squares with codes fixed.
     """
 
     bits: int
@@ -54,7 +54,8 @@ class Levels:
         return (self.values[1:] + self.values[:-1]) / 2
 
     def codes_of(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`. Scale 0: all zero."""
+        """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`. Scale 0: all
+        zero."""
         inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
         if self.table is None:
             return (x * inverse).add_(zero).clamp_(0, self.count - 1).round_()
@@ -67,7 +68,8 @@ class Levels:
         return self.values.to(codes.device)[codes.int()]
 
     def round_scale(self, scale: Tensor, largest: Tensor) -> Tensor:
-        """`scale` as it can be stored. `largest`: the row's 8-bit super-scale, broadcastable; unused otherwise."""
+        """`scale` as it can be stored. `largest`: the row's 8-bit super-scale, broadcastable; unused
+        otherwise."""
         if self.scale == "f16":
             return scale.clamp(-F16_MAX, F16_MAX).half().float()
         if self.scale == "u8":

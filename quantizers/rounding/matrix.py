@@ -1,6 +1,7 @@
 """Rounding of a whole tensor in row chunks, and its expected loss without encoding it.
 
-Memory: a chunk is at most 2**22 weights (about 100 MiB with everything the sweep needs), however large the table is.
+Memory: a chunk is at most 2**22 weights (about 100 MiB with everything the sweep needs), however large the
+table is.
 """
 
 from collections.abc import Callable
@@ -23,8 +24,8 @@ SAMPLE = 1 << 18  # weights `expected_loss` looks at
 
 @dataclass(frozen=True)
 class Rounding:
-    """`method` nearest or ldlq; `damping` of the Hessian relative to its mean diagonal; `act_order`: round the columns
-    by descending Hessian diagonal (ldlq only). Without a Hessian ldlq is nearest.
+    """`method` nearest or ldlq; `damping` of the Hessian relative to its mean diagonal; `act_order`: round
+    the columns by descending Hessian diagonal (ldlq only). Without a Hessian ldlq is nearest.
     """
 
     method: str = "nearest"
@@ -49,7 +50,8 @@ def encode_rows(
 ) -> dict[str, Tensor]:
     """The arrays that `pack` makes of every chunk of rows, joined along the rows.
 
-    Raises ValueError on an empty or non-floating tensor, on non-finite weights and on statistics of another shape.
+    Raises ValueError on an empty or non-floating tensor, on non-finite weights and on statistics of another
+    shape.
     """
     stats = stats or Stats()
     matrix = matrix_view(weight, lead)
@@ -86,9 +88,10 @@ def expected_loss(
 ) -> float:
     """The loss `encode` will leave, from at most 2**18 weights in evenly spaced rows, without encoding.
 
-    nearest: the rows are rounded and 1/2 dW H dW^T is measured. ldlq: with targets that behave like the weights, the
-    loss of a row is 1/2 sum_i D_i (w_i - nearest(w_i))^2, scales searched with the weights D (Chee et al., 2023,
-    theorem 1). The mean over the sampled rows is carried over by each row's 1/2 sum_i h_i w_i^2.
+    nearest: the rows are rounded and 1/2 dW H dW^T is measured. ldlq: with targets that behave like the
+    weights, the loss of a row is 1/2 sum_i D_i (w_i - nearest(w_i))^2, scales searched with the weights D
+    (Chee et al., 2023). The mean over the sampled rows is carried over by each row's 1/2 sum_i
+    h_i w_i^2.
     """
     stats = stats or Stats()
     matrix = matrix_view(weight, lead)

@@ -9,9 +9,9 @@ from nstf.quantizers.rounding.levels import Levels
 def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero per row that minimise sum_i importance_i (x_i - q(x_i))^2. -> (float32 [rows, 1], same).
 
-    `x`: [rows, n], one group; `importance`: [n], positive; `largest`: the super-scales [rows, 1] of 8-bit scales.
-    Every ratio (times both signs, times three zero points where the grid is asymmetric) is tried, then the best
-    is refined twice by least squares with its codes fixed. Ties keep the earlier candidate.
+    `x`: [rows, n], one group; `importance`: [n], positive; `largest`: the super-scales [rows, 1] of 8-bit
+    scales. Every ratio (times both signs, times three zero points where the grid is asymmetric) is tried,
+    then the best is refined twice by least squares with its codes fixed. Ties keep the earlier candidate.
     """
     best = _Best(x, importance, levels, largest)
     if levels.table is None and not levels.symmetric:
@@ -28,12 +28,14 @@ def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tu
             if levels.table is None
             else torch.zeros_like(x[:, :1])
         )
-        # On an even-sized symmetric grid the longer side is the negative one: let the largest weight lie there first.
+        # On an even-sized symmetric grid the longer side is the negative one: let the largest weight lie
+        # there first.
         at = x.abs().argmax(1, keepdim=True)
         peak = x.gather(1, at)
         base = (-peak if levels.signs else peak.abs()) / levels.reach
         if levels.scale == "e8m0":
-            # The specification's choice: floor(log2(max)) less the exponent of the largest level (6 = 1.5 * 2**2).
+            # The specification's choice: floor(log2(max)) less the exponent of the largest level (6 = 1.5 *
+            # 2**2).
             base = torch.ldexp(torch.ones_like(base), torch.frexp(peak.abs())[1] - 3)
             base = torch.where(peak == 0, torch.zeros_like(base), base)
         for ratio in levels.ratios:

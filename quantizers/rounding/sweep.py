@@ -4,10 +4,11 @@ For the columns j in order (H = (U + I) D (U + I)^T, dW = W - Q):
 
     target_j = W_j + sum_{i<j} dW_i U_ij        Q_j = nearest level to target_j
 
-so that eta = dW (U + I) is the rounding error of the targets and tr(dW H dW^T) = sum_j D_j |eta_j|^2. This is LDLQ
-(Chee et al., 2023, equation 2 and theorem 6) and equals GPTQ (Frantar et al., 2022, algorithm 1) with its
-Cholesky factor of the inverse. The scales of a group are chosen when the sweep enters it, from the targets as they are
-then. Rows do not influence each other. `nstf.kernels.cpu` has the same pass in C++; this file is its reference.
+so that eta = dW (U + I) is the rounding error of the targets and tr(dW H dW^T) = sum_j D_j |eta_j|^2. This
+is LDLQ (Chee et al., 2023) and equals GPTQ (Frantar et al., 2022, algorithm 1)
+with its Cholesky factor of the inverse. The scales of a group are chosen when the sweep enters it, from the
+targets as they are then. Rows do not influence each other. `nstf.kernels.cpu` has the same pass in C++;
+this file is its reference.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +40,8 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: float64 [rows], sum_j D_j eta_j^2 / 2."""
+    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: float64 [rows], sum_j D_j eta_j^2 /
+    2."""
 
     codes: Tensor
     grid: Grid
@@ -63,8 +65,8 @@ def sweep(
     """Codes and scales of `weight`, float32 [rows, cols].
 
     `importance`: float32 [cols], the weights of the scale search, and of `row_loss` when `factor` is None;
-    `factor`: error feedback, None for rounding to nearest; `grid`: frozen scales, None to search them. With an
-    ordered factor the grid must be given (groups are then not contiguous in the sweep).
+    `factor`: error feedback, None for rounding to nearest; `grid`: frozen scales, None to search them. With
+    an ordered factor the grid must be given (groups are then not contiguous in the sweep).
     """
     if factor is not None and factor.order is not None and grid is None:
         raise ValueError("a sweep in another column order needs frozen scales")
@@ -81,7 +83,8 @@ def sweep_compiled(
     factor: Factor | None,
     grid: Grid | None,
 ) -> Rounded:
-    """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads, which does not change the result."""
+    """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads, which does not change the
+    result."""
     rows, cols = weight.shape
     frozen = grid is not None
     if grid is None:
@@ -100,7 +103,7 @@ def sweep_compiled(
         table=levels.values,
         middles=levels.midpoints,
         ratios=torch.tensor(levels.ratios),
-        width=group_size(cols, group),
+        width=min(cols, group_size(cols, group)),  # a group may be longer than the row
         bits=levels.bits,
         symmetric=levels.symmetric,
         signs=levels.signs,
@@ -176,7 +179,8 @@ def sweep_torch(
 
 
 def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
-    """The float16 super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not needed."""
+    """The float16 super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not
+    needed."""
     largest = weight.new_zeros(weight.shape[0], 1)
     if levels.scale != "u8":
         return largest
