@@ -46,7 +46,7 @@ SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items(
 
 # Strings of a JSON text. `\Z` and `.?` make an unterminated string match too: without them a text of
 # `\"\"\"...` would cost quadratic time.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"|\Z)', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
