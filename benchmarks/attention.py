@@ -320,20 +320,22 @@ def main() -> None:
             save()
     remove_plan(model)
 
-    print(f"\n{'T':>5}  attention time of all layers: SDPA, planned (ratio)")
+    print(f"\n{'T':>5}  attention time of all layers against SDPA in the same run")
     results["time"] = []
     for length in arguments.lengths:
-        times = attention_times(model.config, plan, length)
-        results["time"].append({"length": length, **times})
-        for what, unit in (("prefill", 1.0), ("step", 1e3)):
-            full, planned = times[f"sdpa_{what}_s"], times[f"planned_{what}_s"]
-            unit_name = "s" if unit == 1.0 else "ms"
+        for name, variant in variants.items():
+            if variant is None:
+                continue
+            times = attention_times(model.config, variant, length)
+            results["time"].append({"length": length, "variant": name, **times})
+            prefill, dense = times["planned_prefill_s"], times["sdpa_prefill_s"]
+            step, dense_step = times["planned_step_s"] * 1e3, times["sdpa_step_s"] * 1e3
             print(
-                f"{length:>5}  {what:>8}: {full * unit:8.3f} {unit_name}, {planned * unit:8.3f} {unit_name} "
-                f"({planned / full:.2f})",
+                f"{length:>5}  {name:>14}  prefill {prefill:.3f} s of {dense:.3f} s ({prefill / dense:.2f})"
+                f"  decoding step {step:.2f} ms of {dense_step:.2f} ms ({step / dense_step:.2f})",
                 flush=True,
             )
-        save()
+            save()
 
 
 if __name__ == "__main__":
