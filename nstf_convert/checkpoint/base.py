@@ -45,6 +45,7 @@ class Checkpoint:
         self.missing = plan.missing
         self.notes = (*notes, *plan.notes)
         self.ties: Mapping[str, str] = find_ties(plan, source)
+        self._keep_untied(plan)
         self._source = source
         self._side_files = side_files
         self._files: dict[str, bytes] | None = None
@@ -53,6 +54,16 @@ class Checkpoint:
         self._names = sorted(self._recipes)
         if not self._names:
             raise UsageError(f"{path} holds no tensors; give a model with weights")
+
+    def _keep_untied(self, plan: Plan) -> None:
+        """Parameters that the class ties but whose values differ stay apart: the config must then say so.
+
+        transformers' from_pretrained decides the same way.
+        """
+        apart = sorted(a for a, n in plan.declared.items() if self.ties.get(a, a) != self.ties.get(n, n))
+        if apart and self.config is not None:
+            self.config = {**self.config, "tie_word_embeddings": False}
+            self.notes += (f"{apart[0]} differs from {plan.declared[apart[0]]}: they are not tied",)
 
     def names(self) -> list[str]:
         """The parameters that are stored, sorted; tied duplicates are left out (see `ties`)."""

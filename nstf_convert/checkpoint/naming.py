@@ -8,6 +8,7 @@ they give, and run again on real tensors when one of them is asked for.
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
 Read = Callable[[str], Tensor]
 MAX_LAYERS_FLOOR = 512
+COUNTS = re.compile(r"(^|_)n?_?(layers?|blocks?|experts|stages|depths?|repeats)$")
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters by name, the ties that the model's class declares (alias -> name), and what was noticed."""
+    """Parameters by name, and what was noticed.
+
+    tied: alias -> name, where the class ties them and the file leaves the alias out; declared: the class ties
+    them and the file has both; missing: parameters that are neither in the file nor tied; misfit: elements of
+    missing parameters and of tensors without a place.
+    """
 
     recipes: Mapping[str, Recipe]
     architecture: str | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+    declared: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    misfit: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -69,11 +78,12 @@ def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None
         note = f"model type {kind!r} is unknown to transformers: tensors keep the file's names"
         return plain_plan(infos, (note,))
     best: Plan | None = None
+    smallest = math.inf
     for cls in candidates:
         plan = _match(cls, infos, config, where)
-        if plan is not None and (best is None or len(plan.missing) < len(best.missing)):
-            best = plan
-        if best is not None and not best.missing:
+        if plan is not None and plan.misfit < smallest:
+            best, smallest = plan, plan.misfit
+        if smallest == 0:
             break
     if best is None:
         return plain_plan(
@@ -93,21 +103,33 @@ def model_classes(config: Mapping[str, Any]) -> list[Any]:
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return []
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
-    found: list[Any] = []
-    for name in config.get("architectures") or ():
-        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            found.append(cls)
-    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
-        cls = mapping.get(config_class, None)
-        for one in cls if isinstance(cls, tuple | list) else (cls,):
-            if (
-                one is not None
-                and one not in found
-                and (found == [] or mapping is transformers.MODEL_MAPPING)
-            ):
-                found.append(one)
-    return [cls for cls in found if getattr(cls, "config_class", None) is not None]
+    named = [
+        getattr(transformers, name, None)
+        for name in config.get("architectures") or ()
+        if isinstance(name, str) and name.isidentifier()
+    ]
+    found: list[Any] = [cls for cls in named if _is_model_class(cls)]
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    ):
+        listed = mapping.get(config_class, None)
+        for cls in listed if isinstance(listed, tuple | list) else (listed,):
+            if _is_model_class(cls) and cls not in found:
+                found.append(cls)
+    return found
+
+
+def _is_model_class(cls: object) -> bool:
+    """Whether it is a model of transformers that can run, and not one of its abstract bases."""
+    import transformers
+
+    return (
+        isinstance(cls, type)
+        and issubclass(cls, transformers.PreTrainedModel)
+        and getattr(cls, "forward", None) is not torch.nn.Module.forward
+    )
 
 
 def meta_model(cls: Any, config: Mapping[str, Any], tensor_count: int, where: str) -> Any:
@@ -131,21 +153,17 @@ def meta_model(cls: Any, config: Mapping[str, Any], tensor_count: int, where: st
 
 
 def _refuse_absurd(config: Mapping[str, Any], tensor_count: int, where: str) -> None:
-    """A config of 2**40 layers would build for ever: no model has many more layers than its file has
-    tensors.
-    """
+    """A config of 2**40 layers would be built for ever: no model has many more layers than its file has tensors."""
     limit = max(MAX_LAYERS_FLOOR, tensor_count)
     for key, value in config.items():
         if isinstance(value, dict):
             _refuse_absurd(value, tensor_count, where)
-        elif (
-            isinstance(value, int)
-            and value > limit
-            and re.search(r"(^|_)n?_?(layers?|blocks?|experts|stages)$", key)
-        ):
-            raise CorruptError(
-                f"{where}: config.json says {key} is {value}, but the file has {tensor_count} tensors"
-            )
+        elif COUNTS.search(key):
+            numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+            if any(v > limit for v in numbers):
+                raise CorruptError(
+                    f"{where}: config.json says {key} is {max(numbers)}, but the file has {tensor_count} tensors"
+                )
 
 
 def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any], where: str) -> Plan | None:
@@ -157,7 +175,7 @@ def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any],
     used = sum(recipe.info.size_bytes for recipe in recipes.values())
     if 2 * used < total:
         return None
-    return _checked(model, recipes, unused, where)
+    return _checked(model, recipes, {name: infos[name] for name in unused}, where)
 
 
 def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], where: str) -> Plan:
@@ -171,7 +189,7 @@ def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], wh
         )
     model = meta_model(classes[0], config, len(recipes), where)
     expected = _shapes(model)
-    unused = [name for name in recipes if name not in expected]
+    unused = {name: recipe.info for name, recipe in recipes.items() if name not in expected}
     plan = _checked(model, {name: r for name, r in recipes.items() if name in expected}, unused, where)
     _refuse_holes(plan, where)
     return plan
@@ -181,7 +199,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
 
-def _checked(model: Any, recipes: dict[str, Recipe], unused: list[str], where: str) -> Plan:
+def _checked(model: Any, recipes: dict[str, Recipe], unused: Mapping[str, TensorInfo], where: str) -> Plan:
     """The plan, once every shape agrees with the model's."""
     expected = _shapes(model)
     for name, recipe in recipes.items():
@@ -190,19 +208,22 @@ def _checked(model: Any, recipes: dict[str, Recipe], unused: list[str], where: s
                 f"{where}: tensor {name!r} has shape {list(recipe.info.shape)} but config.json makes it "
                 f"{list(expected[name])}"
             )
-    tied, missing = _declared_ties(model, recipes, expected)
+    stated = getattr(model, "all_tied_weights_keys", None) or {}
+    tied, missing = _left_out(stated, recipes, expected)
+    declared = {alias: name for alias, name in stated.items() if alias in recipes and name in recipes}
     notes = []
     if unused:
         notes.append(
             f"{len(unused)} tensors have no place in {type(model).__name__} and are left out: "
-            f"{', '.join(unused[:5])}"
+            f"{', '.join(list(unused)[:5])}"
         )
     if missing:
         notes.append(
             f"{len(missing)} parameters of {type(model).__name__} are not in the file: "
             f"{', '.join(missing[:5])}"
         )
-    return Plan(recipes, type(model).__name__, tied, missing, tuple(notes))
+    misfit = sum(math.prod(expected[n]) for n in missing) + sum(math.prod(i.shape) for i in unused.values())
+    return Plan(recipes, type(model).__name__, tied, declared, missing, misfit, tuple(notes))
 
 
 def _recipes(
@@ -317,13 +338,12 @@ def _fill_stack(parts: list[list[str]], shape: tuple[int, ...], dtype: torch.dty
     return result
 
 
-def _declared_ties(
-    model: Any, recipes: Mapping[str, Recipe], expected: Mapping[str, tuple[int, ...]]
+def _left_out(
+    stated: Mapping[str, str], recipes: Mapping[str, Recipe], expected: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Ties (alias -> name) of parameters the file leaves out, and the parameters that are really missing."""
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
     families: dict[str, list[str]] = {}
-    for target, source in declared.items():
+    for target, source in stated.items():
         families.setdefault(source, [source]).append(target)
     ties: dict[str, str] = {}
     for family in families.values():

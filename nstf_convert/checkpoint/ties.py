@@ -1,5 +1,6 @@
 """Tied weights: parameters that are one stored tensor under several names are stored once."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -18,8 +19,11 @@ def find_ties(plan: Plan, source: Source) -> dict[str, str]:
     saves nothing.
     """
     ties = dict(plan.tied)
+    declared = {*plan.declared, *plan.declared.values()}
     single = {
-        name: r.sources[0] for name, r in plan.recipes.items() if r.as_stored and _comparable(plan, name)
+        name: recipe.sources[0]
+        for name, recipe in plan.recipes.items()
+        if recipe.as_stored and (name in declared or _comparable(recipe.info.shape))
     }
     by_storage: dict[str, list[str]] = {}
     for name, stored in single.items():
@@ -36,12 +40,8 @@ def find_ties(plan: Plan, source: Source) -> dict[str, str]:
     return _resolved(ties)
 
 
-def _comparable(plan: Plan, name: str) -> bool:
-    shape = plan.recipes[name].info.shape
-    numel = 1
-    for size in shape:
-        numel *= size
-    return len(shape) >= 2 and numel >= MIN_NUMEL
+def _comparable(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= 2 and math.prod(shape) >= MIN_NUMEL
 
 
 def _same(names: list[str], keys: Mapping[str, T]) -> list[list[str]]:

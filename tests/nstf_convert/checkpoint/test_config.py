@@ -1,0 +1,173 @@
+"""config.json: what may pass, and what never does, however it is nested."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint.config import filter_config, strip_code
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("_attn_implementation_internal", "evil/kernel"),
+    ("_attn_implementation", "evil/kernel"),
+    ("_name_or_path", "evil/model"),
+    ("_anything", 1),
+    ("attn_implementation", "evil/kernel"),
+    ("experts_implementation", "evil/kernel"),
+    ("auto_map", {"AutoConfig": "evil.Config"}),
+    ("trust_remote_code", True),
+    ("custom_pipelines", {"x": {"impl": "evil.P"}}),
+    ("rng_state", [1, 2, 3]),
+    ("task_specific_params", {"x": {"prefix": "y"}}),
+    ("name_or_path", "evil/model"),
+    ("base_model_name_or_path", "evil/model"),
+    ("kernel_config", {"a": "evil/kernel"}),
+    ("use_kernels", True),
+    ("tokenizer_file", "/etc/passwd"),
+    ("hidden_act", "evil/act"),
+    ("hidden_act", "https://evil"),
+    ("hidden_act", "a b"),
+    ("hidden_act", "x" * 200),
+    ("unheard_of", "some-name"),
+    ("unheard_of", ["some-name"]),
+    ("unheard_of", {"path": "some-name"}),
+    ("bad key with blanks", 3),
+    ("__class__", 3),
+    ("rope_parameters", {"rope_type": "../../x"}),
+    ("rope_parameters", {"_x": 3}),
+    ("rope_parameters", {"nested": {"auto_map": 1}}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), HOSTILE)
+def test_hostile_fields_do_not_pass(key: str, value: Any) -> None:
+    config, dropped = filter_config({"model_type": "llama", "vocab_size": 10, key: value}, "config.json")
+    text = json.dumps(config)
+    assert not any(word in text for word in ("evil", "some-name", "passwd", "..", "_x", "auto_map", "_any"))
+    assert any(name.split(".")[0] == key for name in dropped)
+    assert config["vocab_size"] == 10
+
+
+@pytest.mark.parametrize(("key", "value"), HOSTILE)
+def test_hostile_fields_do_not_pass_in_a_sub_config(key: str, value: Any) -> None:
+    raw = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 10, key: value}}
+    config, dropped = filter_config(raw, "config.json")
+    text = json.dumps(config)
+    assert not any(word in text for word in ("evil", "some-name", "passwd", "..", "_x", "auto_map", "_any"))
+    assert any(name.startswith(f"text_config.{key}") for name in dropped)
+    assert config["text_config"]["vocab_size"] == 10
+
+
+def test_everything_transformers_writes_for_a_plain_model_passes(make_folder: Callable[..., Path]) -> None:
+    for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "BertModel", "MixtralForCausalLM"):
+        folder = make_folder(name, name)
+        raw = json.loads((folder / "config.json").read_text())
+        config, dropped = filter_config(raw, "config.json")
+        assert (config, dropped) == (raw, [])
+
+
+def test_older_spellings_pass() -> None:
+    raw = {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+        "torch_dtype": "bfloat16",
+        "unheard_of_number": 3,
+        "unheard_of_list": [1, 2.5, None, True],
+        "id2label": {"0": "a label / with anything"},
+        "time_step_limit": [0.0, float("inf")],
+    }
+    config, dropped = filter_config(raw, "config.json")
+    assert (config, dropped) == (raw, [])
+
+
+def test_no_module_of_the_folder_is_imported(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder, canary = make_folder("LlamaForCausalLM"), tmp_path / "canary"
+    code = f"import pathlib; pathlib.Path({str(canary)!r}).write_text('run')\n"
+    for name in ("evil", "modeling_evil", "configuration_evil"):
+        (folder / f"{name}.py").write_text(code + "class C: pass\n")
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {
+        "auto_map": {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.C"},
+        "trust_remote_code": True,
+        "_attn_implementation_internal": "evil/kernel",
+        "architectures": ["evil.C", "LlamaForCausalLM"],
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": "evil.C"}}))
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.architecture == "LlamaForCausalLM"
+        assert b"evil" not in checkpoint.files()["config.json"] + checkpoint.files()["tokenizer_config.json"]
+        checkpoint.get("model.norm.weight")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_an_already_quantised_checkpoint_is_refused(key: str) -> None:
+    raw = {"model_type": "llama", key: {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(UnsupportedError, match=r"already quantised \('gptq'\); give the original"):
+        filter_config(raw, "config.json")
+    with pytest.raises(UnsupportedError, match="already quantised"):
+        filter_config({"model_type": "llava", "text_config": raw}, "config.json")
+
+
+def test_an_export_of_ours_is_pointed_to_its_artifact() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"export of nstf: give the original model, or open the \.nstf"
+    ):
+        filter_config({"model_type": "llama", "quantization_config": {"quant_method": "nstf"}}, "config.json")
+
+
+@pytest.mark.parametrize("raw", [[], "x", 3, None])
+def test_a_config_that_is_no_object_is_refused(raw: object) -> None:
+    with pytest.raises(CorruptError, match="not a JSON object"):
+        filter_config(raw, "config.json")
+
+
+def test_a_config_nested_too_deeply_is_refused() -> None:
+    raw: dict[str, Any] = {}
+    for _ in range(50):
+        raw = {"a": raw}
+    with pytest.raises(CorruptError, match="nested too deeply"):
+        filter_config(raw, "config.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 1 << 40},
+        {"num_hidden_layers": 100_000},
+        {"num_labels": 1 << 40},
+        {"hidden_size": -1},
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"vocab_size": 1 << 62},
+        {"vocab_size": 97},
+        {"num_hidden_layers": 3},
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_corrupt(llama_folder: Path, change: dict[str, Any]) -> None:
+    raw = json.loads((llama_folder / "config.json").read_text())
+    (llama_folder / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(CorruptError, match=r"config.json|missing although"):
+        open_checkpoint(llama_folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "nothing", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+def test_a_config_that_is_not_json_is_corrupt(llama_folder: Path, text: str) -> None:
+    (llama_folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptError, match=r"config\.json"):
+        open_checkpoint(llama_folder)
+
+
+def test_settings_keep_text_and_lose_code() -> None:
+    raw = {
+        "chat_template": "{{ a/b }}",
+        "x": [{"auto_map": 1, "_y": 2, "z": "any text / at all"}],
+        "trust_remote_code": True,
+    }
+    assert strip_code(raw) == {"chat_template": "{{ a/b }}", "x": [{"z": "any text / at all"}]}

@@ -1,0 +1,130 @@
+"""What is opened by which reader, and what is said about everything else."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf_convert.checkpoint import open_checkpoint
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing/here/at/all does not exist; give a model folder"):
+        open_checkpoint(tmp_path / "nothing/here/at/all")
+
+
+@pytest.mark.parametrize("text", ["", "a\0b"])
+def test_an_empty_path(text: str) -> None:
+    with pytest.raises(UsageError, match="path is empty"):
+        open_checkpoint(text)
+
+
+def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "readme.md").write_text("hello")
+    with pytest.raises(UsageError, match=r"holds no weights .*readme\.md"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds no weights .*nothing"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_artifact_is_not_a_model(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.nstf")
+    with pytest.raises(UsageError, match="is an nstf artifact, not a model to convert"):
+        open_checkpoint(tmp_path / "model.nstf")
+
+
+def test_a_file_of_an_unknown_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.xyz").write_bytes(b"whatever it is")
+    with pytest.raises(UnsupportedError, match=r"model\.xyz is of an unknown kind"):
+        open_checkpoint(tmp_path / "model.xyz")
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    for name, kind in (("a.safetensors", CorruptError), ("a.gguf", CorruptError), ("a.onnx", CorruptError)):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(kind, match=name):
+            open_checkpoint(tmp_path / name)
+
+
+def test_a_fifo_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="not a regular file"):
+        open_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_a_folder_of_one_file_opens_that_file(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names() == ["w"]
+
+
+def test_a_folder_of_several_files_asks_for_one(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(
+        UsageError, match=r"2 \.safetensors files \(a\.safetensors, b\.safetensors\); give one"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_safetensors_are_preferred_over_pickles(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("LlamaForCausalLM")
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.kind == "safetensors"
+
+
+def test_a_hub_name_without_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="'org/model' is no local path, and the hub cannot be reached"):
+        open_checkpoint("org/model")
+
+
+def test_a_hub_name_opens_the_downloaded_folder(
+    monkeypatch: pytest.MonkeyPatch, make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    folder, asked = make_folder("LlamaForCausalLM"), []
+
+    def snapshot(name: str, **kwargs: object) -> str:
+        asked.append((name, kwargs["repo_type"]))
+        assert not any("bin" in p or "*.py" in p for p in kwargs["allow_patterns"])  # type: ignore[attr-defined]
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.chdir(tmp_path)
+    with open_checkpoint("org/model") as checkpoint:
+        assert checkpoint.architecture == "LlamaForCausalLM"
+    assert asked == [("org/model", "model")]
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, nstf_convert.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_local_folder_wins_over_a_hub_name(
+    make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(make_folder("LlamaForCausalLM"), tmp_path / "org" / "model")
+    monkeypatch.chdir(tmp_path)
+    with open_checkpoint("org/model") as checkpoint:
+        assert checkpoint.architecture == "LlamaForCausalLM"

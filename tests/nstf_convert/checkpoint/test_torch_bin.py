@@ -1,0 +1,117 @@
+"""PyTorch .bin files: tensors only, never code."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint import open_checkpoint
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def bin_folder(make_folder: Make) -> Path:
+    """A tiny tied Llama as pytorch_model.bin, the head in the file as the same storage."""
+    folder = make_folder("LlamaForCausalLM", tie_word_embeddings=True)
+    stored: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    torch.save(stored, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_tensors_come_as_they_were_saved(bin_folder: Path) -> None:
+    stored = torch.load(bin_folder / "pytorch_model.bin", weights_only=True)
+    with open_checkpoint(bin_folder) as checkpoint:
+        assert checkpoint.kind == "bin"
+        assert checkpoint.architecture == "LlamaForCausalLM"
+        assert checkpoint.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+        assert all(torch.equal(checkpoint.get(name), stored[name]) for name in checkpoint.names())
+
+
+def test_pickles_can_be_forbidden(bin_folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="holds pickled weights, which were not allowed"):
+        open_checkpoint(bin_folder, allow_pickle=False)
+    with pytest.raises(UnsupportedError, match="holds pickled weights"):
+        open_checkpoint(bin_folder / "pytorch_model.bin", allow_pickle=False)
+
+
+def test_shared_storage_without_a_config_is_a_tie(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+    torch.save({"b": weight, "a": weight, "c": weight.t(), "d": weight[:32]}, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.ties == {"b": "a"}
+        assert torch.equal(checkpoint.get("c"), weight.t())
+        assert checkpoint.get("c").is_contiguous()
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"b": torch.zeros(3)}, tmp_path / "pytorch_model-2.bin")
+    index = {"weight_map": {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names() == ["a", "b"]
+    (tmp_path / "pytorch_model-2.bin").unlink()
+    with pytest.raises(CorruptError, match=r"pytorch_model-2.bin is missing although"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_cannot_name_a_path(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
+    with pytest.raises(CorruptError, match="only plain file names"):
+        open_checkpoint(tmp_path)
+
+
+class Canary:
+    """An object whose unpickling writes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (Path(self.path), "run"))
+
+
+@pytest.mark.parametrize("how", ["torch", "legacy", "pickle"])
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, how: str) -> None:
+    canary, path = tmp_path / "canary", tmp_path / "pytorch_model.bin"
+    data = {"a": torch.ones(2), "evil": Canary(str(canary))}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(data))
+    else:
+        torch.save(data, path, _use_new_zipfile_serialization=how == "torch")
+    with pytest.raises((UnsupportedError, CorruptError), match=r"pytorch_model\.bin"):
+        open_checkpoint(tmp_path)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("data", [[1], {"a": 1}, {1: torch.ones(1)}, {}, {"a": torch.ones(2).to_sparse()}])
+def test_anything_but_a_state_dict_is_unsupported(tmp_path: Path, data: Any) -> None:
+    torch.save(data, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"state dict|not a dense tensor"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 50, 500, -1, -100])
+def test_a_truncated_file_is_corrupt(bin_folder: Path, length: int) -> None:
+    path = bin_folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises((CorruptError, UnsupportedError), match=r"pytorch_model\.bin"):
+        open_checkpoint(bin_folder)
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    torch.save({"a": torch.tensor([1.0, float("nan")])}, tmp_path / "pytorch_model.bin")
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(CorruptError, match="tensor 'a' has 1 NaN or infinite"),
+    ):
+        checkpoint.get("a")
