@@ -201,3 +201,9 @@ def gram_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     gram = matrix @ matrix.T
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     return values.flip(0).clamp_min(0.0), vectors.flip(1)
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    """Kronecker product of two matrices. (torch.kron refuses some strides: "view size is not compatible".)"""
+    product = torch.einsum("ij,kl->ikjl", a, b)
+    return product.reshape(a.shape[0] * b.shape[0], a.shape[1] * b.shape[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
-from nstf.decomposers.modes import Whitened, gram_eigen, whiten
+from nstf.decomposers.modes import Whitened, gram_eigen, kron, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
 from nstf.kernels.formats import tensor_train
@@ -78,7 +78,7 @@ class _Refit:
         _, right = self._sides(axis, current)
         gram = right @ right.T
         if lead_for(tuple(current[name].shape)) == 1:
-            gram = torch.kron(self.whitened.covariance(axis), gram)
+            gram = kron(self.whitened.covariance(axis), gram)
         return gram.to(torch.float32)
 
     def _sides(self, axis: int, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

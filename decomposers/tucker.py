@@ -8,6 +8,7 @@ then the exact least-squares solution in the full norm. Tucker-2 over (out, in) 
 2015.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
-from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, unfold, whiten
+from nstf.decomposers.modes import Whitened, gram_eigen, kron, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
 from nstf.decomposers.tensorly_backend import torch_backend
@@ -116,15 +117,14 @@ class _Refit:
     def _core_of_patches(
         self, core: Tensor, factors: Mapping[int, Tensor], patch: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Exact for the whole covariance H: C = U^+ W H P (P^T H P)^-1, P = kron of the bases of the input
-        axes.
+        """Exact for the whole covariance H: C = U^+ W H P (P^T H P)^-1, P = kron of the input axes' bases.
 
         core: U^+ W, the rows' bases already applied.
         """
         projection = torch.ones(1, 1, dtype=torch.float64)
         for i in range(self.whitened.columns, len(self.node.view)):
             identity = torch.eye(self.node.view[i], dtype=torch.float64)
-            projection = torch.kron(projection, factors.get(i, identity))
+            projection = kron(projection, factors.get(i, identity))
         hp = patch @ projection
         metric = projection.T @ hp
         flat = core.reshape(-1, patch.shape[0]) @ hp
@@ -139,7 +139,7 @@ class _Refit:
         metric = torch.ones(1, 1, dtype=torch.float64)
         for i in trailing:
             identity = torch.eye(self.node.ranks[i], dtype=torch.float64)
-            metric = torch.kron(metric, identity if i in factors else self.whitened.covariance(i))
+            metric = kron(metric, identity if i in factors else self.whitened.covariance(i))
         return metric
 
 
@@ -152,19 +152,32 @@ def _fit(tensor: Tensor, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
     axes = [i for i, (rank, size) in enumerate(zip(ranks, tensor.shape, strict=True)) if rank < size]
     if not axes:
         return {}
-    bases = [gram_eigen(unfold(tensor, i))[1][:, : ranks[i]] for i in axes]
+    spectral = {i: gram_eigen(unfold(tensor, i))[1][:, : ranks[i]] for i in axes}
     if len(axes) == 1 or iterations < 1 or float(tensor.norm()) == 0.0:
-        return dict(zip(axes, bases, strict=True))
+        return spectral
+    # HOOI cannot fill a rank above the product of the others; tensorly would fill it at random.
+    useful = useful_ranks(ranks, tuple(tensor.shape))
+    start = [spectral[i][:, : useful[i]] for i in axes]
     core = tensor
-    for i, basis in zip(axes, bases, strict=True):
+    for i, basis in zip(axes, start, strict=True):
         core = mode_product(core, basis.T, i)
     with torch_backend():
         from tensorly.decomposition import partial_tucker
 
+        wanted = [useful[i] for i in axes]
         (_, improved), _ = partial_tucker(
-            tensor, [ranks[i] for i in axes], modes=axes, n_iter_max=iterations, init=(core, bases), tol=1e-6
+            tensor, wanted, modes=axes, n_iter_max=iterations, init=(core, start), tol=1e-6
         )
-    return dict(zip(axes, improved, strict=True))
+    return {i: _filled(basis, spectral[i], ranks[i]) for i, basis in zip(axes, improved, strict=True)}
+
+
+def _filled(basis: Tensor, spectral: Tensor, rank: int) -> Tensor:
+    """The basis with the leading spectral directions it lacks, up to `rank` orthonormal columns."""
+    if basis.shape[1] >= rank:
+        return basis
+    rest = spectral - basis @ (basis.T @ spectral)
+    extra = gram_eigen(rest)[1][:, : rank - basis.shape[1]]
+    return torch.cat([basis, extra], dim=1)
 
 
 def energies(weight: Tensor, view: Shape, stats_hessian: Tensor | None = None) -> list[Tensor]:
@@ -196,8 +209,22 @@ def rank_for_bytes(
         return sum(bytes_of(s) for s in shapes.values())
 
     some = None if energies is None else [energies[i] for i in chosen]
-    part = ranks_for_bytes(tuple(view[i] for i in chosen), size_of, size_bytes, some)
+
+    def useful(part: Ranks) -> Ranks:
+        ranks = useful_ranks(whole(part), view)
+        return tuple(ranks[i] for i in chosen)
+
+    part = ranks_for_bytes(tuple(view[i] for i in chosen), size_of, size_bytes, some, useful)
     return None if part is None else whole(part)
+
+
+def useful_ranks(ranks: Ranks, view: Shape) -> Ranks:
+    """The ranks lowered until none is above the product of the others, which nothing is lost by."""
+    lowered = list(ranks)
+    for _ in view:
+        for i in range(len(view)):
+            lowered[i] = min(lowered[i], math.prod(lowered[:i]) * math.prod(lowered[i + 1 :]))
+    return tuple(lowered)
 
 
 def rank_for_error(

@@ -64,7 +64,10 @@ def load(
             raise UsageError(f"{os.fspath(path)}: no attention plan inside; load it with attention='full'")
         from nstf.runtime.attention import apply_plan
 
-        apply_plan(model, dict(plan))
+        try:
+            apply_plan(model, dict(plan))
+        except ValueError as error:
+            raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
     return model
 
 
@@ -74,20 +77,27 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     The files are written to a private temporary folder for the time of the call. Never runs remote code.
     Raises UnsupportedError when there are no such files or transformers cannot read them.
     """
-    from transformers import AutoTokenizer
-
-    with open_artifact(path) as artifact, tempfile.TemporaryDirectory(prefix="nstf-") as folder:
+    with open_artifact(path) as artifact:
         names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
-        for name in artifact.file_names():
-            Path(folder, name).write_bytes(artifact.file(name))
+        return tokenizer_from_files({n: artifact.file(n) for n in artifact.file_names()}, os.fspath(path))
+
+
+def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
+    """The tokenizer a folder of these files (config.json among them) would give. `where` names it in errors."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="nstf-") as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            reason = " ".join(str(error).split()).replace(folder, "the artifact")[:300]
+            reason = " ".join(str(error).split()).replace(folder, where)[:300]
+            names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER)))
             raise UnsupportedError(
-                f"{os.fspath(path)}: transformers cannot build the tokenizer from {', '.join(names)}: {reason}"
+                f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
 
 
@@ -181,7 +191,7 @@ def _fill(model: nn.Module, artifact: Artifact, dtype: torch.dtype) -> None:
         _place(model, name, artifact, artifact.stored_name(source), dtype, made)
     if missing:
         raise UnsupportedError(
-            f"{artifact.path}: {type(model).__name__} needs {len(missing)} tensors the artifact does not hold, "
+            f"{artifact.path}: {type(model).__name__} needs {len(missing)} tensors that are not in it, "
             f"for instance {missing[0]!r}; use nstf.runtime.load_tensors to read those it holds"
         )
     with torch.no_grad():

@@ -110,7 +110,7 @@ class LazyWeight(Tensor):
 
         return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeight({self.source.tree.kind}, shape={list(self.shape)}, dtype={self.dtype})"
 
 

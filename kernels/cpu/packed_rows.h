@@ -29,6 +29,7 @@ static inline void interleave(Vec lo, Vec hi, float* out) {
 struct Table {
     __m512 t;
     explicit Table(const float* p) : t(_mm512_loadu_ps(p)) {}
+    void scale(Vec s) { t = _mm512_mul_ps(t, s.v); }
     // vpermps looks at the low four bits of each index, so the upper nibble needs no mask.
     void chunk(const uint8_t* p, Vec* out) const {
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -42,35 +43,44 @@ static inline Vec from_bytes(const uint8_t* p) {
     const __m128i codes = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), flip);
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))};
 }
-// Codes of any width: each lane picks the two bytes its code lies in, and shifts. Two- and three-bit codes are then
-// looked up in a table repeated to 16 entries, so that the bits above them do not matter.
-struct BitCodes {
-    static constexpr int PARTS = 1, READ = 16;
-    int bits;
-    bool narrow;
-    __m512i pick, shift, mask, centre;
-    __m512 table;
-    explicit BitCodes(const PackedMatrix& w) : bits(w.bits), narrow(w.bits <= 3) {
+// Codes of any width: each lane picks the two bytes its code lies in, and shifts.
+struct Picker {
+    __m512i pick, shift;
+    explicit Picker(int bits) {
         alignas(64) int picks[16], shifts[16];
-        alignas(64) float values[16];
         for (int i = 0; i < 16; ++i) {
             picks[i] = static_cast<int>(0x80800000u | (i * bits / 8 + 1) << 8 | i * bits / 8);
             shifts[i] = i * bits % 8;
-            values[i] = static_cast<float>((i & ((1 << bits) - 1)) - (1 << (bits - 1)));
         }
-        centre = _mm512_set1_epi32(1 << (bits - 1));
         pick = _mm512_load_si512(picks);
         shift = _mm512_load_si512(shifts);
-        mask = _mm512_set1_epi32((1 << bits) - 1);
+    }
+    // The code in the low bits of each lane, parts of its neighbours above it.
+    __m512i operator()(const uint8_t* p) const {
+        const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return _mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, pick), shift);
+    }
+};
+struct Bits {
+    Picker codes;
+    __m512i mask, centre;
+    explicit Bits(int bits)
+        : codes(bits), mask(_mm512_set1_epi32((1 << bits) - 1)), centre(_mm512_set1_epi32(1 << (bits - 1))) {}
+    Vec operator()(const uint8_t* p, int64_t) const {
+        return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(codes(p), mask), centre))};
+    }
+};
+// Two- and three-bit codes look their value up in a table repeated to 16 entries: the bits above do not matter.
+struct FewBits {
+    Picker codes;
+    __m512 table;
+    explicit FewBits(int bits) : codes(bits) {
+        alignas(64) float values[16];
+        for (int i = 0; i < 16; ++i) values[i] = static_cast<float>((i & ((1 << bits) - 1)) - (1 << (bits - 1)));
         table = _mm512_load_ps(values);
     }
-    int64_t offset(int64_t column) const { return column * bits / 8; }
-    void chunk(const uint8_t* p, int64_t, Vec* out) const {
-        const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        const __m512i codes = _mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, pick), shift);
-        out[0] = {narrow ? _mm512_permutexvar_ps(codes, table)
-                         : _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(codes, mask), centre))};
-    }
+    void scale(Vec s) { table = _mm512_mul_ps(table, s.v); }
+    Vec operator()(const uint8_t* p, int64_t) const { return {_mm512_permutexvar_ps(codes(p), table)}; }
 };
 // E4M3 bits moved into a float16, which has room for both exponent and mantissa; the biases are left to the scale.
 static inline Vec from_float8(const uint8_t* p) {
@@ -104,6 +114,10 @@ static inline void interleave(Vec lo, Vec hi, float* out) {
 struct Table {
     __m256 low, high;
     explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+    void scale(Vec s) {
+        low = _mm256_mul_ps(low, s.v);
+        high = _mm256_mul_ps(high, s.v);
+    }
     Vec look_up(__m256i index) const {
         const __m256 a = _mm256_permutevar8x32_ps(low, index), b = _mm256_permutevar8x32_ps(high, index);
         return {_mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)))};
@@ -119,11 +133,9 @@ static inline Vec from_bytes(const uint8_t* p) {
     const __m128i codes = _mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), flip);
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
 }
-struct BitCodes {
-    static constexpr int PARTS = 1, READ = 16;
-    int bits;
-    __m256i pick, shift, mask, centre;
-    explicit BitCodes(const PackedMatrix& w) : bits(w.bits) {
+struct Picker {
+    __m256i pick, shift;
+    explicit Picker(int bits) {
         alignas(32) int picks[8], shifts[8];
         for (int i = 0; i < 8; ++i) {
             picks[i] = static_cast<int>(0x80800000u | (i * bits / 8 + 1) << 8 | i * bits / 8);
@@ -131,15 +143,31 @@ struct BitCodes {
         }
         pick = _mm256_load_si256(reinterpret_cast<const __m256i*>(picks));
         shift = _mm256_load_si256(reinterpret_cast<const __m256i*>(shifts));
-        mask = _mm256_set1_epi32((1 << bits) - 1);
-        centre = _mm256_set1_epi32(1 << (bits - 1));
     }
-    int64_t offset(int64_t column) const { return column * bits / 8; }
-    void chunk(const uint8_t* p, int64_t, Vec* out) const {
+    __m256i operator()(const uint8_t* p) const {
         const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        const __m256i codes = _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, pick), shift);
-        out[0] = {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(codes, mask), centre))};
+        return _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, pick), shift);
     }
+};
+struct Bits {
+    Picker codes;
+    __m256i mask, centre;
+    explicit Bits(int bits)
+        : codes(bits), mask(_mm256_set1_epi32((1 << bits) - 1)), centre(_mm256_set1_epi32(1 << (bits - 1))) {}
+    Vec operator()(const uint8_t* p, int64_t) const {
+        return {_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(codes(p), mask), centre))};
+    }
+};
+struct FewBits {
+    Picker codes;
+    __m256 table;
+    explicit FewBits(int bits) : codes(bits) {
+        alignas(32) float values[8];
+        for (int i = 0; i < 8; ++i) values[i] = static_cast<float>((i & ((1 << bits) - 1)) - (1 << (bits - 1)));
+        table = _mm256_load_ps(values);
+    }
+    void scale(Vec s) { table = _mm256_mul_ps(table, s.v); }
+    Vec operator()(const uint8_t* p, int64_t) const { return {_mm256_permutevar8x32_ps(table, codes(p))}; }
 };
 static inline Vec from_float8(const uint8_t* p) {
     const __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -166,23 +194,27 @@ static inline void interleave(Vec lo, Vec hi, float* out) {
 }
 struct Table {
     const float* t;
+    float s = 1.0f;
     explicit Table(const float* p) : t(p) {}
+    void scale(Vec by) { s = by.v; }
     void chunk(const uint8_t* p, Vec* out) const {
-        out[0] = {t[*p & 15]};
-        out[1] = {t[*p >> 4]};
+        out[0] = {t[*p & 15] * s};
+        out[1] = {t[*p >> 4] * s};
     }
 };
 static inline Vec from_bytes(const uint8_t* p) { return {static_cast<float>(*p) - 128.0f}; }
-struct BitCodes {
-    static constexpr int PARTS = 1, READ = 2;
+// A chunk is one code, so where it starts within its first byte follows from its number.
+struct Bits {
     int bits;
-    explicit BitCodes(const PackedMatrix& w) : bits(w.bits) {}
-    int64_t offset(int64_t column) const { return column * bits / 8; }
-    void chunk(const uint8_t* p, int64_t column, Vec* out) const {
-        const int code = (p[0] | p[1] << 8) >> (column * bits % 8) & ((1 << bits) - 1);
-        out[0] = {static_cast<float>(code - (1 << (bits - 1)))};
+    float by = 1.0f;
+    explicit Bits(int b) : bits(b) {}
+    void scale(Vec s) { by = s.v; }
+    Vec operator()(const uint8_t* p, int64_t chunk) const {
+        const int code = (p[0] | p[1] << 8) >> (chunk * bits % 8) & ((1 << bits) - 1);
+        return {static_cast<float>(code - (1 << (bits - 1))) * by};
     }
 };
+using FewBits = Bits;
 static inline Vec from_float8(const uint8_t* p) {
     return {half_to_float(static_cast<uint16_t>((*p & 0x7f) << 7 | (*p & 0x80) << 8))};
 }
@@ -214,24 +246,51 @@ static inline void unpack(const uint8_t* in, int64_t in_bytes, int bits, int64_t
     }
 }
 
-// How the codes of a chunk become values before the scale. READ: bytes that are loaded for a chunk.
+// How the codes of a row become values. PARTS: vectors a chunk gives. READ: bytes that are loaded for one.
+// SCALES: the scale of a group goes into the table; otherwise it is applied to the sum of the group.
 struct TableCodes {
     static constexpr int PARTS = 2, READ = Vec::LANES;
+    static constexpr bool SCALES = true;
     Table table;
     explicit TableCodes(const PackedMatrix& w) : table(w.table) {}
-    int64_t offset(int64_t column) const { return column / 2; }
+    void scale(Vec s) { table.scale(s); }
+    const uint8_t* at(const uint8_t* row, int64_t chunk) const { return row + chunk * Vec::LANES; }
     void chunk(const uint8_t* p, int64_t, Vec* out) const { table.chunk(p, out); }
+};
+struct FewBitCodes {
+    static constexpr int PARTS = 1, READ = Vec::LANES == 1 ? 2 : 16;
+    static constexpr bool SCALES = true;
+    FewBits codes;
+    int bits;
+    explicit FewBitCodes(const PackedMatrix& w) : codes(w.bits), bits(w.bits) {}
+    void scale(Vec s) { codes.scale(s); }
+    const uint8_t* at(const uint8_t* row, int64_t chunk) const { return row + chunk * Vec::LANES * bits / 8; }
+    void chunk(const uint8_t* p, int64_t chunk, Vec* out) const { out[0] = codes(p, chunk); }
+};
+struct BitCodes {
+    static constexpr int PARTS = 1, READ = Vec::LANES == 1 ? 2 : 16;
+    static constexpr bool SCALES = false;
+    Bits codes;
+    int bits;
+    explicit BitCodes(const PackedMatrix& w) : codes(w.bits), bits(w.bits) {}
+    void scale(Vec) {}
+    const uint8_t* at(const uint8_t* row, int64_t chunk) const { return row + chunk * Vec::LANES * bits / 8; }
+    void chunk(const uint8_t* p, int64_t chunk, Vec* out) const { out[0] = codes(p, chunk); }
 };
 struct ByteCodes {
     static constexpr int PARTS = 1, READ = Vec::LANES;
+    static constexpr bool SCALES = false;
     explicit ByteCodes(const PackedMatrix&) {}
-    int64_t offset(int64_t column) const { return column; }
+    void scale(Vec) {}
+    const uint8_t* at(const uint8_t* row, int64_t chunk) const { return row + chunk * Vec::LANES; }
     void chunk(const uint8_t* p, int64_t, Vec* out) const { out[0] = from_bytes(p); }
 };
 struct Float8Codes {
     static constexpr int PARTS = 1, READ = Vec::LANES;
+    static constexpr bool SCALES = false;
     explicit Float8Codes(const PackedMatrix&) {}
-    int64_t offset(int64_t column) const { return column; }
+    void scale(Vec) {}
+    const uint8_t* at(const uint8_t* row, int64_t chunk) const { return row + chunk * Vec::LANES; }
     void chunk(const uint8_t* p, int64_t, Vec* out) const { out[0] = from_float8(p); }
 };
 
@@ -292,16 +351,15 @@ constexpr int chunk_codes() {
     return Codes::PARTS * Vec::LANES;
 }
 
-// The bytes of a chunk. Past the end of a row they belong to the next one, and the activations there are zero; only at
-// the end of the matrix are they copied out.
-template <class Codes>
-static inline const uint8_t* chunk_bytes(const PackedMatrix& w, const Codes& codes, const uint8_t* row, int64_t column,
-                                         uint8_t* spare) {
-    const uint8_t* p = row + codes.offset(column);
-    if (p + Codes::READ <= w.codes_end) return p;
-    std::memset(spare, 0, Codes::READ);
+// Chunk number `chunk` of a row. Past the end of the row its bytes belong to the next one, and the activations there
+// are zero; only at the end of the matrix (SAFE: known not to be there) are they copied out.
+template <bool SAFE, class Codes>
+static inline void read_chunk(const PackedMatrix& w, const Codes& codes, const uint8_t* row, int64_t chunk, Vec* out) {
+    const uint8_t* p = codes.at(row, chunk);
+    if (SAFE || p + Codes::READ <= w.codes_end) return codes.chunk(p, chunk, out);
+    uint8_t spare[16] = {};
     std::memcpy(spare, p, static_cast<size_t>(std::max<int64_t>(0, w.codes_end - p)));
-    return spare;
+    codes.chunk(spare, chunk, out);
 }
 
 // Activations as the row kernels want them. x: [batch, stride] in chunk order, padded with zeros; sums: [batch, groups
@@ -311,35 +369,49 @@ struct Activations {
     int64_t stride = 0, sums_stride = 0;
 };
 
+// One reader for each of the rows that are worked on together.
+template <class Codes, int RT>
+struct Readers {
+    Codes first, second;
+    explicit Readers(const Codes& codes) : first(codes), second(codes) {}
+    Codes& operator[](int i) { return RT > 1 && i == 1 ? second : first; }
+};
+
 // y[m][i] for RT rows and the activations m .. m + MT.
-template <class Codes, int RT, int MT>
+template <bool SAFE, class Codes, int RT, int MT>
 static void dot(const PackedMatrix& w, const Codes& codes, const Row* rows, const Activations& in, int64_t first,
                 float* y) {
     constexpr int P = Codes::PARTS, per = chunk_codes<Codes>();
     const float* x = in.x.data() + first * in.stride;
-    Vec total[RT][MT];
+    const int64_t chunks = (w.cols + per - 1) / per, per_group = w.groups == 1 ? chunks : w.group / per;
+    Vec total[RT][MT][P];
     for (auto& row : total)
-        for (auto& t : row) t = Vec::zero();
-    uint8_t spare[64];
-    for (int64_t g = 0; g < w.groups; ++g) {
-        const int64_t begin = g * w.group, end = std::min(begin + w.group, w.cols);
+        for (auto& m : row)
+            for (auto& t : m) t = Vec::zero();
+    for (int64_t g = 0, c = 0; g < w.groups; ++g) {
+        const int64_t end = std::min(c + per_group, chunks);
         Vec part[RT][MT][P];
-        for (auto& row : part)
-            for (auto& m : row)
-                for (auto& p : m) p = Vec::zero();
-        for (int64_t k = begin; k < end; k += per) {
+        Readers<Codes, RT> readers(codes);
+        for (int i = 0; i < RT; ++i) {
+            if (Codes::SCALES) readers[i].scale(Vec::set(rows[i].scale[g]));
+            for (int m = 0; m < MT; ++m)
+                for (int p = 0; p < P; ++p) part[i][m][p] = Codes::SCALES ? total[i][m][p] : Vec::zero();
+        }
+        for (; c < end; ++c) {
             for (int i = 0; i < RT; ++i) {
                 Vec value[P];
-                codes.chunk(chunk_bytes(w, codes, rows[i].bytes, k, spare), k, value);
+                read_chunk<SAFE>(w, readers[i], rows[i].bytes, c, value);
                 for (int p = 0; p < P; ++p)
                     for (int m = 0; m < MT; ++m)
-                        part[i][m][p] = value[p].fma(Vec::load(x + m * in.stride + k + p * Vec::LANES), part[i][m][p]);
+                        part[i][m][p] =
+                            value[p].fma(Vec::load(x + m * in.stride + c * per + p * Vec::LANES), part[i][m][p]);
             }
         }
         for (int i = 0; i < RT; ++i) {
             const Vec scale = Vec::set(rows[i].scale[g]);
             for (int m = 0; m < MT; ++m)
-                for (int p = 0; p < P; ++p) total[i][m] = part[i][m][p].fma(scale, total[i][m]);
+                for (int p = 0; p < P; ++p)
+                    total[i][m][p] = Codes::SCALES ? part[i][m][p] : part[i][m][p].fma(scale, total[i][m][p]);
         }
     }
     if (rows[0].zero != nullptr) {
@@ -348,22 +420,26 @@ static void dot(const PackedMatrix& w, const Codes& codes, const Row* rows, cons
                 const Vec shift = Vec::load(rows[i].scale + g).mul(Vec::load(rows[i].zero + g));
                 for (int m = 0; m < MT; ++m) {
                     const Vec sum = Vec::load(in.sums.data() + (first + m) * in.sums_stride + g);
-                    total[i][m] = total[i][m].sub(shift.mul(sum));
+                    total[i][m][0] = total[i][m][0].sub(shift.mul(sum));
                 }
             }
     }
     for (int i = 0; i < RT; ++i)
-        for (int m = 0; m < MT; ++m) y[(first + m) * w.rows + i] = total[i][m].sum();
+        for (int m = 0; m < MT; ++m) {
+            float sum = total[i][m][0].sum();
+            for (int p = 1; p < P; ++p) sum += total[i][m][p].sum();
+            y[(first + m) * w.rows + i] = sum;
+        }
 }
 
-template <class Codes, int RT>
+template <bool SAFE, int RT, class Codes>
 static void dots(const PackedMatrix& w, const Codes& codes, const Row* rows, const Activations& in, int64_t batch,
                  float* y) {
     int64_t m = 0;
-    for (; m + 4 <= batch; m += 4) dot<Codes, RT, 4>(w, codes, rows, in, m, y);
-    if (batch - m == 3) dot<Codes, RT, 3>(w, codes, rows, in, m, y);
-    if (batch - m == 2) dot<Codes, RT, 2>(w, codes, rows, in, m, y);
-    if (batch - m == 1) dot<Codes, RT, 1>(w, codes, rows, in, m, y);
+    for (; m + 4 <= batch; m += 4) dot<SAFE, Codes, RT, 4>(w, codes, rows, in, m, y);
+    if (batch - m == 3) dot<SAFE, Codes, RT, 3>(w, codes, rows, in, m, y);
+    if (batch - m == 2) dot<SAFE, Codes, RT, 2>(w, codes, rows, in, m, y);
+    if (batch - m == 1) dot<SAFE, Codes, RT, 1>(w, codes, rows, in, m, y);
 }
 
 template <class Codes>
@@ -405,11 +481,15 @@ static void matmul_codes(const PackedMatrix& w, const float* x, int64_t batch, f
         const int64_t end = std::min(r + block, w.rows);
         for (; r + RT <= end; r += RT) {
             const Row rows[RT] = {scratch.row(w, r, 0), scratch.row(w, r + 1, 1)};
-            dots<Codes, RT>(w, codes, rows, in, batch, y + r);
+            // The last chunk of a row reads at most one vector's codes and READ bytes beyond it.
+            if (rows[1].bytes + w.row_bytes + 2 * Codes::READ <= w.codes_end)
+                dots<true, RT>(w, codes, rows, in, batch, y + r);
+            else
+                dots<false, RT>(w, codes, rows, in, batch, y + r);
         }
         for (; r < end; ++r) {
             const Row row = scratch.row(w, r, 0);
-            dots<Codes, 1>(w, codes, &row, in, batch, y + r);
+            dots<false, 1>(w, codes, &row, in, batch, y + r);
         }
     };
     parallel_for(threads, (w.rows + block - 1) / block, task);
@@ -422,7 +502,6 @@ static void decode_codes(const PackedMatrix& w, int64_t start, int64_t count, fl
     const int64_t block = rows_per_task(w, count, threads);
     auto task = [&](int64_t index) {
         thread_local Scratch scratch;
-        uint8_t spare[64];
         for (int64_t i = index * block; i < std::min((index + 1) * block, count); ++i) {
             const Row row = scratch.row(w, start + i, 0);
             float* to = out + i * w.cols;
@@ -431,7 +510,7 @@ static void decode_codes(const PackedMatrix& w, int64_t start, int64_t count, fl
                 const Vec scale = Vec::set(row.scale[g]), zero = Vec::set(row.zero == nullptr ? 0.0f : row.zero[g]);
                 for (int64_t k = g * w.group; k < end; k += per) {
                     Vec value[P];
-                    codes.chunk(chunk_bytes(w, codes, row.bytes, k, spare), k, value);
+                    read_chunk<false>(w, codes, row.bytes, k / per, value);
                     for (auto& v : value) v = v.sub(zero).mul(scale);
                     float room[per];
                     float* at = k + per <= end ? to + k : room;
@@ -448,6 +527,7 @@ static void decode_codes(const PackedMatrix& w, int64_t start, int64_t count, fl
 static void matmul(const PackedMatrix& w, const float* x, int64_t batch, float* y, int threads) {
     if (w.code == Code::kTable4) return matmul_codes<TableCodes>(w, x, batch, y, threads);
     if (w.code == Code::kBytes) return matmul_codes<ByteCodes>(w, x, batch, y, threads);
+    if (w.code == Code::kBits && w.bits <= 3) return matmul_codes<FewBitCodes>(w, x, batch, y, threads);
     if (w.code == Code::kBits) return matmul_codes<BitCodes>(w, x, batch, y, threads);
     return matmul_codes<Float8Codes>(w, x, batch, y, threads);
 }

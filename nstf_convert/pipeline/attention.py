@@ -1,4 +1,4 @@
-"""The attention plan of a conversion: profiled on calibration text, verified on held-out text, kept in the work directory."""
+"""The attention plan of a conversion: profiled and verified on held-out text, kept in the work directory."""
 
 import logging
 from collections.abc import Sequence

@@ -154,6 +154,16 @@ def exact_size(
     return artifact_size(wanted, shared, job.checkpoint.files(), dict(meta))
 
 
+def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:
+    """Decompositions and hybrids in the plan whose loss is only estimated, by name."""
+    out = {}
+    for name, recipe in planned.mix.items():
+        found = next(c for c in table.candidates[name] if c.recipe == recipe)
+        if recipe.family in ("decomposed", "hybrid") and not found.exact:
+            out[name] = recipe
+    return out
+
+
 def low_bit_units(job: Job, planned: Planned) -> list[Unit]:
     """Matrices the plan gives few bits, where hybrids are worth a look."""
     out = []

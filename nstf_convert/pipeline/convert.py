@@ -27,6 +27,8 @@ log = logging.getLogger("nstf")
 # largest error is between classes (table, attention, feed-forward), not within one.
 SEARCH_MOVES = (("table", 2.0), ("table", 0.5), ("feed_forward", 2.0))
 MAX_KL_ROUNDS = 6
+# Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
+CONFIRM_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,13 @@ def _planned(
                 table = table.with_more(unit.name, job.encoder.hybrids(unit))
             if low:
                 planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+    for _ in range(CONFIRM_ROUNDS):
+        doubtful = choose.unconfirmed(table, planned)
+        if not doubtful:
+            break
+        losses = _encode(job, Planned(doubtful, 0.0, 0, "decompositions"))
+        table = table.replaced({n: (doubtful[n], value) for n, value in losses.items()})
+        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
     return planned, table
 
 

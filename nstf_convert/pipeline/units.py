@@ -64,7 +64,7 @@ def find_units(infos: Mapping[str, tuple[Shape, str]], model: StreamedModel | No
     uses: dict[str, list[str]] = {}
     types: dict[str, nn.Module] = {}
     if model is not None:
-        for path, module, weight in model.linear_modules():
+        for _path, module, weight in model.linear_modules():
             uses.setdefault(weight, []).append("head" if module is model.head else "linear")
             types.setdefault(weight, module)
         for path, module in model.module.named_modules():
