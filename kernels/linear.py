@@ -16,11 +16,13 @@ def linear(x: Tensor, encoded: EncodedTensor, bias: Tensor | None = None) -> Ten
     """
     if len(encoded.shape) != 2 or x.shape[-1] != encoded.shape[1]:
         raise ValueError(f"activations {list(x.shape)} do not fit an encoded matrix {list(encoded.shape)}")
-    batch = math.prod(x.shape[:-1])
-    flat = x.reshape(batch, x.shape[-1])
+    out, width = encoded.shape
+    # This runs for every layer and token: nothing is done to a matrix of activations that need not be.
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), width)
+    batch = flat.shape[0]
     if batch == 0:
-        return x.new_zeros(*x.shape[:-1], encoded.shape[0])
+        return x.new_zeros(*x.shape[:-1], out)
     y: Tensor = choose(encoded, x.device, batch).matmul(flat.contiguous(), encoded)
     if bias is not None:
         y = y + bias
-    return y.reshape(*x.shape[:-1], encoded.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], out)

@@ -36,29 +36,23 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
 
 def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     """x: [batch, in] -> [batch, out], in float32 inside and x's dtype outside."""
-    matrix = _packed(encoded)
-    x32 = x.detach().to(torch.float32).contiguous()
-    batch, out = len(x32), encoded.shape[0]
-    threads = torch.get_num_threads()
+    matrix = packed(encoded)
+    out, width = encoded.shape
+    if matrix is None or x.dim() != 2 or x.shape[1] != width or x.device.type != "cpu":
+        raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} times {list(x.shape)} on {x.device}")
+    x32 = x.to(torch.float32).contiguous()
+    batch, threads = x.shape[0], torch.get_num_threads()
+    y = torch.empty(batch, out, dtype=torch.float32)
     if batch <= FUSED_BATCH:
-        y = torch.empty(batch, out)
-        matrix.matmul(x32, y, threads)
+        matrix.matmul_at(x32.data_ptr(), batch, y.data_ptr(), threads)
         return y.to(x.dtype)
-    y = torch.empty(batch, out)
-    rows = max(1, BLOCK_NUMEL // encoded.shape[1])
-    block = torch.empty(min(rows, out), encoded.shape[1])
+    rows = max(1, BLOCK_NUMEL // width)
+    block = torch.empty(min(rows, out), width, dtype=torch.float32)
     for start in range(0, out, rows):
         part = block[: min(rows, out - start)]
         matrix.decode(start, part, threads)
         torch.mm(x32, part.T, out=y[:, start : start + len(part)])
     return y.to(x.dtype)
-
-
-def _packed(encoded: EncodedTensor) -> Any:
-    matrix = packed(encoded)
-    if matrix is None:
-        raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} is not one this kernel supports")
-    return matrix
 
 
 @per_encoded
