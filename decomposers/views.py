@@ -12,7 +12,7 @@ class View:
     """One way to read a tensor. dims: the reshape. methods: decomposers it makes sense for, best first.
 
     lead: leading axes of the tensor that make the rows (for svd). whole_input: the last axis, or axis 1 of a
-    convolution, is the whole input, so that an input covariance can be used.
+    convolution, is the whole input; otherwise its covariance is used in a separable form (nstf.decomposers.modes).
     """
 
     name: str
