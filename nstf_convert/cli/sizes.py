@@ -25,7 +25,7 @@ _RATIO_EXAMPLES = "write a fraction of the checkpoint's bytes such as 0.5 or 50%
 def parse_ratio(text: str, option: str = "--budget") -> float:
     """A fraction in (0, 1] from `0.5` or `50%`. Raises UsageError."""
     body, percent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text.strip(), False)
-    value = _number(body, text, option, _RATIO_EXAMPLES) / (100 if percent else 1)
+    value = _number(body.strip(), text, option, _RATIO_EXAMPLES) / (100 if percent else 1)
     if value > 1:
         raise UsageError(
             f"{option} {_shown(text)} is more than the whole checkpoint: {_RATIO_EXAMPLES}, "

@@ -1,0 +1,184 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+COMMANDS = ("convert", "calibrate", "plan", "inspect", "verify", "eval", "generate", "profile", "export")
+
+
+def test_the_command_line_does_not_import_torch():
+    heavy = "{'torch', 'transformers', 'numpy'}"
+    code = f"import sys, nstf_convert.cli as c; c.run(['--help']); print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(nstf, command):
+    result = nstf(command, "--help")
+    assert result.code == 0 and "Example: nstf " + command in result.out and "--json" in result.out
+
+
+def test_unknown_commands_and_options_are_wrong_usage(nstf):
+    assert nstf("convrt").code == 2
+    assert "convert" in nstf("convrt").err
+    assert nstf("verify", "--what").code == 2
+
+
+def test_version_is_printed(nstf):
+    from nstf import __version__
+
+    result = nstf("--version")
+    assert (result.code, result.out) == (0, f"nstf {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("inspect",), ("verify",), ("generate", "-"), ("eval", "--reference", "."), ("export", "-o", "x")],
+)
+def test_a_missing_artifact_is_named(nstf, tmp_path, command):
+    name, *rest = command
+    result = nstf(name, tmp_path / "no.nstf", *rest)
+    assert (result.code, result.err) == (2, f"error: no such file: {tmp_path / 'no.nstf'}\n")
+    assert "is a folder" in nstf(name, tmp_path, *rest).err
+
+
+def test_inspect_prints_the_plan(nstf, tiny):
+    result = nstf("inspect", tiny.coarse, "--kernels")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].split()[:5] == ["tensor", "role", "encoding", "shape", "kernel"]
+    row = next(line for line in lines if line.startswith("model.layers.0.mlp.down_proj.weight"))
+    assert "down" in row and "float32" in row and "32x48" in row and "0.25" in row
+    row = next(line for line in lines if line.startswith("model.layers.1.self_attn.q_proj.weight"))
+    assert "int3 g32" in row
+    assert "LlamaForCausalLM (llama)" in result.out and "bits per weight" in result.out
+
+
+def test_inspect_json_counts_every_byte_once(nstf, tiny):
+    data = nstf("inspect", tiny.coarse, "--json").json
+    rows = {row["tensor"]: row for row in data["tensors"]}
+    shared = [row for row in rows.values() if row["encoding"].startswith("shared with")]
+    assert all(row["size_bytes"] == 0 for row in shared)
+    assert (
+        sum(row["size_bytes"] for row in rows.values())
+        < data["summary"]["size_bytes"]
+        == tiny.coarse.stat().st_size
+    )
+    q = rows["model.layers.1.self_attn.q_proj.weight"]
+    assert q["nominal_bits"] == 3 and q["disk_bits"] == 3.5
+    assert data["summary"]["budget"] == {"kind": "ratio", "value": 0.5}
+
+
+def test_verify_accepts_a_good_file_and_exits_5_for_a_flipped_bit(nstf, tiny, tmp_path):
+    assert nstf("verify", tiny.coarse, "--json").json["ok"] is True
+    assert "every checksum matches" in nstf("verify", tiny.coarse).out
+    broken = tmp_path / "broken.nstf"
+    raw = bytearray(tiny.coarse.read_bytes())
+    raw[-3] ^= 4
+    broken.write_bytes(raw)
+    result = nstf("verify", broken)
+    assert result.code == 5 and "SHA-256" in result.err and result.err.count("\n") == 1
+
+
+def test_generate_streams_text_and_repeats_itself(nstf, tiny):
+    result = nstf("generate", tiny.same, "the cat", "--max-new-tokens", 5)
+    assert result.code == 0, result.err
+    data = nstf("generate", tiny.same, "the cat", "--max-new-tokens", 5, "--json").json
+    assert data["text"].strip() == result.out.strip()
+    warm = [
+        nstf("generate", tiny.same, "the", "--temperature", 1, "--seed", 3, "--json").json["text"]
+        for _ in range(2)
+    ]
+    assert warm[0] == warm[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((" ",), "the prompt is empty"),
+        (("the", "--chat"), "no chat template"),
+        (("the", "--attention", "sparse"), "choose one of full, planned"),
+        (("the", "--attention", "planned"), "no attention plan inside"),
+        (("the", "--max-new-tokens", "0"), "nvalid value for '--max-new-tokens'"),
+        (("the", "--temperature", "-1"), "nvalid value for '--temperature'"),
+        (("the", "--device", "abacus"), "--device abacus"),
+    ],
+)
+def test_generate_refuses_what_cannot_be(nstf, tiny, words, message):
+    result = nstf("generate", tiny.same, *words)
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1
+
+
+def test_export_gives_back_the_model(nstf, tiny, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "exported"
+    result = nstf("export", tiny.same, "-o", out, "--json")
+    assert result.code == 0, result.err
+    assert "model.safetensors" in result.json["files"] and "tokenizer.json" in result.json["files"]
+    exported, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    original = AutoModelForCausalLM.from_pretrained(tiny.folder)
+    ids = AutoTokenizer.from_pretrained(out)("the cat sat", return_tensors="pt")
+    assert torch.equal(exported(**ids).logits, original(**ids).logits)
+    assert [p.name for p in tmp_path.iterdir()] == ["exported"]
+
+
+def test_export_in_shards_and_another_dtype_loads_too(nstf, tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "exported"
+    result = nstf("export", tiny.coarse, "-o", out, "--dtype", "bfloat16", "--shard-size", "8kB")
+    assert result.code == 0, result.err
+    assert (
+        len(list(out.glob("model-*-of-*.safetensors"))) > 2
+        and (out / "model.safetensors.index.json").exists()
+    )
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and model.dtype == torch.bfloat16
+
+
+def test_export_refuses_a_folder_with_content_and_leaves_nothing_after_a_failure(
+    nstf, tiny, tmp_path, monkeypatch
+):
+    assert "exists: give a new or empty folder" in nstf("export", tiny.same, "-o", tiny.folder).err
+    assert nstf("export", tiny.same, "-o", tmp_path / "x", "--dtype", "int1").code == 2
+    assert nstf("export", tiny.same, "-o", tmp_path / "no" / "x").code == 2
+    import nstf_convert.export_folder as export_folder
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(export_folder, "_write_shard", full)
+    result = nstf("export", tiny.same, "-o", tmp_path / "y")
+    assert result.code == 1 and "no space left on the disk" in result.err and list(tmp_path.iterdir()) == []
+
+
+def test_profile_prints_both_phases_and_json(nstf, tiny):
+    peak = ("--device-peak", "100,20", "--tokens", 8)
+    result = nstf("profile", tiny.coarse, *peak)
+    assert result.code == 0, result.err
+    assert "prefill: 1 x 8 tokens" in result.out and "decode" in result.out and "MFU" in result.out
+    data = nstf("profile", tiny.folder, *peak, "--json").json
+    assert data["device"]["source"] == "given" and [p["name"] for p in data["phases"]] == [
+        "prefill",
+        "decode",
+    ]
+    names = {o["name"] for o in data["phases"][0]["operators"]}
+    assert {"model.layers.0.mlp.up_proj", "lm_head", "model.embed_tokens"} <= names
+    assert any("attention products" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device-peak", "fast"), "--device-peak 'fast': give GFLOP/s and GB/s"),
+        (("--device-peak", "-1,2"), "both numbers must be positive"),
+        (("--tokens", "5000", "--device-peak", "1,1"), "handles at most 127"),
+    ],
+)
+def test_profile_refuses_what_cannot_be(nstf, tiny, words, message):
+    result = nstf("profile", tiny.same, *words)
+    assert result.code == 2 and message in result.err

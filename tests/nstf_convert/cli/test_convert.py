@@ -1,0 +1,185 @@
+import errno
+import json
+
+import pytest
+
+from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
+
+BUDGET = ("--budget", "0.5")
+
+
+def test_options_reach_the_pipeline(nstf, pipeline, tiny, tmp_path):
+    out = tmp_path / "m.nstf"
+    result = nstf("convert", tiny.folder, "--target-size", "1.5MiB", "-o", out, "--dataset", tiny.text, "--seed", 7,
+                  "--samples", 9, "--seq-len", 64, "--formats", "int, grid,int", "--no-search", "--no-attention-plan",
+                  "--fuse", "--threads", 2, "--work-dir", tmp_path / "work")  # fmt: skip
+    assert result.code == 0, result.err
+    o = pipeline.options
+    assert (o.budget.kind, o.budget.value) == ("bytes", 1572864)
+    assert (o.seed, o.samples, o.seq_len, o.formats) == (7, 9, 64, ("int", "grid"))
+    assert (o.search, o.attention_plan, o.fuse, o.threads) == (False, False, True, 2)
+    assert o.datasets == (str(tiny.text),) and o.work_dir == tmp_path / "work" and o.calibration is None
+    assert f"wrote {out}" in result.out and "nstf inspect" in result.out
+
+
+def test_json_is_the_only_thing_on_stdout(nstf, pipeline, tiny, tmp_path):
+    pipeline.report = {"tool": {"name": "nstf", "command": ""}, "value": float("nan")}
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf", "--json")
+    assert result.json["size_bytes"] == 8 and result.json["report"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "no budget: give one of"),
+        (("--budget", "-0.5"), "--budget '-0.5' is negative"),
+        (("--budget", "zero"), "--budget 'zero' is not a number"),
+        (("--target-size", "1.5XB"), "--target-size '1.5XB' is not a size"),
+        (("--budget", "0.5", "--target-bpw", "4"), "--budget and --target-bpw exclude each other"),
+        (("--budget", "0.5", "--formats", ","), "--formats: no format named"),
+        (
+            ("--budget", "0.5", "--dataset", "./missing.txt"),
+            "--dataset: no such file or folder: ./missing.txt",
+        ),
+        (("--budget", "0.5", "--dataset", "missing.txt"), "--dataset: no such file: missing.txt"),
+        (("--budget", "0.5", "--calibration", "missing"), "--calibration: no such file: missing"),
+        (("--budget", "0.5", "--seed", "-1"), "invalid value for '--seed'"),
+        (("--budget", "0.5", "--samples", "none"), "invalid value for '--samples'"),
+        (("--budget", "0.5", "--report", "x.pdf"), "--report x.pdf: the name must end in .html or .json"),
+        (("--budget", "0.5", "--report", "no/x.html"), "the folder no does not exist"),
+        (("--budget", "0.5", "--frobnicate"), "no such option"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(nstf, pipeline, tiny, tmp_path, words, message):
+    result = nstf("convert", tiny.folder, "-o", tmp_path / "m.nstf", *words)
+    assert result.code == 2
+    assert message.lower() in result.err.lower()
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert result.out == "" and pipeline.options is None
+
+
+def test_a_missing_model_is_named(nstf, pipeline, tmp_path):
+    result = nstf("convert", tmp_path / "nowhere", *BUDGET, "-o", tmp_path / "m.nstf")
+    assert (result.code, result.err) == (2, f"error: no such file or folder: {tmp_path / 'nowhere'}\n")
+    assert nstf("convert", "", *BUDGET, "-o", tmp_path / "m.nstf").code == 2
+
+
+def test_a_missing_output_is_wrong_usage(nstf, pipeline, tiny):
+    result = nstf("convert", tiny.folder, *BUDGET)
+    assert result.code == 2 and "missing option" in result.err and "--output" in result.err
+
+
+def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
+    out = tmp_path / "m.nstf"
+    out.write_bytes(b"old")
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", out)
+    assert (
+        result.code == 2
+        and "exists: give another name, or --force" in result.err
+        and out.read_bytes() == b"old"
+    )
+    assert nstf("convert", tiny.folder, *BUDGET, "-o", out, "--force").code == 0
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"x")
+    assert "is the input" in nstf("convert", gguf, *BUDGET, "-o", gguf, "--force").err
+    assert "is a folder" in nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path).err
+    assert "does not exist" in nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "a" / "m.nstf").err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf", "pytorch_model.bin", "m.onnx"])
+def test_a_name_that_other_tools_would_load_wrongly_is_refused(nstf, pipeline, tiny, tmp_path, name):
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / name)
+    assert result.code == 2 and "would be taken for a" in result.err and ".nstf" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (
+            BudgetError("budget 1000 bytes: the smallest file is 5000 bytes", 5000),
+            3,
+            "smallest file is 5000 bytes",
+        ),
+        (CorruptError("shard 2 is truncated"), 5, "shard 2 is truncated"),
+        (UnsupportedError("unknown architecture 'X'"), 6, "unknown architecture"),
+        (UsageError("a\nb\x1b[31m"), 2, "a b\\x1b[31m"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/x/m.nstf"),
+            1,
+            "no space left on the disk: /x/m.nstf",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "Permission denied: /x"),
+        (MemoryError(), 1, "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "out of memory"),
+        (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops; run again with --debug for the traceback"),
+        (KeyboardInterrupt(), 130, "interrupted; run the same command again"),
+    ],
+)
+def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_path, error, code, message):
+    pipeline.error = error
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf")
+    assert result.code == code and message in result.err
+    assert result.err.count("\n") == 1 and "Traceback" not in result.err
+
+
+def test_debug_shows_the_traceback_and_still_ends_with_the_line(nstf, pipeline, tiny, tmp_path):
+    pipeline.error = ZeroDivisionError("oops")
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf", "--debug")
+    assert result.code == 1 and "Traceback" in result.err
+    assert result.err.splitlines()[-1].startswith("error: ZeroDivisionError")
+
+
+def test_reports_are_written_as_page_and_as_json(nstf, pipeline, tiny, tmp_path, report):
+    pipeline.report = report
+    page, data = tmp_path / "r.html", tmp_path / "r.json"
+    out = tmp_path / "m.nstf"
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", out, "--report", page, "--report", data)
+    assert result.code == 0, result.err
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(data.read_text())["version"] == 1
+    assert (
+        "mean KLD" in result.out
+        and "where the bytes went" in result.out
+        and "best uniform file" in result.out
+    )
+    again = nstf("convert", tiny.folder, *BUDGET, "-o", out, "--report", page)
+    assert again.code == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.nstf", "r.html", "r.json"]
+
+
+def test_calibrate_writes_its_file_and_says_what_is_next(nstf, pipeline, tiny, tmp_path):
+    out = tmp_path / "m.calibration"
+    result = nstf("calibrate", tiny.folder, "-o", out, "--dataset", tiny.text)
+    assert result.code == 0 and f"--calibration {out}" in result.out
+    assert nstf("calibrate", tiny.folder, "-o", out, "--force", "--json").json["size_bytes"] == 10
+    assert nstf("calibrate", tiny.folder, "-o", out).code == 2
+
+
+def test_plan_prints_every_tensor_and_writes_nothing(nstf, pipeline, tiny, report, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline.report = report
+    result = nstf("plan", tiny.folder, *BUDGET)
+    assert result.code == 0, result.err
+    assert "model.layers.0.self_attn.q_proj.weight" in result.out and "expected loss" in result.out
+    assert len(nstf("plan", tiny.folder, *BUDGET, "--json").json["tensors"]) == len(report["tensors"])
+    assert list(tmp_path.iterdir()) == []
+    assert "plan with a size" in nstf("plan", tiny.folder, "--max-kl", "0.1").err
+
+
+@pytest.fixture
+def report():
+    """A small but complete report."""
+    from nstf.kernels.formats import Node, integer
+    from nstf_convert.report import build as r
+
+    tree = Node("int", integer.Params(bits=4))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows = [r.TensorReport(name, "q", (64, 64), "bfloat16", tree, 8192, 0.25, True)]
+    kl = {"mean_kl": 0.01, "mean_kl_se": 0.001, "median_kl": 0.001, "p99_kl": 0.1, "top1": 0.9, "top1_se": None,
+          "ppl": 5.0, "ppl_reference": 4.9, "ppl_ratio": 1.02, "windows": 16, "tokens": 4080}  # fmt: skip
+    return r.build(
+        model=r.ModelFacts("m", "LlamaForCausalLM", "safetensors", "ab", 4096, 8192, 1),
+        budget={"kind": "ratio", "value": 0.5, "bytes": 4096}, size_bytes=3000, tensors=rows,
+        accuracy=r.AccuracyFacts(kl, uniform=r.Uniform("int4 g64", 2900, kl)),
+        stages=[r.Stage("plan", 1.5, 1 << 30)],
+    )  # fmt: skip

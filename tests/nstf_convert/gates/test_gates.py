@@ -1,0 +1,159 @@
+import json
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from nstf.errors import UsageError
+from nstf_convert.cli import run
+from nstf_convert.gates.evaluate import (
+    Check,
+    Gates,
+    check,
+    evaluate_encoder,
+    pooled,
+    synthetic_batches,
+    text_batches,
+)
+from nstf_convert.gates.junit import junit_xml
+from nstf_convert.measure import Similarity
+
+WINDOWS = ("--windows", "4", "--seq-len", "64")
+
+
+@pytest.fixture
+def evaluate(capsys):
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run(["eval", *[str(w) for w in words]])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_an_exact_artifact_passes_every_gate(evaluate, tiny):
+    code, out, err = evaluate(
+        tiny.same, "-r", tiny.folder, "--dataset", tiny.text, *WINDOWS, "--max-kl", "1e-6", "--min-top1", "1",
+        "--max-ppl-ratio", "1.0001", "--max-p99-kl", "1e-5",
+    )  # fmt: skip
+    assert code == 0, err
+    assert out.count("pass  ") == 4 and "mean KLD" in out and "perplexity" in out and "±" in out
+
+
+def test_a_failed_gate_exits_4_and_writes_junit_all_the_same(evaluate, tiny, tmp_path):
+    junit = tmp_path / "gates.xml"
+    code, out, err = evaluate(
+        tiny.coarse, "-r", tiny.folder, "--dataset", tiny.text, *WINDOWS, "--max-kl", "1e-6", "--min-top1", "0",
+        "--junit", junit,
+    )  # fmt: skip
+    assert code == 4
+    assert "error: 1 of 2 gates failed: mean KLD in nats" in err and "is above 1e-06 (--max-kl)" in err
+    assert "FAIL  mean KLD" in out and "pass  top-1 agreement" in out
+    suite = ET.parse(junit).getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    cases = {case.get("name"): case for case in suite.findall("testcase")}
+    assert (
+        "is above" in cases["max-kl"].find("failure").get("message")
+        and cases["min-top1"].find("failure") is None
+    )
+    figures = {p.get("name"): p.get("value") for p in suite.find("properties")}
+    assert float(figures["mean_kl"]) > 1e-6 and figures["windows"] == "4"
+
+
+def test_json_has_figures_protocol_and_verdict(evaluate, tiny):
+    code, out, _ = evaluate(
+        tiny.coarse, "-r", tiny.folder, "--dataset", tiny.text, *WINDOWS, "--max-kl", 1e-6, "--json"
+    )
+    data = json.loads(out)
+    assert code == 4 and data["passed"] is False
+    assert data["protocol"]["scored_per_window"] == 31 and data["measured"]["tokens"] == 4 * 31
+    assert data["gates"][0]["gate"] == "max-kl" and data["gates"][0]["value"] == data["measured"]["mean_kl"]
+    assert data["measured"]["ppl"] != data["measured"]["ppl_reference"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-kl", "-1"), "--max-kl -1: give a number of at least 0"),
+        (("--max-kl", "nan"), "--max-kl nan: give a number"),
+        (("--min-top1", "1.5"), "--min-top1 1.5: give a number from 0 to 1"),
+        (("--max-ppl-ratio", "inf"), "--max-ppl-ratio inf"),
+        (("--max-kl", "x"), "nvalid value for '--max-kl'"),
+        (("--min-cosine", "0.9"), "--min-cosine does not apply to a language model"),
+        (("--seq-len", "4096"), "the dataset is too short"),
+        (("--junit", "missing/out.xml"), "the folder missing does not exist"),
+    ],
+)
+def test_wrong_gates_exit_2(evaluate, tiny, words, message):
+    code, _, err = evaluate(tiny.same, "-r", tiny.folder, "--dataset", tiny.text, *words)
+    assert code == 2 and message in err and err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_language_model_needs_text(evaluate, tiny, tmp_path):
+    code, _, err = evaluate(tiny.same, "-r", tiny.folder)
+    assert code == 2 and "--dataset is missing" in err
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    code, _, err = evaluate(tiny.same, "-r", tiny.folder, "--dataset", empty)
+    assert code == 2
+    code, _, err = evaluate(tiny.same, "-r", tmp_path / "no", "--dataset", empty)
+    assert code == 2 and "no such file or folder" in err
+
+
+def test_a_figure_that_is_not_a_number_never_passes():
+    checks = check(Gates(min_cosine=0.5), Similarity(math.nan, math.nan, math.nan, 3))
+    assert [c.passed for c in checks] == [False]
+    assert "not a number" in checks[0].message()
+    with pytest.raises(UsageError, match="--max-kl does not apply to an encoder"):
+        check(Gates(max_kl=1.0), Similarity(1.0, 1.0, 0.0, 3))
+
+
+def test_junit_stays_well_formed_with_hostile_names():
+    document = junit_xml(
+        'a<b>&"\x00\x1b.nstf', [Check("k", "--max-kl", 2.0, 1.0, False)], {"n<": "\x07"}, 1.5
+    )
+    root = ET.fromstring(document)
+    assert root.find("testsuite").get("name").startswith('a<b>&"') and root.get("failures") == "1"
+    assert ET.fromstring(junit_xml("a", [], {}, 0.0)).find("testsuite/testcase").get("name") == "measured"
+
+
+class Doubling:
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def outputs(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return pixel_values.flatten(2).transpose(1, 2) * 2 + self.noise
+
+
+def test_encoders_are_compared_by_pooled_outputs():
+    batches = synthetic_batches({"image_size": 4, "num_channels": 3}, 5, seed=0)
+    assert batches[0]["pixel_values"].shape == (5, 3, 4, 4)
+    same = evaluate_encoder(Doubling(0), Doubling(0), batches)
+    assert same.mean_cosine == pytest.approx(1.0) and same.outputs == 5
+    assert evaluate_encoder(Doubling(0), Doubling(0.5), batches).relative_l2 > 0.1
+
+
+def test_pooling_ignores_padding():
+    output = torch.tensor([[[1.0], [3.0], [100.0]]])
+    assert pooled(output, torch.tensor([[1, 1, 0]])).item() == 2.0
+    assert pooled(output[0], None).shape == (3, 1)
+
+
+def test_inputs_of_sound_models_follow_the_config():
+    config = {
+        "num_mel_bins": 8,
+        "max_source_positions": 10,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 3,
+    }
+    (inputs,) = synthetic_batches(config, 2, seed=0)
+    assert inputs["input_features"].shape == (2, 8, 20) and inputs["decoder_input_ids"].tolist() == [[3], [3]]
+    with pytest.raises(UsageError, match="cannot make inputs"):
+        synthetic_batches({}, 1, seed=0)
+
+
+def test_an_empty_text_gives_no_batches():
+    with pytest.raises(UsageError, match="the dataset is empty"):
+        text_batches(None, " \n ", 8, 4)

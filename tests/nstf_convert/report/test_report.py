@@ -1,0 +1,146 @@
+import importlib.util
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nstf.kernels.formats import Node, permute
+from nstf_convert.report.build import TensorReport, layer_of, section_of
+from nstf_convert.report.describe import compact, disk_bits, nominal_bits
+from nstf_convert.report.html import render
+from nstf_convert.report.svg import Scale, fit, short
+
+spec = importlib.util.spec_from_file_location("report_sample", Path(__file__).with_name("sample.py"))
+sample = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sample)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return sample.sample()
+
+
+class Wellformed(HTMLParser):
+    """Checks that elements nest, and gathers tags and attributes."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def parse(page: str) -> Wellformed:
+    parser = Wellformed()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_the_sections_add_up_to_the_file(report):
+    assert sum(s["size_bytes"] for s in report["file"]["sections"]) == report["file"]["size_bytes"]
+    assert report["file"]["sections"][-1] == {
+        "name": "header, plan and checksums", "size_bytes": 61_440, "source_bytes": 0,
+    }  # fmt: skip
+
+
+def test_bits_are_stated_nominal_and_on_disk(report):
+    row = next(t for t in report["tensors"] if t["encoding"] == "int4 g64")
+    assert row["nominal_bits"] == 4 and row["disk_bits"] == 4.25
+    assert report["file"]["nominal_bits_per_weight"] < report["file"]["bits_per_weight"]
+
+
+def test_the_report_is_strict_json(report):
+    text = json.dumps(report, allow_nan=False)
+    assert json.loads(text) == report
+    broken = sample.sample(accuracy=sample.report.AccuracyFacts({"mean_kl": float("nan")}))
+    assert broken["accuracy"]["final"]["mean_kl"] is None
+
+
+def test_encodings_are_named_in_a_few_characters():
+    assert compact(sample.corrected(4, 8)) == "int4 g64 + low_rank r8(int8 row)"
+    assert compact(Node("permute", permute.Params((1, 0)), {"x": sample.integer(4)})) == "int4 g64 transposed"
+    assert nominal_bits(sample.integer(4), (64, 64)) == 4
+    assert disk_bits(sample.integer(4), (64, 64)) == 4.25
+
+
+def test_layers_and_sections_follow_names_and_roles():
+    assert layer_of("model.layers.12.mlp.up_proj.weight") == 12
+    assert layer_of("transformer.h.3.attn.c_attn.weight") == 3
+    assert layer_of("bert.encoder.layer.0.output.dense.weight") == 0
+    assert layer_of("model.embed_tokens.weight") is None
+    assert section_of("up") == "feed-forward" and section_of("strange") == "other tensors"
+
+
+def test_the_page_is_self_contained_and_well_formed(report):
+    page = render(report)
+    parsed = parse(page)
+    assert not {"script", "link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not any(
+        name in ("href", "src", "xlink:href") or name.startswith("on") for name, _ in parsed.attributes
+    )
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert parsed.tags.count("svg") >= 10
+
+
+def test_the_page_shows_every_part(report):
+    page = render(report)
+    for words in ("Where the bytes went", "Accuracy", "best uniform: int4 g64", "Bytes against expected loss",
+                  "Bits per weight by layer", "What was rejected", "Attention patterns", "Roofline", "Calibration",
+                  "Time and memory", "All 241 tensors", "prefers-color-scheme: dark"):  # fmt: skip
+        assert words in page, words
+
+
+def test_text_of_the_model_cannot_become_markup():
+    evil = '</title><script>alert(1)</script>"onload="x'
+    tensor = TensorReport(evil, evil, (64, 64), "bfloat16", sample.integer(4), 8192, 0.5, note=evil,
+                          rejected=[sample.report.Alternative(sample.integer(3), 100, 0.7)])  # fmt: skip
+    facts = sample.report.ModelFacts(evil, evil, evil, evil, 4096, 8192, 1)
+    calibration = sample.report.CalibrationFacts(
+        evil, False, 1, 1, 1, 0, [sample.report.ExpertTokens(evil, (1, 0))]
+    )
+    page = render(sample.sample(model=facts, tensors=[tensor], calibration=calibration, command=evil))
+    assert "<script" not in page and 'onload="x' not in page.replace("&quot;onload=&quot;x", "")
+    assert "script" not in parse(page).tags
+
+
+def test_a_report_with_hardly_anything_still_renders():
+    bare = sample.sample(tensors=[], accuracy=sample.report.AccuracyFacts(None), attention=None, calibration=None,
+                         stages=(), roofline=None, command="",
+                         budget={"kind": "max_kl", "value": 0.1, "bytes": None})  # fmt: skip
+    page = render(bare)
+    parse(page)
+    assert "Not measured" in page and "Roofline" not in page
+    similarity = {"mean_cosine": 0.9999, "min_cosine": 0.999, "relative_l2": 0.01, "outputs": 16}
+    assert "smallest cosine" in render(sample.sample(accuracy=sample.report.AccuracyFacts(similarity)))
+
+
+def test_a_file_above_its_budget_is_marked():
+    page = render(sample.sample(budget={"kind": "bytes", "value": 10.0, "bytes": 10}))
+    assert 'class="bad"' in page
+
+
+def test_scales_have_round_ticks_and_clamp():
+    assert Scale(0, 10, 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
+    assert Scale(1e-4, 1e2, 0, 1, log=True).ticks(10) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1, 10, 100])
+    assert Scale(1, 10, 0, 100)(1e9) == 100
+    assert fit([], 0, 1)(5) >= 0 and fit([3.0], 0, 1).low < 3 < fit([3.0], 0, 1).high
+    assert [short(v) for v in (0, 1500, 0.00012, 3e9)] == ["0", "1.5k", "1.2e-4", "3G"]
