@@ -1,0 +1,331 @@
+"""GGUF files give back the model they were written from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint import open_checkpoint
+from tests.nstf_convert.checkpoint.conftest import tiny
+from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, state, write
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}, {}),
+    "llama-tied": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": True}, {"rope.dimension_count": 8}),
+    "llama-biased": ("llama", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, {}),
+    "mixtral": (
+        "llama",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}, {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}, {"attention.key_length": 16}),
+    "qwen3moe": (
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "head_dim": 16, "norm_topk_prob": True},
+        {**EXPERT_KEYS, "attention.key_length": 16},
+    ),
+    "qwen2moe": (
+        "qwen2moe",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 40},
+        {**EXPERT_KEYS, "expert_shared_feed_forward_length": 40},
+    ),
+    "gemma2": (
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+        {
+            "attention.key_length": 16,
+            "attention.sliding_window": 8,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 7},
+        {"attention.key_length": 16, "attention.sliding_window": 8},
+    ),
+    "phi3": ("phi3", "Phi3ForCausalLM", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, {}),
+}
+
+
+def randomised(class_name: str, settings: dict[str, Any]) -> Any:
+    """A tiny model whose norms are not all ones either."""
+    model = tiny(class_name, **settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_tensors_and_logits_are_those_of_the_original(tmp_path: Path, case: str) -> None:
+    arch, class_name, settings, keys = MODELS[case]
+    model = randomised(class_name, settings)
+    path = write(tmp_path / "m.gguf", arch, ggml_tensors(model, arch), {**metadata_of(model), **keys})
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.kind, checkpoint.architecture) == ("gguf", class_name), checkpoint.notes
+        expected = state(model)
+        assert set(checkpoint.names()) | set(checkpoint.ties) == set(expected)
+        for name in expected:
+            # Gemma's norms went through 1 + w in float32.
+            torch.testing.assert_close(checkpoint.get(name), expected[name], rtol=0, atol=2e-7)
+        assert checkpoint.config is not None
+        rebuilt = getattr(transformers, class_name)(
+            type(model.config).from_dict(dict(checkpoint.config))
+        ).eval()
+        rebuilt.load_state_dict({name: checkpoint.get(name) for name in expected})
+    ids = torch.arange(24)[None] % 96
+    with torch.no_grad():
+        torch.testing.assert_close(rebuilt(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_blocks_come_as_float32_rounded_to_bfloat16(tmp_path: Path, kind: str) -> None:
+    model = randomised("LlamaForCausalLM", {"intermediate_size": 64})
+    quantised = gguf.GGMLQuantizationType[kind]
+    tensors = ggml_tensors(model, "llama")
+    path = write(tmp_path / "m.gguf", "llama", tensors, metadata_of(model), quantised)
+    with open_checkpoint(path) as checkpoint:
+        parameters = sum(t.numel() for t in state(model).values())
+        assert checkpoint.total_bytes == 2 * parameters
+        for name in checkpoint.names():
+            info, value = checkpoint.info(name), checkpoint.get(name)
+            assert (info.dtype, value.dtype, info.size_bytes) == (
+                "bfloat16",
+                torch.float32,
+                2 * value.numel(),
+            )
+            assert torch.equal(value, value.bfloat16().float())
+        stored = gguf.dequantize(gguf.quantize(tensors["blk.1.ffn_up.weight"], quantised), quantised)
+        expected = torch.from_numpy(stored).bfloat16().float()
+        assert torch.equal(checkpoint.get("model.layers.1.mlp.up_proj.weight"), expected)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(np.float16, "float16"), (np.float32, "float32")])
+def test_plain_files_keep_their_dtypes(tmp_path: Path, dtype: Any, name: str) -> None:
+    model = tiny("LlamaForCausalLM")
+    tensors = {k: v.astype(dtype) if v.ndim > 1 else v for k, v in ggml_tensors(model, "llama").items()}
+    path = write(tmp_path / "m.gguf", "llama", tensors, metadata_of(model))
+    with open_checkpoint(path) as checkpoint:
+        matrix, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+        assert checkpoint.info(matrix).dtype == name
+        assert checkpoint.get(matrix).dtype == getattr(torch, name)
+        assert checkpoint.info(norm).dtype == "float32"
+
+
+def test_a_big_table_is_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.checkpoint import gguf as reader
+
+    model = randomised("LlamaForCausalLM", {"vocab_size": 1000, "intermediate_size": 64})
+    path = write(
+        tmp_path / "m.gguf",
+        "llama",
+        ggml_tensors(model, "llama"),
+        metadata_of(model),
+        gguf.GGMLQuantizationType.Q8_0,
+    )
+    with open_checkpoint(path) as checkpoint:
+        whole = checkpoint.get("model.embed_tokens.weight")
+    sizes: list[int] = []
+    dequantize = gguf.dequantize
+
+    def watched(data: Any, kind: Any) -> Any:
+        sizes.append(len(data))
+        return dequantize(data, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", watched)
+    monkeypatch.setattr(reader, "PIECE_VALUES", 32 * 64)
+    with open_checkpoint(path) as checkpoint:
+        assert torch.equal(checkpoint.get("model.embed_tokens.weight"), whole)
+    assert sizes == [64] * 15 + [40]
+
+
+def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    path = write(
+        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True
+    )
+    with open_checkpoint(path) as checkpoint:
+        files = checkpoint.files()
+        assert checkpoint.config is not None
+        assert (checkpoint.config["bos_token_id"], checkpoint.config["eos_token_id"]) == (1, 2)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    original = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    rebuilt = AutoTokenizer.from_pretrained(folder)
+    for text in ("hello world", "def f(x):\n    return x + 1\n", "</s> hello"):
+        assert rebuilt.encode(text) == original.encode(text)
+    assert rebuilt.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:
+    model, found = tiny("LlamaForCausalLM"), []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        path = write(
+            tmp_path / name / "m.gguf",
+            "llama",
+            ggml_tensors(model, "llama"),
+            metadata_of(model),
+            tokenizer=True,
+        )
+        with open_checkpoint(path) as checkpoint:
+            found.append((checkpoint.files(), checkpoint.fingerprint()))
+    assert found[0] == found[1]
+
+
+def test_a_tokenizer_nobody_knows_is_unsupported(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    keys = {"tokenizer.ggml.model": "never_heard_of", "tokenizer.ggml.tokens": ["a", "b"]}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), {**metadata_of(model), **keys})
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.get("model.norm.weight")
+        with pytest.raises(UnsupportedError, match="tokenizer cannot be rebuilt"):
+            checkpoint.files()
+
+
+def test_an_unknown_architecture_keeps_the_names_of_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.gguf", "novel", {"blk.0.thing.weight": np.ones((4, 32), np.float32)}, {"block_count": 1}
+    )
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.config, checkpoint.names()) == (None, ["blk.0.thing.weight"])
+        assert "GGUF architecture 'novel' is unknown" in " ".join(checkpoint.notes)
+        assert checkpoint.get("blk.0.thing.weight").sum() == 128
+        assert checkpoint.files() == {}
+
+
+def test_a_tensor_without_a_place_keeps_the_names_of_the_file(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    tensors = {**ggml_tensors(model, "llama"), "blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+    path = write(tmp_path / "m.gguf", "llama", tensors, metadata_of(model))
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config is None
+        assert "'blk.0.attn_sinks.weight' has no place in LlamaForCausalLM" in " ".join(checkpoint.notes)
+        assert "token_embd.weight" in checkpoint.names()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"attention.head_count": 5}, {"block_count": 3}, {"feed_forward_length": 47}, {"block_count": 1 << 31}],
+)
+def test_metadata_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, change: dict[str, Any]) -> None:
+    model = tiny("LlamaForCausalLM")
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), {**metadata_of(model), **change})
+    with pytest.raises(CorruptError, match=r"m\.gguf"):
+        open_checkpoint(path)
+
+
+def test_settings_that_no_config_can_state_leave_the_tensors_readable(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    for number, change in enumerate(
+        ({"rope.scaling.type": "novel"}, {"attention.head_count": [4, 2]}, {"attention.head_count": 0})
+    ):
+        path = write(
+            tmp_path / f"{number}.gguf",
+            "llama",
+            ggml_tensors(model, "llama"),
+            {**metadata_of(model), **change},
+        )
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.config is None
+            assert checkpoint.notes
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rope_scaling_is_stated(tmp_path: Path, kind: str) -> None:
+    model = tiny("LlamaForCausalLM")
+    keys = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), {**metadata_of(model), **keys})
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config is not None
+        rope = checkpoint.config["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == (kind, 4.0)
+    assert rope.get("original_max_position_embeddings") == (16 if kind == "yarn" else None)
+
+
+def test_llama_3_rope_factors_become_their_config(tmp_path: Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    rope["original_max_position_embeddings"] = 8192
+    model = tiny("LlamaForCausalLM", head_dim=64, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+    plain = 1 / 5e5 ** (torch.arange(0, 64, 2) / 64)
+    tensors = ggml_tensors(model, "llama")
+    keys = {**metadata_of(model), "attention.key_length": 64}
+    path = write(
+        tmp_path / "a.gguf", "llama", {**tensors, "rope_freqs.weight": (plain / scaled).numpy()}, keys
+    )
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config is not None
+        assert checkpoint.config["rope_parameters"] == rope
+    strange = np.linspace(1, 9, 32, dtype=np.float32)
+    path = write(tmp_path / "b.gguf", "llama", {**tensors, "rope_freqs.weight": strange}, keys)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.config is None
+        assert "follow no rope scaling" in " ".join(checkpoint.notes)
+
+
+def test_one_part_of_a_split_file_is_unsupported(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    keys = {**metadata_of(model), "split.count": 3}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), keys)
+    with pytest.raises(UnsupportedError, match="one part of a split GGUF; join the parts"):
+        open_checkpoint(path)
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    tensors = ggml_tensors(model, "llama")
+    tensors["output_norm.weight"][3] = np.nan
+    path = write(tmp_path / "m.gguf", "llama", tensors, metadata_of(model))
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.raises(CorruptError, match=r"m.gguf: tensor 'model.norm.weight' has 1 NaN"),
+    ):
+        checkpoint.get("model.norm.weight")
+
+
+def test_a_tied_model_names_its_head(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM", tie_word_embeddings=True)
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model))
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_without_the_gguf_package_the_message_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from nstf.errors import NstfError
+
+    path = write(tmp_path / "m.gguf", "novel", {"a": np.ones((1, 32), np.float32)}, {})
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(NstfError, match=r"needs the package gguf; run `pip install nstf\[gguf\]`"):
+        open_checkpoint(path)
