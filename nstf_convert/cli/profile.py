@@ -136,7 +136,7 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     def decode() -> None:
         module(input_ids=step, past_key_values=cache, use_cache=True)
         # Every pass must see the same context.
-        cache.crop(tokens)
+        cache.crop(-1)
 
     return (lambda: module(input_ids=ids, use_cache=True)), decode
 
