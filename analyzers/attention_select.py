@@ -59,23 +59,27 @@ def select_plan(
     kld_budget: float,
     measure: Callable[[dict[str, Any]], float] | None = None,
     error_bound: float = 0.2,
+    measured_length: int | None = None,
 ) -> dict[str, Any]:
     """The plan as a dictionary.
 
     kld_budget: nats per token that the joint plan may cost, as `measure(plan) -> kld` reports it on
     held-out text. Without `measure`, everything within `error_bound` (relative L2 of a head's output) is
     accepted, unverified.
+    measured_length: tokens per window that `measure` runs, the longest profiled length by default. A pattern
+    is accepted only when its min_length is at most half of that: the measurement would hardly see it otherwise.
     """
     if kld_budget < 0 or error_bound < 0:
         raise ValueError(f"kld_budget {kld_budget} and error_bound {error_bound} must not be negative")
-    steps = order(profile, error_bound)
     if measure is None:
-        return _plan(profile, steps, error_bound, kld_budget, None)
+        return _plan(profile, order(profile, error_bound), error_bound, kld_budget, None)
+    steps = order(profile, error_bound, (measured_length or max(profile.lengths)) // 2)
     if not steps:
         return _plan(profile, [], error_bound, kld_budget, 0.0)
     accepted, refused, klds = 0, len(steps) + 1, {0: 0.0}
     trial = len(steps)
-    while refused - accepted > 1:
+    # A measurement runs the model: the last per cent of the steps is not worth three more of them.
+    while refused - accepted > max(len(steps) // 100, 1):
         klds[trial] = measure(_plan(profile, steps[:trial], error_bound, kld_budget, None))
         # Written so that a KLD of NaN is refused.
         if klds[trial] <= kld_budget:
@@ -86,8 +90,11 @@ def select_plan(
     return _plan(profile, steps[:accepted], error_bound, kld_budget, klds[accepted])
 
 
-def order(profile: AttentionProfile, error_bound: float) -> list[Step]:
-    """All steps within the error bound, the best saving per added error first."""
+def order(profile: AttentionProfile, error_bound: float, latest: int | None = None) -> list[Step]:
+    """All steps within the error bound, the best saving per added error first.
+
+    latest: the largest min_length that is allowed.
+    """
     layers, heads, groups = _shape(profile)
     per_group = heads // groups
     steps = []
@@ -100,10 +107,10 @@ def order(profile: AttentionProfile, error_bound: float) -> list[Step]:
                 )
                 for length, scores in profile.lengths.items()
             }
-            steps += _steps(profile, layer, members, group, errors, error_bound)
+            steps += _steps(profile, layer, members, group, errors, error_bound, latest)
             for head in members:
                 errors = {length: scores.error[layer, head] for length, scores in profile.lengths.items()}
-                steps += _steps(profile, layer, (head,), None, errors, error_bound)
+                steps += _steps(profile, layer, (head,), None, errors, error_bound, latest)
     return sorted(steps, key=lambda step: (-step.saved / step.added, step.layer, step.heads))
 
 
@@ -134,12 +141,15 @@ def _steps(
     group: int | None,
     errors: dict[int, Tensor],
     bound: float,
+    latest: int | None,
 ) -> list[Step]:
     """The steps of one group or head along the upper hull of (added error, saved cost), from (0, 0) on."""
     last = profile.lengths[max(profile.lengths)]
     gain = 1.0 if group is None else EVICTION_GAIN
     points = []
     for index, min_length in holding(profile.patterns, errors, ("streaming",), bound).items():
+        if latest is not None and min_length > latest:
+            continue
         saved = sum(1 - float(last.share[layer, head, index]) for head in heads) * gain
         # The head's part in the squared output of its layer; never zero, as it divides.
         weights = (

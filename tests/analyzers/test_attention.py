@@ -181,7 +181,7 @@ def test_the_measured_kld_of_the_plan_stays_within_the_budget(
         parse_plan(plan)
         return 0.1 * streaming_heads(plan)
 
-    plan = select_plan(wide_profile, kld_budget=budget, error_bound=0.2, measure=measure)
+    plan = select_plan(wide_profile, kld_budget=budget, error_bound=0.2, measure=measure, measured_length=512)
     assert plan["kld_measured"] <= budget
     assert plan["kld_measured"] == pytest.approx(0.1 * streaming_heads(plan))
     assert len(calls) <= 8
@@ -194,8 +194,17 @@ def test_the_measured_kld_of_the_plan_stays_within_the_budget(
 
 
 def test_a_measure_that_fails_to_give_a_number_accepts_nothing(wide_profile: AttentionProfile) -> None:
-    plan = select_plan(wide_profile, kld_budget=1.0, error_bound=0.2, measure=lambda plan: float("nan"))
+    plan = select_plan(
+        wide_profile, kld_budget=1.0, error_bound=0.2, measure=lambda plan: float("nan"), measured_length=512
+    )
     assert streaming_heads(plan) == 0 and plan["kld_measured"] == 0.0
+
+
+def test_patterns_that_the_measurement_would_not_see_are_not_accepted(wide_profile: AttentionProfile) -> None:
+    plan = select_plan(
+        wide_profile, kld_budget=1.0, error_bound=0.2, measure=lambda plan: 0.0, measured_length=511
+    )
+    assert streaming_heads(plan) == 0
 
 
 def test_nothing_within_the_error_bound_means_a_dense_plan(wide_profile: AttentionProfile) -> None:
