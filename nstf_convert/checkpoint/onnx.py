@@ -173,7 +173,10 @@ def _slice(data: mmap.mmap, spans: list[Span], start: int, count: int) -> bytes:
 
 def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -> bytes:
     """Values stored as varints (int32_data also holds the bits of 16- and 8-bit floats) in torch's layout."""
-    values = [value for span in spans for value in varints(data, span)]
+    try:
+        values = [value for span in spans for value in varints(data, span)]
+    except WireError as error:
+        raise CorruptError(f"{where}: {error}; the file is damaged, download it again") from error
     width = torch_dtype(info.dtype).itemsize
     if len(values) * width != info.size_bytes:
         raise CorruptError(

@@ -1,0 +1,264 @@
+"""ONNX initialisers are read in place, and external data never leads out of the folder."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf_convert.checkpoint import open_checkpoint
+
+ARRAYS: dict[str, np.ndarray] = {
+    "f32": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "f16": np.arange(6, dtype=np.float16).reshape(2, 3),
+    "f64": np.arange(4, dtype=np.float64),
+    "i64": np.array([-1, 5, 1 << 40], dtype=np.int64),
+    "i32": np.array([-7, 7], dtype=np.int32),
+    "i8": np.array([-7, 7], dtype=np.int8),
+    "u8": np.array([200, 7], dtype=np.uint8),
+    "bool": np.array([True, False]),
+    "scalar": np.array(2.5, dtype=np.float32),
+    "empty": np.zeros((0, 3), dtype=np.float32),
+}
+
+
+def model_of(tensors: list[TensorProto]) -> Any:
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [], [], initializer=tensors)
+    return helper.make_model(graph)
+
+
+def save(path: Path, tensors: list[TensorProto]) -> Path:
+    path.write_bytes(model_of(tensors).SerializeToString())
+    return path
+
+
+def external(name: str = "w", dims: tuple[int, ...] = (4,), **entries: object) -> TensorProto:
+    """A float32 tensor whose values are said to be in another file."""
+    tensor = TensorProto(
+        name=name, dims=dims, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL
+    )
+    for key, value in {"location": "data.bin", **entries}.items():
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, str(value)
+    return tensor
+
+
+def test_raw_values_come_as_they_were_saved(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.onnx", [numpy_helper.from_array(a, n) for n, a in ARRAYS.items()])
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.kind, checkpoint.config, checkpoint.architecture) == ("onnx", None, None)
+        assert checkpoint.names() == sorted(ARRAYS)
+        for name, array in ARRAYS.items():
+            value = checkpoint.get(name)
+            assert torch.equal(value, torch.from_numpy(np.array(array))), name
+            assert checkpoint.info(name).shape == array.shape
+            assert checkpoint.info(name).dtype == str(value.dtype).removeprefix("torch.")
+            assert checkpoint.info(name).size_bytes == array.nbytes
+
+
+@pytest.mark.parametrize("name", sorted(set(ARRAYS) - {"empty"}))
+def test_typed_values_come_as_they_were_saved(tmp_path: Path, name: str) -> None:
+    array = ARRAYS[name]
+    kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+    tensor = helper.make_tensor(name, kind, array.shape, array.flatten().tolist())
+    assert not tensor.raw_data
+    with open_checkpoint(save(tmp_path / "m.onnx", [tensor])) as checkpoint:
+        assert torch.equal(checkpoint.get(name), torch.from_numpy(np.array(array)))
+
+
+def test_bfloat16_values_come_as_they_were_saved(tmp_path: Path) -> None:
+    tensor = helper.make_tensor("w", TensorProto.BFLOAT16, [3], [1.0, -2.5, 3.0])
+    with open_checkpoint(save(tmp_path / "m.onnx", [tensor])) as checkpoint:
+        assert torch.equal(checkpoint.get("w"), torch.tensor([1.0, -2.5, 3.0], dtype=torch.bfloat16))
+
+
+def test_external_data_comes_as_it_was_saved(tmp_path: Path) -> None:
+    arrays = {
+        f"w{i}": np.random.default_rng(i).standard_normal((32, 16)).astype(np.float32) for i in range(3)
+    }
+    model = model_of([numpy_helper.from_array(a, n) for n, a in arrays.items()])
+    onnx.save_model(
+        model, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=0
+    )
+    with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+        for name, array in arrays.items():
+            assert torch.equal(checkpoint.get(name), torch.from_numpy(array))
+        assert checkpoint.total_bytes == sum(a.nbytes for a in arrays.values())
+        assert len(checkpoint.fingerprint()) == 64
+
+
+def test_a_folder_with_one_onnx_file_opens_it(tmp_path: Path) -> None:
+    save(tmp_path / "m.onnx", [numpy_helper.from_array(ARRAYS["f32"], "w")])
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names() == ["w"]
+
+
+def test_equal_initialisers_are_stored_once(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).standard_normal((40, 40)).astype(np.float32)
+    path = save(tmp_path / "m.onnx", [numpy_helper.from_array(array, n) for n in ("b", "a")])
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.ties == {"b": "a"}
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "../secret.bin",
+        "/etc/passwd",
+        "sub/../../secret.bin",
+        "sub/data.bin",
+        "..",
+        ".",
+        "",
+        "a\\b",
+        "C:x",
+        "file:///x",
+    ],
+)
+def test_external_data_cannot_leave_the_folder(tmp_path: Path, location: str) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"\0" * 16)
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "data.bin").write_bytes(b"\0" * 16)
+    path = save(folder / "m.onnx", [external(location=location)])
+    with pytest.raises(CorruptError, match=r"initialiser 'w' names the file .*only plain file names"):
+        open_checkpoint(path)
+
+
+def test_external_data_without_a_location_is_corrupt(tmp_path: Path) -> None:
+    tensor = external()
+    del tensor.external_data[:]
+    with pytest.raises(CorruptError, match="only plain file names"):
+        open_checkpoint(save(tmp_path / "m.onnx", [tensor]))
+
+
+def test_external_data_cannot_be_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"\0" * 16)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "data.bin").symlink_to(tmp_path / "secret.bin")
+    with pytest.raises(CorruptError, match="link that leaves"):
+        open_checkpoint(save(folder / "m.onnx", [external()]))
+
+
+def test_external_data_cannot_be_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.bin")
+    with pytest.raises((UnsupportedError, UsageError), match="not a regular file"):
+        open_checkpoint(save(tmp_path / "m.onnx", [external()]))
+
+
+def test_missing_external_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match=r"data\.bin is missing"):
+        open_checkpoint(save(tmp_path / "m.onnx", [external()]))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"offset": 4}, "ends at byte 20 of .*, which has 16"),
+        ({"offset": 1 << 50}, "ends at byte"),
+        ({"offset": -4}, "not an offset"),
+        ({"offset": "1e3"}, "not an offset"),
+        ({"offset": "9" * 30}, "not an offset"),
+        ({"length": 17}, "takes 16 bytes but its external data has 17"),
+        ({"length": 8}, "takes 16 bytes but its external data has 8"),
+        ({"length": "x"}, "not an offset or a length"),
+    ],
+)
+def test_external_data_must_lie_within_its_file(
+    tmp_path: Path, entries: dict[str, object], message: str
+) -> None:
+    (tmp_path / "data.bin").write_bytes(b"\0" * 16)
+    with pytest.raises(CorruptError, match=message):
+        open_checkpoint(save(tmp_path / "m.onnx", [external(**entries)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dims": [3, 5]}, "has 48 bytes of data, expected 60"),
+        ({"dims": [1 << 62, 4]}, "has the shape"),
+        ({"dims": [-1]}, "has the shape"),
+        ({"raw_data": b""}, "has 0 kinds of data"),
+        ({"raw_data": b"123"}, "has 3 bytes of data"),
+        ({"float_data": [1.0]}, "has 2 kinds of data"),
+        ({"name": ""}, "without a name"),
+    ],
+)
+def test_shapes_and_data_must_agree(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    tensor = numpy_helper.from_array(ARRAYS["f32"], "w")
+    for field, value in change.items():
+        if isinstance(value, list):
+            del getattr(tensor, field)[:]
+            getattr(tensor, field).extend(value)
+        else:
+            setattr(tensor, field, value)
+    with pytest.raises(CorruptError, match=message):
+        open_checkpoint(save(tmp_path / "m.onnx", [tensor]))
+
+
+def test_too_few_packed_values_are_corrupt(tmp_path: Path) -> None:
+    few = helper.make_tensor("w", TensorProto.INT64, [3], [1, 2, 3])
+    few.dims[0] = 4
+    with pytest.raises(CorruptError, match="too little data"):
+        open_checkpoint(save(tmp_path / "m.onnx", [few]))
+    wide = helper.make_tensor("w", TensorProto.INT64, [2], [1 << 40, 1 << 40])
+    wide.dims[0] = 3
+    with open_checkpoint(save(tmp_path / "n.onnx", [wide])) as checkpoint:
+        with pytest.raises(CorruptError, match="has 2 values for its shape"):
+            checkpoint.get("w")
+
+
+def test_duplicate_names_are_refused(tmp_path: Path) -> None:
+    tensor = numpy_helper.from_array(ARRAYS["f32"], "w")
+    with pytest.raises(CorruptError, match="twice there: 'w'"):
+        open_checkpoint(save(tmp_path / "m.onnx", [tensor, tensor]))
+
+
+def test_text_tensors_are_unsupported(tmp_path: Path) -> None:
+    tensor = helper.make_tensor("w", TensorProto.STRING, [1], [b"a"])
+    with pytest.raises(UnsupportedError, match="ONNX type 8"):
+        open_checkpoint(save(tmp_path / "m.onnx", [tensor]))
+
+
+def test_a_model_without_initialisers_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no tensors"):
+        open_checkpoint(save(tmp_path / "m.onnx", []))
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.onnx", [numpy_helper.from_array(np.array([1, np.inf], np.float32), "w")])
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.raises(CorruptError, match="tensor 'w' has 1 NaN or infinite"),
+    ):
+        checkpoint.get("w")
+
+
+def test_truncations_and_random_changes_give_an_error_or_tensors(tmp_path: Path) -> None:
+    tensors = [numpy_helper.from_array(ARRAYS[n], n) for n in ("f32", "i64")]
+    tensors.append(helper.make_tensor("typed", TensorProto.INT64, [3], [1, 2, 3]))
+    raw = save(tmp_path / "m.onnx", tensors).read_bytes()
+    generator, refused = random.Random(0), 0
+    changed = [raw[:length] for length in range(len(raw))]
+    for _ in range(1000):
+        copy = bytearray(raw)
+        for _ in range(generator.randint(1, 3)):
+            copy[generator.randrange(len(copy))] = generator.choice((0, 0x7F, 0xFF, generator.randrange(256)))
+        changed.append(bytes(copy))
+    for data in changed:
+        (tmp_path / "m.onnx").write_bytes(data)
+        try:
+            with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+                for name in checkpoint.names():
+                    checkpoint.get(name)
+        except NstfError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > len(raw)
