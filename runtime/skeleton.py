@@ -17,8 +17,16 @@ from torch import nn
 
 from nstf.errors import UnsupportedError
 
-# Keys that name code to import, or that make transformers expect weights in another library's format.
-_IGNORED_KEYS = ("auto_map", "quantization_config", "compression_config", "custom_pipelines")
+# Keys that name code or a repository, or that make transformers expect weights in another library's format. An
+# artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241).
+_IGNORED_KEYS = frozenset(
+    "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
+    "custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
+    "pretrained_model_name_or_path quantization_config revision rng_state tokenizer_file "
+    "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
+)
+_LABELS = ("id2label", "label2id")
+_MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
@@ -27,7 +35,7 @@ def build_skeleton(
 ) -> nn.Module:
     """The transformers model a config describes: parameters on meta, buffers real, eval mode.
 
-    config: the content of config.json. No hub access, no remote code: `auto_map` is ignored.
+    config: the content of config.json. No hub access, no remote code: see `harmless`.
     architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class the
     Auto mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
     dtype: the default dtype while the model is built, that of its meta parameters.
@@ -36,7 +44,7 @@ def build_skeleton(
     """
     import transformers
 
-    given = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
+    given: dict[str, Any] = harmless(config)
     name = architecture or next(iter(given.get("architectures") or ()), None)
     model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
@@ -51,6 +59,31 @@ def build_skeleton(
         ) from error
     model.requires_grad_(False)
     return model.eval()
+
+
+def harmless(value: Any, depth: int = 0) -> Any:
+    """A config without the keys, and without the texts, that can lead transformers to code or to a repository.
+
+    Private keys and those of `_IGNORED_KEYS` go, at every depth, and so does text with a path separator (a
+    kernel or backbone by its hub name), except in labels.
+    """
+    if depth > _MAX_DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        kept = {}
+        for key, item in value.items():
+            if key in _LABELS:
+                kept[key] = item
+            elif not key.startswith("_") and key not in _IGNORED_KEYS and not _names_a_place(item):
+                kept[key] = harmless(item, depth + 1)
+        return kept
+    if isinstance(value, list | tuple):
+        return [harmless(item, depth + 1) for item in value if not _names_a_place(item)]
+    return value
+
+
+def _names_a_place(value: object) -> bool:
+    return isinstance(value, str) and any(c in value for c in "/\\:")
 
 
 def parameter_names(model: nn.Module) -> list[str]:
