@@ -5,6 +5,7 @@ answer at once, and importing torch alone takes seconds.
 """
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,9 +31,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+SUMMARIES = {
+    "convert": "Convert a model under a byte budget.",
+    "calibrate": "Measure a model on text, once for many budgets.",
+    "plan": "Show what convert would do.",
+    "inspect": "Show what an artifact holds.",
+    "verify": "Check every byte of an artifact.",
+    "eval": "Measure the accuracy and apply gates.",
+    "generate": "Generate text with an artifact.",
+    "profile": "Show where the time of a model goes.",
+    "export": "Decode into a Hugging Face folder.",
+}
 for module in (convert, calibrate, plan, inspect, verify, eval, generate, profile, export):
     name = module.__name__.rpartition(".")[2]
-    app.command(name, epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
+    app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
 
 
 def show_version(wanted: bool) -> None:
@@ -62,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
     words, debug, quiet = _common_flags(arguments)
+    # Read when transformers is imported, much later: its advice on loading is noise beside our results.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
     setup_logging(quiet, debug)
     try:
         code = app(words, prog_name="nstf", standalone_mode=False)

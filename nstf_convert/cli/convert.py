@@ -158,7 +158,7 @@ def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object
 
 
 def _f(value: object, form: str) -> str:
-    return format(value, form) if isinstance(value, int | float) else "not a number"
+    return format(value, form) if isinstance(value, int | float) else "-"
 
 
 def _pm(accuracy: Mapping[str, Any], key: str, form: str) -> str:

@@ -61,7 +61,8 @@ def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: 
     row: dict[str, Any] = {
         "tensor": name,
         "role": _entry(plan, "roles", name),
-        "encoding": f"shared with {stored}" if shared else compact(record.tree),
+        "encoding": "shared" if shared else compact(record.tree),
+        "shared_with": stored if shared else None,
         "shape": list(record.shape),
         "dtype": record.dtype,
         "nominal_bits": 0.0 if shared else nominal_bits(record.tree, record.shape),
@@ -96,7 +97,7 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
 
     manifest = artifact.manifest
     config = json_module.loads(artifact.file("config.json")) if "config.json" in manifest.files else {}
-    parameters = sum(math.prod(r["shape"]) for r in rows if not r["encoding"].startswith("shared with "))
+    parameters = sum(math.prod(r["shape"]) for r in rows if r["shared_with"] is None)
     return {
         "format_version": manifest.version,
         "model_type": config.get("model_type"),

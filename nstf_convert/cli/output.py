@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+SHORTEST_NAME = 24
+
 
 def print_json(data: Any) -> None:
     """Writes strict JSON on stdout: sorted keys, NaN and infinities as null."""
@@ -50,33 +52,21 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, object]]) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> None:
     """A table on stdout; the first `left` columns are aligned left, the others right.
 
-    On a terminal rich draws it and shortens what does not fit; in a pipe it is plain aligned text, one line
-    a row, nothing cut: made for grep and awk.
+    In a pipe nothing is cut: one line a row, made for grep and awk. On a terminal the first column gives way at
+    its start (the ends of tensors' names tell them apart) until a row fits on a line.
     """
     cells = [[clean(c) for c in row] for row in rows]
-    if sys.stdout.isatty():
-        _print_rich(columns, cells, left)
-        return
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
-    for row in [list(columns), *cells]:
-        line = "  ".join(
-            f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        typer.echo(line.rstrip())
-
-
-def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=i != 0, overflow="ellipsis")
-    for row in cells:
-        table.add_row(*(Text(c) for c in row))
-    Console().print(table)
+    terminal = sys.stdout.isatty()
+    if terminal:
+        room = terminal_width() - sum(widths[1:]) - 2 * (len(columns) - 1)
+        widths[0] = min(widths[0], max(SHORTEST_NAME, room))
+    bold = terminal and "NO_COLOR" not in os.environ
+    for number, row in enumerate([list(columns), *cells]):
+        first = row[0] if len(row[0]) <= widths[0] else "…" + row[0][len(row[0]) - widths[0] + 1 :]
+        pairs = zip([first, *row[1:]], widths, strict=True)
+        line = "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(pairs)).rstrip()
+        typer.echo(typer.style(line, bold=True) if bold and number == 0 else line)
 
 
 def terminal_width() -> int:

@@ -59,8 +59,8 @@ def test_inspect_prints_the_plan(nstf, tiny):
 def test_inspect_json_counts_every_byte_once(nstf, tiny):
     data = nstf("inspect", tiny.coarse, "--json").json
     rows = {row["tensor"]: row for row in data["tensors"]}
-    shared = [row for row in rows.values() if row["encoding"].startswith("shared with")]
-    assert all(row["size_bytes"] == 0 for row in shared)
+    shared = [row for row in rows.values() if row["shared_with"]]
+    assert [r["tensor"] for r in shared] == ["lm_head.weight"] and shared[0]["size_bytes"] == 0
     assert (
         sum(row["size_bytes"] for row in rows.values())
         < data["summary"]["size_bytes"]
