@@ -24,3 +24,25 @@ def ldlq_sweep(
     loss: Any,
     threads: int,
 ) -> None: ...
+
+class PackedLinear:
+    def __init__(
+        self,
+        kind: str,
+        cols: int,
+        group: int,
+        bits: int,
+        codes: Any,
+        scale: Any,
+        super_scale: Any = None,
+        zeros: Any = None,
+        table: Any = None,
+        isa: str = "",
+    ) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    def matmul_at(self, x: int, batch: int, y: int, threads: int) -> None: ...
+    def decode(self, start: int, out: Any, threads: int) -> None: ...
+    def has_nan(self) -> bool: ...
+
+def row_kernels() -> list[str]: ...

@@ -24,7 +24,7 @@ from nstf.kernels.torch.rows import children_of, decode_rows, leading_axes, row_
 NAME = "torch.structured"
 FORMATS = ("add", "cp", "low_rank", "permute", "tensor_train", "tucker")
 
-_BLOCK_NUMEL = 1 << 22
+BLOCK_NUMEL = 1 << 22
 
 
 def available() -> bool:
@@ -73,7 +73,7 @@ def _factors(encoded: EncodedTensor) -> dict[str, Tensor]:
 def _transposed(x: Tensor, child: EncodedTensor) -> Tensor:
     """x @ X for X [in, out], some rows of X at a time. x: [batch, in]."""
     width, out = child.shape
-    rows = max(1, _BLOCK_NUMEL // out)
+    rows = max(1, BLOCK_NUMEL // out)
     y = x[:, :rows] @ decode_rows(child, slice(0, min(rows, width)), x.dtype)
     for start in range(rows, width, rows):
         stop = min(width, start + rows)
