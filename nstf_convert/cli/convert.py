@@ -1,6 +1,7 @@
 """`nstf convert`: a checkpoint and a budget in, one measured .nstf file out."""
 
 import json as json_module
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,10 @@ from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.sizes import format_bytes
 
+log = logging.getLogger(__name__)
+
+# Short: on a slow machine the timing must stay small beside the conversion.
+ROOFLINE_TOKENS = 32
 REPORT_SUFFIXES = (".html", ".json")
 
 
@@ -39,6 +44,9 @@ def convert(
         list[Path] | None,
         typer.Option(help="Also write the report: a .html page or a .json file; repeatable."),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile/--no-profile", help="Time the result for the .html report's roofline.")
+    ] = True,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
@@ -62,6 +70,8 @@ def convert(
     data = dict(result.report)
     if isinstance(data.get("tool"), dict):
         data["tool"] = {**data["tool"], "command": " ".join(["nstf", *sys.argv[1:]])}
+    if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
+        data["roofline"] = measure_roofline(result.output) if profile else None
     for path in report or []:
         write_report(path, data)
     if json:
@@ -85,6 +95,22 @@ def check_reports(reports: list[Path], output: Path, force: bool) -> None:
             raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
         if path.exists() and not force:
             raise UsageError(f"--report {path} exists: give another name, or --force to replace it")
+
+
+def measure_roofline(artifact: Path) -> dict[str, Any] | None:
+    """The profile of a finished artifact, or None (said in the log) for a model that cannot be run here.
+
+    The artifact is written by then: whatever goes wrong while it is timed must not fail the conversion.
+    """
+    import torch
+
+    from nstf_convert.cli.profile import measure
+
+    try:
+        return measure(str(artifact), ROOFLINE_TOKENS, 1, torch.device("cpu"), None).to_json()
+    except Exception as error:
+        log.warning("the report has no roofline: %s: %s", type(error).__name__, error)
+        return None
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -120,9 +146,8 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
         kl = (uniform.get("accuracy") or {}).get("mean_kl")
         kept = "; kept, since the mix was not better" if accuracy.get("chosen") == "uniform" else ""
         value = f"{kl:.5f} nats, " if kl is not None else ""
-        pairs.append(
-            ("best uniform file", f"{value}{uniform['encoding']}, {uniform['size_bytes']} bytes{kept}")
-        )
+        encoding = uniform["encoding"].removeprefix("uniform ")
+        pairs.append(("best uniform file", f"{value}{encoding}, {uniform['size_bytes']} bytes{kept}"))
     print_pairs(f"wrote {output}", pairs)
     sections = file.get("sections", [])
     if sections:

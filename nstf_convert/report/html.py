@@ -16,7 +16,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page for a report of `nstf_convert.report.build`. Parts that were not measured are left out."""
     model = report["model"]
     body = [
-        f"<h1>{escape(model['name'])}</h1>",
+        f"<h1>{escape(_title(model['name']))}</h1>",
         f'<p class="soft">{escape(_subtitle(report))}</p>',
         _tiles(report),
         _bytes(report),
@@ -45,7 +45,7 @@ def render(report: Mapping[str, Any]) -> str:
         _tensors(report["tensors"]),
         _footer(report),
     ]
-    title = f"nstf: {model['name']}"
+    title = f"nstf: {_title(model['name'])}"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -53,6 +53,11 @@ def render(report: Mapping[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
     )
+
+
+def _title(name: str) -> str:
+    """The last two parts of a path or hub name."""
+    return "/".join(name.replace("\\", "/").rstrip("/").split("/")[-2:])
 
 
 def _subtitle(report: Mapping[str, Any]) -> str:
@@ -126,7 +131,8 @@ def _accuracy(report: Mapping[str, Any]) -> str:
     kept = "uniform" if accuracy.get("chosen") == "uniform" else "mix"
     files = [(f"this file ({kept})", report["file"]["size_bytes"], final)]
     if uniform:
-        files.append((f"best uniform: {uniform['encoding']}", uniform["size_bytes"], uniform["accuracy"]))
+        encoding = uniform["encoding"].removeprefix("uniform ")
+        files.append((f"best uniform: {encoding}", uniform["size_bytes"], uniform["accuracy"]))
     if "mean_cosine" in final:
         columns: Row = ("file", "bytes", "mean cosine", "smallest cosine", "relative L2 error")
         keys: Sequence[tuple[str, str]] = (

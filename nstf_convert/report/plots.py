@@ -129,9 +129,7 @@ def bits_by_layer(tensors: Rows) -> str:
             )
     below = top + len(roles) * row_height + 34
     parts.append(svg.label(left, below, "layer", "start", "name"))
-    parts.append(
-        svg.label(WIDTH - 4, below, f"palest {low:.2f}, strongest {high:.2f} bits per weight", "end")
-    )
+    parts.append(svg.label(left + 60, below, f"palest {low:.2f}, strongest {high:.2f} bits per weight"))
     return svg.svg(WIDTH, top + len(roles) * row_height + 42, "bits per weight by layer and role", parts)
 
 

@@ -6,7 +6,7 @@ STYLE = """
   --c3: #b8860b; --c4: #8a6bbf; --c5: #3f8f2f; --c6: #a34d8a; --c7: #c8541b; --c8: #8b959c; }
 @media (prefers-color-scheme: dark) { :root { --back: #14181b; --card: #1c2226; --text: #e4e8ea;
   --soft: #9aa6ad; --line: #323b41; --on: #0e1214; --good: #58c98b; --bad: #f2857a; --c1: #6aa9e9;
-  --c2: #4fc4b6; --c3: #e0b64a; --c4: #b79ce6; --c5: #84cc70; --c6: #da8fc4; --c7: #f08a55; --c8: #7d888f; }
+  --c2: #4fc4b6; --c3: #e0b64a; --c4: #b79ce6; --c5: #84cc70; --c6: #da8fc4; --c7: #f08a55; --c8: #7d888f; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }

@@ -41,12 +41,13 @@ def pipeline(monkeypatch):
         options: Any = None
         error: BaseException | None = None
         report: Any = None
+        content: bytes = b"artifact"
 
         def convert(self, options: Any) -> Any:
             self.options = options
             if self.error is not None:
                 raise self.error
-            options.output.write_bytes(b"artifact")
+            options.output.write_bytes(self.content)
             return real.ConvertResult(options.output, 8, 16, self.report or {})
 
         def calibrate(self, options: Any) -> Any:

@@ -147,6 +147,23 @@ def test_reports_are_written_as_page_and_as_json(nstf, pipeline, tiny, tmp_path,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.nstf", "r.html", "r.json"]
 
 
+def test_the_page_gets_the_roofline_of_the_finished_file(nstf, pipeline, tiny, tmp_path, report):
+    pipeline.report, pipeline.content = report, tiny.coarse.read_bytes()
+    for name, words in (("a", ()), ("b", ("--no-profile",))):
+        page = tmp_path / f"{name}.html"
+        result = nstf(
+            "convert", tiny.folder, *BUDGET, "-o", tmp_path / f"{name}.nstf", "--report", page, *words
+        )
+        assert result.code == 0, result.err
+        assert ("<h2>Roofline</h2>" in page.read_text()) == (name == "a")
+
+
+def test_a_result_that_cannot_be_timed_is_still_a_result(nstf, pipeline, tiny, tmp_path, report):
+    pipeline.report = report
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf", "--report", tmp_path / "r.html")
+    assert result.code == 0 and "the report has no roofline: CorruptError" in result.err
+
+
 def test_calibrate_writes_its_file_and_says_what_is_next(nstf, pipeline, tiny, tmp_path):
     out = tmp_path / "m.calibration"
     result = nstf("calibrate", tiny.folder, "-o", out, "--dataset", tiny.text)

@@ -101,6 +101,15 @@ def test_the_page_is_self_contained_and_well_formed(report):
     assert parsed.tags.count("svg") >= 10
 
 
+def test_the_style_is_closed_so_that_no_rule_swallows_the_rest(report):
+    style = re.search(r"<style>(.*)</style>", render(report), re.DOTALL).group(1)
+    depth = 0
+    for sign in re.findall(r"[{}]", style):
+        depth += 1 if sign == "{" else -1
+        assert 0 <= depth <= 2
+    assert depth == 0
+
+
 def test_the_page_shows_every_part(report):
     page = render(report)
     for words in ("Where the bytes went", "Accuracy", "best uniform: int4 g64", "Bytes against expected loss",
