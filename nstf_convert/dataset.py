@@ -1,6 +1,4 @@
-"""Text to calibrate and measure on: documents from files, and windows of tokens split into fit and held-out
-parts.
-"""
+"""Text to calibrate and measure on: documents from files, and token windows in fit and held-out parts."""
 
 import hashlib
 import itertools
@@ -39,8 +37,7 @@ class Windows:
 
 
 def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
-    """The documents of a .txt, .md, .jsonl or .parquet file, a folder of them, or a dataset on the hub
-    (`org/name`).
+    """The documents of a .txt, .md, .jsonl or .parquet file, a folder of them, or a hub dataset (`org/name`).
 
     field: the key or column with the text; None tries text, content, messages (chat) and prompt. A text file
     is one document

@@ -1,6 +1,4 @@
-"""Reading models: Hugging Face folders, safetensors, PyTorch .bin, GGUF and ONNX files, and names on the
-hub.
-"""
+"""Reading models: Hugging Face folders, safetensors, .bin, GGUF and ONNX files, and names on the hub."""
 
 from typing import TYPE_CHECKING
 

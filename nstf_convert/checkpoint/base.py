@@ -1,6 +1,4 @@
-"""The Checkpoint every reader ends in: named parameters, read one at a time, with config and tokenizer
-files.
-"""
+"""The Checkpoint every reader ends in: parameters read one at a time, with config and tokenizer files."""
 
 import hashlib
 import json
@@ -21,12 +19,10 @@ from nstf_convert.checkpoint.ties import find_ties
 class Checkpoint:
     """One opened model. Nothing of the weights is in memory until `get`, and nothing stays after it.
 
-    kind: "safetensors", "bin", "gguf" or "onnx"; path: what was opened; config: the allowed fields of
-    config.json, or None;
-    architecture: transformers' class the names belong to, or None (names as in the file); ties: alias ->
-    stored name;
-    missing: parameters of the class that the file does not have; notes: what a report should say about the
-    reading.
+    kind: "safetensors", "bin", "gguf" or "onnx"; path: what was opened; config: the allowed fields of config.json
+    or None; architecture: transformers' class the names belong to, or None when they are those in the file;
+    ties: alias -> stored name; missing: parameters of the class that the file lacks; notes: what a report should
+    say about the reading.
     """
 
     def __init__(
@@ -43,7 +39,8 @@ class Checkpoint:
         self.config = config
         self.architecture = plan.architecture
         self.missing = plan.missing
-        self.notes = (*notes, *plan.notes)
+        # Notes go into reports, and those must not depend on the folder.
+        self.notes = tuple(note.replace(str(path), path.name) for note in (*notes, *plan.notes))
         self.ties: Mapping[str, str] = find_ties(plan, source)
         self._keep_untied(plan)
         self._source = source
@@ -74,11 +71,10 @@ class Checkpoint:
         return self._recipe(name).info
 
     def get(self, name: str) -> Tensor:
-        """The parameter, read from disk into memory of its own. Raises CorruptError for NaN or infinite
-        values.
+        """The parameter, read from disk into memory of its own.
 
-        The dtype is the stored one; a parameter of a quantised GGUF comes as float32 with values rounded to
-        bfloat16.
+        The dtype is the stored one; parameters of a quantised GGUF come as float32 values rounded to bfloat16.
+        Raises CorruptError for NaN or infinite values.
         """
         tensor = self._recipe(name).build(self._source.read)
         bad = _not_finite(tensor)
@@ -91,9 +87,7 @@ class Checkpoint:
         return tensor
 
     def files(self) -> dict[str, bytes]:
-        """config.json, generation_config.json and the tokenizer's files by name, without keys that can lead
-        to code.
-        """
+        """config.json, generation_config.json and the tokenizer's files by name, without keys that lead to code."""
         if self._files is None:
             files = self._side_files()
             if self.config is not None:

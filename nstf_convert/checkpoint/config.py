@@ -1,10 +1,9 @@
 """Reading config.json: an allow-list, because its fields have made libraries load and run code.
 
 CVE-2026-4372 (`_attn_implementation_internal` named a hub kernel) and CVE-2026-5241 (a nested
-`trust_remote_code`) are the reasons.
-Numbers, booleans and lists of them are kept under any plain key: they cannot name anything. Text is kept
-only under a key that the
-model's own config class declares (or a known older spelling) and only when it looks like a single word.
+`trust_remote_code`) are the reasons. Numbers, booleans and lists of them are kept under any plain key: they
+cannot name anything. Text is kept only under a key that the model's own config class declares (or a known older
+spelling) and only when it looks like a single word.
 """
 
 import re
@@ -72,9 +71,7 @@ def refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
 
 
 def known_fields(model_type: str | None) -> frozenset[str] | None:
-    """The names that the config class of `model_type`, and its sub-configs, declare; None when it is
-    unknown.
-    """
+    """The names that the config class of `model_type` and its sub-configs declare; None for an unknown one."""
     from transformers import CONFIG_MAPPING
 
     if model_type is None or model_type not in CONFIG_MAPPING:
@@ -154,9 +151,7 @@ def _labels(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def strip_code(value: Any, depth: int = 0) -> Any:
-    """A tokenizer, generation or processor config without the keys that can lead to code; text values are
-    kept.
-    """
+    """A tokenizer, generation or processor config without the keys that can lead to code; text is kept."""
     if depth > MAX_DEPTH * 4:
         return None
     if isinstance(value, dict):

@@ -42,9 +42,7 @@ def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
 
 
 def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """A Hugging Face folder; safetensors are preferred over .bin, a single .gguf or .onnx file is opened as
-    itself.
-    """
+    """A Hugging Face folder: safetensors before .bin; a single .gguf or .onnx file in it is opened as itself."""
     if safetensors_dir.has_weights(folder):
         return _with_config(folder, folder, safetensors_dir.open_folder(folder))
     if torch_bin.has_weights(folder):

@@ -1,8 +1,7 @@
 """GGUF checkpoints: one tensor at a time from the file, dequantised in pieces, under transformers' names.
 
-The reference of a quantised GGUF is its bfloat16 expansion: every parameter is reported as bfloat16 and
-`get` gives float32 values
-rounded to it. A file whose tensors are all F32, F16 or BF16 keeps its own dtypes.
+The reference of a quantised GGUF is its bfloat16 expansion: every parameter is reported as bfloat16, and `get`
+gives float32 values rounded to it. A file whose tensors are all F32, F16 or BF16 keeps its own dtypes.
 """
 
 import json
@@ -27,7 +26,7 @@ from nstf_convert.checkpoint.gguf_arch import (
 )
 from nstf_convert.checkpoint.gguf_check import GgufHeader, GgufTensor, read_header
 from nstf_convert.checkpoint.gguf_tokenizer import tokenizer_files
-from nstf_convert.checkpoint.naming import Read, Recipe, plain_plan, plan_of_recipes
+from nstf_convert.checkpoint.naming import Plan, Read, Recipe, plan_of_recipes
 from nstf_convert.checkpoint.paths import open_regular, pread_all, read_into
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
@@ -66,11 +65,12 @@ def open_file(path: Path) -> Checkpoint:
         meta = Metadata(header.metadata, {name: t.shape for name, t in header.tensors.items()}, path)
         try:
             config, architecture = build_config(meta)
-            config = _with_rope_freqs(config, source)
+            config["dtype"] = source.infos["token_embd.weight"].dtype
+            config = _with_rope_freqs(config, source, path)
             plan = plan_of_recipes(_recipes(source, architecture, config, path), config, str(path))
         except UnsupportedError as error:
             note = f"{error}: tensors keep the names in the file, and no config is made"
-            return Checkpoint(path, source, plain_plan(source.infos, (note,)), None, dict)
+            return Checkpoint(path, source, Plan(_under_own_names(source), notes=(note,)), None, dict)
         return Checkpoint(path, source, plan, config, lambda: _side_files(path, header.metadata))
     except NstfError:
         source.close()
@@ -153,7 +153,7 @@ def _recipes(
             continue
         if name in recipes:
             raise CorruptError(f"{path}: two tensors are {name!r}; download it again")
-        undo = _undo(architecture, config, stored, name)
+        undo = _undo(architecture, config, stored, name, info.shape, path)
         shape = (
             (1, *info.shape)
             if stored.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1
@@ -168,6 +168,14 @@ def _recipes(
     for name, parts in joined.items():
         recipes[name] = _joined(source, name, parts, path)
     return recipes
+
+
+def _under_own_names(source: Source) -> dict[str, Recipe]:
+    """Every tensor under ggml's name, for an architecture that is not known."""
+    return {
+        name: Recipe((name,), info, partial(_build, name, None, info.shape, info.dtype), as_stored=True)
+        for name, info in source.infos.items()
+    }
 
 
 def _joined(source: Source, name: str, parts: dict[str, str], path: Path) -> Recipe:
@@ -193,11 +201,20 @@ def _joined(source: Source, name: str, parts: dict[str, str], path: Path) -> Rec
 
 
 def _undo(
-    architecture: Architecture, config: dict[str, Any], stored: str, name: str
+    architecture: Architecture,
+    config: dict[str, Any],
+    stored: str,
+    name: str,
+    shape: tuple[int, ...],
+    path: Path,
 ) -> Callable[[Tensor], Tensor] | None:
     """The inverse of what llama.cpp's converter did to this tensor; None when it did nothing."""
     if architecture.permuted and (".attn_q." in stored or ".attn_k." in stored):
         heads = config["num_attention_heads"] if ".attn_q." in stored else config["num_key_value_heads"]
+        if shape[0] % (2 * heads):
+            raise CorruptError(
+                f"{path}: the {shape[0]} rows of {stored!r} are not {heads} heads of an even size; download it again"
+            )
         return partial(_unpermute, heads=heads)
     if architecture.offset_norms and name.endswith("norm.weight"):
         return _minus_one
@@ -206,8 +223,6 @@ def _undo(
 
 def _unpermute(weight: Tensor, heads: int) -> Tensor:
     """Rows of [heads * head_dim, ...] from ggml's interleaved rotary pairs back to transformers' halves."""
-    if weight.shape[0] % (2 * heads):
-        raise ValueError(f"{weight.shape[0]} rows are not {heads} heads of an even size")
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
 
@@ -222,12 +237,7 @@ def _build(
 ) -> Tensor:
     tensor = read(stored)
     if undo is not None:
-        try:
-            tensor = undo(tensor)
-        except ValueError as error:
-            raise CorruptError(
-                f"tensor {stored!r}: {error}; the file is damaged, download it again"
-            ) from error
+        tensor = undo(tensor)
     return _rounded(tensor.reshape(shape), dtype)
 
 
@@ -238,7 +248,7 @@ def _rounded(tensor: Tensor, dtype: str) -> Tensor:
     return tensor
 
 
-def _with_rope_freqs(config: dict[str, Any], source: Source) -> dict[str, Any]:
+def _with_rope_freqs(config: dict[str, Any], source: Source, path: Path) -> dict[str, Any]:
     """The config with Llama 3's rope scaling, when the file carries its factors.
 
     Raises UnsupportedError if they fit nothing.
@@ -251,21 +261,21 @@ def _with_rope_freqs(config: dict[str, Any], source: Source) -> dict[str, Any]:
         return config
     rope = llama3_rope(config["rope_parameters"], config["head_dim"], factors)
     if rope is None:
-        raise UnsupportedError("the rope_freqs of this file follow no rope scaling that transformers knows")
+        raise UnsupportedError(f"{path}: its rope_freqs follow no rope scaling that transformers knows")
     return config | {"rope_parameters": rope}
 
 
 def _side_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     files = tokenizer_files(path, metadata)
+    meta = Metadata(metadata, {}, path)
+    end, end_of_turn = meta.token_id("eos"), meta.token_id("eot")
+    # A chat model stops at either.
+    ends = [end, end_of_turn] if None not in (end, end_of_turn) and end != end_of_turn else end
     ids = {
-        key: metadata.get(f"tokenizer.ggml.{name}_token_id")
-        for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))
+        "bos_token_id": meta.token_id("bos"),
+        "eos_token_id": ends,
+        "pad_token_id": meta.token_id("padding"),
     }
-    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None and end_of_turn != ids["eos_token_id"]:
-        ids["eos_token_id"] = (
-            [ids["eos_token_id"], end_of_turn] if ids["eos_token_id"] is not None else end_of_turn
-        )
     known = {key: value for key, value in ids.items() if value is not None}
     files["generation_config.json"] = json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
     return files

@@ -1,26 +1,27 @@
-"""GGUF architectures: metadata to a Hugging Face config, and ggml's tensor names and layouts to
-transformers'.
+"""GGUF architectures: metadata to a Hugging Face config, and ggml's names and layouts to transformers'.
 
-llama.cpp's converter renames, permutes the rows of q and k of the llama family (pairs of rotary halves
-interleaved), adds 1 to Gemma's
-norms, and keeps gate and up of experts apart; each is undone here. Adding an architecture is one entry of
-ARCHITECTURES.
+llama.cpp's converter renames, permutes the rows of q and k of the llama family (rotary halves become interleaved
+pairs), adds 1 to Gemma's norms, and keeps gate and up of experts apart; each is undone here or in `gguf.py`.
+Adding an architecture is one entry of ARCHITECTURES.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nstf.errors import UnsupportedError
+from nstf.errors import CorruptError, UnsupportedError
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """model_type and class in transformers; `names`: last part of `blk.N.<part>` -> module; what to undo;
-    extra config.
+    """Its model_type and class in transformers, and what the converter did to it.
+
+    names: last part of `blk.N.<part>` -> module of a layer; extra: config beyond what all language models have;
+    permuted: rows of q and k are; offset_norms: norms are stored as 1 + w.
     """
 
     model_type: str
@@ -45,9 +46,7 @@ class Metadata:
         return self.values.get(f"{self.prefix}.{key}", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A number that must be there (or have a default); one number repeated for every layer counts as
-        that number.
-        """
+        """A count that must be there or have a default; one number repeated for every layer counts as one."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
@@ -65,13 +64,27 @@ class Metadata:
             raise UnsupportedError(
                 f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected a number"
             )
+        if not math.isfinite(value):
+            raise CorruptError(f"{self.path}: metadata {self.prefix}.{key} is {value}; download it again")
         return float(value)
+
+    def token_id(self, name: str) -> int | None:
+        """`tokenizer.ggml.<name>_token_id`, or None when it is absent or no number."""
+        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
+        return value if type(value) is int else None
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """As `integer`, for what cannot be zero."""
+        value = self.integer(key, default)
+        if value == 0:
+            raise CorruptError(f"{self.path}: metadata {self.prefix}.{key} is 0; download it again")
+        return value
 
     @property
     def head_dim(self) -> int:
-        return self.integer(
-            "attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count")
-        )
+        """Size of one attention head; llama.cpp leaves it out when it is hidden / heads."""
+        share = self.positive("embedding_length") // self.positive("attention.head_count")
+        return self.positive("attention.key_length", share)
 
 
 def build_config(meta: Metadata) -> tuple[Config, Architecture]:
@@ -91,35 +104,35 @@ def build_config(meta: Metadata) -> tuple[Config, Architecture]:
     embedding = meta.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise UnsupportedError(f"{meta.path} has no tensor token_embd.weight: it is not a language model")
-    heads = meta.integer("attention.head_count")
-    if heads < 1:
-        raise UnsupportedError(f"{meta.path}: metadata {meta.prefix}.attention.head_count is {heads}")
+    heads, layers = meta.positive("attention.head_count"), meta.positive("block_count")
+    if layers > len(meta.shapes):
+        raise CorruptError(
+            f"{meta.path}: metadata says {layers} layers, but there are {len(meta.shapes)} tensors"
+        )
     config: Config = {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "dtype": "bfloat16",
-        "hidden_size": meta.integer("embedding_length"),
+        "hidden_size": meta.positive("embedding_length"),
         "intermediate_size": meta.integer("feed_forward_length", 0),
-        "num_hidden_layers": meta.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.positive("attention.head_count_kv", heads),
         "head_dim": meta.head_dim,
-        "max_position_embeddings": meta.integer("context_length"),
+        "max_position_embeddings": meta.positive("context_length"),
         "rms_norm_eps": _short_float(meta.number("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(meta),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in meta.shapes,
-        "bos_token_id": meta.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": meta.values.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": meta.values.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": meta.token_id("bos"),
+        "eos_token_id": meta.token_id("eos"),
+        "pad_token_id": meta.token_id("padding"),
     }
     return config | architecture.extra(meta), architecture
 
 
 def _short_float(value: float) -> float:
-    """The shortest decimal that is the same float32: metadata holds float32, configs say 1e-05 and not
-    9.999999747378752e-06.
-    """
+    """The shortest decimal of the same float32: configs say 1e-05, not 9.999999747378752e-06."""
     import numpy as np
 
     return float(str(np.float32(value)))
@@ -127,10 +140,12 @@ def _short_float(value: float) -> float:
 
 def _rope(meta: Metadata) -> Config:
     """`rope_parameters`: theta and the scaling that the metadata states."""
-    rope: Config = {
-        "rope_type": "default",
-        "rope_theta": _short_float(meta.number("rope.freq_base", 10000.0)),
-    }
+    theta = _short_float(meta.number("rope.freq_base", 10000.0))
+    if theta <= 0:
+        raise CorruptError(
+            f"{meta.path}: metadata {meta.prefix}.rope.freq_base is {theta}; download it again"
+        )
+    rope: Config = {"rope_type": "default", "rope_theta": theta}
     width = meta.integer("rope.dimension_count", meta.head_dim)
     if width != meta.head_dim:
         rope["partial_rotary_factor"] = width / meta.head_dim
@@ -153,11 +168,9 @@ def llama3_rope(rope: Config, head_dim: int, factors: list[float]) -> Config | N
     The file holds, for each frequency, what it is divided by; Llama 3.1 and 3.2 use low 1, high 4, original
     8192.
     """
-    import math
-
-    factor, low, high, original = round(max(factors), 4), 1.0, 4.0, 8192
-    if len(factors) != head_dim // 2:
+    if len(factors) != head_dim // 2 or not all(1 <= f < math.inf for f in factors):
         return None
+    factor, low, high, original = round(max(factors), 4), 1.0, 4.0, 8192
     for i, stored in enumerate(factors):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * i / head_dim)
         if wavelength < original / high:

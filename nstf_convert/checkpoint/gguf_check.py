@@ -42,9 +42,7 @@ BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the file: ggml type, shape in torch's order (rows first), bytes [start, start +
-    size_bytes).
-    """
+    """One tensor of the file; shape in torch's order (rows first), bytes [start, start + size_bytes)."""
 
     ggml_type: int
     shape: tuple[int, ...]

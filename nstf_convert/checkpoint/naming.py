@@ -1,10 +1,8 @@
 """From names in a file to parameter names of transformers' module tree, without reading a weight.
 
-transformers 5 renames and fuses some weights at load (Mixtral's experts become `mlp.experts.gate_up_proj`
-[E, 2 * ffn, in]). We use its
-own tables: the model is built on the meta device for its names and shapes, the table's operations run on
-meta tensors to learn what
-they give, and run again on real tensors when one of them is asked for.
+transformers 5 renames and fuses some weights at load (Mixtral's experts become `mlp.experts.gate_up_proj`,
+[E, 2 * ffn, in]). We use its own tables: the model is built on the meta device for its names and shapes, the
+tables' operations run on meta tensors to learn what they give, and again on real ones when one is asked for.
 """
 
 import copy
@@ -65,8 +63,7 @@ def plain_plan(infos: Mapping[str, TensorInfo], notes: tuple[str, ...] = ()) -> 
 
 
 def plan_names(infos: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, where: str) -> Plan:
-    """The plan for a checkpoint with this config; names as in the file when transformers does not know the
-    model.
+    """The plan for a checkpoint with this config; names stay as they are for a model transformers lacks.
 
     Raises CorruptError when config and tensors contradict each other.
     """
@@ -179,9 +176,7 @@ def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any],
 
 
 def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], where: str) -> Plan:
-    """The plan of parameters whose transformers names are known already, checked against the model that
-    `config` describes.
-    """
+    """The plan of parameters that have transformers' names already, checked against the config's model."""
     classes = model_classes(config)
     if not classes:
         raise UnsupportedError(
@@ -312,9 +307,7 @@ def _pick(run: Callable[[Read], dict[str, Tensor]], name: str, read: Read) -> Te
 
 
 def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[str]] | None:
-    """[part][expert] names when the conversion only stacks experts (and joins parts along dim 1); None
-    otherwise.
-    """
+    """[part][expert] names if the conversion only stacks experts (and joins parts along dim 1), else None."""
     kinds = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         return None
@@ -322,9 +315,7 @@ def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[s
 
 
 def _fill_stack(parts: list[list[str]], shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Tensor:
-    """The stack [E, sum of out, in], holding one expert beside the result (transformers' own way needs twice
-    the stack).
-    """
+    """The stack [E, sum of out, in], with one expert beside it in memory (transformers' way needs two stacks)."""
     result = torch.empty(shape, dtype=dtype)
     for expert in range(shape[0]):
         row = 0

@@ -1,5 +1,4 @@
-"""ONNX files at the level of their weight initialisers; external data only from plain files of the same
-folder.
+"""ONNX files at the level of weight initialisers; external data only from plain files of the same folder.
 
 Names are those in the file (exporters rename and transpose), so there is no config and no architecture.
 """
@@ -49,9 +48,7 @@ MAX_NUMEL = 1 << 40
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one initialiser's bytes come from: `load(start, length)` gives a part of them in torch's
-    layout.
-    """
+    """Where one initialiser is; `load(start, length)` gives a part of its bytes in torch's layout."""
 
     info: TensorInfo
     path: Path

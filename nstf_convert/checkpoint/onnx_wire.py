@@ -1,8 +1,7 @@
 """A walker over protobuf's wire format: just enough to find an ONNX file's initialisers without loading them.
 
-The onnx package parses the whole file into memory; here weights stay in the file, and every length is
-checked against the message
-it lies in. Field numbers are those of onnx.proto (onnx 1.19).
+The onnx package parses the whole file into memory; here weights stay in the file, and every length is checked
+against the message it lies in. Field numbers are those of onnx.proto (onnx 1.19).
 """
 
 import mmap

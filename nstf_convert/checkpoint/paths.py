@@ -1,6 +1,4 @@
-"""Opening files that a checkpoint names: only regular files of its own folder, never what a name could lead
-to.
-"""
+"""Opening the files that a checkpoint names: only regular files of its own folder."""
 
 import os
 import stat

@@ -33,8 +33,7 @@ CONTENT = (
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Tokenizer and generation files of a folder by name; settings lose the keys that can lead to code.
 
-    Raises CorruptError for a link that leaves the folder, a file of absurd size, or settings that are not
-    JSON.
+    Raises CorruptError for a link that leaves the folder, an absurd size, or settings that are not JSON.
     """
     files = {}
     for name in (*SETTINGS, *CONTENT):

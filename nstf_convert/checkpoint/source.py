@@ -58,9 +58,7 @@ class Source:
 
 
 def sample_digest(source: Source, name: str) -> bytes:
-    """SHA-256 of up to 16 pieces of 4 KiB spread over the stored bytes of one tensor: cheap, not proof of
-    equality.
-    """
+    """SHA-256 of up to 16 pieces of 4 KiB of one tensor's stored bytes: cheap, and no proof of equality."""
     size = source.stored_bytes[name]
     digest = hashlib.sha256(f"{source.infos[name].dtype} {source.infos[name].shape} {size}".encode())
     if size <= BYTES_PER_SAMPLE * SAMPLES_PER_TENSOR:
@@ -82,9 +80,7 @@ def full_digest(source: Source, name: str) -> bytes:
 
 
 def source_digest(source: Source) -> str:
-    """SHA-256 over names, shapes and contents (all bytes up to 512 MiB of tensors, 16 samples each
-    beyond).
-    """
+    """SHA-256 over names, shapes and contents: all bytes up to 512 MiB of tensors, samples beyond."""
     small = sum(source.stored_bytes.values()) <= FULL_DIGEST_LIMIT
     digest = hashlib.sha256(b"full" if small else b"sampled")
     for name in sorted(source.infos):

@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 
 def find_ties(plan: Plan, source: Source) -> dict[str, str]:
-    """alias -> stored name: what the model's class declares, what the file says, and matrices of equal
-    content.
+    """alias -> stored name: what the class declares, what the file says, and matrices of equal content.
 
     Only tensors of two or more dimensions are compared: norms of fresh models are all ones, and tying them
     saves nothing.

@@ -1,10 +1,10 @@
-"""PyTorch .bin checkpoints, only through `torch.load(weights_only=True)`; memory-mapped, so that tensors
-stay lazy.
+"""PyTorch .bin checkpoints, only through `torch.load(weights_only=True)`, mapped so that tensors stay lazy.
 
 weights_only is no security boundary by itself (CVE-2025-32434, CVE-2026-24747, both fixed in torch 2.10,
 which we require).
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,15 @@ def open_file(path: Path) -> Source:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    open_regular(path).close()
+    with open_regular(path) as file:
+        head = os.pread(file.fileno(), 4, 0)
+    if head[:1] == b"\x80":
+        # A bare pickle cannot be mapped, so it would have to be unpickled as a whole.
+        raise UnsupportedError(
+            f"{path} is a plain pickle or was saved by torch before 1.6; load and save it again as safetensors"
+        )
+    if head != b"PK\x03\x04":
+        raise CorruptError(f"{path} is not a PyTorch file (it begins with {head!r}); download it again")
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

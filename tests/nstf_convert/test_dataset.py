@@ -152,7 +152,7 @@ def test_one_long_text_is_split_into_disjoint_regions(seed: int) -> None:
 
 
 def test_windows_of_a_long_text_come_from_all_over_it() -> None:
-    windows = tokenise_windows(Letters(), [words(20_000)], 64, 40, 0, seed=0)
+    windows = tokenise_windows(Letters(), [words(20_000)], 64, 200, 0, seed=0)
     numbers = sorted(int(word[1:]) for word in text_of(windows.fit))
     assert numbers[0] < 10_000
     assert numbers[-1] > 15_000

@@ -225,7 +225,14 @@ def test_a_tensor_without_a_place_keeps_the_names_of_the_file(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "change",
-    [{"attention.head_count": 5}, {"block_count": 3}, {"feed_forward_length": 47}, {"block_count": 1 << 31}],
+    [
+        {"attention.head_count": 5},
+        {"attention.head_count": 0},
+        {"rope.freq_base": -1.0},
+        {"block_count": 3},
+        {"feed_forward_length": 47},
+        {"block_count": 1 << 31},
+    ],
 )
 def test_metadata_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, change: dict[str, Any]) -> None:
     model = tiny("LlamaForCausalLM")
@@ -236,9 +243,7 @@ def test_metadata_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, change
 
 def test_settings_that_no_config_can_state_leave_the_tensors_readable(tmp_path: Path) -> None:
     model = tiny("LlamaForCausalLM")
-    for number, change in enumerate(
-        ({"rope.scaling.type": "novel"}, {"attention.head_count": [4, 2]}, {"attention.head_count": 0})
-    ):
+    for number, change in enumerate(({"rope.scaling.type": "novel"}, {"attention.head_count": [4, 2]})):
         path = write(
             tmp_path / f"{number}.gguf",
             "llama",
