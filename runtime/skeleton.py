@@ -45,7 +45,8 @@ def build_skeleton(
     import transformers
 
     given: dict[str, Any] = harmless(config)
-    name = architecture or next(iter(given.get("architectures") or ()), None)
+    stated = given.get("architectures")
+    name = architecture or (stated[0] if isinstance(stated, list) and stated else None)
     model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)

@@ -60,9 +60,10 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     split = leading_axes(encoded.tree.params.view, encoded.shape[:1])
     if split is None:
         raise ValueError(f"view {list(encoded.tree.params.view)} does not split at {list(encoded.shape)}")
-    factors = {name: factor.to(x.device, x.dtype) for name, factor in _factors(encoded).items()}
     contract = {"cp": _cp, "tucker": _tucker, "tensor_train": _tensor_train}[kind]
-    return contract(x, encoded.tree.params.view, split, factors).reshape(len(x), -1)
+    # In float32: what lies between the factors has no bound, and float16 ends at 65504.
+    y = contract(x.to(torch.float32), encoded.tree.params.view, split, _factors(encoded))
+    return y.reshape(len(x), -1).to(x.dtype)
 
 
 def _factors(encoded: EncodedTensor) -> dict[str, Tensor]:

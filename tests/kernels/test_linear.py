@@ -49,7 +49,9 @@ def trees(samples: ModuleType, shape: tuple[int, int]) -> dict[str, Any]:
         mixed = (2, view[1], 4, min(3, view[3]))
         found |= {
             "cp": node("cp", {f"factor{i}": dense for i in range(4)}, rank=3, view=view),
-            "cp_packed": node("cp", {f"factor{i}": small for i in range(4)}, rank=3, view=view),
+            "cp_packed": node(
+                "cp", {**{f"factor{i}": dense for i in range(3)}, "factor3": small}, rank=3, view=view
+            ),
             "tucker": node(
                 "tucker",
                 {"core": small, **{f"factor{i}": dense for i in range(4) if ranks[i] < view[i]}},

@@ -1,0 +1,120 @@
+"""The tokenizer from an artifact, and text streamed from a model."""
+
+import json
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nstf.runtime
+from nstf.errors import UnsupportedError, UsageError
+
+
+def tokenizer_files(chat: bool = False) -> dict[str, bytes]:
+    """A byte-free word-level tokenizer of 100 words, as `save_pretrained` writes it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 100)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    if chat:
+        fast.chat_template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+    with tempfile.TemporaryDirectory() as folder:
+        fast.save_pretrained(folder)
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+@pytest.fixture
+def loaded(tiny: ModuleType, tmp_path: Path) -> tuple[Any, Any]:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), tokenizer_files())
+    return nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+
+
+def test_the_tokenizer_comes_out_as_it_went_in_and_leaves_no_files(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), tokenizer_files())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    tokenizer = nstf.runtime.load_tokenizer(path)
+    assert tokenizer("w5 w7")["input_ids"] == [5, 7] and tokenizer.decode([5, 7]) == "w5 w7"
+    assert list(scratch.iterdir()) == []
+
+
+def test_tokenizer_files_that_cannot_be_read_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer.json": b"{]"})
+    with pytest.raises(UnsupportedError, match=r"cannot build a tokenizer of tokenizer\.json"):
+        nstf.runtime.load_tokenizer(path)
+
+
+def test_the_pieces_are_the_text_that_generate_gives(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer("w5 w7", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 2:]
+    pieces = list(nstf.runtime.stream(model, tokenizer, "w5 w7", max_new_tokens=8))
+    assert "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_sampling_is_reproducible_by_seed_and_leaves_the_global_state(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    before = torch.random.get_rng_state()
+    texts = {
+        seed: "".join(
+            nstf.runtime.stream(model, tokenizer, "w5", max_new_tokens=12, temperature=2.0, seed=seed)
+        )
+        for seed in (1, 2)
+    }
+    again = "".join(nstf.runtime.stream(model, tokenizer, "w5", max_new_tokens=12, temperature=2.0, seed=1))
+    assert again == texts[1] != texts[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_chat_prompt_goes_through_the_template(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), tokenizer_files(chat=True))
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    plain = list(nstf.runtime.stream(model, tokenizer, "w5 w9", max_new_tokens=6))
+    assert list(nstf.runtime.stream(model, tokenizer, "w5", max_new_tokens=6, chat=True)) == plain
+
+
+def test_an_error_inside_the_model_reaches_the_caller(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(model.model, "forward", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        list(nstf.runtime.stream(model, tokenizer, "w5"))
+
+
+def test_wrong_requests_are_refused(loaded: tuple[Any, Any], tiny: ModuleType) -> None:
+    model, tokenizer = loaded
+    for prompt, options, message in (
+        ("", {}, "no tokens"),
+        ("w5", {"max_new_tokens": 0}, "at least 1"),
+        ("w5", {"temperature": -1.0}, "at least 1 and 0"),
+        ("w5", {"chat": True}, "no chat template"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            list(nstf.runtime.stream(model, tokenizer, prompt, **options))
+    with pytest.raises(UnsupportedError, match="BertModel does not generate"):
+        list(nstf.runtime.stream(tiny.new_model("BertModel"), tokenizer, "w5"))
+
+
+def test_config_of_the_tokenizer_is_not_code(tiny: ModuleType, tmp_path: Path) -> None:
+    files = tokenizer_files()
+    settings = json.loads(files["tokenizer_config.json"])
+    settings["auto_map"] = {"AutoTokenizer": ["evil.Evil", None]}
+    files["tokenizer_config.json"] = json.dumps(settings).encode()
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), files)
+    assert nstf.runtime.load_tokenizer(path)("w5")["input_ids"] == [5]

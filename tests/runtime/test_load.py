@@ -1,0 +1,189 @@
+"""From an artifact to a running model, and back to tensors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import nstf.runtime
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.kernels.formats import decode
+from nstf.runtime.artifact import Shared, write_artifact
+
+ARCHITECTURES = (
+    "LlamaForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM",
+    "BertModel", "BertForMaskedLM", "GPT2LMHeadModel", "ViTForImageClassification",
+    "ResNetForImageClassification", "WhisperForConditionalGeneration",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_those_of_the_dense_model(tiny: ModuleType, architecture: str, tmp_path: Path) -> None:
+    dense = tiny.new_model(architecture)
+    path = tiny.write(tmp_path, dense)
+    model = nstf.runtime.load(path)
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        expected, found = dense(**inputs)[0], model(**inputs)[0]
+    assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
+    assert not any(p.device.type == "meta" for p in [*model.parameters(), *model.buffers()])
+    if model.can_generate() and "input_ids" in inputs:
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(**inputs, **options), dense.generate(**inputs, **options))
+
+
+def test_the_model_holds_what_the_artifact_holds_and_nothing_dense(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("LlamaForCausalLM")
+    tensors = tiny.encode_model(dense)
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    model = nstf.runtime.load(path)
+    model(**tiny.inputs_of("LlamaForCausalLM"))
+    rotary = sum(b.numel() * b.element_size() for b in dense.buffers())
+    assert tiny.held_bytes(model) == sum(e.size_bytes for e in tensors.values()) + rotary
+    assert tiny.held_bytes(model) < 0.3 * tiny.held_bytes(dense)
+
+
+def test_the_tied_head_uses_the_embeddings_arrays(tiny: ModuleType, tmp_path: Path) -> None:
+    model = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    assert model.lm_head.weight_encoded is model.model.embed_tokens.weight_encoded
+
+
+def test_a_shared_tensor_in_the_artifact_is_one_in_the_model(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("LlamaForCausalLM", tie_word_embeddings=False)
+    tensors = {**tiny.encode_model(dense), "lm_head.weight": Shared("model.embed_tokens.weight")}
+    dense.lm_head.weight.data.copy_(dense.model.embed_tokens.weight)
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    model = nstf.runtime.load(path)
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    assert model.lm_head.weight_encoded is model.model.embed_tokens.weight_encoded
+    assert torch.allclose(model(**inputs)[0], dense(**inputs)[0], atol=2e-4)
+
+
+def test_weights_stored_in_the_dtype_that_is_computed_in_stay_as_they_are(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    dense = tiny.new_model("LlamaForCausalLM").to(torch.bfloat16)
+    tensors = {name: tiny.dense(p) for name, p in dense.named_parameters()}
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    same = nstf.runtime.load(path, dtype="bfloat16")
+    assert type(same.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    # Not equal: `.to(bfloat16)` has rounded the dense model's rotary frequencies, which load keeps exact.
+    assert torch.allclose(same(**inputs)[0], dense(**inputs)[0], atol=0.02)
+    wider = nstf.runtime.load(path)
+    assert tiny.held_bytes(wider) < 1.1 * tiny.held_bytes(dense)
+    assert wider.model.layers[0].mlp.up_proj.weight_encoded.values.dtype == torch.bfloat16
+    assert torch.allclose(wider(**inputs)[0], dense.float()(**inputs)[0], atol=5e-3)
+
+
+def test_other_dtypes_compute_close_to_float32(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("MixtralForCausalLM")
+    path = tiny.write(tmp_path, dense)
+    inputs = tiny.inputs_of("MixtralForCausalLM")
+    model = nstf.runtime.load(path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits, exact = model(**inputs)[0], dense(**inputs)[0]
+    assert logits.dtype == torch.bfloat16 and model.dtype == torch.bfloat16
+    assert float((logits.float() - exact).norm() / exact.norm()) < 0.1
+
+
+def test_names_may_lack_the_base_models_prefix(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("BertForMaskedLM")
+    tensors = {name.removeprefix("bert."): e for name, e in tiny.encode_model(dense).items()}
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    inputs = tiny.inputs_of("BertForMaskedLM")
+    assert torch.allclose(nstf.runtime.load(path)(**inputs)[0], dense(**inputs)[0], atol=2e-4)
+
+
+def test_generation_settings_come_from_the_stored_file(tiny: ModuleType, tmp_path: Path) -> None:
+    settings = json.dumps({"max_new_tokens": 3, "eos_token_id": 77}).encode()
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"generation_config.json": settings})
+    config = nstf.runtime.load(path).generation_config
+    assert (config.max_new_tokens, config.eos_token_id) == (3, 77)
+
+
+def test_a_missing_tensor_is_named(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("LlamaForCausalLM")
+    tensors = tiny.encode_model(dense)
+    del tensors["model.norm.weight"]
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    with pytest.raises(UnsupportedError, match=r"needs 1 tensors that are not in it.*'model.norm.weight'"):
+        nstf.runtime.load(path)
+
+
+def test_a_tensor_of_another_shape_is_named(tiny: ModuleType, tmp_path: Path) -> None:
+    dense = tiny.new_model("LlamaForCausalLM")
+    tensors = {**tiny.encode_model(dense), "model.norm.weight": tiny.dense(torch.ones(31))}
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(dense)).encode()})
+    with pytest.raises(CorruptError, match=r"'model.norm.weight' has shape \[31\].* asks for \[32\]"):
+        nstf.runtime.load(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({}, UnsupportedError, "no config.json inside"),
+        ({"config.json": b"{"}, CorruptError, "is not JSON"),
+        ({"config.json": b"[]"}, CorruptError, "is not an object"),
+        (
+            {"config.json": b'{"model_type": "x", "architectures": ["XModel"]}'},
+            UnsupportedError,
+            "'XModel' is not known",
+        ),
+    ],
+)
+def test_an_artifact_without_a_usable_config_still_gives_its_tensors(
+    tiny: ModuleType, tmp_path: Path, files: dict[str, bytes], error: type[Exception], message: str
+) -> None:
+    encoded = tiny.random_encoded(tiny.leaf("int", bits=4, group=32), (8, 32))
+    path = tmp_path / "m.nstf"
+    write_artifact(path, {"w": encoded, "again": Shared("w")}, files, dtypes={"w": "bfloat16"})
+    with pytest.raises(error, match=message):
+        nstf.runtime.load(path)
+    tensors = nstf.runtime.load_tensors(path)
+    assert sorted(tensors) == ["again", "w"] and len(tensors) == 2
+    assert torch.equal(tensors["w"], decode(encoded)) and torch.equal(tensors["again"], tensors["w"])
+    assert nstf.runtime.load_tensors(path, dtype=None)["w"].dtype == torch.bfloat16
+    assert "x" not in tensors
+
+
+def test_wrong_options_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    with pytest.raises(UsageError, match="attention 'some' is not one of full, planned"):
+        nstf.runtime.load(path, attention="some")
+    with pytest.raises(UsageError, match="dtype 'int8' is not one of"):
+        nstf.runtime.load(path, dtype="int8")
+    with pytest.raises(UsageError, match="no attention plan inside"):
+        nstf.runtime.load(path, attention="planned")
+
+
+def test_an_artifact_without_tokenizer_says_so(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    with pytest.raises(UnsupportedError, match="no tokenizer inside"):
+        nstf.runtime.load_tokenizer(path)
+
+
+def test_loading_imports_nothing_of_the_conversion_side(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    code = (
+        "import sys, nstf\n"
+        "assert 'torch' not in sys.modules\n"
+        f"model = nstf.runtime.load({str(path)!r})\n"
+        "import torch; model(input_ids=torch.tensor([[1, 2]]))\n"
+        "print([m for m in sys.modules if m.startswith(('nstf_convert', 'nstf.analyzers', "
+        "'nstf.decomposers', 'nstf.quantizers'))])\n"
+        "from nstf.runtime import load, load_tensors, load_tokenizer\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
