@@ -46,9 +46,13 @@ def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(raw, dict):
         raise CorruptError(f"{where} is not a JSON object; download the checkpoint again")
     refuse_quantised(raw, where)
-    model_type = raw.get("model_type")
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(model_type, str | None):
+        raise CorruptError(f"{where}: model_type is {str(model_type)[:40]}, expected a name")
+    if not isinstance(architectures, list | None) or not all(isinstance(a, str) for a in architectures or ()):
+        raise CorruptError(f"{where}: architectures is {str(architectures)[:40]}, expected a list of names")
     dropped: list[str] = []
-    known = known_fields(model_type if isinstance(model_type, str) else None)
+    known = known_fields(model_type)
     config = _filter(raw, known, where, "", 0, dropped)
     return config, sorted(dropped)
 

@@ -122,6 +122,15 @@ def test_an_export_of_ours_is_pointed_to_its_artifact() -> None:
         filter_config({"model_type": "llama", "quantization_config": {"quant_method": "nstf"}}, "config.json")
 
 
+@pytest.mark.parametrize("value", [3, ["llama"], {"a": 1}, True])
+def test_names_of_the_model_must_be_names(value: object) -> None:
+    with pytest.raises(CorruptError, match=r"model_type is .*, expected a name"):
+        filter_config({"model_type": value}, "config.json")
+    if value != ["llama"]:
+        with pytest.raises(CorruptError, match=r"architectures is .*, expected a list of names"):
+            filter_config({"model_type": "llama", "architectures": value}, "config.json")
+
+
 @pytest.mark.parametrize("raw", [[], "x", 3, None])
 def test_a_config_that_is_no_object_is_refused(raw: object) -> None:
     with pytest.raises(CorruptError, match="not a JSON object"):
