@@ -187,3 +187,33 @@ def test_loading_imports_nothing_of_the_conversion_side(tiny: ModuleType, tmp_pa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_stored_attention_plan_is_applied_when_asked_for(tiny: ModuleType, tmp_path: Path) -> None:
+    head = {
+        "pattern": "streaming",
+        "params": {"sink": 1, "window": 2},
+        "min_length": 0,
+        "error": 0.0,
+        "mass": 1.0,
+    }
+    group = {"evict": False, "sink": 0, "recent": 0, "min_length": 0}
+    plan = {
+        "version": 1,
+        "profile_lengths": [64],
+        "queries": 8,
+        "error_bound": 1.0,
+        "kld_budget": 1.0,
+        "kld_measured": None,
+        "kld_covers": ["streaming"],
+        "head_dim": 8,
+        "layers": [{"heads": [head] * 4, "groups": [group] * 2}] * 2,
+    }
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), attention=plan)
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    full, planned = nstf.runtime.load(path), nstf.runtime.load(path, attention="planned")
+    with torch.no_grad():
+        a, b = full(**inputs)[0], planned(**inputs)[0]
+    # Three keys are all there are up to the third token, and not afterwards.
+    assert torch.allclose(a[:, :3], b[:, :3], atol=1e-4)
+    assert not torch.allclose(a[:, -1], b[:, -1], atol=1e-4)
