@@ -1,0 +1,179 @@
+"""The whole pipeline on a small model: the promises of DESIGN.md, each as a sentence."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nstf.errors import BudgetError, UsageError
+from nstf.kernels.formats import decode
+from nstf.runtime.artifact import open_artifact, verify
+from nstf_convert.pipeline import convert, plan
+
+
+@pytest.mark.parametrize("ratio", [0.85, 0.6, 0.45])
+def test_file_is_never_larger_than_the_budget_and_verifies(options, ratio) -> None:
+    result = convert(options(("ratio", ratio)))
+    assert result.output.stat().st_size == result.size_bytes <= result.budget_bytes
+    assert verify(result.output).size_bytes == result.size_bytes
+    # The last bytes are spent too: one more bit per weight of the smallest tensor would not fit.
+    assert result.size_bytes > 0.9 * result.budget_bytes
+
+
+def test_the_mix_is_never_worse_than_the_best_uniform_file(options) -> None:
+    report = convert(options(("ratio", 0.5))).report["accuracy"]
+    assert report["uniform"] is not None
+    assert report["final"]["mean_kl"] <= report["uniform"]["accuracy"]["mean_kl"]
+
+
+def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(options, small) -> None:
+    import nstf.runtime
+    from nstf_convert.measure import score_window, summarise
+    from nstf_convert.pipeline.calibrate import held_out_batches
+    from nstf_convert.pipeline.tensorfile import TensorFile
+    from nstf_convert.streamed import StreamedModel
+    from nstf_convert.checkpoint import open_checkpoint
+
+    chosen = options(("ratio", 0.5), work_dir=options().output.parent / "work")
+    result = convert(chosen)
+    with open_artifact(result.output) as artifact:
+        stored = artifact.manifest.report["accuracy"]["final"]["mean_kl"]
+    model = nstf.runtime.load(result.output, dtype=torch.float32)
+    reference = StreamedModel.from_checkpoint(open_checkpoint(small.folder))
+    scores = []
+    with torch.no_grad():
+        for batch in held_out_batches(TensorFile(chosen.work_dir / "calibration.safetensors")):
+            ids = batch["input_ids"]
+            hidden = model.model(ids).last_hidden_state[0]
+            test = type("Test", (), {"logits": staticmethod(model.lm_head)})
+            scores.append(score_window(reference, reference.hidden(ids)[0], test, hidden, ids[0]))
+    assert summarise(scores).mean_kl == pytest.approx(stored, rel=2e-3)
+
+
+def test_impossible_budget_names_the_smallest_size_and_leaves_no_file(options) -> None:
+    with pytest.raises(BudgetError, match="cannot be met: the smallest file is") as caught:
+        convert(options(("bytes", 20_000)))
+    assert not options().output.exists()
+    assert caught.value.exit_code == 3
+    smallest = caught.value.smallest_bytes
+    assert convert(options(("bytes", smallest))).size_bytes <= smallest
+    with pytest.raises(BudgetError):
+        convert(options(("bytes", smallest - 1), force=True))
+
+
+def test_tied_table_is_stored_once_and_quantised(options) -> None:
+    result = convert(options(("ratio", 0.5)))
+    with open_artifact(result.output) as artifact:
+        assert artifact.stored_name("lm_head.weight") == "model.embed_tokens.weight"
+        record = artifact.record("model.embed_tokens.weight")
+        assert record.tree.kind != "dense"
+        assert torch.equal(
+            decode(artifact.encoded("lm_head.weight")), decode(artifact.encoded("model.embed_tokens.weight"))
+        )
+
+
+def test_second_budget_reuses_the_work_directory(options, tmp_path) -> None:
+    work = tmp_path / "work"
+    first = convert(options(("ratio", 0.5), work_dir=work, output=tmp_path / "a.nstf"))
+    names = {stage["name"] for stage in first.report["stages"]}
+    assert "calibration" in names
+    second = convert(options(("ratio", 0.6), work_dir=work, output=tmp_path / "b.nstf"))
+    assert "calibration" not in {stage["name"] for stage in second.report["stages"]}
+    fresh = convert(options(("ratio", 0.6), work_dir=tmp_path / "other", output=tmp_path / "c.nstf"))
+    assert (tmp_path / "b.nstf").read_bytes() == (tmp_path / "c.nstf").read_bytes()
+    assert second.size_bytes == fresh.size_bytes
+
+
+def test_work_directory_of_another_job_is_refused_with_what_differs(options, tmp_path) -> None:
+    work = tmp_path / "work"
+    convert(options(work_dir=work))
+    with pytest.raises(UsageError, match=r"another job \(seed was 0, now 1\)"):
+        convert(options(work_dir=work, seed=1, force=True))
+
+
+def test_default_work_directory_is_removed_after_success(options) -> None:
+    convert(options())
+    assert sorted(p.name for p in options().output.parent.iterdir()) == ["out.nstf"]
+
+
+def test_fused_tensors_get_one_format(options) -> None:
+    result = convert(options(("ratio", 0.55), fuse=True))
+    by_name = {t["name"]: t["encoding"] for t in result.report["tensors"]}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        assert len({by_name[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"}) == 1
+        assert len({by_name[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up")}) == 1
+
+
+def test_max_kl_gives_the_smallest_file_found_within_the_bound(options) -> None:
+    loose = convert(options(("max_kl", 0.05)))
+    tight = convert(options(("max_kl", 0.002), force=True))
+    assert loose.report["accuracy"]["final"]["mean_kl"] <= 0.05
+    assert tight.report["accuracy"]["final"]["mean_kl"] <= 0.002
+    assert loose.size_bytes < tight.size_bytes
+
+
+def test_plan_predicts_and_writes_nothing(options) -> None:
+    report = plan(options(("ratio", 0.5)))
+    assert report["accuracy"]["final"] is None
+    assert report["file"]["size_bytes"] <= report["budget"]["bytes"]
+    assert all(t["expected_loss"] is not None for t in report["tensors"] if not t["note"])
+    assert not options().output.exists()
+
+
+def test_search_never_makes_the_result_worse(options) -> None:
+    plain = convert(options(("ratio", 0.45)))
+    searched = convert(options(("ratio", 0.45), search=True, force=True))
+    assert searched.report["accuracy"]["final"]["mean_kl"] <= plain.report["accuracy"]["final"]["mean_kl"]
+
+
+def test_rejected_alternatives_and_priced_families_are_in_the_report(options) -> None:
+    report = convert(options(("ratio", 0.35))).report
+    row = next(t for t in report["tensors"] if t["name"].endswith("layers.0.mlp.gate_proj.weight"))
+    words = " ".join(r["encoding"] for r in row["rejected"])
+    assert "int2" in words and "low_rank" in words
+    json.dumps(report, allow_nan=False)
+
+
+def test_without_a_dataset_the_model_writes_its_own_text(options) -> None:
+    report = convert(options(datasets=())).report
+    assert report["calibration"]["self_generated"]
+    assert report["calibration"]["source"] == "sampled from the model itself"
+
+
+def test_an_unknown_architecture_is_converted_tensor_by_tensor(options, small, tmp_path) -> None:
+    import shutil
+
+    from nstf.runtime import load_tensors
+
+    folder = tmp_path / "unknown"
+    shutil.copytree(small.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    result = convert(options(("ratio", 0.6), model=str(folder), datasets=()))
+    assert result.size_bytes <= result.budget_bytes
+    assert result.report["accuracy"]["final"] is None
+    tensors = load_tensors(result.output)
+    assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (96, 64)
+
+
+def test_existing_output_is_refused_without_force(options) -> None:
+    options().output.write_bytes(b"precious")
+    with pytest.raises(UsageError, match="exists: give another --output, or --force"):
+        convert(options())
+    assert options().output.read_bytes() == b"precious"
+
+
+def test_calibration_of_another_model_is_refused(options, tmp_path) -> None:
+    from nstf_convert.pipeline import calibrate
+
+    from .conftest import make_llama  # noqa: TID252
+
+    path = calibrate(options(output=tmp_path / "cal.safetensors"))
+    result = convert(options(calibration=path, datasets=()))
+    assert result.report["calibration"]["source"] == "text.txt"
+    make_llama(tmp_path / "other", torch.float16)
+    with pytest.raises(UsageError, match="belongs to another model"):
+        convert(replace(options(calibration=path, force=True), model=str(tmp_path / "other")))
