@@ -28,7 +28,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nstf.analyzers.attention import profile_attention
 from nstf.analyzers.attention_select import order, select_plan
-from nstf.runtime.attention import apply_plan, compile_layer, new_cache, planned_attention, remove_plan
+from nstf.runtime.attention import apply_plan, new_cache, planned_attention, remove_plan
+from nstf.runtime.attention_layout import compile_layer
 from nstf.runtime.attention_plan import AttentionPlan, parse_plan
 from nstf.runtime.ring_cache import PlannedLayer
 from nstf_convert.checkpoint import open_checkpoint

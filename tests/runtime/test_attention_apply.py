@@ -13,8 +13,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.attention import apply_plan, compile_layer, new_cache, remove_plan
+from nstf.runtime.attention import apply_plan, new_cache, remove_plan
 from nstf.runtime.attention_banded import visible
+from nstf.runtime.attention_layout import compile_layer
 from nstf.runtime.attention_plan import AttentionPlan, parse_plan
 
 SINK, RECENT, START = 3, 11, 20
