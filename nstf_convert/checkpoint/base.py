@@ -15,6 +15,8 @@ from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
 from nstf_convert.checkpoint.ties import find_ties
 
+PIECE_VALUES = 1 << 20
+
 
 class Checkpoint:
     """One opened model. Nothing of the weights is in memory until `get`, and nothing stays after it.
@@ -133,15 +135,13 @@ class Checkpoint:
 
 
 def _not_finite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite."""
+    """How many elements are NaN or infinite, counted in pieces so that nothing of the tensor's size is made."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
-    if tensor.element_size() == 1:
-        tensor = tensor.to(torch.float32)
-    # The sum is finite exactly when (barring overflow) every value is: one pass, no temporary of the
-    # tensor's size.
-    if tensor.dtype in (torch.float32, torch.float64) and bool(
-        torch.isfinite(tensor.sum(dtype=torch.float64))
-    ):
-        return 0
-    return int(tensor.numel() - torch.isfinite(tensor).sum())
+    found = 0
+    for piece in torch.split(tensor.reshape(-1), PIECE_VALUES):
+        # The sum is finite when every value is, unless it overflows; then the values are looked at.
+        values = piece.to(torch.float32) if piece.element_size() == 1 else piece
+        if not bool(torch.isfinite(values.sum())):
+            found += int(values.numel() - torch.isfinite(values).sum())
+    return found

@@ -243,9 +243,12 @@ def _build(
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:
     """float32 values rounded to bfloat16 when that is the reference dtype and the stored one is another."""
-    if dtype == "bfloat16" and tensor.dtype != torch.bfloat16:
-        return tensor.to(torch.bfloat16).to(torch.float32)
-    return tensor
+    if dtype != "bfloat16" or tensor.dtype == torch.bfloat16:
+        return tensor
+    result = tensor.to(torch.float32)
+    for piece in torch.split(result.view(-1), PIECE_VALUES):
+        piece.copy_(piece.to(torch.bfloat16))
+    return result
 
 
 def _with_rope_freqs(config: dict[str, Any], source: Source, path: Path) -> dict[str, Any]:
