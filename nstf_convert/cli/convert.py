@@ -24,7 +24,10 @@ REPORT_SUFFIXES = (".html", ".json")
 
 def convert(
     model: options.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .nstf file to write.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .nstf file to write; by default the model's name, here."),
+    ] = None,
     budget: options.BudgetText = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
@@ -54,6 +57,7 @@ def convert(
 
     Example: nstf convert ./model --budget 0.5 -o model.nstf --report model.html
     """
+    output = output or options.default_output(model)
     options.check_output(
         output, [model, *(dataset or []), *([str(calibration)] if calibration else [])], force
     )

@@ -92,6 +92,13 @@ def check_device(name: str) -> str:
     return name
 
 
+def default_output(model: str) -> Path:
+    """`<name of the model>.nstf` in the current folder: `./models/tiny` and `models/tiny.gguf` give `tiny.nstf`."""
+    path = Path(model).resolve() if Path(model).exists() else Path(model)
+    name = path.stem if path.suffix.lower() in (".gguf", ".onnx", ".safetensors", ".bin") else path.name
+    return Path(f"{name}.nstf")
+
+
 def check_output(output: Path, inputs: list[str], force: bool) -> None:
     """Raises UsageError unless `output` can be written without losing anything."""
     for source in inputs:

@@ -26,6 +26,7 @@ from nstf.analyzers.moments import ExpertMoments, InputMoments, Moment
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, head_sensitivity, sampled_loss
 from nstf.analyzers.turnstile import layer_list, run_layer_by_layer
 from nstf_convert.pipeline.data import Batch, Data
+from nstf_convert.pipeline.stages import bars_off
 from nstf_convert.pipeline.tensorfile import TensorFile, TensorFileWriter
 from nstf_convert.streamed import StreamedModel
 
@@ -90,7 +91,7 @@ def _write_hessians(
 
     prefix, layers = layer_list(model.module)
     batches = list(merge_batches(data.fit, TOKENS_PER_BATCH))
-    bar = tqdm(total=len(layers) + 1, desc="calibrate", unit="layer", disable=None, leave=False)
+    bar = tqdm(total=len(layers) + 1, desc="calibrate", unit="layer", disable=bars_off(), leave=False)
     head_moments = InputMoments()
 
     def run(batch: Batch) -> None:
@@ -142,7 +143,7 @@ def _write_sensitivities(model: StreamedModel, data: Data, writer: TensorFileWri
     units = 0
     windows = data.fit[:SENSITIVITY_WINDOWS] if data.language else data.fit[: 2 * SENSITIVITY_WINDOWS]
     try:
-        for batch in tqdm(windows, desc="sensitivity", unit="window", disable=None, leave=False):
+        for batch in tqdm(windows, desc="sensitivity", unit="window", disable=bars_off(), leave=False):
             batch = _prepared(batch, SENSITIVITY_TOKENS if data.language else None)
             out = model_output(model, data, batch)
             if data.language:

@@ -18,7 +18,7 @@ from nstf_convert.pipeline.choose import Planned, Table
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.mix import Measured
 from nstf_convert.pipeline.options import ConvertOptions, ConvertResult
-from nstf_convert.pipeline.stages import Stages
+from nstf_convert.pipeline.stages import Stages, bars_off
 from nstf_convert.pipeline.units import Unit
 
 log = logging.getLogger("nstf")
@@ -302,5 +302,5 @@ def _write(job: Job, table: Table, chosen: Chosen, meta: reporting.Meta) -> tupl
 @contextmanager
 def _bar(job: Job, what: str) -> Iterator[Any]:
     total = sum(u.elements for u in job.units.values() if u.kept is None)
-    with tqdm(total=total, desc=what, unit="weight", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(total=total, desc=what, unit="weight", unit_scale=True, disable=bars_off(), leave=False) as bar:
         yield lambda unit: bar.update(unit.elements)

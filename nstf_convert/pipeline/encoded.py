@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nstf import __version__
+from nstf.analyzers.signatures import signature
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline import candidates as cand
@@ -154,6 +155,19 @@ class Encoder:
         table = {"losses": losses, "low_rank": low_rank, "signal": float(tail[0])}
         self._work.put(key, {}, table)
         return table
+
+    def signature(self, unit: Unit) -> dict[str, Any]:
+        """What was learnt about the tensor before changing it (nstf.analyzers.signatures), as JSON."""
+        if unit.kept is not None:
+            return {}
+        key = self._key("signature", unit)
+        found = self._work.find_metadata(key)
+        if found is None:
+            inner, stats = self.inputs(unit)
+            hessian = None if unit.lead != 1 else stats.hessian
+            found = signature(unit.name, inner, hessian, self._config).to_json()
+            self._work.put(key, {}, found)
+        return found
 
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""

@@ -12,6 +12,11 @@ from nstf_convert.report.build import Stage
 log = logging.getLogger("nstf")
 
 
+def bars_off() -> bool | None:
+    """What tqdm's `disable` should be: off with --quiet, and (None) where stderr is not a terminal."""
+    return None if log.isEnabledFor(logging.INFO) else True
+
+
 def peak_memory_bytes() -> int:
     """The largest resident set of this process so far, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
