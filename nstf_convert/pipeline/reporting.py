@@ -152,10 +152,10 @@ def _tensor(job: "Job", table: "Table", chosen: "Chosen", meta: Meta, name: str)
 
 
 def worth_showing(options: "tuple[Candidate, ...] | list[Candidate] | Any") -> list[Candidate]:
-    """The Pareto front of every family: quantised, decomposed, hybrid and dense."""
+    """The Pareto front of every method: by family alone, CP would vanish behind a better Tucker."""
     out = []
-    for family in ("quantised", "decomposed", "hybrid", "dense"):
-        members = [c for c in options if c.recipe.family == family]
+    for method in sorted({c.recipe.method for c in options}):
+        members = [c for c in options if c.recipe.method == method]
         front = pareto([Option(c.size_bytes, c.loss) for c in members])
         out += [members[i] for i in front]
     return out
