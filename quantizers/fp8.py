@@ -28,7 +28,7 @@ class Params:
     scale_bits: int = 16
     rounding: str = "nearest"
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     lead: int = 1
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ def levels(params: Params) -> Levels:
     """The finite values of the type. A floating grid gains next to nothing from clipping, so few scales are
     tried."""
     scale = "f16" if params.scale_bits == 16 else "f32"
-    return Levels(8, table=_finite(params.variant), scale=scale, ratios=(1.0, 0.97, 0.93), refit=False)
+    return Levels(8, table=_finite(params.variant), scale=scale, ratios=(1.0, 0.97, 0.93), fit=False)
 
 
 @cache

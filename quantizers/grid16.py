@@ -73,7 +73,7 @@ class Params:
     scale_bits: int = 16
     rounding: str = "nearest"
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     lead: int = 1
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the weight has NaN or infinite values")
     if params.rounding == "ldlq" and stats.hessian is not None:
-        diagonal = stats.ldl(params.damping).diagonal
+        diagonal = stats.ldl(params.damping, params.act_order).importance
     else:
         diagonal = importance(stats, cols, params.damping)
     mass = diagonal.to(x).expand_as(x)

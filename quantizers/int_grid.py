@@ -28,7 +28,7 @@ class Params:
     scale_bits: int = 16
     rounding: str = "nearest"
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     lead: int = 1
 
     def __post_init__(self) -> None:

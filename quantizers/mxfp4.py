@@ -21,7 +21,7 @@ from nstf.quantizers.stats import Stats
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
 
 _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
-LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), refit=False)
+LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
 _CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8)
 
 
@@ -31,7 +31,7 @@ class Params:
 
     rounding: str = "nearest"
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     lead: int = 1
 
     def __post_init__(self) -> None:

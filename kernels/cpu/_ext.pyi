@@ -23,6 +23,22 @@ def ldlq_sweep(
     codes: Any,
     loss: Any,
     threads: int,
+    most_lanes: int = 16,
+) -> None: ...
+def ldlq_refit(
+    weight: Any,
+    hessian: Any,
+    table: Any,
+    width: int,
+    bits: int,
+    mode: int,
+    scale: Any,
+    zero: Any,
+    largest: Any,
+    codes: Any,
+    gain: Any,
+    threads: int,
+    most_lanes: int = 16,
 ) -> None: ...
 
 class PackedLinear:

@@ -352,31 +352,107 @@ struct Sweep {
         for (int t = 0; t < used; t++)
             for (int l = 0; l < tiles[t].live; l++) job.loss[tiles[t].row + l] = tiles[t].loss[l];
     }
+
+    // Codes as points (values at scale 1) into `weight`, what they leave of the weights into `error`.
+    INLINE void enter_refit(const Job& job, Tile& tile, int64_t row) {
+        tile.row = row;
+        tile.live = int(std::min<int64_t>(LANES, job.rows - row));
+        for (int l = 0; l < LANES; l++) {
+            int64_t from = row + std::min(l, tile.live - 1);
+            tile.largest[l] = job.largest[from];
+            tile.loss[l] = 0;
+            for (int64_t j = 0; j < job.cols; j++) {
+                int64_t group = from * job.groups + j / job.width;
+                int code = job.codes[from * job.cols + j];
+                float point = job.table ? job.table[std::min(code, job.count - 1)] : float(code) - job.zero[group];
+                tile.weight.get()[j * LANES + l] = point;
+                tile.error.get()[j * LANES + l] = job.weight[from * job.cols + j] - job.scale[group] * point;
+            }
+        }
+        std::memset(tile.target.get(), 0, size_t(job.cols + PANEL) * LANES * sizeof(float));
+    }
+
+    // One Gauss-Seidel pass over the groups of a few tiles of rows; the drop of the loss goes to `job.loss`.
+    INLINE void refit_tiles(const Job& job, Tile* tiles, int count, int64_t row) {
+        int used = 0;
+        for (; used < count && row + used * LANES < job.rows; used++)
+            enter_refit(job, tiles[used], row + used * LANES);
+        for (int64_t from = 0; from < job.cols; from += PANEL)
+            for (int t = 0; t < used; t++)
+                feed(tiles[t].target.get() + from * LANES, tiles[t].error.get(), job.panels + from * job.cols, 0,
+                     job.cols);
+        for (int64_t start = 0; start < job.cols; start += job.width) {
+            int64_t end = std::min(start + job.width, job.cols), first = start / PANEL * PANEL;
+            for (int t = 0; t < used; t++)  // `error` has served; it now holds the group's points times H
+                std::memset(tiles[t].error.get() + first * LANES, 0,
+                            size_t(job.cols + PANEL - first) * LANES * sizeof(float));
+            for (int64_t from = first; from < job.cols; from += PANEL)
+                for (int t = 0; t < used; t++)
+                    feed(tiles[t].error.get() + from * LANES, tiles[t].weight.get(), job.panels + from * job.cols,
+                         start, end);
+            for (int t = 0; t < used; t++) refit_group(job, tiles[t], start, end);
+        }
+        for (int t = 0; t < used; t++)
+            for (int l = 0; l < tiles[t].live; l++) job.loss[tiles[t].row + l] = tiles[t].loss[l];
+    }
+
+    INLINE void refit_group(const Job& job, Tile& tile, int64_t start, int64_t end) {
+        vf along = splat(0.0f), across = along, old = along;
+        for (int64_t j = start; j < end; j++) {
+            vf p = load(tile.weight.get() + j * LANES);
+            along += p * load(tile.target.get() + j * LANES);
+            across += p * load(tile.error.get() + j * LANES);
+        }
+        int64_t group = start / job.width;
+        for (int l = 0; l < LANES; l++)
+            old[l] = job.scale[(tile.row + std::min(l, tile.live - 1)) * job.groups + group];
+        vf step = across > 0.0f ? along / maximum(across, splat(1e-30f)) : splat(0.0f);
+        vf fresh = round_scale(levels_of(job, tile), old + step), delta = fresh - old;
+        vf drop = delta * (along - delta * across * 0.5f);
+        vi keep = drop > 0.0f;
+        delta = keep ? delta : splat(0.0f);
+        fresh = keep ? fresh : old;
+        drop = keep ? drop : splat(0.0f);
+        for (int64_t j = end; j < job.cols; j++) {
+            float* slope = tile.target.get() + j * LANES;
+            store(slope, load(slope) - delta * load(tile.error.get() + j * LANES));
+        }
+        for (int l = 0; l < tile.live; l++) {
+            job.scale[(tile.row + l) * job.groups + group] = fresh[l];
+            tile.loss[l] += double(drop[l]);
+        }
+    }
 };
 
-struct Run {
-    void (*tiles)(const Job&, Tile*, int, int64_t);
+using Pass = void (*)(const Job&, Tile*, int, int64_t);
+struct Machine {
+    Pass sweep, refit;
     int lanes;
 };
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))) void run_avx512(const Job& j, Tile* t, int n, int64_t r) {
-    Sweep<16, 16>::run_tiles(j, t, n, r);
-}
-__attribute__((target("avx2,fma"))) void run_avx2(const Job& j, Tile* t, int n, int64_t r) {
-    Sweep<8, 8>::run_tiles(j, t, n, r);
-}
+#define AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma")))
+AVX512 void sweep_avx512(const Job& j, Tile* t, int n, int64_t r) { Sweep<16, 16>::run_tiles(j, t, n, r); }
+AVX512 void refit_avx512(const Job& j, Tile* t, int n, int64_t r) { Sweep<16, 16>::refit_tiles(j, t, n, r); }
+AVX2 void sweep_avx2(const Job& j, Tile* t, int n, int64_t r) { Sweep<8, 8>::run_tiles(j, t, n, r); }
+AVX2 void refit_avx2(const Job& j, Tile* t, int n, int64_t r) { Sweep<8, 8>::refit_tiles(j, t, n, r); }
 #endif
-void run_plain(const Job& j, Tile* t, int n, int64_t r) { Sweep<4, 8>::run_tiles(j, t, n, r); }
+void sweep_plain(const Job& j, Tile* t, int n, int64_t r) { Sweep<4, 8>::run_tiles(j, t, n, r); }
+void refit_plain(const Job& j, Tile* t, int n, int64_t r) { Sweep<4, 8>::refit_tiles(j, t, n, r); }
 
-Run pick() {
+// `most_lanes` keeps narrower code reachable for tests.
+Machine machine(int most_lanes) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return {run_avx512, 16};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {run_avx2, 8};
+    if (most_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return {sweep_avx512, refit_avx512, 16};
+    if (most_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return {sweep_avx2, refit_avx2, 8};
 #endif
-    return {run_plain, 4};
+    (void)most_lanes;
+    return {sweep_plain, refit_plain, 4};
 }
 
 // U in panels as `run_tiles` walks them; columns past the end of a group are zero.
@@ -396,25 +472,35 @@ Buffer pack(const float* upper, int64_t cols, int64_t width) {
     return out;
 }
 
-void run_all(const Job& job, int threads) {
+// H in panels of all rows, one after another; columns past the end are zero.
+Buffer pack_square(const float* matrix, int64_t cols) {
+    int64_t panels = (cols + PANEL - 1) / PANEL;
+    Buffer out = buffer(panels * PANEL * cols);
+    float* p = out.get();
+    for (int64_t from = 0; from < cols; from += PANEL)
+        for (int64_t i = 0; i < cols; i++, p += PANEL)
+            for (int64_t c = 0; c < PANEL; c++) p[c] = from + c < cols ? matrix[i * cols + from + c] : 0.0f;
+    return out;
+}
+
+void run_all(const Job& job, Pass pass, int lanes, int threads) {
     // Tiles that share a panel: as many as leave every thread some work, 64 rows at most.
-    Run run = pick();
-    int64_t tiles = (job.rows + run.lanes - 1) / run.lanes;
-    int per = int(std::clamp<int64_t>(tiles / (2 * threads), 1, 64 / run.lanes));
+    int64_t tiles = (job.rows + lanes - 1) / lanes;
+    int per = int(std::clamp<int64_t>(tiles / (2 * threads), 1, 64 / lanes));
     int64_t blocks = (tiles + per - 1) / per;
     threads = int(std::min<int64_t>(threads, blocks));
     std::vector<std::vector<Tile>> scratch(static_cast<size_t>(threads));
     for (auto& own : scratch) {
         own.resize(static_cast<size_t>(per));
         for (Tile& t : own) {
-            t.weight = buffer(job.cols * run.lanes);
-            t.target = buffer((job.cols + PANEL) * run.lanes);
-            t.error = buffer(job.cols * run.lanes);
+            t.weight = buffer(job.cols * lanes);
+            t.target = buffer((job.cols + PANEL) * lanes);
+            t.error = buffer((job.cols + PANEL) * lanes);
         }
     }
     std::atomic<int64_t> next{0};
     auto work = [&](size_t who) {
-        for (int64_t b; (b = next++) < blocks;) run.tiles(job, scratch[who].data(), per, b * per * run.lanes);
+        for (int64_t b; (b = next++) < blocks;) pass(job, scratch[who].data(), per, b * per * lanes);
     };
     std::vector<std::thread> pool;
     for (int i = 1; i < threads; i++) pool.emplace_back(work, size_t(i));
@@ -425,41 +511,79 @@ void run_all(const Job& job, int threads) {
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using OutMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Losses = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Order = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require(bool good, const char* what) {
     if (!good) throw std::invalid_argument(what);
 }
 
-void ldlq_sweep(Matrix weight, Vector importance, Vector diagonal, Matrix upper,
-                nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> order, Vector table,
+template <class T>
+int64_t extent(const T& a, size_t axis) {
+    return int64_t(a.shape(axis));
+}
+
+void check(const Matrix& weight, int64_t width, const Vector& table, int bits, int mode, int threads,
+           const OutMatrix& scale, const OutMatrix& zero, const OutMatrix& largest, const Codes& codes,
+           const Losses& loss) {
+    int64_t rows = extent(weight, 0), cols = extent(weight, 1);
+    require(rows > 0 && cols > 0 && width > 0 && width <= cols, "ldlq: empty matrix or bad group width");
+    int64_t groups = (cols + width - 1) / width, points = extent(table, 0);
+    require(points <= 256 && points != 1, "ldlq: a table has 2 to 256 values");
+    require(points || (bits >= 1 && bits <= 8), "ldlq: bits must be 1 to 8");
+    require(mode >= F16 && mode <= E8M0 && threads > 0, "ldlq: bad scale mode or thread count");
+    require(extent(scale, 0) == rows && extent(scale, 1) == groups && extent(zero, 0) == rows &&
+                extent(zero, 1) == groups && extent(largest, 0) == rows && extent(largest, 1) == 1 &&
+                extent(codes, 0) == rows && extent(codes, 1) == cols && extent(loss, 0) == rows,
+            "ldlq: scales, codes or losses have another shape");
+}
+
+void ldlq_sweep(Matrix weight, Vector importance, Vector diagonal, Matrix upper, Order order, Vector table,
                 Vector middles, Vector ratios, int64_t width, int bits, bool symmetric, bool signs, bool refit,
-                bool frozen, int mode, float reach, OutMatrix scale, OutMatrix zero, OutMatrix largest,
-                nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> codes,
-                nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> loss, int threads) {
-    auto n = [](const auto& a, size_t axis) { return int64_t(a.shape(axis)); };
-    int64_t rows = n(weight, 0), cols = n(weight, 1);
-    require(rows > 0 && cols > 0 && width > 0 && width <= cols, "ldlq_sweep: empty matrix or bad group width");
-    int64_t groups = (cols + width - 1) / width, points = n(table, 0);
-    require(n(importance, 0) == cols && n(diagonal, 0) == cols, "ldlq_sweep: importance or diagonal has another length");
-    require(n(upper, 0) == n(upper, 1) && (n(upper, 0) == 0 || n(upper, 0) == cols), "ldlq_sweep: U has another shape");
-    require(n(order, 0) == 0 || (n(order, 0) == cols && frozen), "ldlq_sweep: an order needs frozen scales");
-    require(points <= 256 && (points == 0 || (points > 1 && n(middles, 0) == points - 1)), "ldlq_sweep: bad table");
-    require(points || (bits >= 1 && bits <= 8), "ldlq_sweep: bits must be 1 to 8");
-    require(mode >= F16 && mode <= E8M0 && threads > 0 && n(ratios, 0) > 0, "ldlq_sweep: bad mode, threads or ratios");
-    require(n(scale, 0) == rows && n(scale, 1) == groups && n(zero, 0) == rows && n(zero, 1) == groups &&
-                n(largest, 0) == rows && n(largest, 1) == 1 && n(codes, 0) == rows && n(codes, 1) == cols &&
-                n(loss, 0) == rows,
-            "ldlq_sweep: an output has another shape");
-    for (int64_t j = 0; j < n(order, 0); j++)
-        require(order.data()[j] >= 0 && order.data()[j] < cols, "ldlq_sweep: order is not a permutation");
+                bool frozen, int mode, float reach, OutMatrix scale, OutMatrix zero, OutMatrix largest, Codes codes,
+                Losses loss, int threads, int most_lanes) {
+    check(weight, width, table, bits, mode, threads, scale, zero, largest, codes, loss);
+    int64_t rows = extent(weight, 0), cols = extent(weight, 1), points = extent(table, 0);
+    require(extent(importance, 0) == cols && extent(diagonal, 0) == cols, "ldlq: importance or diagonal is too short");
+    require(extent(upper, 0) == extent(upper, 1) && (extent(upper, 0) == 0 || extent(upper, 0) == cols),
+            "ldlq: the feedback matrix has another shape");
+    require(extent(order, 0) == 0 || (extent(order, 0) == cols && frozen), "ldlq: an order needs frozen scales");
+    require(points == 0 || extent(middles, 0) == points - 1, "ldlq: midpoints do not match the table");
+    require(extent(ratios, 0) > 0, "ldlq: no ratios to search");
+    for (int64_t j = 0; j < extent(order, 0); j++)
+        require(order.data()[j] >= 0 && order.data()[j] < cols, "ldlq: order is not a permutation");
     nb::gil_scoped_release release;
     Buffer panels;
-    if (n(upper, 0)) panels = pack(upper.data(), cols, frozen ? cols : width);
-    Job job{weight.data(), importance.data(), diagonal.data(), panels.get(), n(order, 0) ? order.data() : nullptr,
-            points ? table.data() : nullptr, middles.data(), ratios.data(), rows, cols, width, groups,
-            points ? int(points) : 1 << bits, int(n(ratios, 0)), mode, symmetric, signs, refit, frozen, reach,
-            scale.data(), zero.data(), largest.data(), codes.data(), loss.data()};
-    run_all(job, threads);
+    if (extent(upper, 0)) panels = pack(upper.data(), cols, frozen ? cols : width);
+    Job job{};
+    job.weight = weight.data(), job.importance = importance.data(), job.diagonal = diagonal.data();
+    job.panels = panels.get(), job.order = extent(order, 0) ? order.data() : nullptr;
+    job.table = points ? table.data() : nullptr, job.middles = middles.data(), job.ratios = ratios.data();
+    job.rows = rows, job.cols = cols, job.width = width, job.groups = (cols + width - 1) / width;
+    job.count = points ? int(points) : 1 << bits, job.ratio_count = int(extent(ratios, 0)), job.mode = mode;
+    job.symmetric = symmetric, job.signs = signs, job.refit = refit, job.frozen = frozen, job.reach = reach;
+    job.scale = scale.data(), job.zero = zero.data(), job.largest = largest.data();
+    job.codes = codes.data(), job.loss = loss.data();
+    Machine m = machine(most_lanes);
+    run_all(job, m.sweep, m.lanes, threads);
+}
+
+void ldlq_refit(Matrix weight, Matrix hessian, Vector table, int64_t width, int bits, int mode, OutMatrix scale,
+                OutMatrix zero, OutMatrix largest, Codes codes, Losses gain, int threads, int most_lanes) {
+    check(weight, width, table, bits, mode, threads, scale, zero, largest, codes, gain);
+    int64_t rows = extent(weight, 0), cols = extent(weight, 1), points = extent(table, 0);
+    require(extent(hessian, 0) == cols && extent(hessian, 1) == cols, "ldlq: the Hessian has another shape");
+    nb::gil_scoped_release release;
+    Buffer panels = pack_square(hessian.data(), cols);
+    Job job{};
+    job.weight = weight.data(), job.panels = panels.get(), job.table = points ? table.data() : nullptr;
+    job.rows = rows, job.cols = cols, job.width = width, job.groups = (cols + width - 1) / width;
+    job.count = points ? int(points) : 1 << bits, job.mode = mode;
+    job.scale = scale.data(), job.zero = zero.data(), job.largest = largest.data();
+    job.codes = codes.data(), job.loss = gain.data();
+    Machine m = machine(most_lanes);
+    run_all(job, m.refit, m.lanes, threads);
 }
 
 }  // namespace
@@ -468,8 +592,11 @@ void bind_ldlq(nb::module_& m) {
     using namespace nb::literals;
     m.def("ldlq_sweep", &ldlq_sweep, "weight"_a, "importance"_a, "diagonal"_a, "upper"_a, "order"_a, "table"_a,
           "middles"_a, "ratios"_a, "width"_a, "bits"_a, "symmetric"_a, "signs"_a, "refit"_a, "frozen"_a, "mode"_a,
-          "reach"_a, "scale"_a, "zero"_a, "largest"_a, "codes"_a, "loss"_a, "threads"_a,
+          "reach"_a, "scale"_a, "zero"_a, "largest"_a, "codes"_a, "loss"_a, "threads"_a, "most_lanes"_a = 16,
           "One rounding sweep over a matrix; fills codes and loss, and scale, zero and largest unless frozen.");
+    m.def("ldlq_refit", &ldlq_refit, "weight"_a, "hessian"_a, "table"_a, "width"_a, "bits"_a, "mode"_a, "scale"_a,
+          "zero"_a, "largest"_a, "codes"_a, "gain"_a, "threads"_a, "most_lanes"_a = 16,
+          "Refits the scales of given codes in place, group after group; fills by how much each row's loss fell.");
 }
 
 #else  // another compiler: the torch sweep is used

@@ -14,10 +14,10 @@ LARGEST_DAMPING = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """`hessian`: the damped matrix, float32 [n, n]; `feedback`: U, float32 [n, n]; `diagonal`: D, float32
-    [n]; `order`: the columns in the order they are rounded, int64 [n], or None for their own order (all of
-    the above are then in that order); `damping`: the one used, relative to the mean diagonal; `recovery`:
-    what had to be done to a Hessian that could not be factored as it was, "" when nothing was.
+    """`hessian`: the damped matrix, float32 [n, n], columns in their own order; `feedback`: U, float32 [n, n],
+    and `diagonal`: D, float32 [n], in the order of rounding; `order`: that order, int64 [n], None for the columns'
+    own; `damping`: the one used, relative to the mean diagonal; `recovery`: what had to be done to a Hessian that
+    could not be factored as it was, "" when nothing was.
     """
 
     hessian: Tensor
@@ -26,6 +26,13 @@ class Factor:
     order: Tensor | None
     damping: float
     recovery: str
+
+    @property
+    def importance(self) -> Tensor:
+        """D in the columns' own order, float32 [n]: what each target's squared error adds to the loss."""
+        if self.order is None:
+            return self.diagonal
+        return torch.empty_like(self.diagonal).index_copy_(0, self.order, self.diagonal)
 
 
 def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> Factor:
@@ -61,19 +68,18 @@ def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> F
         diagonal = matrix.diagonal()
     mean = float(diagonal.sum() / max(1, int((~dead).sum()))) or 1.0
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
-    if order is not None:
-        matrix = matrix[order][:, order]
     used = damping
     while True:
         damped = matrix + used * mean * torch.eye(len(matrix), dtype=torch.float64)
+        ordered = damped if order is None else damped[order][:, order]
         # H = R R^T with R upper triangular is the Cholesky factor of the flipped matrix, flipped back.
-        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        lower, info = torch.linalg.cholesky_ex(ordered.flip(0, 1))
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
             upper = lower.flip(0, 1)
             break
         if used >= LARGEST_DAMPING:
             damped = torch.diag(damped.diagonal())
-            upper = damped.sqrt()
+            upper = torch.diag(ordered.diagonal().sqrt())
             notes.append("indefinite: diagonal only")
             break
         used = min(used * 10, LARGEST_DAMPING)

@@ -1,5 +1,4 @@
-"""LDLQ: a sweep with error feedback, scales refitted with codes fixed, and one more sweep on the frozen
-scales.
+"""LDLQ: a sweep with error feedback, then scales refitted with codes fixed and swept again.
 
 Frantar et al., GPTQ, 2022; Chee et al., QuIP, 2023 (LDLQ and its equivalence to GPTQ).
 """
@@ -9,32 +8,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nstf.kernels import cpu
 from nstf.kernels.formats.scales import group_size
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.sweep import Grid, Rounded, sweep
+from nstf.quantizers.rounding.sweep import SCALE_MODES, Grid, Rounded, compiled, sweep
+
+# Of scale refit and sweep on the frozen scales: the first takes off 1 to 6 % of the loss, the second 1 %,
+# later ones 0.5 %.
+ROUNDS = 2
 
 
 def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     """Codes and scales of `weight` float32 [rows, cols] that keep tr(dW H dW^T) small; H is `factor.hessian`.
 
-    The later steps are kept row by row, and only where they lower the loss. An ordered factor (activation
-    order) makes the groups static: their scales come from the weights as they are, so the storage does not
-    change.
+    The scale search weighs errors with D: on SmolLM2-135M that leaves 3 to 7 % less loss than the diagonal
+    of H. An ordered factor (activation order) makes the groups static: their scales come from the weights
+    as they are, so the storage does not change. What follows the sweep is kept row by row, where it lowers
+    the loss.
     """
-    importance = factor.hessian.diagonal()
+    importance = factor.importance
     grid = None
     if factor.order is not None:
-        importance = torch.empty_like(importance).index_copy_(0, factor.order, importance)
         grid = sweep(weight, levels, group, importance).grid
-    first = sweep(weight, levels, group, importance, factor, grid)
-    if not levels.refit:
-        return first
-    best = refit(weight, first, levels, factor)
-    again = sweep(weight, levels, group, importance, factor, best.grid)
-    better = again.row_loss < best.row_loss
-    codes = torch.where(better.unsqueeze(1), again.codes, best.codes)
-    return Rounded(codes, best.grid, torch.where(better, again.row_loss, best.row_loss))
+    best = sweep(weight, levels, group, importance, factor, grid)
+    for _ in range(ROUNDS if levels.refit else 0):
+        best = refit(weight, best, levels, factor)
+        again = sweep(weight, levels, group, importance, factor, best.grid)
+        better = again.row_loss < best.row_loss
+        codes = torch.where(better.unsqueeze(1), again.codes, best.codes)
+        best = Rounded(codes, best.grid, torch.where(better, again.row_loss, best.row_loss))
+    return best
 
 
 def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
@@ -44,12 +48,36 @@ def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> R
     s_g is (p_g H dW^T) / (p_g H p_g^T). It is stored rounded, and kept only where the rounded change lowers
     the row's loss; the loss therefore never rises.
     """
+    return (refit_compiled if compiled(weight) else refit_torch)(weight, rounded, levels, factor)
+
+
+def refit_compiled(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
+    """`refit` in C++ (kernels/cpu/ldlq.cpp)."""
+    cols, grid = weight.shape[1], rounded.grid
+    scale = grid.scale.clone(memory_format=torch.contiguous_format)
+    gain = torch.empty_like(rounded.row_loss)
+    cpu.ext.ldlq_refit(
+        weight=weight.contiguous(),
+        hessian=factor.hessian,
+        table=levels.values,
+        width=min(group_size(cols, grid.group), cols),
+        bits=levels.bits,
+        mode=SCALE_MODES.index(levels.scale),
+        scale=scale,
+        zero=grid.zero.contiguous(),
+        largest=grid.largest.contiguous(),
+        codes=rounded.codes,
+        gain=gain,
+        threads=torch.get_num_threads(),
+    )
+    return Rounded(rounded.codes, replace(grid, scale=scale), rounded.row_loss - gain)
+
+
+def refit_torch(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
+    """`refit` in torch."""
     cols, group = weight.shape[1], rounded.grid.group
-    width, order = group_size(cols, group), factor.order
+    width = group_size(cols, group)
     hessian = factor.hessian.to(weight)
-    if order is not None:
-        back = torch.argsort(order)
-        hessian = hessian[back][:, back]
     points = replace_scale(rounded, 1.0).decode(levels)
     scale = rounded.grid.scale.clone()
     slope = (weight - rounded.decode(levels)) @ hessian

@@ -20,7 +20,8 @@ class Levels:
     scales are stored, `f16`, `f32`, `u8` (8-bit codes under a float16 per row) or `e8m0` (powers of two);
     `ratios`: the scales to try, as multiples of the one at which the largest weight of the group meets the
     largest level; `signs`: try negative scales too (they move the extra level of an even-sized grid to the
-    other side); `refit`: scales may be refitted by least squares with codes fixed.
+    other side); `fit`: the search ends with least squares on the codes it found; `refit`: LDLQ may fit
+    scales again.
     """
 
     bits: int
@@ -29,6 +30,7 @@ class Levels:
     scale: str = "f16"
     ratios: tuple[float, ...] = (1.0,)
     signs: bool = False
+    fit: bool = True
     refit: bool = True
 
     @property
@@ -54,8 +56,7 @@ class Levels:
         return (self.values[1:] + self.values[:-1]) / 2
 
     def codes_of(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`. Scale 0: all
-        zero."""
+        """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`."""
         inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
         if self.table is None:
             return (x * inverse).add_(zero).clamp_(0, self.count - 1).round_()
@@ -68,8 +69,7 @@ class Levels:
         return self.values.to(codes.device)[codes.int()]
 
     def round_scale(self, scale: Tensor, largest: Tensor) -> Tensor:
-        """`scale` as it can be stored. `largest`: the row's 8-bit super-scale, broadcastable; unused
-        otherwise."""
+        """`scale` as it can be stored; `largest`: the row's super-scale, broadcastable, for 8-bit scales."""
         if self.scale == "f16":
             return scale.clamp(-F16_MAX, F16_MAX).half().float()
         if self.scale == "u8":

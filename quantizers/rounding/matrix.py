@@ -14,23 +14,26 @@ from nstf.kernels.formats.scales import matrix_shape
 from nstf.quantizers.rounding.ldlq import ldlq
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.nearest import nearest
-from nstf.quantizers.rounding.sweep import Rounded, sweep
+from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats, row_loss
 
 ROUNDINGS = ("nearest", "ldlq")
 CHUNK = 1 << 22  # weights
-SAMPLE = 1 << 18  # weights `expected_loss` looks at
+# Weights `expected_loss` looks at. Losses of independently rounded rows vary more: their errors add up in the few
+# directions in which all inputs are large.
+SAMPLE = {"nearest": 1 << 18, "ldlq": 1 << 16}
 
 
 @dataclass(frozen=True)
 class Rounding:
     """`method` nearest or ldlq; `damping` of the Hessian relative to its mean diagonal; `act_order`: round
-    the columns by descending Hessian diagonal (ldlq only). Without a Hessian ldlq is nearest.
+    the columns by descending Hessian diagonal (ldlq only; 12 to 30 % less loss on SmolLM2-135M). Without a
+    Hessian ldlq is nearest.
     """
 
     method: str = "nearest"
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
 
     def __post_init__(self) -> None:
         if self.method not in ROUNDINGS:
@@ -86,30 +89,30 @@ def importance(stats: Stats, cols: int, damping: float) -> Tensor:
 def expected_loss(
     weight: Tensor, lead: int, levels: Levels, group: int, rounding: Rounding, stats: Stats | None
 ) -> float:
-    """The loss `encode` will leave, from at most 2**18 weights in evenly spaced rows, without encoding.
+    """The loss `encode` will leave, from a sample of evenly spaced rows, without encoding.
 
-    nearest: the rows are rounded and 1/2 dW H dW^T is measured. ldlq: with targets that behave like the
-    weights, the loss of a row is 1/2 sum_i D_i (w_i - nearest(w_i))^2, scales searched with the weights D
-    (Chee et al., 2023). The mean over the sampled rows is carried over by each row's 1/2 sum_i
-    h_i w_i^2.
+    The sampled rows are rounded as `encode` would round them and their loss is measured; its sum is carried
+    over to all rows by sum_j row_weight_j sum_i h_i w_ji^2, h being the Hessian's diagonal (the LDL
+    diagonal under ldlq). On SmolLM2-135M this is closer than 1/2 sum_i D_i (w_i - nearest(w_i))^2, which
+    ignores what feedback adds to the targets and counts the damping: 10 % low at 4 bits, 18 % at 2 bits,
+    twice too high where one input dominates.
     """
     stats = stats or Stats()
     matrix = matrix_view(weight, lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
     weights = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1).float().cpu()
-    feedback = rounding.method == "ldlq" and stats.hessian is not None
     diagonal = importance(stats, cols, rounding.damping)
-    if feedback:
-        diagonal = stats.ldl(rounding.damping).diagonal
+    if rounding.method == "ldlq" and stats.hessian is not None:
+        diagonal = stats.ldl(rounding.damping, rounding.act_order).importance
     energy = torch.cat([matrix[s:e].float().square() @ diagonal for s, e in chunks(rows, cols)]) * weights
     if not bool(torch.isfinite(energy).all()):
         raise ValueError("weights or row weights are NaN or infinite")
-    step = max(1, rows * cols // SAMPLE)
+    step = max(1, rows * cols // SAMPLE[rounding.method])
     picked = torch.arange(step // 2, rows, step)
     part = matrix[picked].float().contiguous()
-    rounded = sweep(part, levels, group, diagonal)
-    lost = rounded.row_loss if feedback else row_loss(part - rounded.decode(levels), stats.hessian)
+    rounded = round_matrix(part, levels, group, rounding, stats)
+    lost = row_loss(part - rounded.decode(levels), stats.hessian)
     sampled = float(energy[picked].sum())
     return float((lost * weights[picked]).sum()) * (float(energy.sum()) / sampled if sampled > 0 else 1.0)
 

@@ -7,6 +7,5 @@ from nstf.quantizers.rounding.sweep import Rounded, sweep
 
 
 def nearest(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Rounded:
-    """Codes and scales of `weight` float32 [rows, cols]; `importance` float32 [cols] (the Hessian's
-    diagonal)."""
+    """Codes and scales of `weight` float32 [rows, cols]; `importance` float32 [cols]: the Hessian's diagonal."""
     return sweep(weight, levels, group, importance)

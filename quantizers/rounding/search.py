@@ -34,15 +34,14 @@ def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tu
         peak = x.gather(1, at)
         base = (-peak if levels.signs else peak.abs()) / levels.reach
         if levels.scale == "e8m0":
-            # The specification's choice: floor(log2(max)) less the exponent of the largest level (6 = 1.5 *
-            # 2**2).
+            # The specification's choice: floor(log2(max)) less the exponent of the largest level, 6 = 1.5 * 4.
             base = torch.ldexp(torch.ones_like(base), torch.frexp(peak.abs())[1] - 3)
             base = torch.where(peak == 0, torch.zeros_like(base), base)
         for ratio in levels.ratios:
             best.offer(levels.round_scale(base * ratio, largest), zero)
             if levels.signs:
                 best.offer(levels.round_scale(-base * ratio, largest), zero)
-    if levels.refit:
+    if levels.fit:
         for _ in range(2):
             points = best.points()
             weighted = points * importance

@@ -22,7 +22,7 @@ from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import F16_MAX, Levels
 from nstf.quantizers.rounding.search import search
 
-_SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
+SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
 SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
 
 
@@ -40,8 +40,7 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: float64 [rows], sum_j D_j eta_j^2 /
-    2."""
+    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: 1/2 sum_j D_j eta_j^2, float64 [rows]."""
 
     codes: Tensor
     grid: Grid
@@ -70,9 +69,14 @@ def sweep(
     """
     if factor is not None and factor.order is not None and grid is None:
         raise ValueError("a sweep in another column order needs frozen scales")
-    if cpu.AVAILABLE and hasattr(cpu.ext, "ldlq_sweep") and weight.device.type == "cpu":
+    if compiled(weight):
         return sweep_compiled(weight, levels, group, importance, factor, grid)
     return sweep_torch(weight, levels, group, importance, factor, grid)
+
+
+def compiled(weight: Tensor) -> bool:
+    """Whether the C++ passes exist and can take `weight`."""
+    return hasattr(cpu.ext, "ldlq_sweep") and weight.device.type == "cpu"
 
 
 def sweep_compiled(
@@ -83,8 +87,7 @@ def sweep_compiled(
     factor: Factor | None,
     grid: Grid | None,
 ) -> Rounded:
-    """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads, which does not change the
-    result."""
+    """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads; the result is the same for any."""
     rows, cols = weight.shape
     frozen = grid is not None
     if grid is None:
@@ -107,9 +110,9 @@ def sweep_compiled(
         bits=levels.bits,
         symmetric=levels.symmetric,
         signs=levels.signs,
-        refit=levels.refit,
+        refit=levels.fit,
         frozen=frozen,
-        mode=_SCALE_MODES.index(levels.scale),
+        mode=SCALE_MODES.index(levels.scale),
         reach=levels.reach,
         scale=grid.scale.contiguous(),
         zero=grid.zero.contiguous(),
@@ -179,8 +182,7 @@ def sweep_torch(
 
 
 def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
-    """The float16 super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not
-    needed."""
+    """The super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not needed."""
     largest = weight.new_zeros(weight.shape[0], 1)
     if levels.scale != "u8":
         return largest
