@@ -28,12 +28,10 @@ from nstf.kernels.formats.tree import Shape
 KIND = cp.KIND
 PENALTIES = (1e-10, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Ridge on the factors of a tensor of unit norm. The first only keeps the normal equations solvable."""
-WORK = 5e10
-"""Multiply-adds spent on one weight before starts and sweeps are saved: about 10 s on one core."""
+WORK = 5e9
+"""Multiply-adds spent on one weight before starts and sweeps are saved: about a second on one core."""
 MAX_RANK = 512
-"""Largest rank that is offered for a byte budget: beyond it ALS takes minutes, and never won at equal
-bytes.
-"""
+"""Largest rank that is offered for a byte budget: beyond it alternating least squares take minutes."""
 POLISH = 4
 """Sweeps on the uncompressed tensor after ALS on the compressed one."""
 

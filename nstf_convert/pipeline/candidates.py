@@ -166,16 +166,21 @@ def low_rank_recipes(unit: Unit, tail: Tensor) -> list[tuple[Recipe, float]]:
     return out
 
 
-def structured_recipes(unit: Unit, config: dict[str, Any] | None) -> list[Recipe]:
-    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes."""
+def structured_recipes(unit: Unit, inner: Tensor, stats: Stats, config: dict[str, Any] | None) -> list[Recipe]:
+    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes.
+
+    Tucker's and the tensor train's ranks follow the energies of the unfoldings; CP has a single rank, and its
+    alternating least squares are by far the slowest, so it is tried at fewer sizes.
+    """
     out = []
     for view in views(unit.role, unit.inner_shape, config or {}):
         for name in (m for m in view.methods if m != "svd"):
             module = decomposers.method(name)
-            for bits in STRUCTURED_BITS:
+            steer = {} if name == "cp" else {"energies": module.energies(inner, view.dims, stats.hessian)}
+            for bits in STRUCTURED_BITS[:2] if name == "cp" else STRUCTURED_BITS:
                 size = int(unit.elements * bits / 8)
                 for factor in FACTORS:
-                    ranks = module.rank_for_bytes(view.dims, size, recipes.bytes_of(factor))
+                    ranks = module.rank_for_bytes(view.dims, size, recipes.bytes_of(factor), **steer)
                     if ranks is None:
                         continue
                     params = {"rank": ranks} if name == "cp" else {"ranks": list(ranks)}

@@ -175,7 +175,8 @@ class Encoder:
         return float(self._estimated(unit, simple)["signal"])
 
     def _structured(self, unit: Unit, methods: set[str]) -> Iterable[tuple[Recipe, float]]:
-        for recipe in cand.structured_recipes(unit, self._config):
+        inner, stats = self.inputs(unit)
+        for recipe in cand.structured_recipes(unit, inner, stats, self._config):
             if recipe.method in methods:
                 yield recipe, self.encode(unit, recipe).loss
 
