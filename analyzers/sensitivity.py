@@ -25,7 +25,7 @@ class OutputSensitivity:
 
         def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if isinstance(out, Tensor) and out.requires_grad:
-                out.register_hook(lambda grad: self._add(name, module, grad))
+                out.register_hook(lambda grad: self._add(name, module, grad))  # type: ignore[no-untyped-call]
 
         return module.register_forward_hook(hook)
 

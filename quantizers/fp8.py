@@ -75,7 +75,7 @@ def levels(params: Params) -> Levels:
 @cache
 def _finite(variant: str) -> tuple[float, ...]:
     values = fmt.values_of_codes(variant)
-    return tuple(values[torch.isfinite(values)].unique(sorted=True).tolist())
+    return tuple(sorted(set(values[torch.isfinite(values)].tolist())))
 
 
 def _rounding(params: Params) -> Rounding:

@@ -65,7 +65,7 @@ def code_bits(params: Params, shape: Shape) -> int:
 
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """scale * (code - zero), float32 of `shape`."""
-    rows, cols = matrix_shape(shape, params.lead)
+    _, cols = matrix_shape(shape, params.lead)
     values = bitpack.unpack(arrays["codes"], params.bits, cols).float()
     if params.symmetric:
         values -= 1 << (params.bits - 1)

@@ -151,7 +151,8 @@ def leaf_code_bits(tree: Node, shape: Shape) -> int:
     module = format_of(tree.kind)
     if not tree.children:
         return int(module.code_bits(tree.params, shape))
-    own = sum(spec.size_bytes * 8 for spec in module.arrays(tree.params, shape).values())
+    specs: dict[str, ArraySpec] = module.arrays(tree.params, shape)
+    own = sum(spec.size_bytes * 8 for spec in specs.values())
     shapes = module.children(tree.params, shape)
     return own + sum(leaf_code_bits(child, shapes[name]) for name, child in tree.children.items())
 
@@ -221,7 +222,9 @@ def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(given) - set(fields))
     if unknown:
-        raise FormatError(f"{where}: unknown key {unknown[0][:60]!r}; known are {', '.join(fields) or 'none'}")
+        raise FormatError(
+            f"{where}: unknown key {unknown[0][:60]!r}; known are {', '.join(fields) or 'none'}"
+        )
     values = {}
     for name, f in fields.items():
         if name not in given:

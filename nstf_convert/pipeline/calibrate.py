@@ -216,7 +216,7 @@ def digest(batches: Sequence[Batch]) -> str:
     for batch in batches:
         for name, value in sorted(batch.items()):
             sha.update(name.encode() + str(tuple(value.shape)).encode())
-            sha.update(value.contiguous().view(-1).view(torch.uint8).numpy())
+            sha.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -251,4 +251,5 @@ def _counter(name: str, rows: int, counts: dict[str, Tensor]) -> Any:
 
 
 def _path_of(root: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in root.named_modules() if module is wanted)
+    found: str = next(path for path, module in root.named_modules() if module is wanted)
+    return found

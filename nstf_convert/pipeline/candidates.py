@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from nstf import decomposers, quantizers
+from nstf.decomposers.factors import lead_for
 from nstf.decomposers.views import views
-from nstf.kernels.formats import Node, array_specs, decode, leaf_code_bits, node_to_json
-from nstf.kernels.formats.tree import Shape
+from nstf.kernels.formats import Node, array_specs, decode, dense, leaf_code_bits, node_to_json
+from nstf.kernels.formats.tree import Shape, format_of
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline import recipe as recipes
 from nstf_convert.pipeline.recipe import Recipe
@@ -94,7 +95,7 @@ def price(unit: Unit, recipe: Recipe) -> tuple[Node, int]:
     inner = recipes.tree_of(recipe, unit.inner_shape, unit.lead)
     tree = inner
     if unit.permute is not None:
-        kind = recipes.format_of("permute")
+        kind = format_of("permute")
         tree = Node("permute", kind.Params(unit.permute), {"x": inner})
     arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
     return tree, arrays + header_bytes(unit.name, tree, unit.shape, unit.dtype)
@@ -112,7 +113,7 @@ def estimates(unit: Unit, inner: Tensor, stats: Stats, wanted: Sequence[Recipe])
     out = []
     for recipe in wanted:
         if recipe.method == "dense":
-            dtype = recipes.dense.DTYPES[recipe.params["dtype"]]
+            dtype = dense.DTYPES[recipe.params["dtype"]]
             out.append(loss(sample, sample.to(dtype).to(torch.float32), sampled))
         else:
             out.append(recipes.estimate(recipe, sample, sampled, 1))
@@ -166,7 +167,9 @@ def low_rank_recipes(unit: Unit, tail: Tensor) -> list[tuple[Recipe, float]]:
     return out
 
 
-def structured_recipes(unit: Unit, inner: Tensor, stats: Stats, config: dict[str, Any] | None) -> list[Recipe]:
+def structured_recipes(
+    unit: Unit, inner: Tensor, stats: Stats, config: dict[str, Any] | None
+) -> list[Recipe]:
     """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes.
 
     Tucker's and the tensor train's ranks follow the energies of the unfoldings; CP has a single rank, and its
@@ -209,7 +212,7 @@ def hybrid_loss(unit: Unit, recipe: Recipe, inner: Tensor, stats: Stats, prepare
     factor = recipe.parts["correction"].parts["factor"]
 
     def leaf(name: str, value: Tensor, metric: Tensor | None) -> Any:
-        return recipes.encode(factor, value.contiguous(), Stats(metric), recipes.lead_for(tuple(value.shape)))
+        return recipes.encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
 
     correction = prepared.truncate(int(recipe.parts["correction"].params["rank"])).encode(leaf)
     rest = inner - decode(correction).reshape(inner.shape)

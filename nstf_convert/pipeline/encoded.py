@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nstf import __version__
 from nstf.analyzers.signatures import signature
-from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
+from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline import candidates as cand
 from nstf_convert.pipeline import recipe as recipes
@@ -103,7 +103,7 @@ class Encoder:
 
     def kept(self, unit: Unit) -> EncodedTensor:
         """The tensor as it is in the checkpoint."""
-        value = self._source(unit.name).to(recipes.dense.DTYPES[unit.dtype])
+        value = self._source(unit.name).to(dense.DTYPES[unit.dtype])
         return recipes.encode(
             Recipe("dense", {"dtype": unit.dtype}), value, Stats(), max(1, len(unit.shape) - 1)
         )

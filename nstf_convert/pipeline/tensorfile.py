@@ -38,7 +38,7 @@ class TensorFileWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Appends one tensor; its memory is no longer needed afterwards."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._data.write(memoryview(raw))
+        self._data.write(raw.data)
         end = self._offset + raw.nbytes
         self._entries[name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -90,7 +90,8 @@ class TensorFile:
 
         self.path = path
         try:
-            self._file = safe_open(str(path), framework="pt")
+            opened: Any = safe_open
+            self._file = opened(str(path), framework="pt")
             self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {})["nstf"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise CorruptError(

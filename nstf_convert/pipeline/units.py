@@ -100,7 +100,8 @@ def _unit(
         reason = "a grouped convolution"
     if reason is not None:
         return Unit(name, shape, dtype, role, kept=reason, uses=uses)
-    lead, permute = 1, None
+    lead = 1
+    permute: tuple[int, ...] | None = None
     if "experts" in uses or (not known and len(shape) == 3 and role == "expert_stack"):
         lead = 2
         hidden = getattr(getattr(module, "config", None), "hidden_size", None)

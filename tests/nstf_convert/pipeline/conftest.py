@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-WORDS = [a + b for a in ("ka", "lo", "mi", "nu", "pe", "ra", "si", "to") for b in ("b", "d", "g", "l", "m", "n", "r", "s")]
+WORDS = [
+    a + b
+    for a in ("ka", "lo", "mi", "nu", "pe", "ra", "si", "to")
+    for b in ("b", "d", "g", "l", "m", "n", "r", "s")
+]
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ def test_the_mix_is_never_worse_than_the_best_uniform_file(options) -> None:
 
 def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(options, small) -> None:
     import nstf.runtime
+    from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.measure import score_window, summarise
     from nstf_convert.pipeline.calibrate import held_out_batches
     from nstf_convert.pipeline.tensorfile import TensorFile
     from nstf_convert.streamed import StreamedModel
-    from nstf_convert.checkpoint import open_checkpoint
 
     chosen = options(("ratio", 0.5), work_dir=options().output.parent / "work")
     result = convert(chosen)
@@ -169,7 +169,7 @@ def test_existing_output_is_refused_without_force(options) -> None:
 def test_calibration_of_another_model_is_refused(options, tmp_path) -> None:
     from nstf_convert.pipeline import calibrate
 
-    from .conftest import make_llama  # noqa: TID252
+    from .conftest import make_llama
 
     path = calibrate(options(output=tmp_path / "cal.safetensors"))
     result = convert(options(calibration=path, datasets=()))

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+
 from nstf_convert.planner import Infeasible, Option, allocate, lower_hull, pareto
 
 
