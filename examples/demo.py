@@ -52,7 +52,8 @@ def convert(model: Path, budget: str, out: Path) -> dict[str, Any]:
         *("--work-dir", str(out.with_suffix(".work")), "--force"),
     ]
     print("$ nstf " + " ".join(command[3:]), flush=True)
-    code = subprocess.run(command).returncode
+    # Its summary on stdout would say what the tables below say; progress and errors are on stderr.
+    code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     if code:
         raise SystemExit(code)
     data: dict[str, Any] = json.loads(report.read_text("utf-8"))
@@ -88,7 +89,9 @@ def show(report: dict[str, Any]) -> None:
     rows = [("", "mean KLD", "same top token", "perplexity ratio")]
     measured = [("this file", accuracy["final"])]
     if accuracy["uniform"]:
-        measured.append((f"best uniform: {accuracy['uniform']['encoding']}", accuracy["uniform"]["accuracy"]))
+        measured.append(
+            (f"best single format, {accuracy['uniform']['encoding']}", accuracy["uniform"]["accuracy"])
+        )
     for name, found in measured:
         if found and found.get("mean_kl") is not None:
             values = (found["mean_kl"], found.get("top1"), found.get("ppl_ratio"))
