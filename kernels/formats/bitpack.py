@@ -32,12 +32,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     out = torch.empty(rows, packed_bytes(cols, bits), dtype=torch.uint8, device=codes.device)
     units = (cols + 7) // 8
     for start, end in _row_chunks(rows, cols):
-        part = torch.nn.functional.pad(codes[start:end], (0, units * 8 - cols)).view(-1, units, 8)
+        part = torch.nn.functional.pad(codes[start:end], (0, units * 8 - cols)).view(end - start, units, 8)
         word = torch.zeros(part.shape[:2], dtype=torch.int64, device=codes.device)
         for i in range(8):
             word |= part[..., i].to(torch.int64) << (i * bits)
         data = torch.stack([((word >> (8 * k)) & 255).to(torch.uint8) for k in range(bits)], dim=-1)
-        out[start:end] = data.view(end - start, -1)[:, : out.shape[1]]
+        out[start:end] = data.flatten(1)[:, : out.shape[1]]
     return out
 
 
@@ -58,17 +58,19 @@ def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
     if bits in (1, 2, 4):
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
         codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        return codes.view(rows, -1)[:, :cols].contiguous()
+        return codes.flatten(1)[:, :cols].contiguous()
     out = torch.empty(rows, cols, dtype=torch.uint8, device=packed.device)
     units = (cols + 7) // 8
     for start, end in _row_chunks(rows, cols):
-        data = torch.nn.functional.pad(packed[start:end], (0, units * bits - width)).view(-1, units, bits)
+        data = torch.nn.functional.pad(packed[start:end], (0, units * bits - width)).view(
+            end - start, units, bits
+        )
         word = torch.zeros(data.shape[:2], dtype=torch.int64, device=packed.device)
         for k in range(bits):
             word |= data[..., k].to(torch.int64) << (8 * k)
         mask = (1 << bits) - 1
         codes = torch.stack([((word >> (i * bits)) & mask).to(torch.uint8) for i in range(8)], dim=-1)
-        out[start:end] = codes.view(end - start, -1)[:, :cols]
+        out[start:end] = codes.flatten(1)[:, :cols]
     return out
 
 

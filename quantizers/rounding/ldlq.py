@@ -51,8 +51,10 @@ def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> R
     return (refit_compiled if compiled(weight) else refit_torch)(weight, rounded, levels, factor)
 
 
-def refit_compiled(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
-    """`refit` in C++ (kernels/cpu/ldlq.cpp)."""
+def refit_compiled(
+    weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor, most_lanes: int = 16
+) -> Rounded:
+    """`refit` in C++ (kernels/cpu/ldlq.cpp); `most_lanes`: the widest vectors to use."""
     cols, grid = weight.shape[1], rounded.grid
     scale = grid.scale.clone(memory_format=torch.contiguous_format)
     gain = torch.empty_like(rounded.row_loss)
@@ -69,6 +71,7 @@ def refit_compiled(weight: Tensor, rounded: Rounded, levels: Levels, factor: Fac
         codes=rounded.codes,
         gain=gain,
         threads=torch.get_num_threads(),
+        most_lanes=most_lanes,
     )
     return Rounded(rounded.codes, replace(grid, scale=scale), rounded.row_loss - gain)
 

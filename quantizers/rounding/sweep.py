@@ -86,6 +86,7 @@ def sweep_compiled(
     importance: Tensor,
     factor: Factor | None,
     grid: Grid | None,
+    most_lanes: int = 16,
 ) -> Rounded:
     """`sweep` in C++ (kernels/cpu/ldlq.cpp) on torch's number of threads; the result is the same for any."""
     rows, cols = weight.shape
@@ -120,6 +121,7 @@ def sweep_compiled(
         codes=codes,
         loss=loss,
         threads=torch.get_num_threads(),
+        most_lanes=most_lanes,
     )
     return Rounded(codes, grid, loss)
 

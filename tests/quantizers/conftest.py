@@ -11,7 +11,9 @@ def correlated_hessian(cols: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(cols, cols, generator=generator, dtype=torch.float64) / cols**0.5
     x = torch.randn(8 * cols, cols, generator=generator, dtype=torch.float64)
-    x = (x @ (mix + torch.eye(cols))) * torch.randn(cols, generator=generator, dtype=torch.float64).mul(0.6).exp()
+    x = (x @ (mix + torch.eye(cols))) * torch.randn(cols, generator=generator, dtype=torch.float64).mul(
+        0.6
+    ).exp()
     return (x.T @ x / len(x)).float()
 
 
