@@ -229,3 +229,10 @@ def test_loss_is_half_the_weighted_trace():
     assert loss(stack, stack - error, Stats(hessian, rows), lead=2) == pytest.approx(got, rel=1e-5)
     with pytest.raises(ValueError, match="differ in shape"):
         loss(weight, weight[:3])
+
+
+def test_without_the_extension_the_result_is_as_good(weight, stats, monkeypatch):
+    params = int_grid.Params(bits=4, group=32, symmetric=False, scale_bits=8, rounding="ldlq")
+    fast = loss(weight, decode(int_grid.encode(weight, params, stats)), stats)
+    monkeypatch.setattr(cpu, "ext", None)
+    assert loss(weight, decode(int_grid.encode(weight, params, stats)), stats) == pytest.approx(fast, rel=1e-3)
