@@ -235,4 +235,6 @@ def test_without_the_extension_the_result_is_as_good(weight, stats, monkeypatch)
     params = int_grid.Params(bits=4, group=32, symmetric=False, scale_bits=8, rounding="ldlq")
     fast = loss(weight, decode(int_grid.encode(weight, params, stats)), stats)
     monkeypatch.setattr(cpu, "ext", None)
-    assert loss(weight, decode(int_grid.encode(weight, params, stats)), stats) == pytest.approx(fast, rel=1e-3)
+    assert loss(weight, decode(int_grid.encode(weight, params, stats)), stats) == pytest.approx(
+        fast, rel=1e-3
+    )
