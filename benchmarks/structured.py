@@ -44,7 +44,7 @@ def method_of(encoding: str) -> str:
     name = word.group(0) if word else encoding
     if encoding.split()[0] in DTYPES:
         return "dense"
-    return {"low_rank": "svd", "e": "fp8", "shared": "dense"}.get(name, name)
+    return {"low_rank": "svd", "fp": "fp8", "mxfp": "mxfp4"}.get(name, name)
 
 
 def inputs_for(name: str, folder: Path) -> list[Path]:

@@ -50,13 +50,14 @@ def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 of a dataset's content; the same in any folder.
+    """SHA-256 of a dataset's content, texts or a .safetensors file of model inputs; the same in any folder.
 
     Of files above 128 MiB the size and the first and last 64 MiB are hashed.
     """
     root = _located(path)
     digest = hashlib.sha256()
-    for file in _files(root):
+    is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
+    for file in [root] if is_arrays else _files(root):
         name = "" if file == root else file.relative_to(root).as_posix()
         size = file.stat().st_size
         digest.update(f"{len(name)}:{name}:{size}:".encode())
