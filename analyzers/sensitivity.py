@@ -33,7 +33,7 @@ class OutputSensitivity:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             grad = grad.transpose(1, -1)
         grad = grad.detach().reshape(-1, grad.shape[-1])
-        total = grad.square().sum(dim=0, dtype=torch.float64)
+        total = grad.square().sum(dim=0).double()
         self._sums[name] = self._sums.get(name, 0) + total
 
     def per_unit(self, units: int) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ and nothing has to be known about what a layer takes as arguments (masks, rotary
 architecture).
 """
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +67,7 @@ def run_layer_by_layer(
     `after_layer(-1)` is called when all batches stand before the first layer, and
     `after_layer(len(layers) - 1)` when all have finished. Errors of a batch are raised here.
     """
+    _share_one_arena()
     batches = [_Batch(run) for run in runs]
     by_thread = {batch.thread: batch for batch in batches}
 
@@ -93,6 +96,17 @@ def run_layer_by_layer(
         for batch in batches:
             if batch.thread.is_alive():
                 batch.thread.join()
+
+
+def _share_one_arena() -> None:
+    """Keeps glibc from giving every batch's thread a heap of its own, each of which keeps what was freed in it.
+
+    With 16 batches of a 135 M model that was 1 GiB. Only one batch runs at a time, so one heap serves all.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(-8, 1)  # M_ARENA_MAX
 
 
 def layer_list(model: nn.Module) -> tuple[str, list[nn.Module]]:

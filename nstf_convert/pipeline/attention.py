@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nstf.errors import UnsupportedError
 from nstf_convert.measure import score_window, summarise
-from nstf_convert.pipeline.calibrate import held_out_batches
+from nstf_convert.pipeline.calibration import held_out_batches
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.workdir import content_key
 from nstf_convert.streamed import StreamedModel

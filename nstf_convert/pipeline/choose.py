@@ -16,6 +16,8 @@ from nstf_convert.planner import Infeasible, Option, allocate
 
 # Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
 LOW_BITS = 4.0
+# Bytes of the budget a plan may leave unspent without being made again.
+SPARE_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,12 @@ def build_table(job: Job, allowed: set[str], progress: Any) -> Table:
     """Candidates of every tensor; calibrated ones first, since they set the scale for the others."""
     units = [u for u in job.units.values() if u.kept is None]
     known = [u for u in units if job.statistics.calibrated(u)]
-    order = sorted(known, key=lambda u: (job.statistics.group_of(u), u.name))
-    found: dict[str, list[Candidate]] = {}
-    for unit in order:
-        found[unit.name] = job.encoder.candidates(unit, allowed)
-        progress(unit)
+    found = job.encoder.each(known, lambda u: job.encoder.candidates(u, allowed), progress)
     signals = sorted(job.encoder.signal(u, allowed) for u in known)
     if signals:
         job.statistics.set_typical(signals[len(signals) // 2])
-    for unit in sorted((u for u in units if u.name not in found), key=lambda u: u.name):
-        found[unit.name] = job.encoder.candidates(unit, allowed)
-        progress(unit)
+    rest = [u for u in units if u.name not in found]
+    found |= job.encoder.each(rest, lambda u: job.encoder.candidates(u, allowed), progress)
     return Table(found, fused_groups(units) if job.options.fuse else {})
 
 
@@ -75,8 +72,10 @@ def plan_mix(
     budget_bytes: int,
     meta: Mapping[str, Any],
     weights: Mapping[str, float] | None = None,
+    exact: bool = True,
 ) -> Planned:
     """The allocation under a budget for the whole file. weights: factors on the losses of single tensors.
+    exact: see `allocate`; without it the plan is quick and leaves some bytes unspent.
 
     Raises BudgetError with the smallest file that can be written.
     """
@@ -91,7 +90,7 @@ def plan_mix(
     best: Planned | None = None
     for _ in range(6):
         try:
-            allocation = allocate(options, max(0, target))
+            allocation = allocate(options, max(0, target), exact)
         except Infeasible as error:
             if best is not None:
                 break
@@ -110,7 +109,7 @@ def plan_mix(
         if size <= budget_bytes and (best is None or allocation.loss < best.expected_loss):
             best = Planned(mix, _expected(table, mix), size, "mix")
         spare = budget_bytes - size
-        if 0 <= spare < 64:
+        if 0 <= spare < SPARE_BYTES or (not exact and spare >= 0):
             break
         # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
         target += spare - (0 if spare < 0 else 32)

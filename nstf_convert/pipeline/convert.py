@@ -25,7 +25,7 @@ log = logging.getLogger("nstf")
 
 # Re-allocations the local search tries, as factors on the expected losses of a class of tensors. The loss model's
 # largest error is between classes (table, attention, feed-forward), not within one.
-SEARCH_MOVES = (("table", 2.0), ("table", 0.5), ("feed_forward", 2.0))
+SEARCH_MOVES = (("table", 0.5), ("attention", 2.0), ("feed_forward", 2.0), ("table", 2.0))
 MAX_KL_ROUNDS = 6
 # Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
 CONFIRM_ROUNDS = 4
@@ -107,20 +107,20 @@ def _planned(
 ) -> tuple[Planned, Table]:
     """The plan under a budget, with hybrids added where it gives few bits."""
     with job.stages.stage("plan"):
-        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights, exact=False)
         if "add" in _allowed(job.options):
             low = [u for u in choose.low_bit_units(job, planned) if not _has_hybrids(table, u)]
-            for unit in sorted(low, key=lambda u: (job.statistics.group_of(u), u.name)):
-                table = table.with_more(unit.name, job.encoder.hybrids(unit))
-            if low:
-                planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+            for name, more in job.encoder.each(low, job.encoder.hybrids, lambda u: None).items():
+                table = table.with_more(name, more)
+        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
     for _ in range(CONFIRM_ROUNDS):
         doubtful = choose.unconfirmed(table, planned)
         if not doubtful:
             break
         losses = _encode(job, Planned(doubtful, 0.0, 0, "decompositions"))
         table = table.replaced({n: (doubtful[n], value) for n, value in losses.items()})
-        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+        with job.stages.stage("plan"):
+            planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
     return planned, table
 
 
@@ -198,6 +198,8 @@ def _class_of(unit: Unit) -> str:
         return "table"
     if unit.role in ("gate", "up", "down", "expert_stack"):
         return "feed_forward"
+    if unit.role in ("q", "k", "v", "o", "qkv"):
+        return "attention"
     return "other"
 
 
@@ -251,7 +253,7 @@ def _size_for_loss(job: Job, table: Table, loss: float, low: int, high: int, met
     for _ in range(12):
         middle = (a + b) // 2
         try:
-            expected = choose.plan_mix(job, table, middle, meta.placeholder()).expected_loss
+            expected = choose.plan_mix(job, table, middle, meta.placeholder(), exact=False).expected_loss
         except BudgetError:
             expected = float("inf")
         a, b = (middle, b) if expected > loss else (a, middle)

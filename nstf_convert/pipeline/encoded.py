@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from nstf_convert.pipeline.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
 ALGORITHMS = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,38 @@ class Encoder:
         self, chosen: Sequence[tuple[Unit, Recipe]], progress: Callable[[Unit], None]
     ) -> dict[str, Result]:
         """Encodes many, those that share a Hessian in turn. Results by name."""
-        order = sorted(chosen, key=lambda c: (self.statistics.group_of(c[0]), c[0].name))
-        out = {}
-        for unit, recipe in order:
-            out[unit.name] = self.encode(unit, recipe)
-            progress(unit)
-        return out
+        recipes_of = {unit.name: recipe for unit, recipe in chosen}
+        return self.each([u for u, _ in chosen], lambda u: self.encode(u, recipes_of[u.name]), progress)
+
+    def each(
+        self, units: Sequence[Unit], work: Callable[[Unit], T], progress: Callable[[Unit], None]
+    ) -> dict[str, T]:
+        """Does `work` for every unit, on all cores: one thread a Hessian, one core a thread. Results by name.
+
+        Tensors are independent, and small matrices gain little from torch's own threads; results do not depend
+        on how many workers there are.
+        """
+        groups: dict[str, list[Unit]] = {}
+        for unit in sorted(units, key=lambda u: u.name):
+            groups.setdefault(self.statistics.group_of(unit), []).append(unit)
+
+        def run(members: list[Unit]) -> list[tuple[str, T]]:
+            out = []
+            for unit in members:
+                out.append((unit.name, work(unit)))
+                progress(unit)
+            return out
+
+        threads = torch.get_num_threads()
+        # The largest first, so that no core is left with the embedding table at the end.
+        order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
+        try:
+            torch.set_num_threads(1)
+            with ThreadPoolExecutor(threads) as pool:
+                done = [pair for part in pool.map(run, order) for pair in part]
+        finally:
+            torch.set_num_threads(threads)
+        return dict(sorted(done))
 
     def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
         """The encoded tensor; encodes it first when the work directory does not have it."""

@@ -18,7 +18,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.pipeline import data as inputs
-from nstf_convert.pipeline.calibrate import calibrate_model
+from nstf_convert.pipeline.calibration import calibrate_model
 from nstf_convert.pipeline.encoded import Encoder
 from nstf_convert.pipeline.options import ConvertOptions
 from nstf_convert.pipeline.stages import Stages

@@ -17,7 +17,7 @@ from nstf_convert.measure import (
     summarise,
     summarise_outputs,
 )
-from nstf_convert.pipeline.calibrate import TOKENS_PER_BATCH, held_out_batches, merge_batches
+from nstf_convert.pipeline.calibration import TOKENS_PER_BATCH, held_out_batches, merge_batches
 from nstf_convert.pipeline.candidates import price
 from nstf_convert.pipeline.encoded import decoded_source
 from nstf_convert.pipeline.job import Job

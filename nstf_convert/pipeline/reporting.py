@@ -87,6 +87,7 @@ class Meta:
 
 def build(job: "Job", table: "Table", chosen: "Chosen", meta: Meta, size_bytes: int) -> dict[str, Any]:
     """report.json as data (its schema is nstf_convert.report.build)."""
+    job.encoder.each([u for u in job.units.values() if u.kept is None], job.encoder.signature, lambda u: None)
     tensors = [_tensor(job, table, chosen, meta, name) for name in sorted(job.units)]
     uniform = None
     if chosen.uniform is not None:

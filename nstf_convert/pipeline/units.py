@@ -1,6 +1,7 @@
 """The tensors a plan decides about, with everything known about each: shape, role, how its matrix is read, statistics."""
 
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ class Statistics:
         """file: a calibration file, or None when nothing is known (every error counts relative to its tensor)."""
         self._file = file
         self._key_of: dict[str, str] = {}
-        self._last: tuple[str, Stats] | None = None
+        self._recent = threading.local()
         self._typical = 1.0
         if file is not None:
             for key, entry in file.metadata["hessians"].items():
@@ -179,9 +180,10 @@ class Statistics:
     def _shared(self, key: str | None) -> Stats:
         if key is None or self._file is None:
             return Stats()
-        if self._last is None or self._last[0] != key:
-            self._last = (key, Stats(self._file.get(f"hessian:{key}")))
-        return self._last[1]
+        # One per thread: workers go through tensors group by group, and a group factors its Hessian once.
+        if getattr(self._recent, "key", None) != key:
+            self._recent.key, self._recent.stats = key, Stats(self._file.get(f"hessian:{key}"))
+        return self._recent.stats  # type: ignore[no-any-return]
 
     def _expert_rows(self, unit: Unit, inner: Tensor, stats: Stats) -> Tensor:
         """Row weights [experts * out] of a stack: each expert counts by the share of tokens it saw, at least 1 %."""

@@ -4,7 +4,10 @@ The Lagrangian relaxation (Shoham and Gersho 1988) gives the optimum over the co
 an integer program over the options near it spends the last bytes exactly.
 """
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +16,10 @@ from nstf_convert.planner.hull import Option, lower_hull, pareto
 
 # Units whose hull step is this close to the multiplier (as a ratio of slopes) may still change in the exact finish.
 WINDOW = 16.0
+
+# Where the integer program stops: the relaxation is already within one unit's step of the optimum.
+NODES = 200
+GAP = 1e-4
 
 
 class Infeasible(ValueError):
@@ -33,8 +40,11 @@ class Allocation:
     multiplier: float
 
 
-def allocate(units: Sequence[Sequence[Option]], budget_bytes: int) -> Allocation:
-    """The best choice within `budget_bytes`. Raises Infeasible, and ValueError for a unit without options."""
+def allocate(units: Sequence[Sequence[Option]], budget_bytes: int, exact: bool = True) -> Allocation:
+    """The best choice within `budget_bytes`. Raises Infeasible, and ValueError for a unit without options.
+
+    exact: spend the last bytes by the integer program; without it the Lagrangian choice is returned.
+    """
     if any(not options for options in units):
         raise ValueError("a unit has no options")
     hulls = [lower_hull(options) for options in units]
@@ -42,7 +52,8 @@ def allocate(units: Sequence[Sequence[Option]], budget_bytes: int) -> Allocation
     if smallest > budget_bytes:
         raise Infeasible(smallest, budget_bytes)
     choice, multiplier = _lagrangian(units, hulls, budget_bytes)
-    choice = _exact(units, choice, multiplier, budget_bytes)
+    if exact:
+        choice = _exact(units, choice, multiplier, budget_bytes)
     return _allocation(units, choice, multiplier)
 
 
@@ -96,17 +107,18 @@ def _exact(
         shape=(len(units), len(variables)),
     )
     scale = max(float(losses.sum()), 1e-300)
-    result = milp(
-        losses / scale * len(variables),
-        constraints=[
-            LinearConstraint(one_each.tocsr(), 1, 1),
-            LinearConstraint(sizes[None, :] / budget_bytes, -np.inf, 1.0),
-        ],
-        integrality=np.ones(len(variables)),
-        bounds=Bounds(0, 1),
-        # A limit on nodes, not on time: the same answer on a slow machine.
-        options={"node_limit": 2000, "mip_rel_gap": 1e-6},
-    )
+    with _silent_stdout():
+        result = milp(
+            losses / scale * len(variables),
+            constraints=[
+                LinearConstraint(one_each.tocsr(), 1, 1),
+                LinearConstraint(sizes[None, :] / budget_bytes, -np.inf, 1.0),
+            ],
+            integrality=np.ones(len(variables)),
+            bounds=Bounds(0, 1),
+            # A limit on nodes, not on time: the same answer on a slow machine.
+            options={"node_limit": NODES, "mip_rel_gap": GAP},
+        )
     if result.x is None:
         return choice
     better = list(choice)
@@ -115,6 +127,25 @@ def _exact(
             better[u] = i
     old, new = _allocation(units, choice, multiplier), _allocation(units, better, multiplier)
     return better if new.size_bytes <= budget_bytes and new.loss < old.loss else choice
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Sends what C++ code prints to nowhere: HiGHS leaves debugging lines on stdout, where results belong."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:
+        yield  # stdout is closed: nothing can be printed
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(null)
 
 
 def _near(options: Sequence[Option], current: int, multiplier: float) -> list[int]:

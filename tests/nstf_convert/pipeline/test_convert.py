@@ -31,7 +31,7 @@ def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(opti
     import nstf.runtime
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.measure import score_window, summarise
-    from nstf_convert.pipeline.calibrate import held_out_batches
+    from nstf_convert.pipeline.calibration import held_out_batches
     from nstf_convert.pipeline.tensorfile import TensorFile
     from nstf_convert.streamed import StreamedModel
 

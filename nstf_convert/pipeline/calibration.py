@@ -33,9 +33,9 @@ from nstf_convert.streamed import StreamedModel
 log = logging.getLogger("nstf")
 
 # Tokens one forward call takes during calibration: bounds the activations in memory.
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2048
 # The Fisher diagonal is a mean of squares: a few thousand tokens give every row within a few per cent.
-SENSITIVITY_WINDOWS = 8
+SENSITIVITY_WINDOWS = 6
 SENSITIVITY_TOKENS = 256
 # Share of the look-ups spread evenly over all rows, so that rows the text does not use still count.
 FREQUENCY_SMOOTHING = 0.2
