@@ -61,8 +61,8 @@ def inputs_for(name: str, folder: Path) -> list[Path]:
 
 def convert(
     name: str, budget: float, folder: Path, datasets: list[Path]
-) -> tuple[Path, dict[str, Any], float]:
-    """(artifact, report, seconds)."""
+) -> tuple[Path, dict[str, Any], float] | None:
+    """(artifact, report, seconds), or None for a budget below the smallest file that can be written."""
     out, report = folder / f"{name}-{budget}.nstf", folder / f"{name}-{budget}.json"
     command = [
         *(sys.executable, "-m", "nstf_convert", "convert", str(MODELS[name]), "--budget", str(budget)),
@@ -70,7 +70,10 @@ def convert(
         *(word for path in datasets for word in ("--dataset", str(path))),
     ]
     start = time.monotonic()
-    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+    code = subprocess.run(command, stdout=sys.stderr).returncode
+    if code == 3:
+        return None
+    if code != 0:
         raise SystemExit(f"error: {name} at budget {budget} could not be converted")
     return out, json.loads(report.read_text("utf-8")), time.monotonic() - start
 
@@ -155,7 +158,11 @@ def run(name: str, budgets: list[float], folder: Path) -> list[dict[str, Any]]:
     original = quality(name, None)
     rows = []
     for budget in budgets:
-        artifact, report, seconds = convert(name, budget, folder, datasets)
+        done = convert(name, budget, folder, datasets)
+        if done is None:
+            print(f"\n{name} at budget {budget}: cannot be met")
+            continue
+        artifact, report, seconds = done
         rows.append(
             {
                 "model": name,
