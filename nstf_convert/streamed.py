@@ -205,7 +205,8 @@ class StreamedModel:
 
         def settle() -> None:
             for local in small:
-                module._parameters[local] = fetch(local)
+                # A copy, since a view would keep the whole file it came from mapped.
+                module._parameters[local] = nn.Parameter(fetch(local).clone(), requires_grad=False)
 
         self._pending.append(settle)
         if not large:

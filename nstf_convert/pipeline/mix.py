@@ -1,5 +1,6 @@
 """A mix: one recipe per tensor. Its size, and what it loses when it is run."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,9 @@ def file_name(name: str) -> str:
 def measure(job: Job, mix: Mapping[str, Recipe]) -> Measured:
     """Runs the mix on the held-out data and compares it with the original."""
     source = decoded_source(job.encoder, job.units, dict(mix), job.source)
-    return measure_model(job, StreamedModel(job.reference().config, source, job.checkpoint.ties))
+    measured = measure_model(job, StreamedModel(job.reference().config, source, job.checkpoint.ties))
+    gc.collect()  # the model and its hooks refer to each other
+    return measured
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ _DTYPES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
+RENEW_BYTES = 128 << 20
+
 
 class TensorFileWriter:
     """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
@@ -83,15 +85,19 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, An
 
 
 class TensorFile:
-    """A file of `TensorFileWriter`, memory-mapped: tensors are read when asked for."""
+    """A file of `TensorFileWriter`, memory-mapped: tensors are read when asked for.
+
+    A mapping keeps every page that was touched resident. It is renewed after RENEW_BYTES, and the old one goes with
+    the last tensor that came from it, so that reading a whole model does not hold the whole model.
+    """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         self.path = path
+        self._given = 0
         try:
-            opened: Any = safe_open
-            self._file = opened(str(path), framework="pt")
+            self._file = self._open()
             self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {})["nstf"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise CorruptError(
@@ -99,11 +105,24 @@ class TensorFile:
             ) from error
         self._names = set(self._file.keys())
 
+    def _open(self) -> Any:
+        from safetensors import safe_open
+
+        opened: Any = safe_open
+        return opened(str(self.path), framework="pt")
+
     def names(self) -> set[str]:
+        """The names of the tensors inside."""
         return self._names
 
     def get(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+        """A tensor whose memory is the file's; it keeps the mapping it came from alive."""
+        tensor: Tensor = self._file.get_tensor(name)
+        self._given += tensor.numel() * tensor.element_size()
+        if self._given > RENEW_BYTES:
+            self._given = 0
+            self._file = self._open()
+        return tensor
 
     def find(self, name: str) -> Tensor | None:
         """The tensor, or None when the file has none of that name."""
