@@ -64,9 +64,11 @@ def test_a_missing_model_is_named(nstf, pipeline, tmp_path):
     assert nstf("convert", "", *BUDGET, "-o", tmp_path / "m.nstf").code == 2
 
 
-def test_a_missing_output_is_wrong_usage(nstf, pipeline, tiny):
+def test_without_an_output_the_file_is_named_after_the_model(nstf, pipeline, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = nstf("convert", tiny.folder, *BUDGET)
-    assert result.code == 2 and "missing option" in result.err and "--output" in result.err
+    assert result.code == 0
+    assert "wrote model.nstf" in result.out
 
 
 def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
