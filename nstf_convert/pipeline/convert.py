@@ -292,13 +292,17 @@ def _write(job: Job, table: Table, chosen: Chosen, meta: reporting.Meta) -> tupl
         raise NstfError(
             f"the file would be {size} bytes, above the budget of {budget_bytes}: please report this"
         )
+    # The report first: once the file has its name, nothing is left to do.
+    report = reporting.build(job, table, chosen, meta, size)
     written = write_artifact(
         job.options.output,
         mixes.sources(job, chosen.planned.mix),
         job.checkpoint.files(),
         meta.final(table, chosen),
     )
-    return reporting.build(job, table, chosen, meta, written), written
+    if written != size:
+        raise NstfError(f"{job.options.output} has {written} bytes instead of {size}: please report this")
+    return report, written
 
 
 @contextmanager
