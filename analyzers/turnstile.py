@@ -66,6 +66,7 @@ def run_layer_by_layer(
 
     `after_layer(-1)` is called when all batches stand before the first layer, and
     `after_layer(len(layers) - 1)` when all have finished. Errors of a batch are raised here.
+    Raises ValueError when a batch calls a layer more than once (see `calls_per_layer`).
     """
     _share_one_arena()
     batches = [_Batch(run) for run in runs]
@@ -86,6 +87,8 @@ def run_layer_by_layer(
                 if not batch.done:
                     batch.resume()
             after_layer(step - 1)
+        if not all(batch.done for batch in batches):
+            raise ValueError("a layer is called more than once: run the batches without the turnstile")
     finally:
         for handle in handles:
             handle.remove()
@@ -96,6 +99,31 @@ def run_layer_by_layer(
         for batch in batches:
             if batch.thread.is_alive():
                 batch.thread.join()
+
+
+class _Enough(Exception):
+    """Ends the counting run: the answer is known."""
+
+
+def calls_per_layer(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[int]:
+    """How often one forward pass `run` calls each layer; it stops at the first second call of a layer."""
+    counts = dict.fromkeys(layers, 0)
+
+    def count(layer: nn.Module, args: Any) -> None:
+        counts[layer] += 1
+        if counts[layer] > 1:
+            raise _Enough
+
+    handles = [layer.register_forward_pre_hook(count, prepend=True) for layer in counts]
+    try:
+        with torch.no_grad():
+            run()
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(counts.values())
 
 
 def _share_one_arena() -> None:

@@ -19,6 +19,8 @@ from nstf.errors import CorruptError
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
+# Tokens the decoder of a speech model reads when the data has none.
+DECODER_TOKENS = 32
 
 Source = Callable[[str], Tensor]
 
@@ -117,21 +119,46 @@ class StreamedModel:
         config = self.module.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):
             logits = logits * scale
+        if scale := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
+            logits = logits * scale
         if scaling := getattr(config, "logits_scaling", None):
-            logits = logits / scaling
+            # Granite divides by it, HyperCLOVA X multiplies.
+            factor = scaling if str(config.model_type).startswith("hyperclovax") else 1 / scaling
+            logits = logits * factor
         if cap := getattr(config, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits
 
     def outputs(self, **inputs: Tensor) -> Tensor:
-        """The main output of a model that is not a language model: logits, or the last hidden state."""
+        """The main output of a model that is not a language model: logits, or the last hidden state.
+
+        An encoder-decoder that is given no `decoder_input_ids` gets some: the text itself, or words of its vocabulary.
+        """
         self.settle()
-        out = self.module(**inputs)
+        extra: dict[str, Any] = {}
+        if getattr(self.module.config, "is_encoder_decoder", False):
+            # A cache would be filled twice where a layer is recomputed for its gradients.
+            extra["use_cache"] = False
+            if "decoder_input_ids" not in inputs:
+                extra["decoder_input_ids"] = self._decoder_inputs(inputs)
+        out = self.module(**inputs, **extra)
         for name in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
             value = getattr(out, name, None)
             if isinstance(value, Tensor):
                 return value
         raise ValueError(f"{type(self.module).__name__} returns neither logits nor hidden states")
+
+    def _decoder_inputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        config = self.module.config
+        tokens = (getattr(config, f"{n}_token_id", None) for n in ("decoder_start", "bos", "pad"))
+        start = next((t for t in tokens if isinstance(t, int)), 0)
+        rows = next(iter(inputs.values())).shape[0]
+        ids = inputs.get("input_ids")
+        if ids is None:
+            # A stride that is prime spreads a few tokens over any vocabulary.
+            vocabulary = config.get_text_config(decoder=True).vocab_size
+            ids = (torch.arange(1, DECODER_TOKENS + 1) * 7919 % vocabulary).expand(rows, -1)
+        return torch.cat([torch.full((rows, 1), start), ids[:, :-1]], dim=1)
 
     def linear_modules(self) -> Iterator[tuple[str, nn.Module, str]]:
         """(module path, module, stored weight name) of every module whose weight multiplies its input."""

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from nstf.analyzers.moments import ExpertMoments, InputMoments, Moment
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, head_sensitivity, sampled_loss
-from nstf.analyzers.turnstile import layer_list, run_layer_by_layer
+from nstf.analyzers.turnstile import calls_per_layer, layer_list, run_layer_by_layer
 from nstf_convert.pipeline.data import Batch, Data
 from nstf_convert.pipeline.stages import bars_off
 from nstf_convert.pipeline.tensorfile import TensorFile, TensorFileWriter
@@ -37,6 +37,8 @@ TOKENS_PER_BATCH = 2048
 # The Fisher diagonal is a mean of squares: a few thousand tokens give every row within a few per cent.
 SENSITIVITY_WINDOWS = 6
 SENSITIVITY_TOKENS = 256
+# Tokens of the forward pass that counts how often each layer is called.
+PROBE_TOKENS = 8
 # Share of the look-ups spread evenly over all rows, so that rows the text does not use still count.
 FREQUENCY_SMOOTHING = 0.2
 
@@ -69,6 +71,10 @@ def calibrate_model(
 def _write_hessians(
     model: StreamedModel, data: Data, writer: TensorFileWriter, members: dict[str, Any]
 ) -> ExpertMoments:
+    prefix, layers = layer_list(model.module)
+    probe = _prepared(data.fit[0], PROBE_TOKENS if data.language else None)
+    if any(n > 1 for n in calls_per_layer(layers, lambda: model_output(model, data, probe))):
+        layers = []  # ALBERT runs one layer many times: its Hessians are complete at the end only
     moments = InputMoments()
     experts = ExpertMoments(moments)
     weight_of = {}
@@ -89,15 +95,15 @@ def _write_hessians(
                 "weights": sorted({weight_of[m] for m in moment.members}),
             }
 
-    prefix, layers = layer_list(model.module)
     batches = list(merge_batches(data.fit, TOKENS_PER_BATCH))
-    bar = tqdm(total=len(layers) + 1, desc="calibrate", unit="layer", disable=bars_off(), leave=False)
     head_moments = InputMoments()
 
     def run(batch: Batch) -> None:
         out = model_output(model, data, batch)
         if data.language:
             head_moments.add("head", out.reshape(-1, out.shape[-1]))
+
+    bar = tqdm(total=len(layers) + 1, desc="calibrate", unit="layer", disable=bars_off(), leave=False)
 
     def after_layer(index: int) -> None:
         bar.update()
@@ -125,6 +131,7 @@ def _write_hessians(
 def _write_sensitivities(model: StreamedModel, data: Data, writer: TensorFileWriter, seed: int) -> None:
     gather = OutputSensitivity()
     counts: dict[str, Tensor] = {}
+    scales: dict[str, float] = {}
     handles = []
     for _path, module, weight in model.linear_modules():
         if module is not model.head or not data.language:
@@ -137,6 +144,7 @@ def _write_sensitivities(model: StreamedModel, data: Data, writer: TensorFileWri
             handles.append(module.register_forward_hook(_start_gradients))
             handles.append(module.register_forward_hook(_counter(name, module.num_embeddings, counts)))
             handles.append(gather.watch(f"sensitivity_in:{name}", module))
+            scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
     undo = checkpoint_layers(layer_list(model.module)[1])
     generator = torch.Generator().manual_seed(seed)
     head_total = torch.zeros(())
@@ -164,7 +172,7 @@ def _write_sensitivities(model: StreamedModel, data: Data, writer: TensorFileWri
         for handle in handles:
             handle.remove()
     for name, value in sorted(gather.per_unit(units).items()):
-        writer.add(name, value)
+        writer.add(name, value * scales.get(name, 1.0) ** 2)
     if data.language and model.head is not None:
         head = model.stored_name(_path_of(model.module, model.head) + ".weight")
         writer.add(f"sensitivity:{head}", (head_total / units).to(torch.float32))
@@ -243,11 +251,28 @@ def _start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def _counter(name: str, rows: int, counts: dict[str, Tensor]) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        found = torch.bincount(args[0].reshape(-1), minlength=rows).double()
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        ids = args[0] if args else None
+        # Position tables of OPT take a mask, those of Whisper the tokens: what they look up is not in the arguments.
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or out.shape != (*ids.shape, out.shape[-1]):
+            return
+        if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or _finds_rows_itself(module):
+            return
+        found = torch.bincount(ids.reshape(-1), minlength=rows).double()
         counts[name] = counts.get(name, torch.zeros(rows, dtype=torch.float64)) + found
 
     return hook
+
+
+def _finds_rows_itself(module: nn.Module) -> bool:
+    """Whether an embedding computes the rows it looks up from something else, as learned positions do."""
+    return type(module) is not nn.Embedding and "Position" in type(module).__name__
+
+
+def _embedding_scale(module: nn.Module) -> float:
+    """What an embedding multiplies its rows by (Gemma, BART): an error of a row grows by it."""
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+    return float(scale) if isinstance(scale, int | float) else 1.0
 
 
 def _path_of(root: nn.Module, wanted: nn.Module) -> str:

@@ -1,0 +1,105 @@
+"""Models whose embeddings, layers or inputs are unlike Llama's are calibrated and converted all the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nstf_convert.pipeline import convert
+from nstf_convert.pipeline.tensorfile import TensorFile
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+OPT = {**TEXT, "ffn_dim": 96, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "bos_token_id": 1}
+GEMMA = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+WHISPER = {
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": 100,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "max_source_positions": 50,
+    "begin_suppress_tokens": None,
+}
+
+
+def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any]) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(getattr(transformers, config)(**arguments))
+    model.save_pretrained(folder)
+    return folder
+
+
+def calibrated(options: Any, folder: Path, tmp_path: Path) -> TensorFile:
+    """Converts the model and gives back its calibration."""
+    chosen = options(
+        ("ratio", 0.9),
+        model=str(folder),
+        datasets=(),
+        work_dir=tmp_path / "work",
+        samples=4,
+        seq_len=16,
+        attention_plan=False,
+        force=True,
+    )
+    assert convert(chosen).output.exists()
+    return TensorFile(tmp_path / "work" / "calibration.safetensors")
+
+
+def test_position_table_that_is_given_a_mask_is_not_counted(options, tmp_path) -> None:
+    file = calibrated(options, saved(tmp_path / "m", "OPTForCausalLM", "OPTConfig", OPT), tmp_path)
+    assert file.find("frequency:model.decoder.embed_tokens.weight") is not None
+    assert file.find("frequency:model.decoder.embed_positions.weight") is None
+
+
+def test_scaled_embedding_counts_by_its_scale(options, tmp_path, monkeypatch) -> None:
+    from nstf_convert.pipeline import calibration
+
+    folder = saved(tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA)
+    name = "sensitivity_in:model.embed_tokens.weight"
+    scaled = calibrated(options, folder, tmp_path / "a").get(name)
+    monkeypatch.setattr(calibration, "_embedding_scale", lambda module: 1.0)
+    plain = calibrated(options, folder, tmp_path / "b").get(name)
+    assert torch.allclose(scaled, plain * 64.0)
+
+
+def test_encoder_decoder_is_given_decoder_inputs(options, tmp_path) -> None:
+    folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER)
+    file = calibrated(options, folder, tmp_path)
+    assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layer_that_runs_several_times_sees_all_its_inputs(tmp_path, layers) -> None:
+    from transformers import AlbertConfig, AlbertModel
+
+    from nstf_convert.pipeline.calibration import calibrate_model
+    from nstf_convert.pipeline.data import Data
+    from nstf_convert.streamed import StreamedModel
+
+    torch.manual_seed(0)
+    config = AlbertConfig(**{**TEXT, "embedding_size": 32, "num_hidden_layers": layers})
+    module = AlbertModel(config)
+    weights = module.state_dict()
+    model = StreamedModel({**config.to_dict(), "architectures": ["AlbertModel"]}, weights.__getitem__)
+    batches = tuple({"input_ids": torch.randint(3, 100, (1, 16))} for _ in range(4))
+    data = Data(False, batches[:3], batches[3:], {})
+    calibrate_model(model, data, tmp_path / "c", {}, 0)
+    hessians = TensorFile(tmp_path / "c").metadata["hessians"]
+    key = next(k for k in hessians if k.endswith("ffn"))
+    assert hessians[key]["tokens"] == 3 * 16 * layers
