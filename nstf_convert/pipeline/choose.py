@@ -1,5 +1,6 @@
 """From candidates to a mix under a budget: the planner's options, the best uniform mix, and the exact size."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,7 @@ def plan_mix(
     fixed = exact_size(job, {}, meta, skip=set(table.candidates))
     target = budget_bytes - fixed
     best: Planned | None = None
+    best_loss = math.inf
     for _ in range(6):
         try:
             allocation = allocate(options, max(0, target), exact)
@@ -106,7 +108,8 @@ def plan_mix(
             ) from error
         mix = _mix(groups, picks, allocation.choice)
         size = exact_size(job, mix, meta)
-        if size <= budget_bytes and (best is None or allocation.loss < best.expected_loss):
+        if size <= budget_bytes and (best is None or allocation.loss < best_loss):
+            best_loss = allocation.loss  # with `weights`, which the plan's own figure is without
             best = Planned(mix, _expected(table, mix), size, "mix")
         spare = budget_bytes - size
         if 0 <= spare < SPARE_BYTES or (not exact and spare >= 0):
