@@ -36,7 +36,7 @@ def export_folder(artifact: Path, output: Path, dtype: str | None, shard_bytes: 
     partial = output.absolute().with_name(f".{output.name}.part.{secrets.token_hex(4)}")
     partial.mkdir()
     try:
-        with open_artifact(artifact) as opened:
+        with open_artifact(artifact, verify=True) as opened:
             _write_files(opened, partial, dtype)
             _write_weights(opened, partial, dtype, shard_bytes)
         written = sorted((p.name, p.stat().st_size) for p in partial.iterdir())

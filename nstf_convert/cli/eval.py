@@ -118,7 +118,8 @@ def measure(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with open_artifact(artifact) as opened, open_checkpoint(reference) as checkpoint:
+    # Gates decide what is shipped: a damaged file must not pass because the damage is small.
+    with open_artifact(artifact, verify=True) as opened, open_checkpoint(reference) as checkpoint:
         if checkpoint.config is None:
             raise UsageError(f"the reference {reference} has no config.json: it cannot be run")
         warn_about_source(opened.manifest.provenance, checkpoint.fingerprint)
