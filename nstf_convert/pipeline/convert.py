@@ -47,6 +47,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
     Raises BudgetError (with the smallest size that can be), UsageError, CorruptError, UnsupportedError, NstfError.
     """
     _check_output(options)
+    _allowed(options)
     stages = Stages()
     with Job(options, stages) as job:
         table = _table(job)
@@ -61,6 +62,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
 
 def plan(options: ConvertOptions) -> dict[str, Any]:
     """What `convert` would do: the report with expected losses and sizes, nothing encoded, nothing written."""
+    _allowed(options)
     stages = Stages()
     with Job(options, stages) as job:
         budget_bytes = _budget_bytes(job)

@@ -35,6 +35,8 @@ DEFAULT_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
 CALIBRATION_VERSION = 1
+# The same command cannot succeed after one of these.
+INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
 
 class Job:
@@ -54,17 +56,21 @@ class Job:
         self._made_folder = not folder.exists()
         try:
             self.work = WorkDir(folder, self._job())
-            self.source = self._expanded()
         except BaseException:
             self.checkpoint.close()
             raise
-        self.calibration = self._calibration()
-        self.units = {u.name: u for u in find_units(self._infos(), self.model)}
-        self.statistics = Statistics(self.calibration)
-        identity = content_key(
-            checkpoint=self.checkpoint.fingerprint(), calibration=self.calibration_fingerprint()
-        )
-        self.encoder = Encoder(self.work, self.source, self.statistics, identity, self.config)
+        try:
+            self.source = self._expanded()
+            self.calibration = self._calibration()
+            self.units = {u.name: u for u in find_units(self._infos(), self.model)}
+            self.statistics = Statistics(self.calibration)
+            identity = content_key(
+                checkpoint=self.checkpoint.fingerprint(), calibration=self.calibration_fingerprint()
+            )
+            self.encoder = Encoder(self.work, self.source, self.statistics, identity, self.config)
+        except BaseException as error:
+            self._close(type(error))
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -72,9 +78,15 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(kind)
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
+        after a mistake in the input, whose correction makes it another job."""
         self.work.close()
         self.checkpoint.close()
-        if kind is None and not self.keep_work:
+        useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
+        if useless and not self.keep_work:
             shutil.rmtree(self.work.path, ignore_errors=True)
 
     def reference(self) -> StreamedModel:
@@ -170,7 +182,12 @@ class Job:
     def _given_calibration(self, path: Path) -> TensorFile:
         if not path.exists():
             raise UsageError(f"--calibration {path} does not exist: write it with `nstf calibrate`")
-        file = TensorFile(path)
+        try:
+            file = TensorFile(path)
+        except CorruptError as error:
+            raise CorruptError(
+                f"--calibration {path} is not a calibration file, or a damaged one: write it with `nstf calibrate`"
+            ) from error
         if file.metadata.get("checkpoint") != self.checkpoint.fingerprint():
             raise UsageError(
                 f"--calibration {path} belongs to another model: run `nstf calibrate {self.options.model}`"

@@ -1,0 +1,57 @@
+"""A mistake in the input leaves nothing behind, so that its correction is not taken for another job."""
+
+import pytest
+
+from nstf.errors import CorruptError, UsageError
+from nstf_convert.pipeline import convert
+
+
+def test_a_dataset_that_is_too_short_leaves_no_work_directory(options, tmp_path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("kab")
+    chosen = options(("ratio", 0.6), datasets=(str(text),))
+    with pytest.raises(UsageError, match="has 1 tokens"):
+        convert(chosen)
+    assert not chosen.output.with_name(chosen.output.name + ".work").exists()
+    assert convert(options(("ratio", 0.6))).output.exists()
+
+
+def test_a_work_directory_that_was_asked_for_is_kept_and_unlocked(options, tmp_path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("kab")
+    work = tmp_path / "mine"
+    for _ in range(2):
+        with pytest.raises(UsageError, match="has 1 tokens"):
+            convert(options(("ratio", 0.6), datasets=(str(text),), work_dir=work))
+    assert (work / "job.json").exists()
+
+
+def test_an_unknown_format_is_refused_before_any_work(options) -> None:
+    chosen = options(("ratio", 0.6), formats=("zork",))
+    before = sorted(chosen.output.parent.iterdir())
+    with pytest.raises(UsageError, match="unknown format 'zork'"):
+        convert(chosen)
+    assert sorted(chosen.output.parent.iterdir()) == before
+
+
+def test_weights_that_are_not_finite_leave_no_work_directory(options, small, tmp_path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    shutil.copytree(small.folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    chosen = options(("ratio", 0.6), model=str(folder))
+    with pytest.raises(CorruptError, match="NaN or infinite"):
+        convert(chosen)
+    assert not chosen.output.with_name(chosen.output.name + ".work").exists()
+
+
+def test_a_file_that_is_no_calibration_is_not_called_worth_deleting(options, small) -> None:
+    weights = small.folder / "model.safetensors"
+    with pytest.raises(CorruptError, match=r"not a calibration file.*`nstf calibrate`") as caught:
+        convert(options(("ratio", 0.6), calibration=weights))
+    assert "delete" not in str(caught.value)
