@@ -82,6 +82,17 @@ def test_verify_accepts_a_good_file_and_exits_5_for_a_flipped_bit(nstf, tiny, tm
     assert result.code == 5 and "SHA-256" in result.err and result.err.count("\n") == 1
 
 
+def test_eval_and_export_refuse_a_flipped_bit(nstf, tiny, tmp_path):
+    content = bytearray(tiny.coarse.read_bytes())
+    content[-1] ^= 1
+    damaged = tmp_path / "damaged.nstf"
+    damaged.write_bytes(content)
+    for words in (("eval", damaged, "--reference", tiny.folder), ("export", damaged, "-o", tmp_path / "out")):
+        result = nstf(*words)
+        assert result.code == 5 and "differs from its SHA-256" in result.err, result.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_generate_streams_text_and_repeats_itself(nstf, tiny):
     result = nstf("generate", tiny.same, "the cat", "--max-new-tokens", 5)
     assert result.code == 0, result.err
