@@ -49,6 +49,8 @@ format: $(STAMP) ## let ruff rewrite what it can
 
 bench: $(STAMP) ## every measurement of benchmarks/README.md that needs no GPU; results in out/
 	@mkdir -p $(OUT)
+	@$(PY) benchmarks/convert.py examples/tiny_llama/model --budgets 0.5 0.3 --dataset examples/data/prose.txt \
+	    --eval examples/data/heldout.txt --json $(OUT)/convert.json
 	@$(PY) benchmarks/structured.py --json $(OUT)/structured.json
 	@$(PY) benchmarks/minilm.py --json $(OUT)/minilm.json
 

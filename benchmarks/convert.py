@@ -80,7 +80,7 @@ def summary(row: dict[str, Any]) -> str:
         f"peak {row['peak_memory_gib']:.2f} GiB"
     )
     uniform = row["internal"].get("uniform")
-    measured = (row.get("eval") or {}).get("accuracy") or row["internal"]["final"]
+    measured = (row.get("eval") or {}).get("measured") or row["internal"]["final"]
     if measured and "mean_kl" in measured:
         line += f", mean KLD {measured['mean_kl']:.5f}, top-1 {measured['top1']:.4f}, ppl ratio {measured['ppl_ratio']:.4f}"
     if uniform and "mean_kl" in uniform["accuracy"]:

@@ -37,12 +37,13 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
     attention: str = "full",
+    verify: bool = True,
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
-    artifact.
+    artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB).
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -50,7 +51,7 @@ def load(
     if attention not in _ATTENTION:
         raise UsageError(f"attention {attention!r} is not one of {', '.join(_ATTENTION)}")
     device = torch.device(device)
-    with open_artifact(path) as artifact:
+    with open_artifact(path, verify=verify) as artifact:
         config = _config(artifact)
         compute = _compute_dtype(dtype, device, config)
         model = build_skeleton(config, dtype=compute)
@@ -102,13 +103,14 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
 
 
 def load_tensors(
-    path: str | os.PathLike[str], dtype: torch.dtype | str | None = torch.float32
+    path: str | os.PathLike[str], dtype: torch.dtype | str | None = torch.float32, verify: bool = True
 ) -> "DecodedTensors":
     """The tensors of an artifact by name, each decoded when it is asked for: works for any architecture.
 
     dtype: of the decoded floating-point tensors; None gives each the dtype it had in the source model.
+    verify: check every SHA-256 first; a wrong one raises CorruptError.
     """
-    return DecodedTensors(open_artifact(path), None if dtype is None else _dtype(dtype))
+    return DecodedTensors(open_artifact(path, verify=verify), None if dtype is None else _dtype(dtype))
 
 
 class DecodedTensors(Mapping[str, Tensor]):

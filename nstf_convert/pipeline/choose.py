@@ -90,9 +90,11 @@ def plan_mix(
     target = budget_bytes - fixed
     best: Planned | None = None
     best_loss = math.inf
-    for _ in range(6):
+    for step in range(5):
+        # The first round only learns by how much the prices overstate the header.
+        finish = exact and step > 0
         try:
-            allocation = allocate(options, max(0, target), exact)
+            allocation = allocate(options, max(0, target), finish)
         except Infeasible as error:
             if best is not None:
                 break
@@ -112,7 +114,7 @@ def plan_mix(
             best_loss = allocation.loss  # with `weights`, which the plan's own figure is without
             best = Planned(mix, _expected(table, mix), size, "mix")
         spare = budget_bytes - size
-        if 0 <= spare < SPARE_BYTES or (not exact and spare >= 0):
+        if (finish and 0 <= spare < SPARE_BYTES) or (not exact and spare >= 0):
             break
         # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
         target += spare - (0 if spare < 0 else 32)

@@ -34,7 +34,8 @@ DEFAULT_SAMPLES = 64
 DEFAULT_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
-CALIBRATION_VERSION = 1
+# Bumped when a calibration means something else: older files are then refused.
+CALIBRATION_VERSION = 2
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -188,6 +189,10 @@ class Job:
             raise CorruptError(
                 f"--calibration {path} is not a calibration file, or a damaged one: write it with `nstf calibrate`"
             ) from error
+        if file.metadata.get("version") != CALIBRATION_VERSION:
+            raise UsageError(
+                f"--calibration {path} was written by another version of nstf: run `nstf calibrate {self.options.model}`"
+            )
         if file.metadata.get("checkpoint") != self.checkpoint.fingerprint():
             raise UsageError(
                 f"--calibration {path} belongs to another model: run `nstf calibrate {self.options.model}`"

@@ -12,7 +12,7 @@ import torch
 import nstf.runtime
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode
-from nstf.runtime.artifact import Shared, write_artifact
+from nstf.runtime.artifact import Shared, parse_header, write_artifact
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM",
@@ -217,3 +217,17 @@ def test_the_stored_attention_plan_is_applied_when_asked_for(tiny: ModuleType, t
     # Three keys are all there are up to the third token, and not afterwards.
     assert torch.allclose(a[:, :3], b[:, :3], atol=1e-4)
     assert not torch.allclose(a[:, -1], b[:, -1], atol=1e-4)
+
+
+def test_a_flipped_byte_is_refused_unless_verification_is_switched_off(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    array = next(e for n, e in parse_header(path)[0].items() if n.startswith("model.layers.0.mlp.up_proj"))
+    content = bytearray(path.read_bytes())
+    content[array.start] ^= 1
+    path.write_bytes(content)
+    for load in (nstf.runtime.load, nstf.runtime.load_tensors):
+        with pytest.raises(CorruptError, match="SHA-256"):
+            load(path)
+    assert nstf.runtime.load(path, verify=False) is not None
