@@ -109,12 +109,12 @@ def _planned(
 ) -> tuple[Planned, Table]:
     """The plan under a budget, with hybrids added where it gives few bits."""
     with job.stages.stage("plan"):
-        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights, exact=False)
+        planned = choose.plan_mix(job, table, budget_bytes, meta.widest(), weights, exact=False)
         if "add" in _allowed(job.options):
             low = [u for u in choose.low_bit_units(job, planned) if not _has_hybrids(table, u)]
             for name, more in job.encoder.each(low, job.encoder.hybrids, lambda u: None).items():
                 table = table.with_more(name, more)
-        planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+        planned = choose.plan_mix(job, table, budget_bytes, meta.widest(), weights)
     for _ in range(CONFIRM_ROUNDS):
         doubtful = choose.unconfirmed(table, planned)
         if not doubtful:
@@ -122,7 +122,7 @@ def _planned(
         losses = _encode(job, Planned(doubtful, 0.0, 0, "decompositions"))
         table = table.replaced({n: (doubtful[n], value) for n, value in losses.items()})
         with job.stages.stage("plan"):
-            planned = choose.plan_mix(job, table, budget_bytes, meta.placeholder(), weights)
+            planned = choose.plan_mix(job, table, budget_bytes, meta.widest(), weights)
     return planned, table
 
 
@@ -147,7 +147,7 @@ def _never_worse(job: Job, table: Table, planned: Planned, budget_bytes: int, me
     measured = _measure(job, planned)
     tried = [_trial(planned, measured)]
     with job.stages.stage("plan"):
-        uniform_plan = choose.best_uniform(job, table, budget_bytes, meta.placeholder())
+        uniform_plan = choose.best_uniform(job, table, budget_bytes, meta.widest())
     uniform = None
     if uniform_plan is not None:
         uniform_losses = _encode(job, uniform_plan)
@@ -212,7 +212,7 @@ def _smallest_within(job: Job, table: Table, meta: reporting.Meta) -> Chosen:
         raise UsageError("--max-kl needs a language model that can be run: use --budget instead")
     smallest = sum(min(c.size_bytes for c in cs) for cs in table.candidates.values())
     largest = sum(max(c.size_bytes for c in cs) for cs in table.candidates.values())
-    fixed = choose.exact_size(job, {}, meta.placeholder(), skip=set(table.candidates))
+    fixed = choose.exact_size(job, {}, meta.widest(), skip=set(table.candidates))
     low, high = fixed + smallest, fixed + largest + 4096
     best: tuple[Planned, Measured, Table] | None = None
     tried = []
@@ -255,7 +255,7 @@ def _size_for_loss(job: Job, table: Table, loss: float, low: int, high: int, met
     for _ in range(12):
         middle = (a + b) // 2
         try:
-            expected = choose.plan_mix(job, table, middle, meta.placeholder(), exact=False).expected_loss
+            expected = choose.plan_mix(job, table, middle, meta.widest(), exact=False).expected_loss
         except BudgetError:
             expected = float("inf")
         a, b = (middle, b) if expected > loss else (a, middle)

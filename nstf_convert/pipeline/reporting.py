@@ -29,7 +29,7 @@ class Meta:
         self.true_losses: dict[str, float] = {}
         self.table: Table | None = None
 
-    def placeholder(self) -> dict[str, Any]:
+    def widest(self) -> dict[str, Any]:
         """Takes at least as many bytes as `final` will."""
         job = self._job
         losses = dict.fromkeys((n for n, u in job.units.items() if u.kept is None), LONGEST_FLOAT)
