@@ -6,10 +6,14 @@ Tensors of the file (a safetensors file whose metadata says which layers share a
     sensitivity:<weight>    [out] float32, sum of squared end-loss gradients at the output per token (or sample)
     frequency:<table>       [rows] float32, how often each row of an embedding is looked up
     experts:<stack>         [experts] float32, tokens each expert saw
-    held_out:<i>:<input>    the held-out batches' inputs
+    fit:<i>:<input>         the batches the statistics come from (the first FIT_BYTES of them)
+    held_out:<i>:<input>    the batches that choose between mixes, no token of which was fitted on
     reference:<i>           hidden states the head reads [tokens, hidden] (language), or the outputs
+    report:<i>:<input>      the batches that are reported on: they neither fit nor choose
+    report_reference:<i>    as `reference`, for these
 
 Reference logits are stored as hidden states: the head turns them into logits at 1/85 of the bytes.
+The metadata's `domains` gives the dataset every batch of the three splits came from.
 """
 
 import hashlib
@@ -39,6 +43,8 @@ SENSITIVITY_WINDOWS = 6
 SENSITIVITY_TOKENS = 256
 # Tokens of the forward pass that counts how often each layer is called.
 PROBE_TOKENS = 8
+# Batches that are fitted on are kept for passes that need them again (Hessians under a quantised prefix).
+FIT_BYTES = 64 << 20
 # Share of the look-ups spread evenly over all rows, so that rows the text does not use still count.
 FREQUENCY_SMOOTHING = 0.2
 
@@ -53,17 +59,24 @@ def calibrate_model(
         _write_sensitivities(model, data, writer, seed)
         for name, counts in experts.tokens.items():
             writer.add(f"experts:{name}", counts.to(torch.float32))
-        for i, batch in enumerate(data.held_out):
-            for name, value in batch.items():
-                writer.add(f"held_out:{i}:{name}", value)
-        for i, reference in enumerate(reference_outputs(model, data)):
+        fit = _within(data.fit, FIT_BYTES)
+        for split, batches in (("fit", fit), ("held_out", data.held_out), ("report", data.report)):
+            for i, batch in enumerate(batches):
+                for name, value in batch.items():
+                    writer.add(f"{split}:{i}:{name}", value)
+        for i, reference in enumerate(reference_outputs(model, data, data.held_out)):
             writer.add(f"reference:{i}", reference)
+        for i, reference in enumerate(reference_outputs(model, data, data.report)):
+            writer.add(f"report_reference:{i}", reference)
         writer.metadata = {
             **metadata,
             "language": data.language,
             "source": data.source,
             "hessians": members,
+            "fit": len(fit),
             "held_out": len(data.held_out),
+            "report": len(data.report),
+            "domains": {n: list(v) for n, v in data.domains.items()},
             "held_out_digest": digest(data.held_out),
         }
 
@@ -182,10 +195,10 @@ def _write_sensitivities(model: StreamedModel, data: Data, writer: TensorFileWri
         writer.add(f"frequency:{name}", ((1 - FREQUENCY_SMOOTHING) * share + smooth).to(torch.float32))
 
 
-def reference_outputs(model: StreamedModel, data: Data) -> Iterator[Tensor]:
-    """What the held-out batches give: hidden states [tokens, hidden] of a language model, else pooled outputs."""
+def reference_outputs(model: StreamedModel, data: Data, batches: Sequence[Batch]) -> Iterator[Tensor]:
+    """What `batches` give: hidden states [tokens, hidden] of a language model, else pooled outputs."""
     with torch.no_grad():
-        for group in merge_batches(data.held_out, TOKENS_PER_BATCH):
+        for group in merge_batches(batches, TOKENS_PER_BATCH):
             out = model_output(model, data, group)
             yield from out.unbind(0)
 
@@ -228,14 +241,44 @@ def digest(batches: Sequence[Batch]) -> str:
     return sha.hexdigest()
 
 
+def fit_batches(file: TensorFile) -> list[Batch]:
+    """The batches the statistics came from; of large inputs (images) the first FIT_BYTES."""
+    return _batches(file, "fit")
+
+
 def held_out_batches(file: TensorFile) -> list[Batch]:
-    """The held-out batches a calibration file holds."""
-    batches: list[Batch] = [{} for _ in range(int(file.metadata["held_out"]))]
+    """The batches that choose between mixes; their references are `reference:<i>`."""
+    return _batches(file, "held_out")
+
+
+def report_batches(file: TensorFile) -> list[Batch]:
+    """The batches that are only reported on; their references are `report_reference:<i>`."""
+    return _batches(file, "report")
+
+
+def domains(file: TensorFile, split: str) -> list[str]:
+    """The dataset each batch of `split` (`fit`, `held_out` or `report`) came from."""
+    return list(file.metadata["domains"][split])
+
+
+def _batches(file: TensorFile, split: str) -> list[Batch]:
+    batches: list[Batch] = [{} for _ in range(int(file.metadata[split]))]
     for name in sorted(file.names()):
-        if name.startswith("held_out:"):
+        if name.startswith(f"{split}:"):
             _, index, key = name.split(":", 2)
             batches[int(index)][key] = file.get(name)
     return batches
+
+
+def _within(batches: Sequence[Batch], size_bytes: int) -> list[Batch]:
+    """The first batches that take at most `size_bytes` in all."""
+    out = []
+    for batch in batches:
+        size_bytes -= sum(v.numel() * v.element_size() for v in batch.values())
+        if size_bytes < 0:
+            break
+        out.append(batch)
+    return out
 
 
 def _prepared(batch: Batch, tokens: int | None) -> Batch:

@@ -1,8 +1,8 @@
 """What a model is calibrated and measured on: batches to fit on, held-out batches, and where they came from."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,36 @@ from nstf_convert.streamed import StreamedModel
 
 Batch = dict[str, Tensor]
 
-# Held-out windows in all: 8 x 255 scored tokens give the mean KLD a standard error of about 5 %.
+# Held-out windows that choose: 8 x 255 scored tokens give the mean KLD a standard error of about 5 %, differences
+# between two mixes on the same windows a far smaller one.
 HELD_OUT_WINDOWS = 8
+# Held-out windows that report. A mix that was chosen by one set of windows looks better on them than it is.
+REPORT_WINDOWS = 8
 # Windows an encoder is calibrated on are shorter: sentences, not documents.
 ENCODER_SEQ_LEN = 128
 
 
 @dataclass(frozen=True)
 class Data:
-    """fit, held_out: batches of one window (or one image) each. language: scored as a language model.
+    """fit, held_out, report: batches of one window (or one image) each, disjoint. language: scored as a language model.
 
+    Statistics are fitted on `fit`, mixes are chosen by `held_out`, and `report` is what the file is said to lose.
     source: a description for the report; `origin` is `dataset`, `model` (sampled from it), `documentation` (the
-    Python manual that comes with Python) or `noise`.
+    Python manual that comes with Python) or `noise`. domains: the dataset of every batch, by split.
     """
 
     language: bool
     fit: tuple[Batch, ...]
     held_out: tuple[Batch, ...]
     source: dict[str, Any]
+    report: tuple[Batch, ...] = ()
+    domains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        origin = str(self.source.get("origin", "dataset"))
+        given = {n: self.domains.get(n) for n in ("fit", "held_out", "report")}
+        filled = {n: d if d is not None else (origin,) * len(getattr(self, n)) for n, d in given.items()}
+        object.__setattr__(self, "domains", filled)
 
 
 def text_data(
@@ -43,22 +55,25 @@ def text_data(
     seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), _max_positions(model))
     per_fit = math.ceil(samples / len(datasets))
     per_held = math.ceil(HELD_OUT_WINDOWS / len(datasets))
-    fit: list[Batch] = []
-    held: list[Batch] = []
+    per_report = math.ceil(REPORT_WINDOWS / len(datasets))
+    parts: dict[str, list[Batch]] = {"fit": [], "held_out": [], "report": []}
+    domains: dict[str, list[str]] = {n: [] for n in parts}
     for number, path in enumerate(datasets):
         windows = tokenise_windows(
-            tokenizer, load_text(path), seq_len, per_fit, per_held, seed + number, str(path)
+            tokenizer, load_text(path), seq_len, per_fit, per_held + per_report, seed + number, str(path)
         )
-        fit += [{"input_ids": w[None]} for w in windows.fit]
-        held += [{"input_ids": w[None]} for w in windows.held_out]
+        held, report = windows.held_out[:per_held], windows.held_out[per_held:]
+        for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
+            parts[split] += _rows(ids)
+            domains[split] += [Path(path).name] * len(ids)
     source = {
         "origin": "dataset",
         "datasets": [Path(p).name for p in datasets],
         "seq_len": seq_len,
-        "fit_windows": len(fit),
-        "held_out_windows": len(held),
+        **{f"{n}_windows": len(b) for n, b in parts.items()},
     }
-    return Data(language, tuple(fit), tuple(held), source)
+    fit, held_out, reported = (tuple(parts[n]) for n in ("fit", "held_out", "report"))
+    return Data(language, fit, held_out, source, reported, {n: tuple(d) for n, d in domains.items()})
 
 
 def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
@@ -71,19 +86,10 @@ def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed:
     documents = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
     seq_len = min(ENCODER_SEQ_LEN, _max_positions(model))
     windows = tokenise_windows(
-        tokenizer, documents, seq_len, samples, HELD_OUT_WINDOWS, seed, "the Python manual"
+        tokenizer, documents, seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
     )
-    return Data(
-        model.is_causal_lm,
-        tuple({"input_ids": w[None]} for w in windows.fit),
-        tuple({"input_ids": w[None]} for w in windows.held_out),
-        {
-            "origin": "documentation",
-            "seq_len": seq_len,
-            "fit_windows": len(windows.fit),
-            "held_out_windows": len(windows.held_out),
-        },
-    )
+    rows = _rows(torch.cat([windows.fit, windows.held_out]))
+    return _split(model.is_causal_lm, rows, samples, {"origin": "documentation", "seq_len": seq_len})
 
 
 def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
@@ -99,15 +105,9 @@ def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
     if len(counts) != 1 or min(counts) < 4:
         raise UsageError(f"--dataset {path}: every array needs the same first axis of at least 4 samples")
     total = counts.pop()
-    held = max(1, min(HELD_OUT_WINDOWS * 4, round(total * held_out_share)))
+    held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * held_out_share)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
-    source = {
-        "origin": "dataset",
-        "datasets": [path.name],
-        "fit_windows": total - held,
-        "held_out_windows": held,
-    }
-    return Data(False, tuple(batches[:-held]), tuple(batches[-held:]), source)
+    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [path.name]})
 
 
 def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
@@ -118,7 +118,7 @@ def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
     """
     name, shape = _input_shape(model)
     generator = torch.Generator().manual_seed(seed)
-    total = samples + HELD_OUT_WINDOWS
+    total = samples + HELD_OUT_WINDOWS + REPORT_WINDOWS
     spatial = shape[1:]
     frequency = torch.zeros(spatial)
     for axis, size in enumerate(spatial):
@@ -131,23 +131,32 @@ def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
         white = torch.randn(shape, generator=generator)
         image = torch.fft.ifftn(torch.fft.fftn(white, dim=axes) * amplitude, dim=axes).real
         batches.append({name: ((image - image.mean()) / image.std().clamp_min(1e-6))[None].to(torch.float32)})
-    source = {"origin": "noise", "input": name, "fit_windows": samples, "held_out_windows": HELD_OUT_WINDOWS}
-    return Data(False, tuple(batches[:samples]), tuple(batches[samples:]), source)
+    return _split(False, batches, samples, {"origin": "noise", "input": name})
 
 
 def sampled_data(model: StreamedModel, samples: int, seq_len: int, seed: int, start: int) -> Data:
     """Windows a language model wrote itself, at temperature 1 from its start token; the last ones are held out."""
     from nstf_convert.pipeline.selftext import sample_windows
 
-    held = HELD_OUT_WINDOWS
+    held = HELD_OUT_WINDOWS + REPORT_WINDOWS
     seq_len = min(seq_len, _max_positions(model))
     windows = sample_windows(model, samples + held, seq_len, seed, start)
-    return Data(
-        True,
-        tuple({"input_ids": w[None]} for w in windows[:samples]),
-        tuple({"input_ids": w[None]} for w in windows[samples:]),
-        {"origin": "model", "seq_len": seq_len, "fit_windows": samples, "held_out_windows": held},
-    )
+    return _split(True, _rows(windows), samples, {"origin": "model", "seq_len": seq_len})
+
+
+def _rows(windows: Tensor) -> list[Batch]:
+    """A batch for every row of token ids [n, tokens]."""
+    return [{"input_ids": row[None].clone()} for row in windows]
+
+
+def _split(language: bool, batches: Sequence[Batch], fit: int, source: dict[str, Any]) -> Data:
+    """The first `fit` batches are fitted on; of the rest the first half chooses and the other half reports."""
+    middle = fit + (len(batches) - fit + 1) // 2
+    parts = tuple(batches[:fit]), tuple(batches[fit:middle]), tuple(batches[middle:])
+    counts = dict(zip(("fit_windows", "held_out_windows", "report_windows"), map(len, parts), strict=True))
+    label = str((source.get("datasets") or [source["origin"]])[0])
+    domains = {n: (label,) * len(p) for n, p in zip(("fit", "held_out", "report"), parts, strict=True)}
+    return Data(language, parts[0], parts[1], {**source, **counts}, parts[2], domains)
 
 
 def _max_positions(model: StreamedModel) -> int:

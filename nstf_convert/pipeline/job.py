@@ -35,7 +35,7 @@ DEFAULT_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
 # Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -176,6 +176,7 @@ class Job:
                 "seed": self.options.seed,
                 "fit_tokens": sum(next(iter(b.values())).numel() for b in data.fit),
                 "held_out_tokens": sum(next(iter(b.values())).numel() for b in data.held_out),
+                "report_tokens": sum(next(iter(b.values())).numel() for b in data.report),
             }
             calibrate_model(self.model, data, path, metadata, self.options.seed)
         return TensorFile(path)
