@@ -21,6 +21,8 @@ POOL_CHARS = 64 << 20
 FINGERPRINT_SAMPLE = 64 << 20
 # About two windows of English: small enough that a few windows come from many places of a long text.
 PIECE_CHARS_PER_TOKEN = 8
+# Places of one long text that are held out: enough that several kinds of text are among them.
+HELD_OUT_STRETCHES = 16
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def tokenise_windows(
     needed_fit, needed_held = n_fit * width, n_held_out * width
     parts = _by_documents(pieces, encode, needed_fit, needed_held, seed)
     split = "regions" if parts is None else "documents"
-    found = _by_regions(pieces, encode, needed_fit, needed_held, seed) if parts is None else parts
+    found = _by_regions(pieces, encode, needed_fit, needed_held, width, seed) if parts is None else parts
     if isinstance(found, int):
         raise UsageError(
             f"{name} has {found} tokens, but {n_fit} + {n_held_out} windows of {seq_len} need "
@@ -281,19 +283,27 @@ def _by_regions(
     encode: Callable[[str], list[int]],
     needed_fit: int,
     needed_held: int,
+    width: int,
     seed: int,
 ) -> tuple[list[int], list[int]] | int:
-    """Tokens for both parts from disjoint stretches: the end of the text is held out.
+    """Tokens for both parts from disjoint stretches; those held out lie all over the text.
 
-    The number of tokens when too few.
+    Every held-out window comes from a place of its own while there is text enough, and any number of first windows
+    is spread over the whole text. The number of tokens when too few.
     """
     flat = list(itertools.chain.from_iterable(pieces))
-    border = len(flat) - round(len(flat) * needed_held / (needed_fit + needed_held))
-    first, last = flat[:border], flat[border:]
-    generator = random.Random(seed)
-    generator.shuffle(first)
-    generator.shuffle(last)
-    fit, held = _gather(first, encode, needed_fit), _gather(last, encode, needed_held)
+    share = needed_held / (needed_fit + needed_held)
+    stretches = _stretches(len(flat), round(len(flat) * share), seed)
+    taken = set(itertools.chain.from_iterable(stretches))
+    first = [piece for number, piece in enumerate(flat) if number not in taken]
+    random.Random(seed).shuffle(first)
+    # From the middle of each stretch outwards: neighbours of text that is fitted on come last.
+    columns = itertools.zip_longest(*(sorted(s, key=lambda i: abs(2 * i - s[0] - s[-1])) for s in stretches))
+    last = [flat[i] for i in itertools.chain.from_iterable(columns) if i is not None]
+    fit = _gather(first, encode, needed_fit)
+    held = _gather(last, lambda piece: encode(piece)[:width], needed_held)
+    if len(held) < needed_held:
+        held = _gather(last, encode, needed_held)
     if len(fit) >= needed_fit and len(held) >= needed_held:
         return fit, held
     # Barely enough text: every token counts, so the border is set by tokens and not by pieces.
@@ -301,6 +311,26 @@ def _by_regions(
     if len(tokens) < needed_fit + needed_held:
         return len(tokens)
     return tokens[:needed_fit], tokens[needed_fit : needed_fit + needed_held]
+
+
+def _stretches(pieces: int, held: int, seed: int) -> list[range]:
+    """`held` of `pieces` numbers as up to HELD_OUT_STRETCHES ranges, spread evenly and in bit-reversed order.
+
+    Any first few ranges of that order (van der Corput's) are spread evenly too.
+    """
+    count = min(HELD_OUT_STRETCHES, held)
+    if count == 0:
+        return []
+    bits = (count - 1).bit_length()
+    order = sorted(range(count), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2) if bits else 0)
+    phase = random.Random(seed).random()
+    out = []
+    for number in order:
+        low, high = pieces * number // count, pieces * (number + 1) // count
+        length = min(held * (number + 1) // count - held * number // count, high - low)
+        start = low + int(phase * (high - low - length + 1))
+        out.append(range(start, start + length))
+    return out
 
 
 def _gather(pieces: Iterable[str], encode: Callable[[str], list[int]], count: int) -> list[int]:

@@ -148,7 +148,17 @@ def test_one_long_text_is_split_into_disjoint_regions(seed: int) -> None:
     windows = tokenise_windows(Letters(), [words(5000)], 64, 20, 10, seed=seed)
     assert windows.split == "regions"
     fit, held = text_of(windows.fit), text_of(windows.held_out)
-    assert max(fit) < min(held)
+    assert not set(fit) & set(held)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_held_out_windows_of_one_text_come_from_all_over_it(seed: int) -> None:
+    windows = tokenise_windows(Letters(), [words(20_000)], 64, 100, 16, seed=seed)
+    quarters = [
+        {int(word[1:]) * 4 // 20_000 for word in text_of(part)}
+        for part in (windows.held_out[:8], windows.held_out[8:])
+    ]
+    assert quarters == [{0, 1, 2, 3}] * 2
 
 
 def test_windows_of_a_long_text_come_from_all_over_it() -> None:
