@@ -4,7 +4,8 @@
 know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,35 @@ class InputMoments:
             tokens = self._tokens.pop(key)
             out[key] = Moment(self._sums.pop(key).div_(tokens), tokens, members)
         return out
+
+
+def mean_outer(
+    left: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor] | None = None, workers: int = 1
+) -> Tensor:
+    """sum_t w_t l_t r_t^T / sum_t w_t over the rows of several batches: [left features, right features] float32.
+
+    left, right: by batch, [n, features]; weights: by batch, [n], None for ones. The batches' sums are added in order,
+    so that the result does not depend on `workers`. Zero when the weights are.
+    """
+
+    def one(index: int) -> tuple[Tensor, float]:
+        x, y = left[index].float(), right[index].float()
+        if weights is None:
+            return x.T @ y, float(x.shape[0])
+        w = weights[index].float()
+        return (x * w[:, None]).T @ y, float(w.sum(dtype=torch.float64))
+
+    total: Tensor | None = None
+    mass = 0.0
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(left), workers):
+            # A few at a time: each one's sum takes as much memory as the result.
+            for part, weight in pool.map(one, range(start, min(start + workers, len(left)))):
+                total = part if total is None else total.add_(part)
+                mass += weight
+    if total is None:
+        raise ValueError("there is no batch to take a moment of")
+    return total.div_(mass) if mass > 0 else total.zero_()
 
 
 def rows_of(module: nn.Module, x: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""Runs several batches through a model layer by layer: every batch finishes layer l before any enters l + 1.
+"""Runs several batches through a model in step: all of them arrive at a gate before any of them passes it.
 
-Each batch runs the model's own forward in its own thread; a gate before every layer lets one thread through at
-a time. So a whole calibration set streams through one layer while its weights and its Hessians are in memory,
-and nothing has to be known about what a layer takes as arguments (masks, rotary tables, caches differ by
-architecture).
+Each batch runs the model's own forward in its own thread and waits before every gated module. So a whole
+calibration set streams through one layer, or one weight, while that and its Hessian are in memory, and nothing has
+to be known about what a layer takes as arguments (masks, rotary tables, caches differ by architecture).
 """
 
 import ctypes
+import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,14 @@ class _Cancelled(BaseException):
 
 
 class _Batch:
-    def __init__(self, run: Callable[[], Any]) -> None:
+    """One batch: the gate it stands at (`at`), the positional arguments of that module, and its result at the end."""
+
+    def __init__(self, run: Callable[[], Any], stopped: "queue.SimpleQueue[_Batch]") -> None:
         self.go = threading.Semaphore(0)
-        self.stopped = threading.Semaphore(0)
+        self.stopped = stopped
+        self.at = -1
+        self.inputs: tuple[Any, ...] | None = None
+        self.result: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
         self.done = False
@@ -34,27 +39,99 @@ class _Batch:
         try:
             if not self.cancelled:
                 with torch.no_grad():
-                    run()
+                    self.result = run()
         except _Cancelled:
             pass
         except BaseException as error:
             self.error = error
         self.done = True
-        self.stopped.release()
+        self.stopped.put(self)
 
-    def resume(self) -> None:
-        """Lets the batch run up to the next gate (or its end) and waits for it."""
-        self.go.release()
-        self.stopped.acquire()
-        if self.error is not None:
-            raise self.error
-
-    def wait(self) -> None:
+    def wait(self, gate: int, inputs: tuple[Any, ...]) -> None:
         """Called by the batch's own thread at a gate."""
-        self.stopped.release()
+        self.at, self.inputs = gate, inputs
+        self.stopped.put(self)
         self.go.acquire()
+        self.inputs = None
         if self.cancelled:
             raise _Cancelled
+
+
+def run_in_step(
+    gates: Sequence[Sequence[nn.Module]],
+    runs: Sequence[Callable[[], Any]],
+    at_gate: Callable[[int, list[Any]], None],
+    workers: int = 1,
+    repeats: bool = True,
+) -> None:
+    """Runs every batch in `runs` up to each gate in turn; `at_gate(g, inputs)` when all stand before gate g.
+
+    gates: the modules each gate stands before, in the order in which they run; one gate may stand before several
+    modules, of two models for instance. inputs: by batch, the arguments its module was called with, None for a batch
+    that did not come by. `at_gate(len(gates), results)` is called at the end, with what the runs gave back. workers:
+    batches that run at a time; the modules must then bear it. repeats: a module that is called again is let through;
+    otherwise that is a ValueError. Errors of a batch are raised here.
+    """
+    _share_one_arena()
+    stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+    batches = [_Batch(run, stopped) for run in runs]
+    by_thread = {batch.thread: batch for batch in batches}
+
+    def gate(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            batch = by_thread.get(threading.current_thread())  # type: ignore[arg-type]
+            if batch is None:
+                return
+            if index > batch.at:
+                batch.wait(index, args)
+            elif not repeats:
+                raise ValueError("a layer is called more than once: run the batches without the turnstile")
+
+        return hook
+
+    # prepend: the gate must stand before the hooks that load the module's weights.
+    handles = [
+        module.register_forward_pre_hook(gate(index), prepend=True)
+        for index, modules in enumerate(gates)
+        for module in modules
+    ]
+    try:
+        for batch in batches:
+            batch.thread.start()
+        for step in range(len(gates) + 1):
+            _resume([b for b in batches if not b.done and b.at < step], stopped, workers)
+            if step < len(gates):
+                at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
+            else:
+                at_gate(step, [b.result for b in batches])
+    finally:
+        for handle in handles:
+            handle.remove()
+        for batch in batches:
+            if not batch.done:
+                batch.cancelled = True
+                batch.go.release()
+        for batch in batches:
+            if batch.thread.is_alive():
+                batch.thread.join()
+
+
+def _resume(batches: Iterable[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int) -> None:
+    """Lets each batch run up to its next gate (or its end), `workers` of them at a time, and waits for all."""
+    running = 0
+    errors = []
+    for batch in batches:
+        if running >= workers:
+            errors.append(stopped.get().error)
+            running -= 1
+        if any(errors):
+            break
+        batch.go.release()
+        running += 1
+    errors += [stopped.get().error for _ in range(running)]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def run_layer_by_layer(
@@ -68,37 +145,7 @@ def run_layer_by_layer(
     `after_layer(len(layers) - 1)` when all have finished. Errors of a batch are raised here.
     Raises ValueError when a batch calls a layer more than once (see `calls_per_layer`).
     """
-    _share_one_arena()
-    batches = [_Batch(run) for run in runs]
-    by_thread = {batch.thread: batch for batch in batches}
-
-    def gate(*_: Any) -> None:
-        batch = by_thread.get(threading.current_thread())  # type: ignore[arg-type]
-        if batch is not None:
-            batch.wait()
-
-    # prepend: the gate must stand before the hooks that load the layer's weights.
-    handles = [layer.register_forward_pre_hook(gate, prepend=True) for layer in layers]
-    try:
-        for batch in batches:
-            batch.thread.start()
-        for step in range(len(layers) + 1):
-            for batch in batches:
-                if not batch.done:
-                    batch.resume()
-            after_layer(step - 1)
-        if not all(batch.done for batch in batches):
-            raise ValueError("a layer is called more than once: run the batches without the turnstile")
-    finally:
-        for handle in handles:
-            handle.remove()
-        for batch in batches:
-            if not batch.done:
-                batch.cancelled = True
-                batch.go.release()
-        for batch in batches:
-            if batch.thread.is_alive():
-                batch.thread.join()
+    run_in_step([[layer] for layer in layers], runs, lambda gate, _: after_layer(gate - 1), repeats=False)
 
 
 class _Enough(Exception):
@@ -124,6 +171,19 @@ def calls_per_layer(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list
         for handle in handles:
             handle.remove()
     return list(counts.values())
+
+
+def call_order(modules: Iterable[nn.Module], run: Callable[[], Any]) -> list[nn.Module]:
+    """The calls of `modules` during `run`, in order: a module that is called twice is there twice."""
+    calls: list[nn.Module] = []
+    handles = [m.register_forward_pre_hook(lambda m, args: calls.append(m)) for m in modules]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 def _share_one_arena() -> None:

@@ -7,6 +7,7 @@ from encoded tensors) and a finished artifact, always in float32: bfloat16 arith
 a 135 M model, as much as a good 6-bit file.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -239,13 +240,25 @@ class StreamedModel:
         if not large:
             return
 
+        # Several threads may run the module at a time: the first loads the weights, the last drops them.
+        lock = threading.Lock()
+        users = 0
+
         def load() -> None:
-            for local in large:
-                module._parameters[local] = fetch(local)
+            nonlocal users
+            with lock:
+                if users == 0:
+                    for local in large:
+                        module._parameters[local] = fetch(local)
+                users += 1
 
         def drop() -> None:
-            for local in large:
-                module._parameters[local] = meta[local]
+            nonlocal users
+            with lock:
+                users = max(0, users - 1)
+                if users == 0:
+                    for local in large:
+                        module._parameters[local] = meta[local]
 
         self._fetchers[module] = (load, drop)
         module.register_forward_pre_hook(lambda *_: None if module in self._held else load())
