@@ -1,0 +1,29 @@
+"""The Viterbi search of the trellis format on the device that the targets are on. All of them give the same codes."""
+
+import torch
+from torch import Tensor
+
+from nstf.kernels import triton
+from nstf.kernels.cpu import ext
+from nstf.kernels.torch import viterbi
+
+
+def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:
+    """The nearest trellis codes: targets [tiles, 256] float32 -> uint8 [tiles, 8 quarter_bits].
+
+    codebook: float32 [65536], on the same device. kernels/torch/viterbi.py defines the search. GPUs use Triton, the CPU the
+    compiled extension with torch's number of threads; without them torch does it, hundreds of times slower. Raises
+    ValueError for other shapes, dtypes and rates. Targets must be finite.
+    """
+    viterbi.check(targets, quarter_bits, codebook)
+    if targets.is_cuda and triton.AVAILABLE:
+        from nstf.kernels.triton.viterbi import viterbi as on_gpu
+
+        return on_gpu(targets, quarter_bits, codebook)
+    if targets.device.type == "cpu" and hasattr(ext, "trellis_viterbi"):
+        codes = torch.empty(targets.shape[0], 8 * quarter_bits, dtype=torch.uint8)
+        ext.trellis_viterbi(
+            targets.contiguous(), quarter_bits, codebook.contiguous(), codes, torch.get_num_threads()
+        )
+        return codes
+    return viterbi.viterbi(targets, quarter_bits, codebook)
