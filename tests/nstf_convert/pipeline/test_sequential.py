@@ -1,0 +1,213 @@
+"""A mix that is encoded front to back: which inputs every tensor is rounded for, and that the bytes are fixed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nstf.kernels.formats import decode
+from nstf_convert import streamed
+from nstf_convert.pipeline import sequential
+from nstf_convert.pipeline.calibration import fit_batches
+from nstf_convert.pipeline.encoded import decoded_source
+from nstf_convert.pipeline.job import Job
+from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.sequential import PrefixOptions, encode_in_prefix
+from nstf_convert.pipeline.stages import Stages
+from nstf_convert.streamed import StreamedModel
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+GEMMA = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+LAST_DOWN = "model.layers.1.mlp.down_proj.weight"
+ALBERT = {**TEXT, "embedding_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
+MIXTRAL = {**TEXT, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture
+def opened(options, tmp_path):
+    """Makes a Job on the small model; keyword arguments override options."""
+    jobs = []
+
+    def make(work="work", **changes) -> Job:
+        job = Job(options(work_dir=tmp_path / work, **changes), Stages())
+        jobs.append(job)
+        return job
+
+    yield make
+    for job in jobs:
+        job.work.close()
+        job.checkpoint.close()
+
+
+def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any]) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(getattr(transformers, config)(**arguments))
+    model.save_pretrained(folder)
+    return folder
+
+
+def three_bits(job: Job) -> dict[str, Recipe]:
+    recipe = Recipe("int_grid", {"bits": 3, "group": 32})
+    return {n: recipe for n, u in job.units.items() if u.kept is None}
+
+
+def encoded(job: Job, options: PrefixOptions | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None, options)
+    assert sorted(prefixed.results) == sorted(mix)
+    return {n: prefixed.load(job.units[n], mix[n]).arrays for n in mix}
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(a[n][k], b[n][k]) for n in a for k in a[n]) and sorted(a) == sorted(b)
+
+
+def inputs_of(model: StreamedModel, path: str, job: Job) -> torch.Tensor:
+    """Rows that reach a module over all fit batches, [n, in]."""
+    rows = []
+    module = dict(model.module.named_modules())[path]
+    handle = module.register_forward_pre_hook(lambda m, args: rows.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in fit_batches(job.calibration):
+            model.hidden(batch["input_ids"])
+    handle.remove()
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("resident", [0, 1 << 20], ids=["streamed", "resident"])
+def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
+    opened, monkeypatch, resident
+) -> None:
+    monkeypatch.setattr(streamed, "RESIDENT_BYTES", resident)
+    job = opened()
+    seen = {}
+    real = sequential.recipes.encode
+
+    def encode(recipe, weight, stats, lead):
+        seen[tuple(weight.reshape(-1)[:4].tolist())] = stats.hessian
+        return real(recipe, weight, stats, lead)
+
+    monkeypatch.setattr(sequential.recipes, "encode", encode)
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    model = StreamedModel(
+        job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
+    )
+    for name in (LAST_DOWN, "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        rows = inputs_of(model, name.removesuffix(".weight"), job)
+        used = seen[tuple(job.source(name).float().reshape(-1)[:4].tolist())]
+        assert torch.allclose(used, rows.T @ rows / len(rows), rtol=1e-3, atol=1e-5)
+        before = job.calibration.find(f"hessian:{name.removesuffix('.weight')}")
+        assert before is None or not torch.allclose(used, before, rtol=1e-2)
+
+
+def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> None:
+    monkeypatch.setattr(streamed, "RESIDENT_BYTES", 0)
+    one = opened("one", threads=1)
+    two = opened("two", threads=2, calibration=one.work.path / "calibration.safetensors")
+    options = PrefixOptions(correction=0.5)
+    assert same(encoded(one, options), encoded(two, options))
+    assert torch.get_num_threads() == 2
+
+
+def test_second_run_finds_everything_and_runs_no_model(opened, monkeypatch) -> None:
+    job = opened()
+    first = encoded(job)
+    monkeypatch.setattr(sequential, "run_in_step", lambda *args: pytest.fail("the model was run again"))
+    assert same(first, encoded(job))
+
+
+def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
+    whole = encoded(opened("whole"))
+    job = opened("cut", calibration=None)
+    real, calls = sequential.recipes.encode, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(sequential.recipes, "encode", stop)
+    with pytest.raises(KeyboardInterrupt):
+        encoded(job)
+    monkeypatch.setattr(sequential.recipes, "encode", real)
+    assert same(whole, encoded(job))
+
+
+def test_tied_table_is_encoded_as_without_the_prefix(opened) -> None:
+    job = opened()
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    table = job.units["model.embed_tokens.weight"]
+    assert table.name not in prefixed.keys
+    assert LAST_DOWN in prefixed.keys
+    recipe = mix[table.name]
+    assert same({"": prefixed.load(table, recipe).arrays}, {"": job.encoder.load(table, recipe).arrays})
+
+
+def test_untied_head_reads_the_compressed_models_hidden_states(opened, tmp_path) -> None:
+    folder = saved(
+        tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": False}
+    )
+    job = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    assert "lm_head.weight" in prefixed.keys
+    alone = job.encoder.load(job.units["lm_head.weight"], mix["lm_head.weight"])
+    after = prefixed.load(job.units["lm_head.weight"], mix["lm_head.weight"])
+    assert not torch.equal(decode(alone), decode(after))
+
+
+def test_layers_that_run_several_times_keep_the_calibrations_hessians(opened, tmp_path) -> None:
+    folder = saved(tmp_path / "m", "AlbertModel", "AlbertConfig", ALBERT)
+    inputs = tmp_path / "inputs.safetensors"
+    from safetensors.torch import save_file
+
+    save_file({"input_ids": torch.arange(8 * 16).reshape(8, 16) % 100}, str(inputs))
+    job = opened(model=str(folder), datasets=(str(inputs),), formats=("int_grid",))
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    assert not any("albert_layers" in name for name in prefixed.keys)
+    assert sorted(prefixed.results) == sorted(mix)
+
+
+def test_expert_stacks_keep_the_calibrations_hessians_and_attention_does_not(opened, tmp_path) -> None:
+    folder = saved(tmp_path / "m", "MixtralForCausalLM", "MixtralConfig", MIXTRAL)
+    job = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
+    prefixed = encode_in_prefix(job, three_bits(job), lambda unit: None)
+    assert not any("experts" in name for name in prefixed.keys)
+    assert "model.layers.1.self_attn.o_proj.weight" in prefixed.keys
+
+
+def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypatch) -> None:
+    job = opened()
+    targets = []
+    real = sequential.recipes.encode
+
+    def encode(recipe, weight, stats, lead):
+        targets.append(weight)
+        return real(recipe, weight, stats, lead)
+
+    monkeypatch.setattr(sequential.recipes, "encode", encode)
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(correction=1.0))
+    model = StreamedModel(
+        job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
+    )
+    path = LAST_DOWN.removesuffix(".weight")
+    original, compressed = inputs_of(job.reference(), path, job), inputs_of(model, path, job)
+    weight = job.source(LAST_DOWN).float()
+    wanted = original @ weight.T
+    target = targets[-1]
+    assert target.shape == weight.shape
+    assert (compressed @ target.T - wanted).norm() < 0.9 * (compressed @ weight.T - wanted).norm()
