@@ -49,3 +49,31 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.to(torch.float32)
     return values
+
+
+def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tuning leaves alone: nothing, or integers."""
+    return {} if DTYPES[params.dtype].is_floating_point else {"values": arrays["values"]}
+
+
+def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values; {} when they are integers."""
+    return {"values": arrays["values"].float()} if DTYPES[params.dtype].is_floating_point else {}
+
+
+def retuned(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays with other values, rounded to the stored dtype."""
+    return {"values": values["values"].to(DTYPES[params.dtype])} if "values" in values else arrays
+
+
+def decode_tuned(
+    params: Params,
+    shape: Shape,
+    fixed: dict[str, Tensor],
+    values: dict[str, Tensor],
+    children: dict[str, Tensor],
+) -> Tensor:
+    """The values themselves."""
+    return values["values"] if "values" in values else fixed["values"]

@@ -15,9 +15,12 @@ from nstf.kernels.formats.scales import (
     check_scale_bits,
     group_count,
     matrix_shape,
+    narrow,
     per_column,
     read_scales,
     scale_specs,
+    scaled,
+    store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
 
@@ -73,3 +76,31 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
     values = arrays["codes"].view(DTYPES[params.variant]).float()
     values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
     return values.reshape(shape)
+
+
+def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tuning leaves alone: the fp8 values at scale 1."""
+    return {"units": narrow(arrays["codes"].view(DTYPES[params.variant]).float())}
+
+
+def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scales [rows, groups]."""
+    return {"scale": read_scales(arrays, params.scale_bits)}
+
+
+def retuned(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays with other scales, rounded to what they are stored as."""
+    return {**arrays, **store_scales(values["scale"], params.scale_bits)}
+
+
+def decode_tuned(
+    params: Params,
+    shape: Shape,
+    fixed: dict[str, Tensor],
+    values: dict[str, Tensor],
+    children: dict[str, Tensor],
+) -> Tensor:
+    """`decode` with the scales of `values`, differentiable in them."""
+    return scaled(values["scale"], fixed["units"], params.group).reshape(shape)

@@ -1,6 +1,7 @@
 """`grid`: 4-bit codes into a table of 16 values per tensor, with one scale per group of a row."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from nstf.kernels.formats.scales import (
     group_count,
     matrix_shape,
     per_column,
+    per_group,
     read_scales,
     scale_specs,
+    store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
 
@@ -64,3 +67,53 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
     values = arrays["table"].float()[bitpack.unpack(arrays["codes"], 4, cols).int()]
     values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
     return values.reshape(shape)
+
+
+def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tuning leaves alone: the codes, uint8 [rows, cols]."""
+    _, cols = matrix_shape(shape, params.lead)
+    return {"codes": bitpack.unpack(arrays["codes"], 4, cols)}
+
+
+def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scales [rows, groups] and the table [16]."""
+    return {"scale": read_scales(arrays, params.scale_bits), "table": arrays["table"].float()}
+
+
+def retuned(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays with other scales and levels, rounded to what they are stored as."""
+    table = values["table"].half()
+    return {**arrays, "table": table, **store_scales(values["scale"], params.scale_bits)}
+
+
+def decode_tuned(
+    params: Params,
+    shape: Shape,
+    fixed: dict[str, Tensor],
+    values: dict[str, Tensor],
+    children: dict[str, Tensor],
+) -> Tensor:
+    """`decode` with the scales and levels of `values`, differentiable in both."""
+    out: Tensor = _ScaledTable.apply(values["scale"], values["table"], fixed["codes"], params.group)  # type: ignore[no-untyped-call]
+    return out.reshape(shape)
+
+
+class _ScaledTable(torch.autograd.Function):
+    """scale * table[code]; the graph keeps the codes only."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, table: Tensor, codes: Tensor, group: int) -> Tensor:
+        ctx.save_for_backward(scale, table, codes)
+        ctx.group = group
+        return table[codes.int()] * per_column(scale, group, codes.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        scale, table, codes = ctx.saved_tensors
+        grad = grad.float()
+        for_scale = per_group(grad * table[codes.int()], ctx.group, scale.shape[1])
+        weighted = (grad * per_column(scale, ctx.group, codes.shape[1])).reshape(-1)
+        for_table = torch.bincount(codes.reshape(-1).int(), weighted, minlength=len(table))
+        return for_scale, for_table.to(table.dtype), None, None

@@ -12,9 +12,12 @@ from nstf.kernels.formats.scales import (
     check_scale_bits,
     group_count,
     matrix_shape,
+    narrow,
     per_column,
     read_scales,
     scale_specs,
+    scaled,
+    store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
 
@@ -66,11 +69,46 @@ def code_bits(params: Params, shape: Shape) -> int:
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """scale * (code - zero), float32 of `shape`."""
     _, cols = matrix_shape(shape, params.lead)
+    values = _units(params, arrays, cols)
+    values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
+    return values.reshape(shape)
+
+
+def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tuning leaves alone: the codes less their zero points, at scale 1."""
+    _, cols = matrix_shape(shape, params.lead)
+    return {"units": narrow(_units(params, arrays, cols))}
+
+
+def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scales [rows, groups]."""
+    return {"scale": read_scales(arrays, params.scale_bits)}
+
+
+def retuned(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays with other scales, rounded to what they are stored as."""
+    return {**arrays, **store_scales(values["scale"], params.scale_bits)}
+
+
+def decode_tuned(
+    params: Params,
+    shape: Shape,
+    fixed: dict[str, Tensor],
+    values: dict[str, Tensor],
+    children: dict[str, Tensor],
+) -> Tensor:
+    """`decode` with the scales of `values`, differentiable in them."""
+    return scaled(values["scale"], fixed["units"], params.group).reshape(shape)
+
+
+def _units(params: Params, arrays: dict[str, Tensor], cols: int) -> Tensor:
+    """code - zero, float32 [rows, cols]."""
     values = bitpack.unpack(arrays["codes"], params.bits, cols).float()
     if params.symmetric:
         values -= 1 << (params.bits - 1)
     else:
         zeros = bitpack.unpack(arrays["zeros"], params.bits, group_count(cols, params.group))
         values -= per_column(zeros.float(), params.group, cols)
-    values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
-    return values.reshape(shape)
+    return values

@@ -1,6 +1,7 @@
 """What the leaf formats share: the matrix view of a tensor, groups along the columns, and stored scales."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,3 +70,63 @@ def read_scales(arrays: dict[str, Tensor], scale_bits: int) -> Tensor:
         steps = (arrays["scale_codes"].float() + 1) / 256
         return arrays["scale_super"].float().unsqueeze(1) * steps
     return arrays["scale"].float()
+
+
+def store_scales(scales: Tensor, scale_bits: int) -> dict[str, Tensor]:
+    """The arrays nearest to float32 scales [rows, groups]: the inverse of `read_scales`, rounded.
+
+    Scales beyond float16 are clipped; 8-bit ones must not be negative.
+    """
+    if scale_bits == 32:
+        return {"scale": scales.float()}
+    largest = torch.finfo(torch.float16).max
+    if scale_bits == 16:
+        return {"scale": scales.clamp(-largest, largest).half()}
+    top = scales.amax(dim=1).clamp(0, largest).half()
+    steps = torch.where(top > 0, 256 / top.float(), torch.zeros_like(top.float())).unsqueeze(1)
+    codes = (scales * steps).round().clamp(1, 256) - 1
+    # A row of zeros keeps full codes, as encoders store it.
+    codes = torch.where(top.unsqueeze(1) > 0, codes, torch.full_like(codes, 255))
+    return {"scale_codes": codes.to(torch.uint8), "scale_super": top}
+
+
+def narrow(values: Tensor) -> Tensor:
+    """The same values in the narrowest of int8, float16 and float32 that holds them to 11 bits.
+
+    What stays fixed while scales are tuned is kept decoded, and this is what makes that a byte or two a weight.
+    """
+    if bool((values == values.round()).all()) and bool((values.abs() <= 127).all()):
+        return values.to(torch.int8)
+    half = values.half()
+    close = (half.float() - values).abs() <= values.abs() * 2.0**-11
+    return half if bool(close.all()) else values.float()
+
+
+def scaled(scale: Tensor, units: Tensor, group: int) -> Tensor:
+    """scale * units, float32 [rows, cols], differentiable in `scale` [rows, groups].
+
+    The graph keeps `units` [rows, cols] as it is given (int8, float16 or float32), not a float32 copy of it.
+    """
+    return _Scaled.apply(scale, units, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, units: Tensor, group: int) -> Tensor:
+        ctx.save_for_backward(units)
+        ctx.group, ctx.groups = group, scale.shape[1]
+        return units.float() * per_column(scale.float(), group, units.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (units,) = ctx.saved_tensors
+        return per_group(grad.float() * units, ctx.group, ctx.groups), None, None
+
+
+def per_group(values: Tensor, group: int, groups: int) -> Tensor:
+    """Sums over the columns of every group: [rows, cols] -> [rows, groups]; the transpose of `per_column`."""
+    rows, cols = values.shape
+    size = group_size(cols, group)
+    if size * groups != cols:
+        values = torch.nn.functional.pad(values, (0, size * groups - cols))
+    return values.view(rows, groups, size).sum(dim=2)
