@@ -4,7 +4,7 @@
 know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ MAX_CONV_ROWS = 4096
 
 @dataclass(frozen=True)
 class Moment:
-    """`hessian`: [in, in] float32, the mean of x x^T over `tokens` inputs; `members`: the layers that share it."""
+    """`hessian`: [in, in] float32, the (weighted) mean of x x^T over `tokens` inputs; `members`: the layers that
+    share it."""
 
     hessian: Tensor
     tokens: int
@@ -33,8 +34,12 @@ class InputMoments:
     first batch runs, by identity of the input.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """weights: by the first layer that reads an input, what each of its rows counts, [rows of all batches] in the
+        order in which they come; inputs without count all rows the same."""
+        self._weights = dict(weights or {})
         self._sums: dict[str, Tensor] = {}
+        self._mass: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._key_of: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
@@ -56,16 +61,27 @@ class InputMoments:
         return module.register_forward_pre_hook(hook)
 
     def add(self, key: str, rows: Tensor) -> None:
-        """Adds rows [n, in] to the sum under `key`."""
+        """Adds rows [n, in] to the sum under `key`. Raises ValueError when more come than were given weights."""
         if rows.shape[0] == 0:
             return
         self._key_of.setdefault(key, key)
         rows = rows.detach().to(torch.float32)
         if key not in self._sums:
             self._sums[key] = torch.zeros(rows.shape[1], rows.shape[1])
-            self._tokens[key] = 0
-        self._sums[key].addmm_(rows.T, rows)
+            self._tokens[key], self._mass[key] = 0, 0.0
+        first, weights = self._tokens[key], self._weights.get(key)
         self._tokens[key] += rows.shape[0]
+        if weights is None:
+            self._mass[key] += rows.shape[0]
+            self._sums[key].addmm_(rows.T, rows)
+            return
+        if self._tokens[key] > weights.numel():
+            raise ValueError(f"{key} reads more than the {weights.numel()} rows there are weights for")
+        part = weights[first : self._tokens[key]]
+        self._mass[key] += float(part.sum(dtype=torch.float64))
+        # x sqrt(w) on both sides: the sum is positive semi-definite whatever the rounding.
+        rows = rows * part.sqrt()[:, None]
+        self._sums[key].addmm_(rows.T, rows)
 
     def pop(self, names: Iterable[str] | None = None) -> dict[str, Moment]:
         """The finished moments of `names` (all when None), by key; their memory is released here."""
@@ -74,8 +90,8 @@ class InputMoments:
         out = {}
         for key in [k for k in self._sums if k in wanted]:
             members = tuple(sorted(n for n, k in self._key_of.items() if k == key))
-            tokens = self._tokens.pop(key)
-            out[key] = Moment(self._sums.pop(key).div_(tokens), tokens, members)
+            mass = max(self._mass.pop(key), 1e-30)
+            out[key] = Moment(self._sums.pop(key).div_(mass), self._tokens.pop(key), members)
         return out
 
 

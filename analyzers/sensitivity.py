@@ -64,16 +64,15 @@ def checkpoint_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-def sampled_loss(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """-sum log p(y) with y drawn from softmax(logits): logits [n, vocabulary] -> scalar."""
-    log_p = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        noise = torch.empty_like(log_p).exponential_(generator=generator)
-        labels = (log_p.exp() / noise).argmax(dim=-1)  # the exponential race draws from a categorical
-    return -log_p.gather(1, labels[:, None]).sum()
+def sampled_gradient(logits: Tensor, generator: torch.Generator, labels: int) -> tuple[Tensor, Tensor]:
+    """(a random gradient at the logits whose covariance is the Fisher information there, its exact diagonal).
 
-
-def head_sensitivity(logits: Tensor) -> Tensor:
-    """The Fisher diagonal at the logits, mean over rows of p (1 - p): [n, vocabulary] -> [vocabulary]."""
-    p = torch.softmax(logits, dim=-1)
-    return (p * (1 - p)).mean(dim=0)
+    logits: [n, vocabulary]; both results [n, vocabulary]. The gradient of -log p(y) is p - onehot(y). The sum over
+    `labels` independent y ~ p, divided by sqrt(labels), has the same covariance diag(p) - p p^T, and is close to a
+    Gaussian: one unlikely label alone would let its token count a hundred times what it should.
+    """
+    p = torch.softmax(logits.float(), dim=-1)
+    drawn = torch.multinomial(p, labels, replacement=True, generator=generator)
+    diagonal = p * (1 - p)
+    sample = p.mul_(labels).scatter_add_(1, drawn, torch.full(drawn.shape, -1.0)).div_(labels**0.5)
+    return sample.to(logits.dtype), diagonal

@@ -68,12 +68,12 @@ def test_position_table_that_is_given_a_mask_is_not_counted(options, tmp_path) -
 
 
 def test_scaled_embedding_counts_by_its_scale(options, tmp_path, monkeypatch) -> None:
-    from nstf_convert.pipeline import calibration
+    from nstf_convert.pipeline import gradients
 
     folder = saved(tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA)
     name = "sensitivity_in:model.embed_tokens.weight"
     scaled = calibrated(options, folder, tmp_path / "a").get(name)
-    monkeypatch.setattr(calibration, "_embedding_scale", lambda module: 1.0)
+    monkeypatch.setattr(gradients, "_embedding_scale", lambda module: 1.0)
     plain = calibrated(options, folder, tmp_path / "b").get(name)
     assert torch.allclose(scaled, plain * 64.0)
 

@@ -1,0 +1,81 @@
+"""How much each token's input to a layer matters to the end loss: the weights of `H = sum_t w_t x_t x_t^T / sum_t w_t`.
+
+An error dW changes the loss of token t by about 1/2 sum_j g_tj^2 (dW_j x_t)^2, with g_t the gradient at the layer's
+outputs. With g_tj^2 ~ s_j w_t / mean(w), s_j the mean over tokens and w_t the mean over outputs, its mean over tokens
+is 1/2 sum_j s_j dW_j H dW_j^T with the weighted H (GuidedQuant, Kim et al., 2025, arXiv 2505.07004, with one group of
+outputs). The row sensitivities s_j keep their meaning: dividing by sum_t w_t leaves H a mean over tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenGradients:
+    """Gathers each token's mean squared gradient at the outputs of watched layers, one value per input row.
+
+    Layers that read the very same tensor (q, k and v) give one value together, the mean over all their outputs, under
+    the name of the first: the names and groups are those of `moments.InputMoments`.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Tensor]] = {}
+        self._features: dict[str, int] = {}
+        self._key_of: dict[str, str] = {}
+        self._last: tuple[Tensor, str] | None = None
+
+    def watch(self, name: str, module: nn.Module) -> Any:
+        """Starts gathering for a layer whose output's last axis is its features; returns the hook's handle."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if not isinstance(out, Tensor) or not out.requires_grad:
+                return
+            if name not in self._key_of:
+                shared = self._last is not None and self._last[0] is args[0]
+                self._key_of[name] = self._last[1] if shared and self._last else name
+                self._last = (args[0], self._key_of[name])
+            out.register_hook(lambda grad: self._add(name, grad))  # type: ignore[no-untyped-call]
+
+        return module.register_forward_hook(hook)
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        rows = grad.detach().reshape(-1, grad.shape[-1])
+        self._features[name] = rows.shape[1]
+        self._parts.setdefault(name, []).append(rows.float().square().sum(dim=1))
+
+    def weights(self, rows: int) -> dict[str, Tensor]:
+        """The weights by key, [rows] float32 with mean 1, in the order of the batches.
+
+        A layer that saw another number of rows (it runs several times, or for some tokens only) has none.
+        """
+        self._last = None
+        out = {}
+        for key in set(self._key_of.values()):
+            members = [n for n, k in self._key_of.items() if k == key and n in self._parts]
+            joined = [torch.cat(self._parts[n]) for n in members]
+            if not joined or any(j.numel() != rows for j in joined):
+                continue
+            total = torch.stack(joined).sum(dim=0, dtype=torch.float64)
+            total = total / sum(self._features[n] for n in members)
+            if bool(torch.isfinite(total).all()) and float(total.sum()) > 0:
+                out[key] = (total / total.mean()).float()
+        return dict(sorted(out.items()))
+
+
+def temper(weights: Tensor, power: float, cap: float) -> Tensor:
+    """Weights with lighter tails: w^power, at most `cap` times their mean; [rows], mean 1.
+
+    Gradients of single tokens are heavy-tailed (one token of a thousand can hold half of the sum), and a Hessian is a
+    sample mean: fewer, heavier tokens make it noisier. Raises ValueError unless 0 <= power <= 1 and cap > 1.
+    """
+    if not 0 <= power <= 1 or not cap > 1:
+        raise ValueError(
+            f"a power of {power} and a cap of {cap} do not temper weights: give 0..1 and above 1"
+        )
+    out = weights.double() ** power
+    # Capping lowers the mean, and with it the cap: the fixed point is reached from above.
+    for _ in range(16):
+        out = out / out.mean().clamp_min(1e-300)
+        out = out.clamp_max(cap)
+    return (out / out.mean().clamp_min(1e-300)).float()
