@@ -206,7 +206,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dataset", type=Path, required=True, help="calibration text")
     parser.add_argument("--eval", action="append", required=True, metavar="NAME=PATH[:FROM-TO]")
     parser.add_argument("--windows", type=int, default=16, help="windows of 512 tokens per domain, at most")
-    parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens")
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows of 512 tokens")
     parser.add_argument("--peers", nargs="*", default=[], help=f"of {', '.join(peers.NAMES)}")
     parser.add_argument("--types", nargs="*", help="only these of the peers' types")
     parser.add_argument("--calibration", type=Path, help="a file of `nstf calibrate`, instead of making one")

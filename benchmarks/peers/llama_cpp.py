@@ -4,7 +4,6 @@ The source comes with the sdist of llama-cpp-python on the package index; only t
 multiples of 256 make llama-quantize fall back to wider types: the file's bytes count, whatever its name says.
 """
 
-import os
 import subprocess
 import sys
 import tarfile
@@ -82,15 +81,9 @@ def _run(command: list[str], log: Path) -> None:
     """Runs a program with its output in `log`. Raises Unavailable with the last line when it fails."""
     with log.open("w") as out:
         try:
-            code = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_nicely
-            ).returncode
+            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
         except OSError as error:
             raise Unavailable(f"{command[0]} cannot be run ({error})") from error
     if code:
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
         raise Unavailable(f"{Path(command[0]).name} failed: {lines[-1][:200]} (log: {log})")
-
-
-def _nicely() -> None:
-    os.nice(5)
