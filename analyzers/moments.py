@@ -109,7 +109,11 @@ def mean_outer(
         if weights is None:
             return x.T @ y, float(x.shape[0])
         w = weights[index].float()
-        return (x * w[:, None]).T @ y, float(w.sum(dtype=torch.float64))
+        # sqrt(w) on both sides: a second moment is positive semi-definite whatever the rounding.
+        root = w.sqrt()[:, None]
+        left_rows = x * root
+        right_rows = left_rows if left[index] is right[index] else y * root
+        return left_rows.T @ right_rows, float(w.sum(dtype=torch.float64))
 
     total: Tensor | None = None
     mass = 0.0

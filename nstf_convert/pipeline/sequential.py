@@ -5,12 +5,7 @@ through a model whose weights are the encoded ones: all batches stop before a gr
 input, the second moment of that input is taken, the group is encoded with it, and the batches go on through the
 decoded weights (the order of Frantar et al., GPTQ, 2022, weight group by weight group instead of layer by layer).
 
-With `correction` the original model runs in step and the target of the rounding moves from W to the weight that maps
-the compressed prefix's inputs x~ to what W makes of the original's inputs x:
-
-    W* = W + correction * W (E[x x~^T] - H~) (H~ + damping)^{-1}        H~ = E[x~ x~^T]
-
-which for correction = 1 minimises E|W x - W* x~|^2 (Li et al., GPTAQ, 2025, solved in closed form).
+With a `target` other than the weight itself the original model runs in step, see nstf_convert.pipeline.target.
 """
 
 import threading
@@ -24,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from nstf import __version__
-from nstf.analyzers.moments import mean_outer, rows_of
+from nstf.analyzers.moments import rows_of
+from nstf.analyzers.residual import residual_writers
 from nstf.analyzers.turnstile import call_order, run_in_step
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
@@ -40,31 +36,45 @@ from nstf_convert.pipeline.data import Batch, Data
 from nstf_convert.pipeline.encoded import ALGORITHMS, Result
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.target import Moments, Rows, joined, moments, target
 from nstf_convert.pipeline.units import Unit
 from nstf_convert.pipeline.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
+# Fewer merged batches than this are not merged: a share of them is held out.
+MIN_BATCHES = 4
+TARGETS = ("weight", "output", "stream")
+
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """original: share of the original model's Hessian in the blend with the compressed prefix's. diagonal: share of
-    the blend's diagonal. correction: how far the target moves towards what the original makes of its own inputs;
-    damping: of that, relative to the mean diagonal.
+    """target: what is rounded, the `weight`, or what reproduces the original's layer `output`, or its residual
+    `stream` where the layer writes to one. damping: of that fit, relative to the Hessian's mean diagonal; held_out:
+    share of the batches that decide how far it goes. original: share of the original model's Hessian in the blend
+    with the compressed prefix's; diagonal: share of the blend's own diagonal.
     """
 
+    target: str = "weight"
+    damping: float = 0.01
+    held_out: float = 0.25
     original: float = 0.0
     diagonal: float = 0.0
-    correction: float = 0.0
-    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {self.target[:40]!r}")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that read one input. key: the calibration's; module: the path of the first one that runs."""
+    """Weights that read one input. key: the calibration's; module: the path of the first one that runs (empty: the
+    head of a language model); norm: the norm whose input is the residual stream that the weight's output is added to.
+    """
 
     key: str
     module: str
     weights: tuple[str, ...]
+    norm: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +176,7 @@ def _groups(job: Job, mix: Mapping[str, Recipe], batches: Sequence[Batch]) -> li
             return False
         return paths[0] in once or (data.language and by_path[paths[0]] is model.head)
 
+    writers = residual_writers(model.module, by_path, lambda: model_output(model, data, probe))
     path_of = {id(m): p for p, m in by_path.items()}
     position = {path_of[id(m)]: i for i, m in enumerate(calls)}
     groups = []
@@ -175,7 +186,8 @@ def _groups(job: Job, mix: Mapping[str, Recipe], batches: Sequence[Batch]) -> li
             if weights:
                 groups.append((len(calls), Group(key, "", weights)))
         elif weights and key in once:
-            groups.append((position[key], Group(key, key, weights)))
+            norm = writers.get(key) if len(weights) == 1 else None
+            groups.append((position[key], Group(key, key, weights, norm)))
     return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
 
 
@@ -202,6 +214,9 @@ class _Pass:
         self.ready = {name for name in mix if name not in prefixed.keys}
         self.decoded: dict[str, Tensor] = {}
         self.lock = threading.Lock()
+        self.running = threading.local()
+        self.streams: dict[int, Tensor] = {}
+        self.count = 0
         self.model = StreamedModel(self.job.reference().config, self.source, self.job.checkpoint.ties)
         self.modules = dict(self.model.module.named_modules())
         self.by_weight: dict[str, list[nn.Module]] = {}
@@ -219,20 +234,41 @@ class _Pass:
             return self.decoded[name]
 
     def run(self, batches: Sequence[Batch]) -> None:
+        """Runs the fit batches to the end; every group is then in the work directory."""
         data = _data(self.job)
         merged = list(merge_batches(batches, TOKENS_PER_BATCH))
-        runs = [self._run(self.model, data, b) for b in merged]
-        gates = [[self.modules[g.module]] for g in self.groups if g.module]
-        self.split = len(runs)
-        if self.options.correction:
-            original = self.job.reference()
-            runs += [self._run(original, data, b) for b in merged]
-            paths = dict(original.module.named_modules())
-            gates = [[m, paths[g.module]] for g, (m,) in zip(self.groups, gates, strict=False)]
-        run_in_step(gates, runs, self._at_gate, self.workers)
+        if len(merged) < MIN_BATCHES:
+            merged = list(batches)  # some are held out
+        models = [self.model] if self.options.target == "weight" else [self.model, self.job.reference()]
+        paths = [dict(m.module.named_modules()) for m in models]
+        self.count = len(merged)
+        runs = [
+            self._run(m, data, b, len(merged) * i + j)
+            for i, m in enumerate(models)
+            for j, b in enumerate(merged)
+        ]
+        gates = [[p[g.module] for p in paths] for g in self.groups if g.module]
+        handles = []
+        if self.options.target == "stream":
+            norms = {g.norm for g in self.groups if g.norm is not None}
+            handles = [
+                p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
+            ]
+        try:
+            run_in_step(gates, runs, self._at_gate, self.workers)
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _run(self, model: StreamedModel, data: Data, batch: Batch) -> Callable[[], Tensor]:
-        return lambda: model_output(model, data, batch)
+    def _run(self, model: StreamedModel, data: Data, batch: Batch, index: int) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            self.running.index = index
+            return model_output(model, data, batch)
+
+        return run
+
+    def _keep_stream(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.streams[self.running.index] = args[0]
 
     def _at_gate(self, index: int, inputs: list[Any]) -> None:
         self.decoded.clear()
@@ -241,10 +277,10 @@ class _Pass:
         group = self.groups[index]
         start = time.perf_counter()
         if any(self.job.work.find_metadata(self.prefixed.keys[n]) is None for n in group.weights):
-            hessian, moved = self._statistics(group, inputs)
-            stats = Stats(hessian)
+            fit, held_out = self._moments(group, inputs)
+            stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
             with ThreadPoolExecutor(self.workers) as pool:
-                list(pool.map(lambda n: self._encode(n, stats, moved), group.weights))
+                list(pool.map(lambda n: self._encode(n, stats, fit, held_out), group.weights))
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = _stored_loss(self.job, name, self.prefixed.keys[name])
@@ -256,51 +292,57 @@ class _Pass:
                 if not module.weight.is_meta:  # type: ignore[union-attr]
                     module.weight = nn.Parameter(self.source(name), requires_grad=False)
 
-    def _statistics(self, group: Group, inputs: list[Any]) -> tuple[Tensor, Tensor | None]:
-        """(the Hessian to encode with, what the target moves by as a factor on the right: [in, in], or None)."""
+    def _moments(self, group: Group, inputs: list[Any]) -> tuple[Moments, Moments | None]:
+        """What is known of a group's inputs, from the batches that fit and from those held out for the target."""
         module = self.modules[group.module] if group.module else nn.Identity()
-        given = [(x[0] if isinstance(x, tuple) else x) for x in inputs]
-        rows = [rows_of(module, x) for x in given[: self.split] if x is not None]
+        given = [x[0] if isinstance(x, tuple) else x for x in inputs]
+        here = [i for i in range(self.count) if given[i] is not None]
+        rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
-        hessian = mean_outer(rows, rows, weights, self.workers)
-        moved = None
-        if self.options.correction:
-            originals = [rows_of(module, x) for x in given[self.split :] if x is not None]
-            cross = mean_outer(originals, rows, weights, self.workers)
-            moved = correction(cross, hessian, self.options.damping).mul_(self.options.correction)
+        if self.options.target == "weight":
+            return moments(Rows(rows, weights=weights), self.workers), None
+        originals = [rows_of(module, given[self.count + i]) for i in here]
+        lag: list[Tensor] = []
+        if self.options.target == "stream" and group.norm is not None:
+            lag = [(self.streams[self.count + i] - self.streams[i]).flatten(0, -2) for i in here]
+        data = Rows(rows, originals, lag, weights)
+        kept = max(1, round(len(rows) * self.options.held_out))
+        fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
+        if not fit.rows:
+            return moments(data, self.workers), None
+        return moments(fit, self.workers), moments(held_out, self.workers)
+
+    def _blended(self, group: Group, known: Moments) -> Tensor:
+        hessian = known.hessian
         if self.options.original and self.job.calibration is not None:
-            known = self.job.calibration.get(f"hessian:{group.key}")
-            hessian = hessian.lerp(known, self.options.original)
+            before = self.job.calibration.get(f"hessian:{group.key}")
+            hessian = hessian.lerp(before, self.options.original)
         if self.options.diagonal:
             hessian = hessian.lerp(torch.diag(hessian.diagonal()), self.options.diagonal)
-        return hessian, moved
+        return hessian
 
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.job.calibration
         found = None if file is None else file.find(f"token_weight:{group.key}")
         if found is None or found.numel() != sum(r.shape[0] for r in rows):
             return None
-        return list(found.reshape(-1).split([r.shape[0] for r in rows]))
+        return list(torch.split(found.reshape(-1), [r.shape[0] for r in rows]))
 
-    def _encode(self, name: str, stats: Stats, moved: Tensor | None) -> None:
+    def _encode(self, name: str, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
         key = self.prefixed.keys[name]
         if self.job.work.find_metadata(key) is not None:
             return
         unit, recipe = self.job.units[name], self.mix[name]
         inner, known = self.job.encoder.inputs(unit)
-        if moved is not None:
+        share = 0.0
+        if held_out is not None:
             matrix = inner.reshape(inner.shape[0], -1)
-            inner = (matrix + matrix @ moved).reshape(inner.shape)
+            matrix, share = target(matrix, fit, held_out, known.row_weight, self.options.damping)
+            inner = matrix.reshape(inner.shape)
         stats = stats.for_rows(known.row_weight)
         encoded = recipes.encode(recipe, inner, stats, unit.lead)
         lost = loss(inner, decode(encoded).reshape(inner.shape), stats, unit.lead)
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
-        self.job.work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": lost})
-
-
-def correction(cross: Tensor, hessian: Tensor, damping: float) -> Tensor:
-    """(E[x x~^T] - H~) (H~ + damping * mean diagonal * I)^{-1}: [in, in] float32, from cross and H~ [in, in]."""
-    h = hessian.double()
-    damped = h + damping * h.diagonal().mean() * torch.eye(h.shape[0], dtype=torch.float64)
-    return torch.linalg.solve(damped, (cross.double() - h).T).T.float()
+        metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
+        self.job.work.put(key, dict(encoded.arrays), metadata)

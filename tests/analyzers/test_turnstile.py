@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nstf.analyzers.turnstile import calls_per_layer, run_layer_by_layer
+from nstf.analyzers.moments import mean_outer
+from nstf.analyzers.turnstile import call_order, calls_per_layer, run_in_step, run_layer_by_layer
 
 
 def stack(order: list[int]) -> tuple[list[nn.Module], object]:
@@ -38,3 +39,64 @@ def test_the_error_of_a_batch_is_raised() -> None:
     layers, run = stack([0, 7])
     with pytest.raises(IndexError):
         run_layer_by_layer(layers, [run] * 2, lambda index: None)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_all_batches_stand_before_a_gate_with_their_inputs(workers: int) -> None:
+    layers, _ = stack([0, 1])
+    log = []
+
+    def run(value: float) -> torch.Tensor:
+        x = layers[0](torch.full((1, 4), value))
+        log.append(("between", value))
+        return layers[1](x)
+
+    def at_gate(gate: int, inputs: list) -> None:
+        given = [x[0] if isinstance(x, tuple) else x for x in inputs]
+        log.append(("gate", gate, len(given)))
+        if gate == 0:
+            assert [float(x[0, 0]) for x in given] == [0.0, 1.0, 2.0]
+        if gate == 2:
+            assert torch.equal(given[1], layers[1](layers[0](torch.ones(1, 4))))
+
+    run_in_step([[m] for m in layers], [lambda v=float(v): run(v) for v in range(3)], at_gate, workers)
+    assert log[0] == ("gate", 0, 3)
+    assert sorted(log[1:4]) == [("between", 0.0), ("between", 1.0), ("between", 2.0)]
+    assert log[4:] == [("gate", 1, 3), ("gate", 2, 3)]
+
+
+def test_batch_that_does_not_come_by_a_gate_waits_at_its_next_one() -> None:
+    layers, run_both = stack([0, 1])
+    seen = []
+    run_in_step(
+        [[m] for m in layers],
+        [run_both, lambda: layers[1](torch.ones(1, 4))],
+        lambda gate, inputs: seen.append([x is not None for x in inputs]),
+    )
+    assert seen[:2] == [[True, False], [True, True]]
+
+
+def test_module_that_is_called_again_is_let_through() -> None:
+    layers, run = stack([0, 1, 0])
+    gates = []
+    run_in_step([[m] for m in layers], [run] * 2, lambda gate, inputs: gates.append(gate), workers=2)
+    assert gates == [0, 1, 2]
+    assert call_order(layers, run) == [layers[0], layers[1], layers[0]]
+
+
+def test_error_of_one_of_several_running_batches_is_raised() -> None:
+    layers, run = stack([0, 1])
+    _, bad = stack([0, 7])
+    with pytest.raises(IndexError):
+        run_in_step([[m] for m in layers], [run, bad, run, bad], lambda gate, inputs: None, workers=3)
+
+
+def test_mean_outer_is_weighted_and_does_not_depend_on_workers() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = [torch.randn(50, 6, generator=g) for _ in range(5)]
+    w = [torch.rand(50, generator=g) for _ in range(5)]
+    one = mean_outer(x, x, w, 1)
+    assert torch.equal(one, mean_outer(x, x, w, 3))
+    rows, weights = torch.cat(x), torch.cat(w)
+    assert torch.allclose(one, (rows * weights[:, None]).T @ rows / weights.sum(), atol=1e-6)
+    assert torch.allclose(mean_outer(x, x), rows.T @ rows / 250, atol=1e-6)

@@ -114,7 +114,7 @@ def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> No
     monkeypatch.setattr(streamed, "RESIDENT_BYTES", 0)
     one = opened("one", threads=1)
     two = opened("two", threads=2, calibration=one.work.path / "calibration.safetensors")
-    options = PrefixOptions(correction=0.5)
+    options = PrefixOptions(target="stream")
     assert same(encoded(one, options), encoded(two, options))
     assert torch.get_num_threads() == 2
 
@@ -190,7 +190,7 @@ def test_expert_stacks_keep_the_calibrations_hessians_and_attention_does_not(ope
 
 
 def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypatch) -> None:
-    job = opened()
+    job = opened(samples=40)
     targets = []
     real = sequential.recipes.encode
 
@@ -200,7 +200,7 @@ def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypat
 
     monkeypatch.setattr(sequential.recipes, "encode", encode)
     mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(correction=1.0))
+    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(target="output"))
     model = StreamedModel(
         job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
     )
@@ -210,4 +210,4 @@ def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypat
     wanted = original @ weight.T
     target = targets[-1]
     assert target.shape == weight.shape
-    assert (compressed @ target.T - wanted).norm() < 0.9 * (compressed @ weight.T - wanted).norm()
+    assert (compressed @ target.T - wanted).norm() < 0.99 * (compressed @ weight.T - wanted).norm()
