@@ -1,11 +1,15 @@
 """What is known about how a weight is used, and the loss that follows from it."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nstf.quantizers.rounding.factor import Factor, factor
+
+T = TypeVar("T")
 
 _CHUNK = 1 << 22  # weights per step of `loss`
 
@@ -21,6 +25,7 @@ class Stats:
     hessian: Tensor | None = None
     row_weight: Tensor | None = None
     _factors: dict[tuple[float, bool], Factor] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def ldl(self, damping: float = 0.01, act_order: bool = False) -> Factor:
         """The factor of the Hessian, computed once per (damping, act_order). Raises ValueError without
@@ -31,6 +36,12 @@ class Stats:
         if key not in self._factors:
             self._factors[key] = factor(self.hessian, damping, act_order)
         return self._factors[key]
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, computed once per key and shared with `for_rows`: other factors of the Hessian."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]  # type: ignore[no-any-return]
 
     def for_rows(self, row_weight: Tensor | None) -> "Stats":
         """The same Hessian with other row weights; factors are shared (q, k and v see the same inputs)."""

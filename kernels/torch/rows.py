@@ -4,17 +4,19 @@ matrix.
 A row is an index of the first axis. Leaves are packed row by row, so taking rows of a leaf is taking rows
 of its arrays (a view when the rows are a range). Which arrays follow the rows is asked of the format
 itself, by comparing the arrays of a tensor with those of one that has one row more; so a new leaf works
-here unchanged.
+here unchanged; one whose arrays do not follow its rows (tiles) may have a `decode_rows` of its own.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nstf.kernels.formats import rotated
 from nstf.kernels.formats.tree import EncodedTensor, Node, Shape, child_encoded, decode, format_of
 from nstf.kernels.memo import per_encoded
 
@@ -37,12 +39,17 @@ def row_wise(encoded: EncodedTensor) -> bool:
     """True when `decode_rows` works on the rows asked for alone."""
     kind, shape = encoded.tree.kind, encoded.shape
     if not encoded.tree.children:
-        return _row_factors(kind, encoded.tree.params, shape) is not None
+        own = _own_rows(encoded)
+        return own is not None or _row_factors(kind, encoded.tree.params, shape) is not None
     children = children_of(encoded)
     if kind == "low_rank":
         return row_wise(children["a"])
     if kind == "add":
         return row_wise(children["x"]) and row_wise(children["y"])
+    if kind == "rotated":
+        return (
+            encoded.tree.params.block_out == 0 and encoded.tree.params.lead == 1 and row_wise(children["x"])
+        )
     if kind == "permute":
         return encoded.tree.params.dims[0] == 0 and row_wise(children["x"])
     return kind in _VIEWED and leading_axes(encoded.tree.params.view, shape[:1]) is not None
@@ -127,6 +134,10 @@ def leading_axes(view: Shape, lead_shape: Shape) -> int | None:
 def _decode_rows(encoded: EncodedTensor, rows: Rows) -> Tensor:
     tree, shape = encoded.tree, encoded.shape
     if not tree.children:
+        own = _own_rows(encoded)
+        if own is not None:
+            result: Tensor = own(tree.params, shape, dict(encoded.arrays), _indices(rows, encoded))
+            return result
         part = _rows_of_leaf(encoded, rows)
         return decode(encoded)[rows] if part is None else decode(part)
     count = _count(rows)
@@ -138,6 +149,9 @@ def _decode_rows(encoded: EncodedTensor, rows: Rows) -> Tensor:
     if tree.kind == "add":
         children = children_of(encoded)
         return _decode_rows(children["x"], rows) + _decode_rows(children["y"], rows)
+    if tree.kind == "rotated" and row_wise(encoded):
+        stored = _decode_rows(children_of(encoded)["x"], rows).reshape(count, -1)
+        return rotated.from_basis(tree.params, stored).reshape(count, *shape[1:])
     if tree.kind == "permute" and tree.params.dims[0] == 0:
         return _decode_rows(children_of(encoded)["x"], rows).permute(tree.params.dims)
     if tree.kind in _VIEWED:
@@ -188,6 +202,13 @@ def _pick(core: Tensor, factor_rows: Tensor | None, index: Tensor, first: bool) 
     if factor_rows is None:
         return core[torch.arange(len(index), device=index.device), index]
     return torch.einsum("nr,nrm->nm", factor_rows, core.flatten(2)).reshape(len(index), *core.shape[2:])
+
+
+def _own_rows(encoded: EncodedTensor) -> Callable[..., Tensor] | None:
+    """The format's own way to decode rows (`decode_rows` in its module), for leaves not packed row by row."""
+    if getattr(encoded.tree.params, "lead", 1) != 1:
+        return None
+    return getattr(format_of(encoded.tree.kind), "decode_rows", None)
 
 
 def _rows_of_leaf(encoded: EncodedTensor, rows: Rows) -> EncodedTensor | None:

@@ -3,6 +3,7 @@
     low_rank            y = (x B^T) A^T, both products through the registry (so a factor may be packed)
     add                 y = x X^T + x Y^T
     permute (1, 0)      y = x X, from blocks of X's rows
+    rotated             y = S_o H_o (X (H_i S_i x)): the activations are turned, not the matrix
     cp, tucker, tensor_train   x is contracted with the factors of the input axes, then grown by those of
     the output
 
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nstf.kernels.formats import rotated
 from nstf.kernels.formats.tree import EncodedTensor, Shape, decode
 from nstf.kernels.linear import linear
 from nstf.kernels.torch.rows import children_of, decode_rows, leading_axes, row_wise
 
 NAME = "torch.structured"
-FORMATS = ("add", "cp", "low_rank", "permute", "tensor_train", "tucker")
+FORMATS = ("add", "cp", "low_rank", "permute", "rotated", "tensor_train", "tucker")
 
 BLOCK_NUMEL = 1 << 22
 
@@ -36,6 +38,8 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
     kind, params = encoded.tree.kind, encoded.tree.params
     if kind in ("add", "permute"):
         return kind == "add" or row_wise(children_of(encoded)["x"])
+    if kind == "rotated":
+        return bool(params.lead == 1)
     out, width = encoded.shape
     if kind == "low_rank":
         return bool(
@@ -55,6 +59,9 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return linear(linear(x, children["b"]), children["a"])
     if kind == "add":
         return linear(x, children["x"]) + linear(x, children["y"])
+    if kind == "rotated":
+        turned = rotated.rotate_inputs(encoded.tree.params, x)
+        return rotated.rotate_outputs(encoded.tree.params, linear(turned, children["x"]))
     if kind == "permute":
         return _transposed(x, children["x"])
     split = leading_axes(encoded.tree.params.view, encoded.shape[:1])

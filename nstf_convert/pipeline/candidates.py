@@ -7,7 +7,7 @@ factors rounded, and their loss computed. Everything lands in the work directory
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from nstf import decomposers, quantizers
 from nstf.decomposers.factors import lead_for
 from nstf.decomposers.views import views
 from nstf.kernels.formats import Node, array_specs, decode, dense, leaf_code_bits, node_to_json
+from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.formats.tree import Shape, format_of
+from nstf.quantizers import trellis
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline import recipe as recipes
 from nstf_convert.pipeline.recipe import Recipe
@@ -28,6 +30,10 @@ SAMPLE_ROWS = 32
 SAMPLE_ELEMENTS = 1 << 15
 # Bits per weight at which decompositions are compared with quantised forms of the same size.
 DECOMPOSED_BITS = (2.25, 3.25, 4.25, 6.25, 8.25)
+# Rates that rows may have when they differ, in quarter bits.
+SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
+# Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
+SMALLEST_ENERGY = 1e-6
 STRUCTURED_BITS = (2.25, 4.25, 8.25)
 FACTORS = (
     Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True}),
@@ -75,6 +81,35 @@ def quantised_recipes() -> list[Recipe]:
     out += [Recipe("grid16", {"group": group, "scale_bits": 8}) for group in (32, 64)]
     out += [Recipe("fp8", {"variant": variant, "group": 0}) for variant in ("e4m3fn", "e4m3fnuz")]
     return [*out, Recipe("mxfp4", {})]
+
+
+def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recipe, float]]:
+    """Trellis codes at every rate with their expected losses: one rate for all rows, and rates by row.
+
+    The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
+    """
+    if unit.elements // math.prod(unit.inner_shape[: unit.lead]) < trellis_format.SIDE:
+        return []
+    params = recipes.quantiser_params(Recipe("trellis", {}), unit.inner_shape, unit.lead)
+    energy = trellis.row_energy(inner, params, stats)
+    losses = {q: trellis.unit_loss(q, inner, params, stats) for q in trellis.MSE}
+    total = float(energy.sum())
+    out = [(Recipe("trellis", {"quarter_bits": q}), total * losses[q]) for q in sorted(losses)]
+    if unit.lead != 1 or len(energy) < 2 * trellis.SMALLEST_SECTION:
+        return out
+    cols = unit.elements // len(energy)
+    typical = float(energy.clamp_min(float(energy.max()) * SMALLEST_ENERGY).log().mean().exp())
+    allowed = {q: losses[q] for q in SECTION_RATES}
+    seen = set()
+    for q in sorted(losses):
+        # At this price the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
+        price = typical * losses[q] * 2 * math.log(2) / (cols / 8)
+        sections = trellis.best_sections(energy, allowed, cols, price)
+        if len(sections) > 1 and sections not in seen:
+            seen.add(sections)
+            recipe = Recipe("trellis", {"sections": [list(section) for section in sections]})
+            out.append((recipe, trellis.estimate(inner, replace(params, sections=sections), stats)))
+    return out
 
 
 def dense_recipes(dtype: str) -> list[Recipe]:

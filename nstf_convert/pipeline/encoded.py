@@ -21,7 +21,7 @@ from nstf_convert.pipeline.units import Statistics, Unit
 from nstf_convert.pipeline.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 1
+ALGORITHMS = 2
 
 T = TypeVar("T")
 
@@ -142,6 +142,8 @@ class Encoder:
         simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
         table = self._estimated(unit, simple)
         out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
+        if "trellis" in allowed:
+            out += [self._candidate(unit, _recipe(data), value) for data, value in table["trellis"]]
         if "svd" in allowed:
             for data, value in table["low_rank"]:
                 out.append(self._candidate(unit, _recipe(data), value))
@@ -181,7 +183,8 @@ class Encoder:
         losses = cand.estimates(unit, inner, stats, simple)
         _, tail = cand.low_rank_losses(unit, inner, stats)
         low_rank = [[r.to_json(), v] for r, v in cand.low_rank_recipes(unit, tail)]
-        table = {"losses": losses, "low_rank": low_rank, "signal": float(tail[0])}
+        paths = [[r.to_json(), v] for r, v in cand.trellis_recipes(unit, inner, stats)]
+        table = {"losses": losses, "low_rank": low_rank, "trellis": paths, "signal": float(tail[0])}
         self._work.put(key, {}, table)
         return table
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nstf import decomposers, quantizers
 from nstf.decomposers.factors import lead_for
-from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, stored_bytes
+from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, rotated, stored_bytes
 from nstf.kernels.formats import add as add_format
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.quantizers.stats import Stats
@@ -56,7 +56,7 @@ def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
             add_format.KIND, add_format.Params(), {n: tree_of(p, shape, lead) for n, p in parts.items()}
         )
     if recipe.method in quantizers.METHODS:
-        return quantizers.method(recipe.method).tree(_quantiser_params(recipe, shape, lead))  # type: ignore[no-any-return]
+        return quantizers.method(recipe.method).tree(quantiser_params(recipe, shape, lead))  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
     kind, params = module.KIND, _node_params(recipe, lead)
     children = {
@@ -90,7 +90,7 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
         return EncodedTensor(tree, shape, arrays)
     if recipe.method in quantizers.METHODS:
         module = quantizers.method(recipe.method)
-        return module.encode(weight, _quantiser_params(recipe, shape, lead), stats)  # type: ignore[no-any-return]
+        return module.encode(weight, quantiser_params(recipe, shape, lead), stats)  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
     factor = recipe.parts["factor"]
 
@@ -111,7 +111,7 @@ def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
 def estimate(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> float:
     """The expected loss of a quantiser's recipe without encoding (see each quantiser's `estimate`)."""
     module = quantizers.method(recipe.method)
-    return float(module.estimate(weight, _quantiser_params(recipe, tuple(weight.shape), lead), stats))
+    return float(module.estimate(weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
 
 
 def bytes_of(factor: Recipe) -> Callable[[Shape], int]:
@@ -136,6 +136,11 @@ def describe(node: Node) -> str:
         return f"grid16 {'row' if p.group == 0 else f'g{p.group}'}{' s8' if p.scale_bits == 8 else ''}"
     if node.kind == "fp8":
         return f"fp8 {p.variant} {'row' if p.group == 0 else f'g{p.group}'}"
+    if node.kind == "trellis":
+        rates = sorted(q / 4 for q in p.quarter_bits)
+        return f"trellis {rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
+    if node.kind == "rotated":
+        return describe(node.children["x"])
     if node.kind == "dense":
         return str(p.dtype)
     if not node.children:
@@ -146,7 +151,8 @@ def describe(node: Node) -> str:
     return f"{node.kind}{detail} ({', '.join(inner)})"
 
 
-def _quantiser_params(recipe: Recipe, shape: Shape, lead: int) -> Any:
+def quantiser_params(recipe: Recipe, shape: Shape, lead: int) -> Any:
+    """The `Params` of a quantiser's recipe for a tensor of `shape`, with what follows from the shape filled in."""
     cls = quantizers.method(recipe.method).Params
     known = {f.name for f in fields(cls)}
     given = dict(recipe.params)
@@ -155,6 +161,10 @@ def _quantiser_params(recipe: Recipe, shape: Shape, lead: int) -> Any:
         cols *= size
     if "rounding" in known:
         given.setdefault("rounding", "ldlq" if cols >= MIN_LDLQ_COLS else "nearest")
+    if "block" in known:
+        given.setdefault("block", rotated.block_for(cols))
+    if "sections" in given:
+        given["sections"] = tuple(tuple(section) for section in given["sections"])
     if "lead" in known:
         given["lead"] = lead
     return cls(**given)

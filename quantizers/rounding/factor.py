@@ -16,7 +16,7 @@ LARGEST_DAMPING = 1.0
 class Factor:
     """`hessian`: the damped matrix, float32 [n, n], columns in their own order; `feedback`: U, float32 [n, n],
     and `diagonal`: D, float32 [n], in the order of rounding; `order`: that order, int64 [n], None for the columns'
-    own; `damping`: the one used, relative to the mean diagonal; `recovery`: what had to be done to a Hessian that
+    own; `damping`: the one used, relative to the mean diagonal `mean`; `recovery`: what had to be done to a Hessian that
     could not be factored as it was, "" when nothing was.
     """
 
@@ -25,6 +25,7 @@ class Factor:
     diagonal: Tensor
     order: Tensor | None
     damping: float
+    mean: float
     recovery: str
 
     @property
@@ -87,7 +88,7 @@ def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> F
         notes.append(f"damping {used:g}")
     roots = upper.diagonal()
     feedback = (upper / roots).triu_(1).float()
-    return Factor(damped.float(), feedback, roots.square().float(), order, used, "; ".join(notes))
+    return Factor(damped.float(), feedback, roots.square().float(), order, used, mean, "; ".join(notes))
 
 
 def _usable_diagonal(diagonal: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""`rotated`: a matrix stored in a randomised Hadamard basis, in which its entries are close to Gaussian.
+
+Tseng et al., QuIP#, 2024 (incoherence by randomised Hadamard transforms). W = S_o H_o X H_i S_i with the stored X, block
+diagonal matrices H of orthonormal Hadamard blocks (symmetric, their own inverses) and diagonal random signs S. Blocks
+need only divide the axis, so that widths such as 576 = 9 x 64 work.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats.scales import check_lead, matrix_shape
+from nstf.kernels.formats.tree import ArraySpec, Shape
+
+KIND = "rotated"
+
+BLOCKS = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Params:
+    """`block_in`, `block_out`: size of the Hadamard blocks along the columns and the rows, 32, 64 or 128, 0 for none;
+    `seed` of the signs; `lead` axes make the rows."""
+
+    block_in: int = 64
+    block_out: int = 0
+    seed: int = 0
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("block_in", self.block_in), ("block_out", self.block_out)):
+            if type(value) is not int or value not in (0, *BLOCKS):
+                raise ValueError(f"{name} must be 0, 32, 64 or 128, not {str(value)[:40]}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed must be 0 to 2**31 - 1, not {str(self.seed)[:40]}")
+        check_lead(self.lead)
+
+
+def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
+    return {}
+
+
+def children(params: Params, shape: Shape) -> dict[str, Shape]:
+    """`x`: the matrix in the other basis, of the same shape. Raises ValueError when blocks do not divide the axes."""
+    rows, cols = matrix_shape(shape, params.lead)
+    for what, size, block in (("columns", cols, params.block_in), ("rows", rows, params.block_out)):
+        if block and size % block:
+            raise ValueError(f"{size} {what} are not a multiple of the block of {block}")
+    return {"x": shape}
+
+
+def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
+    """S_o H_o X H_i S_i, float32 of `shape`."""
+    rows, cols = matrix_shape(shape, params.lead)
+    return from_basis(params, children["x"].reshape(rows, cols)).reshape(shape)
+
+
+def from_basis(params: Params, x: Tensor) -> Tensor:
+    """W = S_o H_o X H_i S_i for a matrix [rows, cols]."""
+    w = hadamard(x.float(), params.block_in) * signs(x.shape[1], params.seed, 0, x.device, params.block_in)
+    if params.block_out:
+        w = (hadamard(w.T, params.block_out) * signs(x.shape[0], params.seed, 1, x.device)).T
+    return w
+
+
+def to_basis(params: Params, w: Tensor) -> Tensor:
+    """X = H_o S_o W S_i H_i: what is stored for a matrix [rows, cols]."""
+    x = rotate_inputs(params, w.float())
+    if params.block_out:
+        x = hadamard(x.T * signs(w.shape[0], params.seed, 1, w.device), params.block_out).T
+    return x.contiguous()
+
+
+def rotate_inputs(params: Params, x: Tensor) -> Tensor:
+    """H_i S_i applied to activations [..., cols]: W x = S_o H_o (X (H_i S_i x))."""
+    if not params.block_in:
+        return x
+    return hadamard(x * signs(x.shape[-1], params.seed, 0, x.device).to(x.dtype), params.block_in)
+
+
+def rotate_outputs(params: Params, y: Tensor) -> Tensor:
+    """S_o H_o applied to what the stored matrix gave, [..., rows]."""
+    if not params.block_out:
+        return y
+    return hadamard(y, params.block_out) * signs(y.shape[-1], params.seed, 1, y.device).to(y.dtype)
+
+
+def rotate_hessian(params: Params, hessian: Tensor) -> Tensor:
+    """H_i S_i H S_i H_i: the second moment of the rotated inputs, [cols, cols]."""
+    half = rotate_inputs(params, hessian)
+    return rotate_inputs(params, half.T.contiguous()).T.contiguous()
+
+
+def block_for(size: int) -> int:
+    """The largest block that divides an axis, 0 when none does."""
+    return next((b for b in BLOCKS if size % b == 0), 0)
+
+
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """x [..., n] times the block diagonal orthonormal Hadamard matrix; block 0: x itself."""
+    if not block:
+        return x
+    h = _hadamard_matrix(block).to(x.device, x.dtype)
+    return (x.reshape(-1, block) @ h).reshape(x.shape)
+
+
+def signs(
+    size: int, seed: int, side: int, device: torch.device | str = "cpu", block: int | None = None
+) -> Tensor:
+    """size random signs, float32 +-1, the same on every machine; all +1 for block 0."""
+    if block == 0:
+        return torch.ones(size, device=device)
+    found: Tensor = _signs(size, seed, side).to(device)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _hadamard_matrix(block: int) -> Tensor:
+    """Sylvester's construction, divided by sqrt(block): float32 [block, block]."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < block:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return (h / block**0.5).to(torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _signs(size: int, seed: int, side: int) -> Tensor:
+    """A bit of an integer hash of (index, seed, side): multiply and xorshift, modulo 2^32."""
+    x = torch.arange(size, dtype=torch.int64) * 0x9E3779B1 + (2 * seed + side + 1) * 0x632BE5AB
+    for multiplier in (0x21F0AAAD, 0x735A2D97):
+        x = x & 0xFFFFFFFF
+        x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
+        x = x ^ (x >> 15)
+    return 1.0 - 2.0 * ((x >> 16) & 1).to(torch.float32)
