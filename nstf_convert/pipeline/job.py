@@ -207,7 +207,7 @@ class Job:
             if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
                 return inputs.tensor_data(Path(options.datasets[0]))
             return inputs.text_data(
-                model, self._tokenizer(), options.datasets, samples, options.seq_len, options.seed
+                model, self.tokenizer(), options.datasets, samples, options.seq_len, options.seed
             )
         if model.is_causal_lm:
             log.info("no --dataset: sampling text from the model itself")
@@ -219,10 +219,11 @@ class Job:
                 self._start_token(model),
             )
         if getattr(model.module, "main_input_name", "") == "input_ids":
-            return inputs.documentation_data(model, self._tokenizer(), samples, options.seed)
+            return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
         return inputs.noise_data(model, min(samples, 32), options.seed)
 
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. Raises UsageError when there is none."""
         from nstf.runtime.loading import tokenizer_from_files
 
         try:
