@@ -39,7 +39,11 @@ def convert(
     samples: options.Samples = None,
     seq_len: options.SeqLen = 512,
     formats: options.Formats = None,
+    probes: options.Probes = True,
     search: options.Search = True,
+    search_time: options.SearchTime = 2.0,
+    search_steps: options.SearchSteps = None,
+    prefix: options.Prefix = True,
     attention_plan: options.AttentionPlan = True,
     fuse: options.Fuse = False,
     threads: options.Threads = None,
@@ -65,7 +69,8 @@ def convert(
     check_reports(report or [], output, force)
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), datasets=dataset, calibration=calibration,
-        work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, search=search,
+        work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, probes=probes,
+        search=search, search_minutes=search_time, search_steps=search_steps, prefix=prefix,
         attention_plan=attention_plan, fuse=fuse, threads=threads, force=force,
     )  # fmt: skip
     from nstf_convert import pipeline
@@ -146,6 +151,7 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
         pairs.append(("bits per weight", f"{file['bits_per_weight']:.3f} everything counted{codes}"))
     accuracy = report.get("accuracy") or {}
     pairs += accuracy_pairs(accuracy.get("final"))
+    pairs += step_pairs(accuracy)
     if uniform := accuracy.get("uniform"):
         kl = (uniform.get("accuracy") or {}).get("mean_kl")
         kept = "; kept, since the mix was not better" if accuracy.get("chosen") == "uniform" else ""
@@ -160,6 +166,22 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
     for section in sections:
         share = 100 * section["size_bytes"] / max(1, size_bytes)
         typer.echo(f"  {section['name']:<{width}}  {section['size_bytes']:>12} bytes  {share:5.1f} %")
+
+
+def step_pairs(accuracy: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Lines about how the mix was found: domains, search, what came after it."""
+    pairs: list[tuple[str, object]] = []
+    domains = accuracy.get("domains") or {}
+    if len(domains) > 1:
+        pairs.append(("by dataset", ", ".join(f"{n} {_f(v, '.5f')}" for n, v in domains.items())))
+    search = accuracy.get("search") or {}
+    if search.get("steps"):
+        accepted = f"{search['accepted']} of {search['steps']} moves accepted in {search['seconds']:.0f} s"
+        pairs.append(("search", f"{accepted}, ended by: {search['ended']}"))
+    for step in accuracy.get("steps") or []:
+        kept = "kept" if step["kept"] else "not kept"
+        pairs.append((step["step"], f"{_f(step['before'], '.5f')} -> {_f(step['after'], '.5f')}, {kept}"))
+    return pairs
 
 
 def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object]]:

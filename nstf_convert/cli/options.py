@@ -46,6 +46,25 @@ Formats = Annotated[
 Search = Annotated[
     bool, typer.Option("--search/--no-search", help="Improve the mix by measured local search.")
 ]
+SearchTime = Annotated[
+    float,
+    typer.Option(min=0.0, max=1e6, metavar="MINUTES", help="Time for the local search; 0: none."),
+]
+SearchSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="N", help="Moves of the local search instead of a time: the same file anywhere."
+    ),
+]
+Probes = Annotated[
+    bool, typer.Option("--probes/--no-probes", help="Correct the expected losses by a few measurements.")
+]
+Prefix = Annotated[
+    bool,
+    typer.Option(
+        "--prefix/--no-prefix", help="Encode the final mix front to back, where that measures better."
+    ),
+]
 AttentionPlan = Annotated[
     bool,
     typer.Option("--attention-plan/--no-attention-plan", help="Measure which heads may attend sparsely."),
@@ -168,7 +187,11 @@ def build_options(
     samples: int | None = None,
     seq_len: int = 512,
     formats: str | None = None,
+    probes: bool = True,
     search: bool = True,
+    search_minutes: float = 2.0,
+    search_steps: int | None = None,
+    prefix: bool = True,
     attention_plan: bool = True,
     fuse: bool = False,
     threads: int | None = None,
@@ -197,7 +220,11 @@ def build_options(
         samples=samples,
         seq_len=seq_len,
         formats=chosen,
+        probes=probes,
         search=search,
+        search_minutes=search_minutes,
+        search_steps=search_steps,
+        prefix=prefix,
         attention_plan=attention_plan,
         fuse=fuse,
         threads=threads,

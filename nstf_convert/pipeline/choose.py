@@ -1,8 +1,9 @@
 """From candidates to a mix under a budget: the planner's options, the best uniform mix, and the exact size."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nstf.errors import BudgetError
@@ -11,7 +12,7 @@ from nstf_convert.pipeline import candidates as cand
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.candidates import Candidate
 from nstf_convert.pipeline.job import Job
-from nstf_convert.pipeline.recipe import Recipe, describe
+from nstf_convert.pipeline.recipe import Recipe, describe, tree_of
 from nstf_convert.pipeline.units import Unit, fused_groups
 from nstf_convert.planner import Infeasible, Option, allocate
 
@@ -19,29 +20,57 @@ from nstf_convert.planner import Infeasible, Option, allocate
 LOW_BITS = 4.0
 # Bytes of the budget a plan may leave unspent without being made again.
 SPARE_BYTES = 512
+# Uniform files that are measured: so many at most, whose expected losses are within this factor of the best one's.
+UNIFORMS = 3
+UNIFORM_MARGIN = 1.15
+# Encoding with this method takes minutes: only tried as a uniform file when it expects the least loss.
+SLOW_METHOD = "trellis"
 
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of every tensor that may change, by name."""
+    """The candidates of every tensor that may change, by name.
+
+    factors: what probes found the losses of a tensor to be worth; the candidates' losses are with it.
+    """
 
     candidates: Mapping[str, Sequence[Candidate]]
     fused: Mapping[str, str] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def with_more(self, name: str, extra: Sequence[Candidate]) -> "Table":
-        """The table with further candidates for one tensor."""
-        return Table({**self.candidates, name: [*self.candidates[name], *extra]}, self.fused)
+        """The table with further candidates for one tensor, whose losses are as the loss model gives them."""
+        factor = self.factor(name)
+        more = [*self.candidates[name], *(_times(c, factor) for c in extra)]
+        return replace(self, candidates={**self.candidates, name: more})
 
     def replaced(self, losses: Mapping[str, tuple[Recipe, float]]) -> "Table":
         """The table with the expected loss of some candidates replaced by the one found by encoding."""
-        out = {}
-        for name, options in self.candidates.items():
-            recipe, value = losses.get(name, (None, 0.0))
+        out = dict(self.candidates)
+        for name, (recipe, value) in losses.items():
+            true = value * self.factor(name)
             out[name] = [
-                Candidate(c.recipe, c.tree, c.size_bytes, value, True) if c.recipe == recipe else c
-                for c in options
+                replace(c, loss=true, exact=True) if c.recipe == recipe else c for c in self.candidates[name]
             ]
-        return Table(out, self.fused)
+        return replace(self, candidates=out)
+
+    def calibrated(self, factors: Mapping[str, float]) -> "Table":
+        """The table with the losses of some tensors multiplied by what probes found."""
+        out = {n: [_times(c, factors.get(n, 1.0)) for c in cs] for n, cs in self.candidates.items()}
+        both = {n: self.factor(n) * factors.get(n, 1.0) for n in self.candidates}
+        return replace(self, candidates=out, factors=both)
+
+    def factor(self, name: str) -> float:
+        """What a loss of the loss model is multiplied by for this tensor; 1 before any probe."""
+        return self.factors.get(name, 1.0)
+
+    def find(self, name: str, recipe: Recipe) -> Candidate | None:
+        """The candidate of a tensor with this recipe."""
+        return next((c for c in self.candidates[name] if c.recipe == recipe), None)
+
+
+def _times(candidate: Candidate, factor: float) -> Candidate:
+    return candidate if factor == 1.0 else replace(candidate, loss=candidate.loss * factor)
 
 
 @dataclass(frozen=True)
@@ -112,9 +141,11 @@ def plan_mix(
         size = exact_size(job, mix, meta)
         if size <= budget_bytes and (best is None or allocation.loss < best_loss):
             best_loss = allocation.loss  # with `weights`, which the plan's own figure is without
-            best = Planned(mix, _expected(table, mix), size, "mix")
+            best = Planned(mix, expected_loss(table, mix), size, "mix")
         spare = budget_bytes - size
-        if (finish and 0 <= spare < SPARE_BYTES) or (not exact and spare >= 0):
+        # What the finish itself left over is too little for any step; another round would find the same.
+        left_over = target - allocation.size_bytes
+        if (finish and 0 <= spare < SPARE_BYTES + 2 * left_over) or (not exact and spare >= 0):
             break
         # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
         target += spare - (0 if spare < 0 else 32)
@@ -126,25 +157,30 @@ def plan_mix(
     return best
 
 
-def best_uniform(job: Job, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Planned | None:
-    """The single format for all tensors with the least expected loss that fits, or None when none does."""
-    best: Planned | None = None
+def best_uniforms(job: Job, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> list[Planned]:
+    """The single formats for all tensors that fit and expect the least loss: the best, and those close to it."""
+    found = []
     for recipe in [*cand.quantised_recipes(), *_dense(table)]:
-        mix = {}
-        for name, options in table.candidates.items():
-            if any(c.recipe == recipe for c in options):
-                mix[name] = recipe
-        if len(mix) < len(table.candidates):
-            continue
-        expected = _expected(table, mix)
-        if best is not None and expected >= best.expected_loss:
-            continue
+        mix = {n: recipe for n in table.candidates if table.find(n, recipe) is not None}
+        if len(mix) == len(table.candidates):
+            found.append((expected_loss(table, mix), mix, recipe))
+    found.sort(key=lambda f: f[0])
+    out: list[Planned] = []
+    for expected, mix, recipe in found:
+        if len(out) == UNIFORMS or (out and expected > UNIFORM_MARGIN * out[0].expected_loss):
+            break
         size = exact_size(job, mix, meta)
-        if size <= budget_bytes:
-            some = next(iter(table.candidates))
-            label = describe(mixes.tree_of(job.units[some], recipe))
-            best = Planned(mix, expected, size, f"uniform {label}")
-    return best
+        if size > budget_bytes or (out and recipe.method == SLOW_METHOD):
+            continue
+        some = job.units[next(iter(mix))]
+        label = describe(tree_of(recipe, some.inner_shape, some.lead))
+        out.append(Planned(mix, expected, size, f"uniform {label}"))
+    return out
+
+
+def key_of(recipe: Recipe) -> str:
+    """A recipe as a dictionary key."""
+    return json.dumps(recipe.to_json(), sort_keys=True)
 
 
 def exact_size(
@@ -162,8 +198,8 @@ def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:
     """Decompositions and hybrids in the plan whose loss is only estimated, by name."""
     out = {}
     for name, recipe in planned.mix.items():
-        found = next(c for c in table.candidates[name] if c.recipe == recipe)
-        if recipe.family in ("decomposed", "hybrid") and not found.exact:
+        found = table.find(name, recipe)
+        if recipe.family in ("decomposed", "hybrid") and found is not None and not found.exact:
             out[name] = recipe
     return out
 
@@ -200,7 +236,7 @@ def _shared_options(
     for candidate in first:
         size, total, picked = 0, 0.0, {}
         for name in names:
-            match = next((c for c in table.candidates[name] if c.recipe == candidate.recipe), None)
+            match = candidate if len(names) == 1 else table.find(name, candidate.recipe)
             if match is None:
                 break
             size += match.size_bytes
@@ -224,10 +260,14 @@ def _smallest(options: Sequence[Sequence[Option]]) -> list[int]:
     return [min(range(len(o)), key=lambda i: (o[i].size_bytes, o[i].loss)) for o in options]
 
 
-def _expected(table: Table, mix: Mapping[str, Recipe]) -> float:
+def expected_loss(table: Table, mix: Mapping[str, Recipe]) -> float:
+    """The sum of a mix's expected losses."""
     total = 0.0
     for name, recipe in mix.items():
-        total += next(c.loss for c in table.candidates[name] if c.recipe == recipe)
+        found = table.find(name, recipe)
+        if found is None:
+            raise ValueError(f"{name}: no candidate is stored as {recipe}")
+        total += found.loss
     return total
 
 

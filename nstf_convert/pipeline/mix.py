@@ -1,13 +1,16 @@
 """A mix: one recipe per tensor. Its size, and what it loses when it is run."""
 
 import gc
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nstf.kernels.formats import EncodedTensor, Node
+from nstf import __version__
+from nstf.kernels.formats import EncodedTensor, Node, decode
 from nstf.kernels.formats import dense as dense_format
 from nstf.runtime.artifact import Shared, Source
 from nstf_convert.measure import (
@@ -18,25 +21,69 @@ from nstf_convert.measure import (
     summarise,
     summarise_outputs,
 )
-from nstf_convert.pipeline.calibration import TOKENS_PER_BATCH, held_out_batches, merge_batches
+from nstf_convert.pipeline import calibration as calibrations
 from nstf_convert.pipeline.candidates import price
-from nstf_convert.pipeline.encoded import decoded_source
+from nstf_convert.pipeline.encoded import ALGORITHMS, decoded_source
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.recipe import Recipe
 from nstf_convert.pipeline.units import Unit
+from nstf_convert.pipeline.workdir import content_key
 from nstf_convert.streamed import StreamedModel
+
+# Gives the stored form of a tensor: its recipe carried out, or (None) the tensor as it is.
+Loader = Callable[[Unit, Recipe | None], EncodedTensor]
+# Bumped when a measurement of the same mix gives other figures.
+MEASUREMENTS = 1
+# The splits of a calibration that are measured on, and what their references are called.
+REFERENCES = {"held_out": "reference", "report": "report_reference"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """accuracy: against the original on held-out data. score: what is minimised, mean KLD or relative L2 error."""
+    """What a mix lost against the original on one split of the calibration.
+
+    windows: mean KLD of every window, or the relative L2 error of every output. domains: where each came from.
+    """
 
     accuracy: Accuracy | Similarity
+    windows: tuple[float, ...]
+    domains: tuple[str, ...]
 
     @property
     def score(self) -> float:
-        a = self.accuracy
-        return a.mean_kl if isinstance(a, Accuracy) else a.relative_l2
+        """What is minimised: mean KLD (or relative L2 error), every domain counting the same."""
+        return mean(list(self.by_domain().values()))
+
+    @property
+    def loss(self) -> float:
+        """What the planner's expected losses add up to: mean KLD, or the mean squared relative error."""
+        return mean(self._losses)
+
+    @property
+    def loss_error(self) -> float:
+        """The relative standard error of `loss` over windows; 0.5 when there is a single one."""
+        values = self._losses
+        if len(values) < 2 or self.loss <= 0.0:
+            return 0.5
+        variance = sum((v - self.loss) ** 2 for v in values) / (len(values) - 1)
+        return math.sqrt(variance / len(values)) / self.loss
+
+    def by_domain(self) -> dict[str, float]:
+        """The mean of each domain's windows."""
+        out: dict[str, list[float]] = {}
+        for value, domain in zip(self.windows, self.domains, strict=True):
+            out.setdefault(domain, []).append(value)
+        return {d: mean(v) for d, v in sorted(out.items())}
+
+    @property
+    def _losses(self) -> list[float]:
+        square = isinstance(self.accuracy, Similarity)
+        return [v * v if square else v for v in self.windows]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The plain mean."""
+    return sum(values) / len(values)
 
 
 def tree_of(unit: Unit, recipe: Recipe | None) -> Node:
@@ -51,16 +98,20 @@ def entries(job: Job, mix: Mapping[str, Recipe]) -> dict[str, tuple[Node, tuple[
     return {file_name(n): (tree_of(u, mix.get(n)), u.shape, u.dtype) for n, u in job.units.items()}
 
 
-def sources(job: Job, mix: Mapping[str, Recipe]) -> dict[str, EncodedTensor | Source | Shared]:
+def encoder_loader(job: Job) -> Loader:
+    """Every tensor encoded on its own, from the work directory."""
+    return lambda u, recipe: job.encoder.kept(u) if recipe is None else job.encoder.load(u, recipe)
+
+
+def sources(
+    job: Job, mix: Mapping[str, Recipe], load: Loader | None = None
+) -> dict[str, EncodedTensor | Source | Shared]:
     """What `write_artifact` wants: every tensor, loaded when its turn comes, and the tied names."""
+    loader = load or encoder_loader(job)
 
     def one(unit: Unit) -> Source:
         recipe = mix.get(unit.name)
-
-        def load() -> EncodedTensor:
-            return job.encoder.kept(unit) if recipe is None else job.encoder.load(unit, recipe)
-
-        return Source(tree_of(unit, recipe), unit.shape, unit.dtype, load)
+        return Source(tree_of(unit, recipe), unit.shape, unit.dtype, lambda: loader(unit, recipe))
 
     out: dict[str, EncodedTensor | Source | Shared] = {file_name(n): one(u) for n, u in job.units.items()}
     out |= {file_name(a): Shared(file_name(s)) for a, s in shared_names(job).items()}
@@ -79,38 +130,72 @@ def file_name(name: str) -> str:
     return quote(name, safe="._-[]+=@() ")
 
 
-def measure(job: Job, mix: Mapping[str, Recipe]) -> Measured:
-    """Runs the mix on the held-out data and compares it with the original."""
-    source = decoded_source(job.encoder, job.units, dict(mix), job.source)
-    measured = measure_model(job, StreamedModel(job.reference().config, source, job.checkpoint.ties))
+def measure(
+    job: Job, mix: Mapping[str, Recipe], split: str = "held_out", load: Loader | None = None
+) -> Measured:
+    """Runs the mix on a split of the calibration and compares it with the original.
+
+    Results are kept in the work directory, unless `load` gives other encodings than the recipes' own.
+    """
+    key = None if load is not None else _key(job, mix, split)
+    found = None if key is None else job.work.find_metadata(key)
+    if found is not None:
+        kind = Accuracy if found["language"] else Similarity
+        return Measured(kind(**found["accuracy"]), tuple(found["windows"]), tuple(found["domains"]))
+    if load is None:
+        source = decoded_source(job.encoder, job.units, dict(mix), job.source)
+    else:
+        given = load
+
+        def source(name: str) -> Tensor:
+            return decode(given(job.units[name], mix.get(name)), torch.float32)
+
+    measured = measure_model(job, StreamedModel(job.reference().config, source, job.checkpoint.ties), split)
     gc.collect()  # the model and its hooks refer to each other
+    if key is not None and math.isfinite(measured.score):
+        language = isinstance(measured.accuracy, Accuracy)
+        facts = {"windows": measured.windows, "domains": measured.domains, "language": language}
+        job.work.put(key, {}, {**facts, "accuracy": asdict(measured.accuracy)})
     return measured
 
 
+def _key(job: Job, mix: Mapping[str, Recipe], split: str) -> str:
+    return content_key(
+        kind="measured",
+        version=[__version__, ALGORITHMS, MEASUREMENTS],
+        checkpoint=job.checkpoint.fingerprint(),
+        calibration=job.calibration_fingerprint(),
+        mix={n: r.to_json() for n, r in mix.items()},
+        split=split,
+    )
+
+
 @torch.no_grad()
-def measure_model(job: Job, test: StreamedModel) -> Measured:
-    """Compares any model with the original on the held-out data of the calibration."""
+def measure_model(job: Job, test: StreamedModel, split: str = "held_out") -> Measured:
+    """Compares any model with the original on a split of the calibration: `held_out` chooses, `report` reports."""
     reference, file = job.reference(), job.calibration
     if file is None:
         raise ValueError("there is no held-out data")
-    batches = held_out_batches(file)
+    batches = getattr(calibrations, f"{split}_batches")(file)
+    domains = tuple(calibrations.domains(file, split))
     language = bool(file.metadata["language"])
     index = 0
     scores: list[Any] = []
-    for group in merge_batches(batches, TOKENS_PER_BATCH):
+    for group in calibrations.merge_batches(batches, calibrations.TOKENS_PER_BATCH):
         if language:
             ids = group["input_ids"]
             hidden = test.hidden(ids)
             with reference.holding(reference.head), test.holding(test.head):
                 for row in range(ids.shape[0]):
-                    ref = file.get(f"reference:{index + row}")
+                    ref = file.get(f"{REFERENCES[split]}:{index + row}")
                     scores.append(score_window(reference, ref, test, hidden[row], ids[row]))
         else:
             out = test.outputs(**group)
             out = out.mean(dim=1) if out.ndim == 3 else out
-            ref = torch.stack([file.get(f"reference:{index + row}") for row in range(out.shape[0])])
-            scores.append(compare_outputs(ref, out))
+            names = [f"{REFERENCES[split]}:{index + row}" for row in range(out.shape[0])]
+            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]), out))
         index += next(iter(group.values())).shape[0]
     if language:
-        return Measured(summarise(scores))
-    return Measured(summarise_outputs(torch.cat([c for c, _ in scores]), torch.cat([e for _, e in scores])))
+        return Measured(summarise(scores), tuple(float(s.kl.mean()) for s in scores), domains)
+    cosine, errors = torch.cat([c for c, _ in scores]), torch.cat([e for _, e in scores])
+    return Measured(summarise_outputs(cosine, errors), tuple(errors.tolist()), domains)

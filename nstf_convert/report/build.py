@@ -10,8 +10,13 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
      "file": {"size_bytes", "bits_per_weight", "nominal_bits_per_weight", "ratio",
               "sections": [{"name", "size_bytes", "source_bytes"}]},
      "accuracy": {"protocol": {...}, "chosen": "mix" | "uniform",
-                  "final": {Accuracy or Similarity}, "uniform": {"encoding", "size_bytes", "accuracy"} | null,
-                  "tried": [{"name", "size_bytes", "mean_kl"}]},
+                  "final": {Accuracy or Similarity}, "domains": {dataset: mean KLD}, "selection": score,
+                  "uniform": {"encoding", "size_bytes", "accuracy", "selection", "domains"} | null,
+                  "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
+                  "probes": [{"group", "members", "encoding", "expected", "measured", "error", "ratio", "factor"}],
+                  "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
+                  "steps": [{"step", "before", "after", "kept"}]},
+     "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio"}],
      "tensors": [{"name", "role", "layer", "shape", "dtype", "encoding", "tree", "nominal_bits", "disk_bits",
                   "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
                   "rejected": [{"encoding", "size_bytes", "expected_loss"}]}],
@@ -121,17 +126,27 @@ class Uniform:
     encoding: str
     size_bytes: int
     accuracy: Mapping[str, Any]
+    selection: float | None = None
+    domains: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class AccuracyFacts:
-    """final: `to_json()` of the written file's Accuracy or Similarity; chosen: "mix" | "uniform"."""
+    """final: `to_json()` of the written file's Accuracy or Similarity, on windows that chose nothing; domains: mean
+    KLD (or relative L2 error) by dataset, on the same windows; selection: the score on the windows that chose.
+    chosen: "mix" | "uniform". probes, search, steps: what measured sensitivities, search and last steps did.
+    """
 
     final: Mapping[str, Any] | None
+    domains: Mapping[str, float] | None = None
+    selection: float | None = None
     protocol: Mapping[str, Any] = field(default_factory=dict)
     chosen: str = "mix"
     uniform: Uniform | None = None
     tried: Sequence[Mapping[str, Any]] = ()
+    probes: Sequence[Mapping[str, Any]] = ()
+    search: Mapping[str, Any] | None = None
+    steps: Sequence[Mapping[str, Any]] = ()
 
 
 def build(
@@ -146,6 +161,7 @@ def build(
     calibration: CalibrationFacts | None = None,
     stages: Sequence[Stage] = (),
     roofline: Mapping[str, Any] | None = None,
+    families: Sequence[Mapping[str, Any]] = (),
     command: str = "",
 ) -> dict[str, Any]:
     """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
@@ -170,6 +186,7 @@ def build(
             "tensors": rows,
             "attention": attention,
             "calibration": None if calibration is None else asdict(calibration),
+            "families": [dict(f) for f in families],
             "stages": [asdict(stage) for stage in stages],
             "roofline": roofline,
         }

@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nstf_convert.report import plots
+from nstf_convert.report.choices import choices
+from nstf_convert.report.parts import Raw, Row
+from nstf_convert.report.parts import details as _details
+from nstf_convert.report.parts import number as _number
+from nstf_convert.report.parts import table as _table
 from nstf_convert.report.style import STYLE
 from nstf_convert.report.svg import escape
-
-Row = Sequence[object]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -38,6 +41,7 @@ def render(report: Mapping[str, Any]) -> str:
             "Grey: encodings that were priced, with their convex hull; orange: the one taken. A taken point "
             "above the hull was chosen by measurement or to make the bytes fit.",
         ),
+        _families(report.get("families") or []),
         _attention(report.get("attention")),
         _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
         _calibration(report.get("calibration")),
@@ -163,24 +167,62 @@ def _accuracy(report: Mapping[str, Any]) -> str:
         (
             name,
             f"{size:,}",
-            *(_Raw(_number(a.get(key), form) + _small_error(a, key, form)) for key, form in keys),
+            *(Raw(_number(a.get(key), form) + _small_error(a, key, form)) for key, form in keys),
         )
         for name, size, a in files
     ]
     content = (
         _table(columns, rows) + f'<p class="soft">{escape(_protocol(accuracy.get("protocol") or {}))}</p>'
     )
-    tried = [
-        (t["name"], f"{t['size_bytes']:,}", _number(t.get("mean_kl"), ".5f"))
-        for t in accuracy.get("tried") or []
-    ]
-    if tried:
-        content += _details("Every mix that was measured", _table(("mix", "bytes", "mean KLD"), tried))
+    content += _domains(accuracy) + choices(accuracy)
     return _section(
         "Accuracy",
         content,
         "Divergence in nats against the original model in float32, lower is better; "
         "± is the standard error of the mean over windows.",
+    )
+
+
+def _domains(accuracy: Mapping[str, Any]) -> str:
+    """The score by dataset, when there are several."""
+    final = accuracy.get("domains") or {}
+    other = (accuracy.get("uniform") or {}).get("domains") or {}
+    if len(final) < 2:
+        return ""
+    rows = [(name, _number(v, ".5f"), _number(other.get(name), ".5f")) for name, v in final.items()]
+    return _table(("dataset", "this file", "best uniform"), rows)
+
+
+def _families(families: Sequence[Mapping[str, Any]]) -> str:
+    """How each family of encodings did against the same bytes spent on rate."""
+    rows = [
+        (
+            f["family"],
+            f["tensors"],
+            f["candidates"],
+            f["exact"],
+            f["won"],
+            f["chosen"],
+            _number(f["median_ratio"], ".3g"),
+            _number(f["best_ratio"], ".3g"),
+        )
+        for f in families
+    ]
+    columns = (
+        "family",
+        "tensors",
+        "tried",
+        "of these encoded",
+        "won on",
+        "chosen for",
+        "median ratio",
+        "best",
+    )
+    return _section(
+        "Families against the same bytes spent on rate",
+        _table(columns, rows) if rows else "",
+        "Ratio: expected loss over that of the convex hull of the (other) plain formats at equal bytes, the best of "
+        "each tensor; below 1 the family wins.",
     )
 
 
@@ -276,22 +318,8 @@ def _section(title: str, content: str, text: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{words}{content}</section>"
 
 
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{content}</details>"
-
-
 def _wrapped(content: str) -> str:
     return f'<div class="thirds">{content}</div>' if content else ""
-
-
-def _table(columns: Row, rows: Sequence[Row], left: Sequence[str] = ()) -> str:
-    styles = [' class="left wrap"' if name in left else "" for name in columns]
-    head = "".join(f"<th{style}>{escape(c)}</th>" for c, style in zip(columns, styles, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{style}>{_cell(c)}</td>' for c, style in zip(row, styles, strict=True))}</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _facts(rows: Sequence[tuple[str, object]]) -> str:
@@ -299,22 +327,10 @@ def _facts(rows: Sequence[tuple[str, object]]) -> str:
     return f'<dl class="facts">{items}</dl>'
 
 
-class _Raw(str):
-    """A cell that is markup already: numbers of ours, never text of the model."""
-
-
-def _cell(value: object) -> str:
-    return str(value) if isinstance(value, _Raw) else escape(value)
-
-
 def _small_error(accuracy: Mapping[str, Any], key: str, form: str) -> str:
     return (
         f"<br><small>{_error(accuracy, key, form)}</small>" if accuracy.get(f"{key}_se") is not None else ""
     )
-
-
-def _number(value: object, form: str) -> str:
-    return format(value, form) if isinstance(value, int | float) else "-"
 
 
 def _percent(value: object) -> str:

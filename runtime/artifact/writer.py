@@ -7,6 +7,7 @@ time, path, host or thread count is stored. `safetensors.save_file` neither fsyn
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import zlib
@@ -182,6 +183,7 @@ def _loaded(name: str, source: Source) -> EncodedTensor:
     return encoded
 
 
+@functools.lru_cache(maxsize=64)  # a planner asks for the size of many files that hold the same tokenizer
 def _packed(content: bytes) -> tuple[FileRecord, bytes]:
     """A file's record and stored bytes: zlib when smaller, or when empty (no array may have 0 bytes)."""
     packed = zlib.compress(content, 9)

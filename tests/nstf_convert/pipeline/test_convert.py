@@ -31,7 +31,7 @@ def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(opti
     import nstf.runtime
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.measure import score_window, summarise
-    from nstf_convert.pipeline.calibration import held_out_batches
+    from nstf_convert.pipeline.calibration import report_batches
     from nstf_convert.pipeline.tensorfile import TensorFile
     from nstf_convert.streamed import StreamedModel
 
@@ -43,7 +43,7 @@ def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(opti
     reference = StreamedModel.from_checkpoint(open_checkpoint(small.folder))
     scores = []
     with torch.no_grad():
-        for batch in held_out_batches(TensorFile(chosen.work_dir / "calibration.safetensors")):
+        for batch in report_batches(TensorFile(chosen.work_dir / "calibration.safetensors")):
             ids = batch["input_ids"]
             hidden = model.model(ids).last_hidden_state[0]
             test = type("Test", (), {"logits": staticmethod(model.lm_head)})

@@ -1,0 +1,126 @@
+"""How often each family of encodings was tried, and whether it beat the same bytes spent on rate.
+
+A candidate is compared with the lower convex hull of the plain formats (integers, grids, floats, trellis codes) of its
+tensor at its own bytes: ratio = its expected loss / the hull's. The hull is what an allocator reaches by mixing plain
+formats. A plain family is compared with the hull of the other plain families. Below 1 it wins.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from nstf.kernels.formats import Node
+from nstf_convert.planner import Option, lower_hull
+
+# The kind of a tree's node -> (family, plain): formats that spend bytes on rate alone are plain.
+_KINDS = {
+    "int": ("int", True),
+    "grid": ("grid", True),
+    "fp8": ("fp8", True),
+    "mxfp4": ("mxfp4", True),
+    "trellis": ("trellis", True),
+    "low_rank": ("SVD", False),
+    "cp": ("CP", False),
+    "tucker": ("Tucker", False),
+    "tensor_train": ("tensor train", False),
+}
+HYBRID = "low rank on low bits"
+ORDER = (HYBRID, "CP", "Tucker", "tensor train", "SVD", "trellis", "grid", "int", "fp8", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate: its bytes on disk and its expected loss, `exact` when it was encoded."""
+
+    tree: Node
+    size_bytes: int
+    loss: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor's candidates and the tree it is stored as."""
+
+    name: str
+    priced: tuple[Priced, ...]
+    chosen: Node
+
+
+def family_of(tree: Node) -> tuple[str, bool]:
+    """(family, plain) of an encoding; ("", False) for a tensor that is stored as it is."""
+    if tree.kind == "dense":
+        return "", False
+    if tree.kind == "add":
+        return HYBRID, False
+    if tree.kind in _KINDS:
+        return _KINDS[tree.kind]
+    # Wrappers (another order of axes, a rotated basis) belong to what they hold.
+    return family_of(tree.children["x"]) if "x" in tree.children else (tree.kind, not tree.children)
+
+
+def compare(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """A row for every family that was tried: tensors and candidates tried, candidates encoded, tensors on which its
+    best ratio is below 1 (`won`), tensors stored so in the file (`chosen`), median and best of the best ratios.
+    """
+    best: dict[str, list[float]] = {}
+    tried: dict[str, list[Priced]] = {}
+    chosen: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for tensor in tensors:
+        by_family: dict[str, list[Priced]] = {}
+        for priced in tensor.priced:
+            by_family.setdefault(family_of(priced.tree)[0], []).append(priced)
+        name = family_of(tensor.chosen)[0]
+        chosen[name] = chosen.get(name, 0) + 1
+        for family, members in by_family.items():
+            seen[family] = seen.get(family, 0) + 1
+            tried.setdefault(family, []).extend(members)
+            others = [p for p in tensor.priced if family_of(p.tree)[1] and family_of(p.tree)[0] != family]
+            ratios = [r for p in members if (r := ratio(p, others)) is not None]
+            if ratios:
+                best.setdefault(family, []).append(min(ratios))
+    found = [f for f in ORDER if f in tried] + sorted(set(tried) - {*ORDER, ""})
+    return [
+        {
+            "family": family,
+            "tensors": seen[family],
+            "candidates": len(tried[family]),
+            "exact": sum(p.exact for p in tried[family]),
+            "won": sum(r < 1.0 for r in best.get(family, [])),
+            "chosen": chosen.get(family, 0),
+            "median_ratio": median(best[family]) if family in best else None,
+            "best_ratio": min(best[family]) if family in best else None,
+        }
+        for family in found
+    ]
+
+
+def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
+    """The candidate's loss over that of the plain hull at its bytes; None where the plain formats have no such size."""
+    points = [Option(p.size_bytes, p.loss) for p in plain]
+    hull = [points[i] for i in lower_hull(points)]
+    if not hull or priced.size_bytes < hull[0].size_bytes:
+        return None
+    at = hull[-1].loss
+    for a, b in pairwise(hull):
+        if a.size_bytes <= priced.size_bytes <= b.size_bytes:
+            share = (priced.size_bytes - a.size_bytes) / max(1, b.size_bytes - a.size_bytes)
+            at = a.loss + share * (b.loss - a.loss)
+            break
+    return priced.loss / at if at > 0.0 else None
+
+
+def lines(families: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The comparison as text, one line a family."""
+    return [
+        f"{f['family']}: tried on {f['tensors']} tensors, won on {f['won']}, chosen for {f['chosen']}; loss against "
+        f"the same bytes spent on rate: median {_times(f['median_ratio'])}, best {_times(f['best_ratio'])}"
+        for f in families
+    ]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
