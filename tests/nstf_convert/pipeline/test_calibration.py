@@ -1,0 +1,91 @@
+"""What a calibration file holds: three disjoint splits, their domains, their references, and what every token counts."""
+
+import random
+
+import pytest
+import torch
+
+from nstf_convert.pipeline import calibrate
+from nstf_convert.pipeline.calibration import domains, fit_batches, held_out_batches, report_batches
+from nstf_convert.pipeline.tensorfile import TensorFile
+
+from .conftest import WORDS
+
+SPLITS = {"fit": fit_batches, "held_out": held_out_batches, "report": report_batches}
+
+
+@pytest.fixture(scope="module")
+def file(small, tmp_path_factory) -> TensorFile:
+    """The calibration of the small model on two texts."""
+    from nstf_convert.pipeline import Budget, ConvertOptions
+
+    root = tmp_path_factory.mktemp("calibration")
+    rng = random.Random(1)
+    (root / "other.txt").write_text(" ".join(rng.choice(WORDS[:8]) for _ in range(3000)))
+    options = ConvertOptions(
+        model=str(small.folder),
+        output=root / "cal.safetensors",
+        budget=Budget("ratio", 0.5),
+        datasets=(str(small.text), str(root / "other.txt")),
+        samples=6,
+        seq_len=32,
+        threads=1,
+    )
+    return TensorFile(calibrate(options))
+
+
+def test_every_split_holds_windows_of_every_dataset(file) -> None:
+    for split, batches in SPLITS.items():
+        labels = domains(file, split)
+        assert len(labels) == len(batches(file)) > 0
+        assert set(labels) == {"text.txt", "other.txt"}
+        for batch, label in zip(batches(file), labels, strict=True):
+            assert (int(batch["input_ids"].max()) < 10) == (label == "other.txt")
+
+
+def test_no_window_is_in_two_splits(file) -> None:
+    rows = [tuple(b["input_ids"][0].tolist()) for read in SPLITS.values() for b in read(file)]
+    assert len(rows) == len(set(rows))
+
+
+def test_both_held_out_splits_come_with_their_references(file) -> None:
+    for split, prefix in (("held_out", "reference"), ("report", "report_reference")):
+        for i, batch in enumerate(SPLITS[split](file)):
+            assert file.get(f"{prefix}:{i}").shape == (batch["input_ids"].shape[1], 64)
+
+
+def test_every_hessian_has_the_weights_of_all_fit_tokens(file) -> None:
+    tokens = sum(b["input_ids"].numel() for b in fit_batches(file))
+    for key, entry in file.metadata["hessians"].items():
+        weights = file.get(f"token_weight:{key}")
+        assert entry["tokens"] == tokens == weights.numel()
+        assert float(weights.mean()) == pytest.approx(1, abs=1e-3)
+        assert float(weights.min()) >= 0
+
+
+def test_sensitivities_of_a_layer_are_the_mean_squares_of_its_gradients(file, small) -> None:
+    """Against plain autograd on the whole model, with labels drawn anew: equal within sampling error."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small.folder, dtype=torch.float32)
+    name = "model.layers.0.mlp.down_proj"
+    total = torch.zeros(64)
+
+    def add(grad):
+        total.add_(grad[0].square().sum(0))
+
+    def keep(module, args, out):
+        out.register_hook(add)
+
+    model.get_submodule(name).register_forward_hook(keep)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
+    torch.manual_seed(0)
+    units = 0
+    for _ in range(4):
+        for batch in fit_batches(file):
+            log_p = torch.log_softmax(model(**batch).logits[0], -1)
+            labels = torch.multinomial(log_p.detach().exp(), 1)
+            (-log_p.gather(1, labels).sum()).backward()
+            units += len(log_p)
+    found = file.get(f"sensitivity:{name}.weight")
+    assert float(found.mean()) == pytest.approx(float(total.mean() / units), rel=0.15)
