@@ -1,0 +1,192 @@
+"""Healing: codes stay, what is continuous moves towards the original, and nothing gets worse or larger."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nstf.kernels.formats import decode
+from nstf.kernels.formats.tree import format_of
+from nstf_convert.pipeline import heal as healing
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.calibration import fit_batches, held_out_batches
+from nstf_convert.pipeline.heal import Settings, heal
+from nstf_convert.pipeline.heal_text import healing_windows
+from nstf_convert.pipeline.job import Job
+from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.stages import Stages
+
+INT3 = Recipe("int_grid", {"bits": 3, "group": 32})
+QUICK = Settings(scale_rate=3e-3, row_rate=3e-3, value_rate=3e-3, evaluations=2)
+
+
+@pytest.fixture
+def job(options, tmp_path):
+    with Job(options(work_dir=tmp_path / "work"), Stages()) as opened:
+        yield opened
+
+
+def uniform(job, recipe=INT3):
+    return {n: recipe for n, u in job.units.items() if u.kept is None}
+
+
+def test_healing_lowers_the_divergence_of_windows_that_neither_fitted_nor_chose(job) -> None:
+    mix = uniform(job)
+    learning = replace(QUICK, scale_rate=1e-2, row_rate=1e-2, value_rate=1e-2, windows=4)
+    healed = heal(job, mix, 1.0, steps=30, settings=learning)
+    assert healed.after.score < 0.9 * healed.before.score
+    load = mixes.encoder_loader(job)
+    before, after = (mixes.measure(job, mix, "report", given).score for given in (load, healed.loader(load)))
+    assert after < 0.95 * before
+    assert healed.facts["kept"] and healed.facts["steps"] == 30
+    assert [e["step"] for e in healed.facts["curve"]] == [15, 30]
+
+
+def test_healed_tensors_keep_their_codes_trees_dtypes_and_sizes(job) -> None:
+    mix = uniform(job, Recipe("int_grid", {"bits": 3, "group": 32, "scale_bits": 8}))
+    healed = heal(job, mix, 1.0, steps=8, settings=QUICK)
+    load = mixes.encoder_loader(job)
+    assert any("norm" in name for name in healed.encoded)
+    for name, tensor in healed.encoded.items():
+        before = load(job.units[name], mix.get(name))
+        assert tensor.tree == before.tree and tensor.shape == before.shape
+        for key, array in before.arrays.items():
+            assert (tensor.arrays[key].dtype, tensor.arrays[key].shape) == (array.dtype, array.shape)
+            assert key != "codes" or torch.equal(tensor.arrays[key], array)
+
+
+def test_what_the_curve_says_is_what_the_written_tensors_measure(job) -> None:
+    healed = heal(job, uniform(job), 1.0, steps=8, settings=QUICK)
+    best = min(e["held_out"] for e in healed.facts["curve"])
+    assert healed.after.score == pytest.approx(best, rel=1e-4)
+
+
+def test_a_run_that_makes_things_worse_is_not_kept(job) -> None:
+    wild = replace(QUICK, scale_rate=3.0, row_rate=3.0, value_rate=3.0)
+    healed = heal(job, uniform(job), 1.0, steps=4, settings=wild)
+    assert healed.encoded == {}
+    assert healed.after == healed.before and not healed.facts["kept"]
+
+
+def test_the_same_number_of_steps_gives_the_same_bytes(options, tmp_path) -> None:
+    found = []
+    for name in ("a", "b"):
+        with Job(options(work_dir=tmp_path / name), Stages()) as job:
+            healed = heal(job, uniform(job), 1.0, steps=6, settings=QUICK)
+            found.append(healed.encoded)
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert all(torch.equal(a, found[1][name].arrays[k]) for k, a in tensor.arrays.items())
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(job, options, tmp_path, monkeypatch) -> None:
+    whole = heal(job, uniform(job), 1.0, steps=8, settings=QUICK).encoded
+    monkeypatch.setattr(healing, "CHECKPOINT_SECONDS", 0.0)
+    with Job(options(work_dir=tmp_path / "other"), Stages()) as again:
+        mix = uniform(again)
+        original = healing._Healing._one_step
+        steps = []
+
+        def failing(self, batch, take=True):
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+            steps.append(1)
+            return original(self, batch, take)
+
+        monkeypatch.setattr(healing._Healing, "_one_step", failing)
+        with pytest.raises(KeyboardInterrupt):
+            heal(again, mix, 1.0, steps=8, settings=QUICK)
+        monkeypatch.setattr(healing._Healing, "_one_step", original)
+        resumed = heal(again, mix, 1.0, steps=8, settings=QUICK)
+    assert resumed.facts["steps"] == 8
+    for name, tensor in whole.items():
+        assert all(torch.equal(a, resumed.encoded[name].arrays[k]) for k, a in tensor.arrays.items())
+
+
+def test_steps_are_sized_to_the_time(job) -> None:
+    healed = heal(job, uniform(job), 0.05, settings=QUICK)
+    assert 2 <= healed.facts["steps"] <= healed.facts["planned_steps"]
+    assert healed.facts["minutes"] < 0.5
+
+
+def test_low_rank_factors_and_tables_are_tuned_too(job) -> None:
+    factor = Recipe("dense", {"dtype": "float16"})
+    hybrid = Recipe("add", {}, {"base": INT3, "correction": Recipe("svd", {"rank": 4}, {"factor": factor})})
+    mix = uniform(job, Recipe("grid16", {"group": 32}))
+    name = "model.layers.0.mlp.up_proj.weight"
+    mix[name] = hybrid
+    healed = heal(job, mix, 1.0, steps=8, settings=QUICK)
+    before = mixes.encoder_loader(job)(job.units[name], hybrid)
+    changed = {k for k, a in before.arrays.items() if not torch.equal(a, healed.encoded[name].arrays[k])}
+    assert {"x.scale", "y.a.values", "y.b.values"} <= changed and "x.codes" not in changed
+    other = "model.layers.1.mlp.up_proj.weight"
+    tables = [
+        e.arrays["table"]
+        for e in (mixes.encoder_loader(job)(job.units[other], mix[other]), healed.encoded[other])
+    ]
+    assert not torch.equal(*tables)
+
+
+def test_recomputed_layers_give_the_same_gradients(job, monkeypatch) -> None:
+    mix = uniform(job)
+    run = healing._Healing(job, mix, mixes.encoder_loader(job), 1.0, 2, QUICK, mixes.measure(job, mix))
+    batch = run._batch(run.fit, 0)
+    gradients = []
+    for limit in (1 << 40, 0):
+        monkeypatch.setattr(healing, "ACTIVATION_BYTES", limit)
+        with run._recomputing():
+            run._one_step(batch, take=False)
+        gradients.append([p.grad.clone() for p in run.values.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*gradients, strict=True))
+
+
+def test_gradients_are_those_of_the_plain_model(job, small) -> None:
+    """Against transformers' own forward, with every weight decoded and kept."""
+    from transformers import AutoModelForCausalLM
+
+    mix = uniform(job)
+    load = mixes.encoder_loader(job)
+    run = healing._Healing(job, mix, load, 1.0, 2, QUICK, mixes.measure(job, mix))
+    run.bfloat16, run.student._dtype = False, torch.float32
+    batch = run._batch(run.fit, 0)
+    loss = run._one_step(batch, take=False)
+    plain = AutoModelForCausalLM.from_pretrained(small.folder, dtype=torch.float32)
+    values = run.values.current()
+    with torch.no_grad():
+        target = plain(batch[0][1]).logits[0].log_softmax(-1)
+        for name, p in plain.named_parameters():
+            p.copy_(decode(load(job.units[name], mix.get(name))))
+    q = plain(batch[0][1]).logits[0].log_softmax(-1)
+    divergence = (target.exp() * (target - q)).sum(-1).mean()
+    divergence.backward()
+    assert loss == pytest.approx(float(divergence), rel=1e-4)
+    name = "model.layers.0.mlp.down_proj.weight"
+    scale = values[name]["scale"]
+    prepared = run.student._weights[name]
+    units = prepared.decode({"scale": torch.ones_like(scale)})
+    weight = dict(plain.named_parameters())[name]
+    # d/d(log scale) of the row: all its groups together.
+    wanted = (weight.grad * units * scale.detach().repeat_interleave(32, 1)).sum(1)
+    found = run.values._row[name, "scale"].grad[:, 0]
+    assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-6)
+    assert format_of("int").KIND == "int"
+
+
+def test_more_text_leaves_out_what_is_held_out(job) -> None:
+    fit = [b["input_ids"] for b in fit_batches(job.calibration)]
+    more = healing_windows(job, fit, 60)
+    assert len(more) > len(fit)
+    held = {
+        tuple(b["input_ids"][0, i : i + 16].tolist())
+        for b in held_out_batches(job.calibration)
+        for i in range(17)
+    }
+    for window in more:
+        assert held.isdisjoint({tuple(window[0, i : i + 16].tolist()) for i in range(17)})
+
+
+def test_a_model_that_cannot_be_run_is_not_healed(job) -> None:
+    job.model = None
+    with pytest.raises(ValueError, match="needs a language model"):
+        heal(job, {}, 1.0)
