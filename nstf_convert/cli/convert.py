@@ -41,7 +41,7 @@ def convert(
     formats: options.Formats = None,
     probes: options.Probes = True,
     search: options.Search = True,
-    search_time: options.SearchTime = 2.0,
+    search_time: options.SearchTime = None,
     search_steps: options.SearchSteps = None,
     prefix: options.Prefix = True,
     attention_plan: options.AttentionPlan = True,

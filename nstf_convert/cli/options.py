@@ -47,14 +47,17 @@ Search = Annotated[
     bool, typer.Option("--search/--no-search", help="Improve the mix by measured local search.")
 ]
 SearchTime = Annotated[
-    float,
-    typer.Option(min=0.0, max=1e6, metavar="MINUTES", help="Time for the local search; 0: none."),
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1e6,
+        metavar="MINUTES",
+        help="Time for the local search; 0: none; by default a few moves, the same on every machine.",
+    ),
 ]
 SearchSteps = Annotated[
     int | None,
-    typer.Option(
-        min=0, metavar="N", help="Moves of the local search instead of a time: the same file anywhere."
-    ),
+    typer.Option(min=0, metavar="N", help="Moves of the local search: the same file on every machine."),
 ]
 Probes = Annotated[
     bool, typer.Option("--probes/--no-probes", help="Correct the expected losses by a few measurements.")
@@ -189,7 +192,7 @@ def build_options(
     formats: str | None = None,
     probes: bool = True,
     search: bool = True,
-    search_minutes: float = 2.0,
+    search_minutes: float | None = None,
     search_steps: int | None = None,
     prefix: bool = True,
     attention_plan: bool = True,

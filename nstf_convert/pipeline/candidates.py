@@ -6,7 +6,7 @@ factors rounded, and their loss computed. Everything lands in the work directory
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,33 +230,48 @@ def structured_recipes(
     return list({json.dumps(r.to_json()): r for r in out}.values())
 
 
-def hybrid_recipes(base_bits: Iterable[int] = (2, 3, 4), ranks: Iterable[int] = (8, 24)) -> list[Recipe]:
+def hybrid_recipes(allowed: set[str]) -> list[Recipe]:
     """A low-rank correction with 4-bit factors added to a low-bit base: pays only at very low rates, if at all."""
+    integers = [
+        Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}) for b in (2, 3, 4)
+    ]
+    codes = [Recipe("trellis", {"quarter_bits": q}) for q in (6, 8, 10)]
+    bases = [(base, rank) for base in integers for rank in (8, 24)]
+    bases += [(base, rank) for base in codes for rank in (8, 16, 32)]
     return [
-        Recipe(
-            "add",
-            {},
-            {
-                "base": Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}),
-                "correction": Recipe("svd", {"rank": r}, {"factor": FACTORS[1]}),
-            },
-        )
-        for b in base_bits
-        for r in ranks
+        Recipe("add", {}, {"base": base, "correction": Recipe("svd", {"rank": rank}, {"factor": FACTORS[1]})})
+        for base, rank in bases
+        if base.method in allowed
     ]
 
 
-def hybrid_loss(unit: Unit, recipe: Recipe, inner: Tensor, stats: Stats, prepared: Any) -> float:
-    """Expected loss of a hybrid: the correction is really made and rounded, its base estimated on what is left."""
+def hybrid_losses(
+    unit: Unit, wanted: Sequence[Recipe], inner: Tensor, stats: Stats, prepared: Any
+) -> list[float]:
+    """Expected losses of hybrids: the corrections are really made and rounded, their bases estimated on what is left."""
+    left: dict[int, Tensor] = {}
+    out = []
+    for recipe in wanted:
+        rank = int(recipe.parts["correction"].params["rank"])
+        if rank not in left:
+            correction = _correction(recipe, prepared, rank)
+            left[rank] = inner - decode(correction).reshape(inner.shape)
+        base = recipe.parts["base"]
+        if base.method == "trellis":
+            out.append(recipes.estimate(base, left[rank], stats, unit.lead))
+        else:
+            sample, sampled = sample_rows(unit, left[rank], stats)
+            out.append(recipes.estimate(base, sample, sampled, 1))
+    return out
+
+
+def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:
     factor = recipe.parts["correction"].parts["factor"]
 
     def leaf(name: str, value: Tensor, metric: Tensor | None) -> Any:
         return recipes.encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
 
-    correction = prepared.truncate(int(recipe.parts["correction"].params["rank"])).encode(leaf)
-    rest = inner - decode(correction).reshape(inner.shape)
-    sample, sampled = sample_rows(unit, rest, stats)
-    return recipes.estimate(recipe.parts["base"], sample, sampled, 1)
+    return prepared.truncate(rank).encode(leaf)
 
 
 def method_families(formats: Sequence[str] | None) -> set[str]:

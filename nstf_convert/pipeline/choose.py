@@ -23,8 +23,10 @@ SPARE_BYTES = 512
 # Uniform files that are measured: so many at most, whose expected losses are within this factor of the best one's.
 UNIFORMS = 3
 UNIFORM_MARGIN = 1.15
-# Encoding with this method takes minutes: only tried as a uniform file when it expects the least loss.
-SLOW_METHOD = "trellis"
+# Encoding with these takes minutes, so a uniform file of one is only made when its expected loss is within this
+# factor of the mix's: further off than the loss model can err.
+SLOW_METHODS = ("trellis",)
+SLOW_MARGIN = 1.3
 
 
 @dataclass(frozen=True)
@@ -157,25 +159,43 @@ def plan_mix(
     return best
 
 
-def best_uniforms(job: Job, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> list[Planned]:
-    """The single formats for all tensors that fit and expect the least loss: the best, and those close to it."""
+def best_uniforms(
+    job: Job, table: Table, budget_bytes: int, meta: Mapping[str, Any], mix_loss: float
+) -> list[Planned]:
+    """The single formats for all tensors that fit and expect the least loss: the best, and those close to it.
+
+    A slow format is left out when it expects much more than the mix does (`mix_loss`), and beside a better one.
+    """
     found = []
-    for recipe in [*cand.quantised_recipes(), *_dense(table)]:
+    for recipe in _uniform_recipes(table):
         mix = {n: recipe for n in table.candidates if table.find(n, recipe) is not None}
         if len(mix) == len(table.candidates):
             found.append((expected_loss(table, mix), mix, recipe))
     found.sort(key=lambda f: f[0])
     out: list[Planned] = []
     for expected, mix, recipe in found:
-        if len(out) == UNIFORMS or (out and expected > UNIFORM_MARGIN * out[0].expected_loss):
+        quick = [p for p in out if not is_slow(next(iter(p.mix.values())))]
+        if len(quick) == UNIFORMS or (quick and expected > UNIFORM_MARGIN * quick[0].expected_loss):
             break
-        size = exact_size(job, mix, meta)
-        if size > budget_bytes or (out and recipe.method == SLOW_METHOD):
+        if is_slow(recipe) and (out or expected > SLOW_MARGIN * mix_loss):
             continue
-        some = job.units[next(iter(mix))]
-        label = describe(tree_of(recipe, some.inner_shape, some.lead))
-        out.append(Planned(mix, expected, size, f"uniform {label}"))
+        size = exact_size(job, mix, meta)
+        if size <= budget_bytes:
+            some = job.units[next(iter(mix))]
+            label = describe(tree_of(recipe, some.inner_shape, some.lead))
+            out.append(Planned(mix, expected, size, f"uniform {label}"))
     return out
+
+
+def _uniform_recipes(table: Table) -> list[Recipe]:
+    """Recipes that any tensor of the table could have and that do not depend on it."""
+    some = min(table.candidates.values(), key=len, default=())
+    return [c.recipe for c in some if c.recipe.family in ("quantised", "dense")]
+
+
+def is_slow(recipe: Recipe) -> bool:
+    """Whether encoding takes minutes on a large model."""
+    return recipe.method in SLOW_METHODS or any(is_slow(p) for p in recipe.parts.values())
 
 
 def key_of(recipe: Recipe) -> str:
@@ -269,13 +289,3 @@ def expected_loss(table: Table, mix: Mapping[str, Recipe]) -> float:
             raise ValueError(f"{name}: no candidate is stored as {recipe}")
         total += found.loss
     return total
-
-
-def _dense(table: Table) -> list[Recipe]:
-    found = {
-        c.recipe.params["dtype"]
-        for options in table.candidates.values()
-        for c in options
-        if c.recipe.method == "dense"
-    }
-    return [Recipe("dense", {"dtype": d}) for d in sorted(found)]

@@ -74,7 +74,7 @@ def _choose(run: Run) -> Final:
         run.encode(planned)
         return Final(planned)
     mix = run.measure(planned)
-    uniform = run.best_uniform(budget_bytes)
+    uniform = run.best_uniform(budget_bytes, planned.expected_loss)
     best = mix if uniform is None or mix.score < uniform.score else uniform
     best, _, facts = search(run, best, budget_bytes)
     return replace(finish(run, best, uniform), search=facts)

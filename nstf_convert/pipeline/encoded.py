@@ -153,11 +153,10 @@ class Encoder:
                 out.append(self._candidate(unit, r, value, exact=True))
         return out
 
-    def hybrids(self, unit: Unit) -> list[Candidate]:
+    def hybrids(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Low-bit bases with low-rank corrections, expected losses with the corrections really made."""
-        wanted = [
-            r for r in cand.hybrid_recipes() if r.parts["correction"].params["rank"] * 4 <= min(_matrix(unit))
-        ]
+        largest = min(_matrix(unit)) // 4
+        wanted = [r for r in cand.hybrid_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
         if not wanted:
             return []
         key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted])
@@ -165,7 +164,7 @@ class Encoder:
         if found is None:
             inner, stats = self.inputs(unit)
             prepared, _ = cand.low_rank_losses(unit, inner, stats)
-            losses = [cand.hybrid_loss(unit, r, inner, stats, prepared) for r in wanted]
+            losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared)
             found = {"losses": losses}
             self._work.put(key, {}, found)
         return [self._candidate(unit, r, v) for r, v in zip(wanted, found["losses"], strict=True)]

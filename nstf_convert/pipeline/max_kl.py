@@ -57,7 +57,7 @@ def _within(run: Run, bound: float) -> Final:
         smaller = _smallest(run, bound, low, best.planned.size_bytes, weights, ratio, ROUNDS_AFTER_SEARCH)
         if smaller is not None and smaller.planned.size_bytes < best.planned.size_bytes:
             best = smaller
-    uniform = run.best_uniform(best.planned.size_bytes)
+    uniform = run.best_uniform(best.planned.size_bytes, best.planned.expected_loss)
     if uniform is not None and uniform.score <= best.score:
         best = uniform
     return replace(finish(run, best, uniform), search=facts)

@@ -14,11 +14,11 @@ class ConvertOptions:
     model: a Hugging Face folder, a GGUF or ONNX file, or a hub name. datasets: texts to calibrate on (empty: text
     sampled from the model itself). calibration: a file written by `nstf calibrate`. work_dir: where results are kept
     between runs (None: `<output>.work`, removed after success). samples: calibration windows of `seq_len` tokens
-    (None: 64). formats: methods the planner may use (None: all). probes: expected losses are
-    corrected by measuring groups of tensors. search: measured local search after the plan, for `search_minutes`, or
-    for `search_steps` moves whatever they take (the same file on every machine). prefix: the final mix is encoded
-    front to back, each layer for what its compressed predecessors give it, when that measures better.
-    fuse: q/k/v and gate/up get one format. threads: CPU threads (None: all cores).
+    (None: 64). formats: methods the planner may use (None: all). probes: expected losses are corrected by measuring
+    groups of tensors. search: measured local search after the plan, at most `search_minutes` long (where it stops then
+    depends on the machine) and `search_steps` moves; with neither a few. prefix: the final mix is encoded front to
+    back, each layer for what its compressed predecessors give it, when that measures better. fuse: q/k/v and gate/up
+    get one format. threads: CPU threads (None: all cores).
     """
 
     model: str
@@ -33,7 +33,7 @@ class ConvertOptions:
     formats: tuple[str, ...] | None = None
     probes: bool = True
     search: bool = True
-    search_minutes: float = 2.0
+    search_minutes: float | None = None
     search_steps: int | None = None
     prefix: bool = True
     attention_plan: bool = True

@@ -27,6 +27,10 @@ BLOCK_FACTOR = 1.4
 BLOCKS = 24
 # Standard errors by which a paired gain must exceed zero, and a domain may seem to lose.
 CONFIDENCE = 1.0
+# Without a wish of the user: so many moves, none of which encodes more than this share of the weights by a slow method.
+# Counted in moves, not minutes: the same command gives the same bytes on every machine.
+DEFAULT_STEPS = 6
+SLOW_SHARE = 0.05
 # Tensors whose next step up is tried, by expected loss.
 SINGLES = 64
 
@@ -61,16 +65,18 @@ class _State:
 def search(run: Run, start: Trial, budget_bytes: int) -> tuple[Trial, dict[str, float], SearchFacts]:
     """The best mix found within the options' time or steps, the weights it was planned with, and what was done."""
     options = run.job.options
-    facts = SearchFacts(
-        None if options.search_steps is not None else options.search_minutes, options.search_steps
-    )
-    if not options.search or (options.search_steps is None and options.search_minutes <= 0.0):
+    minutes, steps = options.search_minutes, options.search_steps
+    default = minutes is None and steps is None
+    facts = SearchFacts(minutes, DEFAULT_STEPS if default else steps)
+    if not options.search or minutes == 0.0 or steps == 0:
         return start, {}, facts
     state = _State(start, seen={_mix_key(start.planned)})
     begin = time.perf_counter()
     ended = "no moves are left"
     with run.job.stages.stage("search"):
         for planned, weights in _moves(run, state, budget_bytes):
+            if default and _slow_share(run, planned) > SLOW_SHARE:
+                continue
             stop = _stop(run, state, planned, facts, time.perf_counter() - begin)
             if stop:
                 ended = stop
@@ -121,11 +127,21 @@ def _mean_error(values: Sequence[float]) -> tuple[float, float]:
 
 def _stop(run: Run, state: _State, planned: Planned, facts: SearchFacts, seconds: float) -> str:
     """Why the next move must not begin, or an empty string."""
-    if facts.steps_allowed is not None:
-        return "steps" if len(state.moves) >= facts.steps_allowed else ""
-    changed = {n: r for n, r in planned.mix.items() if state.best.planned.mix.get(n) != r}
-    wanted = run.seconds_to_encode(changed) + state.slowest_measure
-    return "time" if seconds + wanted > 60.0 * (facts.minutes or 0.0) else ""
+    if facts.steps_allowed is not None and len(state.moves) >= facts.steps_allowed:
+        return "steps"
+    if facts.minutes is None:
+        return ""
+    wanted = run.seconds_to_encode(planned.mix) + state.slowest_measure
+    return "time" if seconds + wanted > 60.0 * facts.minutes else ""
+
+
+def _slow_share(run: Run, planned: Planned) -> float:
+    """The share of the weights that a slow method would have to encode first."""
+    sizes = {n: run.job.units[n].elements for n in planned.mix}
+    slow = [
+        sizes[n] for n, r in planned.mix.items() if choose.is_slow(r) and run.find_true_loss(n, r) is None
+    ]
+    return sum(slow) / max(1, sum(sizes.values()))
 
 
 def _try(run: Run, state: _State, planned: Planned, weights: dict[str, float]) -> None:

@@ -58,7 +58,8 @@ class Run:
             planned = choose.plan_mix(job, self.table, budget_bytes, widest, weights, exact=False)
             if "add" in self.allowed:
                 low = [u for u in choose.low_bit_units(job, planned) if not self._has_hybrids(u)]
-                for name, more in job.encoder.each(low, job.encoder.hybrids, lambda u: None).items():
+                found = job.encoder.each(low, lambda u: job.encoder.hybrids(u, self.allowed), lambda u: None)
+                for name, more in found.items():
                     self.table = self.table.with_more(name, more)
             planned = choose.plan_mix(job, self.table, budget_bytes, widest, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
@@ -102,10 +103,11 @@ class Run:
         self.tried.append(trial_json(trial))
         return trial
 
-    def best_uniform(self, budget_bytes: int) -> Trial | None:
-        """The single format that measures best within a budget, or None when none fits."""
+    def best_uniform(self, budget_bytes: int, mix_loss: float) -> Trial | None:
+        """The single format that measures best within a budget, or None when none fits. mix_loss: the mix's expected
+        loss."""
         with self.job.stages.stage("plan"):
-            plans = choose.best_uniforms(self.job, self.table, budget_bytes, self.meta.widest())
+            plans = choose.best_uniforms(self.job, self.table, budget_bytes, self.meta.widest(), mix_loss)
         return min([self.measure(p) for p in plans], key=lambda t: t.score, default=None)
 
     def true_loss(self, name: str, recipe: Recipe) -> float:

@@ -138,12 +138,12 @@ class AccuracyFacts:
     """
 
     final: Mapping[str, Any] | None
-    domains: Mapping[str, float] | None = None
-    selection: float | None = None
     protocol: Mapping[str, Any] = field(default_factory=dict)
     chosen: str = "mix"
     uniform: Uniform | None = None
     tried: Sequence[Mapping[str, Any]] = ()
+    domains: Mapping[str, float] | None = None
+    selection: float | None = None
     probes: Sequence[Mapping[str, Any]] = ()
     search: Mapping[str, Any] | None = None
     steps: Sequence[Mapping[str, Any]] = ()

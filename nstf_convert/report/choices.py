@@ -28,11 +28,12 @@ def _steps(accuracy: Mapping[str, Any]) -> str:
 def _search(search: Mapping[str, Any] | None) -> str:
     if not search or not search["steps"]:
         return ""
-    allowed = (
-        f"{search['minutes']:g} minutes"
-        if search["minutes"] is not None
-        else f"{search['steps_allowed']} moves"
-    )
+    limits = [
+        f"{search[key]:g} {unit}"
+        for key, unit in (("minutes", "minutes"), ("steps_allowed", "moves"))
+        if search[key] is not None
+    ]
+    allowed = " and ".join(limits)
     text = (
         f"Local search within {allowed}: {search['accepted']} of {search['steps']} moves accepted in "
         f"{search['seconds']:.0f} s, ended by: {search['ended']}. A move is accepted when its paired gain is above "

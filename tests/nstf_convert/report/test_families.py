@@ -1,0 +1,57 @@
+"""Families of encodings against the same bytes spent on rate."""
+
+import pytest
+
+from nstf.kernels.formats import Node, dense
+from nstf.kernels.formats.tree import format_of
+from nstf_convert.report.families import Priced, Tensor, compare, family_of, lines, ratio
+
+
+def integers(bits: int) -> Node:
+    return Node("int", format_of("int").Params(bits, 32, True, 8))
+
+
+def low_rank() -> Node:
+    children = {"a": integers(4), "b": integers(4)}
+    return Node("low_rank", format_of("low_rank").Params(4), children)
+
+
+PLAIN = (
+    Priced(integers(2), 100, 8.0, False),
+    Priced(integers(3), 200, 2.0, True),
+    Priced(integers(4), 300, 1.0, False),
+)
+
+
+def test_a_ratio_is_taken_on_the_hull_at_equal_bytes() -> None:
+    assert ratio(Priced(low_rank(), 150, 4.0, True), PLAIN) == pytest.approx(0.8)
+    assert ratio(Priced(low_rank(), 200, 4.0, True), PLAIN) == pytest.approx(2.0)
+    assert ratio(Priced(low_rank(), 500, 1.5, True), PLAIN) == pytest.approx(1.5)
+    assert ratio(Priced(low_rank(), 99, 0.1, True), PLAIN) is None
+    assert ratio(Priced(low_rank(), 150, 1.0, True), ()) is None
+
+
+def test_families_are_counted_by_tensor_with_median_and_best() -> None:
+    tensors = [
+        Tensor(
+            "a", (*PLAIN, Priced(low_rank(), 150, 2.5, True), Priced(low_rank(), 200, 4.0, False)), low_rank()
+        ),
+        Tensor("b", (*PLAIN, Priced(low_rank(), 150, 10.0, False)), integers(3)),
+        Tensor("c", (Priced(Node("dense", dense.Params("float32")), 900, 0.0, True),), integers(3)),
+    ]
+    found = {f["family"]: f for f in compare(tensors)}
+    assert list(found) == ["SVD", "int"]
+    svd = found["SVD"]
+    assert (svd["tensors"], svd["candidates"], svd["exact"], svd["won"], svd["chosen"]) == (2, 3, 1, 1, 1)
+    assert svd["best_ratio"] == pytest.approx(0.5)
+    assert svd["median_ratio"] == pytest.approx(1.25)
+    # No other plain format to compare with.
+    assert found["int"]["median_ratio"] is None and found["int"]["won"] == 0
+    assert "SVD: tried on 2 tensors, won on 1, chosen for 1" in lines(compare(tensors))[0]
+
+
+def test_wrappers_belong_to_what_they_hold() -> None:
+    permuted = Node("permute", format_of("permute").Params((1, 0)), {"x": integers(4)})
+    assert family_of(permuted) == ("int", True)
+    hybrid = Node("add", format_of("add").Params(), {"x": integers(2), "y": low_rank()})
+    assert family_of(hybrid) == ("low rank on low bits", False)
