@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
-from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape
+from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
 
 KIND = "trellis"
@@ -230,3 +230,32 @@ def _states(codes: Tensor, quarter_bits: int) -> Tensor:
     for i in range(3):
         word |= ring[:, (start // 8 + i) % size] << (8 * i)
     return (word >> (start % 8)) & ((1 << STATE_BITS) - 1)
+
+
+def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tuning leaves alone: the values at scale 1, to 11 bits."""
+    rows, cols = matrix_shape(shape, params.lead)
+    return {"units": narrow(unit_values(params, arrays, rows, cols))}
+
+
+def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The row scales [rows]."""
+    return {"scale": read_scales(params, arrays)}
+
+
+def retuned(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays with other row scales, rounded to what they are stored as."""
+    return {**arrays, **store_scales(params, values["scale"])}
+
+
+def decode_tuned(
+    params: Params,
+    shape: Shape,
+    fixed: dict[str, Tensor],
+    values: dict[str, Tensor],
+    children: dict[str, Tensor],
+) -> Tensor:
+    """`decode` with the row scales of `values`, differentiable in them."""
+    return scaled(values["scale"][:, None], fixed["units"], 0).reshape(shape)

