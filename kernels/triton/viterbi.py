@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 """The Viterbi search of kernels/torch/viterbi.py on a GPU: the same codes, bit for bit.
 
-A program (one thread block) searches TILES tiles at a time, one step after the other. At a step a thread owns groups of
+A program (one thread block) searches one tile at a time, one step after the other. At a step a thread owns 4 groups of
 R = 2^KMAX consecutive states s = (group << KMAX) | row, KMAX the largest step: they are reduced over the row to one new
 entry of M, or to two (the halves) when the next step shifts out one bit less. So M and the codebook lie in memory as
 [row, column]: threads beside each other read numbers beside each other. M stays in the caches; the back-pointers, a
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nstf.kernels.torch.viterbi import SEAM, STATE_BITS, TILE, check
 
-# The share of the free device memory that the back-pointers may take.
+# The share of the free device memory that the back-pointers may take: up to 8 MiB for each program.
 SCRATCH_SHARE = 0.5
 # Rows whose loads are issued together.
 UNROLL = 8
@@ -37,19 +37,18 @@ def _nearest_row(
     groups: tl.constexpr,
     stride: tl.constexpr,
     count: tl.constexpr,
-    shape: tl.constexpr,
+    block: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """The least fma(d, d, M) over the next `count` rows, and which of them it is: the lowest on ties."""
-    best = tl.full(shape, float("inf"), tl.float32)
-    arg = tl.zeros(shape, tl.int32)
+    best = tl.full([block], float("inf"), tl.float32)
+    arg = tl.zeros([block], tl.int32)
     unroll: tl.constexpr = count if count < UNROLL else UNROLL
     for part in range(count // unroll):
         for i in tl.static_range(unroll):
             row = part * unroll + i
             d = x - tl.load(codebook + row * groups, eviction_policy="evict_last")
-            known = tl.load(m + row * stride)
-            cost = tl.fma(d, d, tl.broadcast_to(known, shape))
+            cost = tl.fma(d, d, tl.load(m + row * stride))
             better = cost < best
             best = tl.where(better, cost, best)
             arg = tl.where(better, row, arg)
@@ -57,24 +56,44 @@ def _nearest_row(
 
 
 @triton.jit
+def _quarters(values, block: tl.constexpr):
+    """The four interleaved parts of a vector; a thread that holds 4 numbers in a row keeps them."""
+    even, odd = tl.split(tl.reshape(values, [block // 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _scatter(costs, at, values, block: tl.constexpr):
+    """costs[at] = values. Stored in quarters: as one, Triton would first hand the numbers to other threads."""
+    at_a, at_b, at_c, at_d = _quarters(at, block)
+    a, b, c, d = _quarters(values, block)
+    tl.store(costs + at_a, a)
+    tl.store(costs + at_b, b)
+    tl.store(costs + at_c, c)
+    tl.store(costs + at_d, d)
+
+
+@triton.jit
 def _previous(state, k, oldest, UNIFORM: tl.constexpr, KMAX: tl.constexpr, BITS: tl.constexpr):
-    """s_{t-1} from s_t: [TILES]. k: the bits of step t; oldest: pointers to the back-pointers of its entries of M."""
-    group = state & ((1 << (BITS - k)) - 1)
-    at = group
+    """s_{t-1} from s_t. k: the bits of step t; oldest: the back-pointers of its entries of M."""
+    entry = state & ((1 << (BITS - k)) - 1)
+    at = entry
     if not UNIFORM:
         if k < KMAX:  # stored as two halves
-            at = (group & 1) * (1 << (BITS - KMAX)) + (group >> 1)
-    return (group << k) | tl.load(oldest + at).to(tl.int32)
+            at = (entry & 1) * (1 << (BITS - KMAX)) + (entry >> 1)
+    return (entry << k) | tl.load(oldest + at).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tiles", "quarter_bits"])
 def _search(
     targets,  # f32 [tiles, 256]
     codebook,  # f32 [2^KMAX, 2^(16 - KMAX)]: of state (column << KMAX) | row
-    codes,  # u8 [tiles, 2 * quarter_bits * 4]
-    costs,  # f32 [programs * TILES, 2, entries of M]
-    back,  # u8 [programs * TILES, 255, entries of M]
-    states,  # i32 [programs * TILES, 256]
+    codes,  # u8 [tiles, 8 * quarter_bits]
+    costs,  # f32 [programs, 2, entries of M]
+    back,  # u8 [programs, 255, entries of M]
+    states,  # i32 [programs, 256]
     tiles,
     quarter_bits,
     BITS: tl.constexpr,
@@ -82,44 +101,36 @@ def _search(
     SEAM: tl.constexpr,
     KMAX: tl.constexpr,  # the largest step
     UNIFORM: tl.constexpr,  # all steps are KMAX; else some are KMAX - 1
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of M at a time
-    REUSE: tl.constexpr,  # groups that share a column of M and are done together
+    BLOCK: tl.constexpr,  # groups at a time
     UNROLL: tl.constexpr,
 ):
     ROWS: tl.constexpr = 1 << KMAX
+    HALF: tl.constexpr = ROWS // 2
     GROUPS: tl.constexpr = 1 << (BITS - KMAX)
     ENTRIES: tl.constexpr = GROUPS if UNIFORM else 2 * GROUPS
     STRIDE: tl.constexpr = ENTRIES // ROWS
-    CHUNKS: tl.constexpr = GROUPS // (REUSE * BLOCK)
-    SHAPE: tl.constexpr = (REUSE, TILES, BLOCK)
+    CHUNKS: tl.constexpr = GROUPS // BLOCK
     REDUCE: tl.constexpr = 1024
-    MAX_BYTES: tl.constexpr = 256
-    part = tl.arange(0, REUSE)[:, None, None] * (GROUPS // REUSE)
-    slot = tl.arange(0, TILES)
-    lane = tl.arange(0, BLOCK)[None, None, :]
-    bits_0 = quarter_bits // 4
+    lane = tl.arange(0, BLOCK)
+    wide = tl.arange(0, REDUCE)
+    first_bits = quarter_bits // 4
 
-    first_slot = tl.program_id(0).to(tl.int64) * TILES
-    costs += first_slot * (2 * ENTRIES)
-    back += first_slot * ((TILE - 1) * ENTRIES)
-    states += first_slot * TILE
-    slot_costs = slot[None, :, None] * (2 * ENTRIES)
-    slot_back = slot.to(tl.int64) * ((TILE - 1) * ENTRIES)
-    reduce = tl.arange(0, REDUCE)[None, :]
-    reduce_costs = costs + slot[:, None] * (2 * ENTRIES) + reduce
+    program = tl.program_id(0).to(tl.int64)
+    costs += program * (2 * ENTRIES)
+    back += program * ((TILE - 1) * ENTRIES)
+    states += program * TILE
 
-    for block in range(tl.program_id(0), tl.cdiv(tiles, TILES), tl.num_programs(0)):
-        tile = tl.minimum(block * TILES + slot, tiles - 1)
-        tile_targets = targets + tile.to(tl.int64)[None, :, None] * TILE
-        seam = tl.zeros([TILES], tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile_targets = targets + tl.cast(tile, tl.int64) * TILE
+        seam = tl.full([], 0, tl.int32)
         # First around the seam, from nowhere, to find the state there; then the whole tile from that state.
         for whole in range(2):
-            start = (seam >> bits_0)[:, None]
+            start = seam >> first_bits
             start = (start & (ROWS - 1)) * STRIDE + (start >> KMAX)
+            other = tl.where(whole == 1, float("inf"), 0.0)
             for i in range(ENTRIES // REDUCE):
-                other = tl.where(whole == 1, float("inf"), 0.0)
-                tl.store(reduce_costs + i * REDUCE, tl.where(reduce + i * REDUCE == start, 0.0, other))
+                at = wide + i * REDUCE
+                tl.store(costs + at, tl.where(at == start, 0.0, other))
             tl.debug_barrier()
 
             first = tl.where(whole == 1, 0, -SEAM)
@@ -133,80 +144,72 @@ def _search(
                 if not UNIFORM:
                     columns = 1 << (BITS - KMAX - _step_bits(t, quarter_bits))
                     shorter = _step_bits(t + 1, quarter_bits) < KMAX
-                m_from = costs + slot_costs + odd * ENTRIES
-                m_to = costs + slot_costs + (1 - odd) * ENTRIES
-                oldest = back + slot_back[None, :, None] + step * ENTRIES
+                m_from = costs + odd * ENTRIES
+                m_to = (1 - odd) * ENTRIES
+                oldest = back + step * ENTRIES
                 for i in range(CHUNKS):
                     # Back and forth: what was read last is in the cache.
-                    chunk = tl.where(odd == 1, CHUNKS - 1 - i, i)
-                    base = chunk * BLOCK + lane
-                    group = base + part
-                    column = tl.max_contiguous(tl.multiple_of(base & (columns - 1), (1, 1, 4)), (1, 1, 4))
+                    group = tl.where(odd == 1, CHUNKS - 1 - i, i) * BLOCK + lane
+                    column = tl.max_contiguous(tl.multiple_of(group & (columns - 1), 4), 4)
+                    c = codebook + group
+                    m = m_from + column
                     if UNIFORM:
-                        best, arg = _nearest_row(
-                            x, codebook + group, m_from + column, GROUPS, STRIDE, ROWS, SHAPE, UNROLL
-                        )
-                        tl.store(m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best)
+                        best, arg = _nearest_row(x, c, m, GROUPS, STRIDE, ROWS, BLOCK, UNROLL)
+                        _scatter(costs, m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best, BLOCK)
                         tl.store(oldest + group, arg.to(tl.uint8), cache_modifier=".cs")
                     else:
-                        HALF: tl.constexpr = ROWS // 2
-                        best, arg = _nearest_row(
-                            x, codebook + group, m_from + column, GROUPS, STRIDE, HALF, SHAPE, UNROLL
-                        )
-                        best_2, arg_2 = _nearest_row(
-                            x, codebook + group + HALF * GROUPS, m_from + column + HALF * STRIDE,
-                            GROUPS, STRIDE, HALF, SHAPE, UNROLL,
-                        )  # fmt: skip
+                        best, arg = _nearest_row(x, c, m, GROUPS, STRIDE, HALF, BLOCK, UNROLL)
+                        c += HALF * GROUPS
+                        m += HALF * STRIDE
+                        best_2, arg_2 = _nearest_row(x, c, m, GROUPS, STRIDE, HALF, BLOCK, UNROLL)
                         if shorter:
                             entry = group * 2
                             to = m_to + (entry & (ROWS - 1)) * STRIDE + (entry >> KMAX)
-                            tl.store(to, best)
-                            tl.store(to + STRIDE, best_2)
+                            _scatter(costs, to, best, BLOCK)
+                            _scatter(costs, to + STRIDE, best_2, BLOCK)
                             tl.store(oldest + group, arg.to(tl.uint8), cache_modifier=".cs")
                             tl.store(oldest + GROUPS + group, arg_2.to(tl.uint8), cache_modifier=".cs")
                         else:
                             better = best_2 < best
                             best = tl.where(better, best_2, best)
                             arg = tl.where(better, arg_2 + HALF, arg)
-                            tl.store(m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best)
+                            _scatter(costs, m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best, BLOCK)
                             tl.store(oldest + group, arg.to(tl.uint8), cache_modifier=".cs")
                 tl.debug_barrier()
 
             if whole == 0:
                 # After 2 * SEAM steps, an even number, M lies in the first buffer.
-                best = tl.full([TILES, REDUCE], float("inf"), tl.float32)
-                arg = tl.zeros([TILES, REDUCE], tl.int32)
+                best = tl.full([REDUCE], float("inf"), tl.float32)
+                arg = tl.zeros([REDUCE], tl.int32)
                 for i in range(ENTRIES // REDUCE):
-                    cost = tl.load(reduce_costs + i * REDUCE)
-                    at = reduce + i * REDUCE
+                    at = wide + i * REDUCE
+                    cost = tl.load(costs + at)
                     entry = ((at % STRIDE) << KMAX) | (at // STRIDE)
                     better = (cost < best) | ((cost == best) & (entry < arg))
                     best = tl.where(better, cost, best)
                     arg = tl.where(better, entry, arg)
-                least = tl.min(best, 1)
                 # The entry stands for the states that share it: the low bits of the state one step later.
-                seam = tl.min(tl.where(best == least[:, None], arg, 1 << BITS), 1)
+                seam = tl.min(tl.where(best == tl.min(best, 0), arg, 1 << BITS), 0)
                 for i in range(SEAM + 1):
-                    oldest = back + slot_back + (2 * SEAM - 1 - i) * ENTRIES
+                    oldest = back + (2 * SEAM - 1 - i) * ENTRIES
                     seam = _previous(seam, _step_bits(SEAM - i, quarter_bits), oldest, UNIFORM, KMAX, BITS)
                 tl.debug_barrier()
 
         state = seam
         for i in range(TILE - 1):
             t = TILE - 1 - i
-            tl.store(states + slot * TILE + t, state)
-            state = _previous(
-                state, _step_bits(t, quarter_bits), back + slot_back + (t - 1) * ENTRIES, UNIFORM, KMAX, BITS
-            )
-        tl.store(states + slot * TILE, state)
+            tl.store(states + t, state)
+            oldest = back + (t - 1) * ENTRIES
+            state = _previous(state, _step_bits(t, quarter_bits), oldest, UNIFORM, KMAX, BITS)
+        tl.store(states, state)
         tl.debug_barrier()
         # Byte n lies in the state of the first step that ends at or after bit 8 n + 8.
-        byte = tl.arange(0, MAX_BYTES)[None, :]
+        byte = tl.arange(0, TILE)
         step = (32 * (byte + 1) + quarter_bits - 1) // quarter_bits - 1
         end = (step + 1) * quarter_bits // 4
-        live = (byte < 8 * quarter_bits) & (slot[:, None] < tiles - block * TILES)
-        value = tl.load(states + slot[:, None] * TILE + step, mask=live, other=0) >> (8 * byte + BITS - end)
-        out = codes + tile.to(tl.int64)[:, None] * (8 * quarter_bits) + byte
+        live = byte < 8 * quarter_bits
+        value = tl.load(states + step, mask=live, other=0) >> (8 * byte + BITS - end)
+        out = codes + tl.cast(tile, tl.int64) * (8 * quarter_bits) + byte
         tl.store(out, (value & 255).to(tl.uint8), mask=live)
 
 
@@ -214,64 +217,65 @@ def _search(
 class Launch:
     """How the search is laid out on the device. The codes do not depend on it."""
 
-    tiles: int  # searched by one program at a time; they share the reads of the codebook
-    block: int  # columns of M at a time
-    reuse: int  # groups that share a column of M and are done together
-    warps: int
+    block: int  # groups of states at a time
+    threads: int  # of a program
     programs: int  # per multiprocessor
+
+
+def launch_for(tiles: int, quarter_bits: int, processors: int) -> Launch:
+    """A launch for so many tiles on a device of so many multiprocessors.
+
+    From a sweep on an H100 over 6 to 24 quarter bits. Few tiles want all threads on one tile; many want several smaller
+    programs beside each other, so that one computes while another waits at its barrier, as far as the codebook and
+    their M stay in the cache together.
+    """
+    largest = -(-quarter_bits // 4)
+    groups = 1 << (STATE_BITS - largest)
+    if tiles <= processors or largest <= 2:
+        return Launch(min(groups, 4096), 1024, 1)
+    return Launch(2048, 512, 2) if largest <= 4 else Launch(1024, 256, 4)
 
 
 def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch | None = None) -> Tensor:
     """Codes of the tail-biting path nearest to each tile: targets [tiles, 256] -> uint8 [tiles, 8 quarter_bits].
 
-    Works in up to SCRATCH_SHARE of the free device memory. Raises ValueError as kernels.torch.viterbi.check does.
+    Needs up to 255 * 2^(16 - quarter_bits / 4) bytes for each program, and takes no more than SCRATCH_SHARE of the free
+    device memory. Raises ValueError as kernels.torch.viterbi.check does.
     """
     check(targets, quarter_bits, codebook)
     tiles, device = targets.shape[0], targets.device
     codes = torch.empty(tiles, 8 * quarter_bits, dtype=torch.uint8, device=device)
     if tiles == 0:
         return codes
-    largest = -(-quarter_bits // 4)
-    uniform = quarter_bits % 4 == 0
+    largest, uniform = -(-quarter_bits // 4), quarter_bits % 4 == 0
     entries = (1 << (STATE_BITS - largest)) * (1 if uniform else 2)
-    processors, free = 1, 1 << 40
+    processors, lanes, room = 1, 32, tiles
     if targets.is_cuda:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    launch = launch or layout(tiles, quarter_bits, processors)
-    if targets.is_cuda:
-        free = torch.cuda.mem_get_info(device)[0]
-    programs = min(
-        -(-tiles // launch.tiles),
-        processors * launch.programs,
-        max(1, int(SCRATCH_SHARE * free) // (launch.tiles * (TILE - 1) * entries)),
-    )
-    held = programs * launch.tiles
-    _search[(programs,)](
-        targets.contiguous(),
-        codebook.view(-1, 1 << largest).T.contiguous(),
-        codes,
-        torch.empty(held, 2, entries, device=device),
-        torch.empty(held, TILE - 1, entries, dtype=torch.uint8, device=device),
-        torch.empty(held, TILE, dtype=torch.int32, device=device),
-        tiles,
-        quarter_bits,
-        BITS=STATE_BITS,
-        TILE=TILE,
-        SEAM=SEAM,
-        KMAX=largest,
-        UNIFORM=uniform,
-        TILES=launch.tiles,
-        BLOCK=launch.block,
-        REUSE=launch.reuse,
-        UNROLL=UNROLL,
-        num_warps=launch.warps,
-        num_stages=1,
-    )
+        properties = torch.cuda.get_device_properties(device)
+        processors, lanes = properties.multi_processor_count, properties.warp_size
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
+        room = max(1, int(SCRATCH_SHARE * free) // ((TILE - 1) * entries))
+    launch = launch or launch_for(tiles, quarter_bits, processors)
+    programs = min(tiles, processors * launch.programs, room)
+    with torch.cuda.device_of(targets):
+        _search[(programs,)](
+            targets.contiguous(),
+            codebook.view(-1, 1 << largest).T.contiguous(),
+            codes,
+            torch.empty(programs, 2, entries, device=device),
+            torch.empty(programs, TILE - 1, entries, dtype=torch.uint8, device=device),
+            torch.empty(programs, TILE, dtype=torch.int32, device=device),
+            tiles,
+            quarter_bits,
+            BITS=STATE_BITS,
+            TILE=TILE,
+            SEAM=SEAM,
+            KMAX=largest,
+            UNIFORM=uniform,
+            BLOCK=launch.block,
+            UNROLL=UNROLL,
+            num_warps=launch.threads // lanes,
+            num_stages=1,
+        )
     return codes
-
-
-def layout(tiles: int, quarter_bits: int, processors: int) -> Launch:
-    """The fastest launch that was measured."""
-    largest = -(-quarter_bits // 4)
-    groups = 1 << (STATE_BITS - largest)
-    return Launch(tiles=1, block=min(groups, 4096), reuse=1, warps=16, programs=1)
