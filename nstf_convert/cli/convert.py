@@ -44,6 +44,8 @@ def convert(
     search_time: options.SearchTime = None,
     search_steps: options.SearchSteps = None,
     prefix: options.Prefix = True,
+    heal: options.Heal = 0.0,
+    heal_steps: options.HealSteps = None,
     attention_plan: options.AttentionPlan = True,
     fuse: options.Fuse = False,
     threads: options.Threads = None,
@@ -71,6 +73,7 @@ def convert(
         model, output, (budget, target_size, target_bpw, max_kl), datasets=dataset, calibration=calibration,
         work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, probes=probes,
         search=search, search_minutes=search_time, search_steps=search_steps, prefix=prefix,
+        heal_minutes=heal, heal_steps=heal_steps,
         attention_plan=attention_plan, fuse=fuse, threads=threads, force=force,
     )  # fmt: skip
     from nstf_convert import pipeline

@@ -68,6 +68,22 @@ Prefix = Annotated[
         "--prefix/--no-prefix", help="Encode the final mix front to back, where that measures better."
     ),
 ]
+Heal = Annotated[
+    float,
+    typer.Option(
+        "--heal",
+        min=0.0,
+        max=1e6,
+        metavar="MINUTES",
+        help="Tune scales, norms, biases and factors against the original's logits for about this long.",
+    ),
+]
+HealSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Heal for so many steps, whatever they take: the same file every time."
+    ),
+]
 AttentionPlan = Annotated[
     bool,
     typer.Option("--attention-plan/--no-attention-plan", help="Measure which heads may attend sparsely."),
@@ -195,6 +211,8 @@ def build_options(
     search_minutes: float | None = None,
     search_steps: int | None = None,
     prefix: bool = True,
+    heal_minutes: float = 0.0,
+    heal_steps: int | None = None,
     attention_plan: bool = True,
     fuse: bool = False,
     threads: int | None = None,
@@ -228,6 +246,8 @@ def build_options(
         search_minutes=search_minutes,
         search_steps=search_steps,
         prefix=prefix,
+        heal_minutes=heal_minutes,
+        heal_steps=heal_steps,
         attention_plan=attention_plan,
         fuse=fuse,
         threads=threads,

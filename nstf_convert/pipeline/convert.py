@@ -28,6 +28,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
     _allowed(options)
     stages = Stages()
     with Job(options, stages) as job:
+        _check_healing(job)
         run = _start(job, options.attention_plan)
         probes = run_probes(run) if options.probes else ()
         final = replace(_choose(run), probes=probes)
@@ -85,6 +86,12 @@ def _check_output(options: ConvertOptions) -> None:
         raise UsageError(f"{options.output} exists: give another --output, or --force to replace it")
     if not options.output.parent.is_dir():
         raise UsageError(f"the folder {options.output.parent} does not exist: make it first")
+
+
+def _check_healing(job: Job) -> None:
+    wanted = job.options.heal_minutes > 0.0 or job.options.heal_steps
+    if wanted and (job.calibration is None or not job.calibration.metadata["language"]):
+        raise UsageError("--heal needs a language model that can be run: convert without it")
 
 
 def _allowed(options: ConvertOptions) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from nstf_convert.pipeline import calibration as calibrations
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.choose import Planned
+from nstf_convert.pipeline.heal import heal
 from nstf_convert.pipeline.mix import Loader, Measured
 from nstf_convert.pipeline.probes import Probe
 from nstf_convert.pipeline.search import SearchFacts
@@ -27,7 +28,7 @@ class Final:
 
     load: gives its tensors (None: as the encoder made them). measured: on the windows that choose; reported: on the
     windows that do not. uniform: the best single format, measured and reported on the same windows. steps: what was
-    done after the search, with the score before and after.
+    done after the search, with the score before and after; healing: its facts.
     """
 
     planned: Planned
@@ -39,8 +40,8 @@ class Final:
     probes: tuple[Probe, ...] = ()
     search: SearchFacts | None = None
     steps: tuple[Mapping[str, Any], ...] = ()
-    tried: tuple[Mapping[str, Any], ...] = ()
     losses: Mapping[str, float] | None = None
+    healing: Mapping[str, Any] | None = None
 
     @property
     def is_uniform(self) -> bool:
@@ -52,6 +53,7 @@ def finish(run: Run, best: Trial, uniform: Trial | None) -> Final:
     final = Final(best.planned, best.measured, uniform=uniform)
     if run.job.options.prefix:
         final = _in_prefix(run, final)
+    final = _healed(run, final)
     return _reported(run, final)
 
 
@@ -65,6 +67,22 @@ def _in_prefix(run: Run, final: Final) -> Final:
     losses = {n: r.loss for n, r in prefixed.results.items()}
     load: Loader = lambda u, recipe: prefixed.kept(u) if recipe is None else prefixed.load(u, recipe)  # noqa: E731
     return improved(run, final, replace(final, load=load, losses=losses), "front to back")
+
+
+def _healed(run: Run, final: Final) -> Final:
+    """The mix with its continuous values tuned, when that was asked for and measures better."""
+    job = run.job
+    minutes, steps = job.options.heal_minutes, job.options.heal_steps
+    if minutes <= 0.0 and not steps:
+        return final
+    with job.stages.stage("heal"):
+        healed = heal(job, final.planned.mix, minutes, final.load, final.measured, steps)
+    kept = bool(healed.encoded)
+    facts = {"step": "healing", "before": healed.before.score, "after": healed.after.score, "kept": kept}
+    final = replace(final, healing=healed.facts, steps=(*final.steps, facts))
+    if not kept:
+        return final
+    return replace(final, load=healed.loader(final.load or mixes.encoder_loader(job)), measured=healed.after)
 
 
 def improved(run: Run, before: Final, after: Final, what: str) -> Final:

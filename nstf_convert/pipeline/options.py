@@ -17,8 +17,9 @@ class ConvertOptions:
     (None: 64). formats: methods the planner may use (None: all). probes: expected losses are corrected by measuring
     groups of tensors. search: measured local search after the plan, at most `search_minutes` long (where it stops then
     depends on the machine) and `search_steps` moves; with neither a few. prefix: the final mix is encoded front to
-    back, each layer for what its compressed predecessors give it, when that measures better. fuse: q/k/v and gate/up
-    get one format. threads: CPU threads (None: all cores).
+    back, each layer for what its compressed predecessors give it, when that measures better. heal_minutes: what is
+    continuous about the finished mix is tuned against the original for that long, or for `heal_steps` steps (the same
+    file every time). fuse: q/k/v and gate/up get one format. threads: CPU threads (None: all cores).
     """
 
     model: str
@@ -36,6 +37,8 @@ class ConvertOptions:
     search_minutes: float | None = None
     search_steps: int | None = None
     prefix: bool = True
+    heal_minutes: float = 0.0
+    heal_steps: int | None = None
     attention_plan: bool = True
     fuse: bool = False
     threads: int | None = None

@@ -120,6 +120,7 @@ def build(run: "Run", final: "Final", size_bytes: int) -> dict[str, Any]:
         probes=[p.to_json() for p in final.probes],
         search=None if final.search is None else final.search.to_json(),
         steps=final.steps,
+        healing=final.healing,
     )
     options = job.options
     return schema.build(

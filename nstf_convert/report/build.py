@@ -15,7 +15,7 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
                   "probes": [{"group", "members", "encoding", "expected", "measured", "error", "ratio", "factor"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
-                  "steps": [{"step", "before", "after", "kept"}]},
+                  "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
      "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio"}],
      "tensors": [{"name", "role", "layer", "shape", "dtype", "encoding", "tree", "nominal_bits", "disk_bits",
                   "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
@@ -147,6 +147,7 @@ class AccuracyFacts:
     probes: Sequence[Mapping[str, Any]] = ()
     search: Mapping[str, Any] | None = None
     steps: Sequence[Mapping[str, Any]] = ()
+    healing: Mapping[str, Any] | None = None
 
 
 def build(
