@@ -169,6 +169,12 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
     for section in sections:
         share = 100 * section["size_bytes"] / max(1, size_bytes)
         typer.echo(f"  {section['name']:<{width}}  {section['size_bytes']:>12} bytes  {share:5.1f} %")
+    if report.get("families"):
+        from nstf_convert.report.families import lines
+
+        typer.echo("families of encodings")
+        for line in lines(report["families"]):
+            typer.echo(f"  {line}")
 
 
 def step_pairs(accuracy: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -12,6 +12,8 @@ def compact(tree: Node) -> str:
     params, children = tree.params, tree.children
     if tree.kind == "add":
         return f"{compact(children['x'])} + {compact(children['y'])}"
+    if tree.kind == "rotated":
+        return f"{compact(children['x'])} rotated"
     if tree.kind == "permute":
         return f"{compact(children['x'])} transposed"
     if children:
@@ -65,10 +67,17 @@ def _grid(params: Any) -> str:
     return " ".join([*words, "s8"] if params.scale_bits == 8 else words)
 
 
+def _trellis(params: Any) -> str:
+    """The rate, or the range of rates where rows differ; sections are (quarter bits, rows)."""
+    rates = sorted(q / 4 for q in params.quarter_bits)
+    return f"trellis {rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
+
+
 _LEAVES: dict[str, Callable[[Any], str]] = {
     "int": _integer,
     "grid": _grid,
     "fp8": lambda p: f"fp8 {p.variant} {_group(p.group)}",
+    "trellis": _trellis,
     "mxfp4": lambda p: "mxfp4",
     "dense": lambda p: str(p.dtype),
 }
