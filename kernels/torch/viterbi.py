@@ -48,9 +48,11 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:
     around the seam prefers. Raises ValueError as `check` does.
     """
     check(targets, quarter_bits, codebook)
+    if len(targets) == 0:
+        return torch.empty(0, 8 * quarter_bits, dtype=torch.uint8, device=targets.device)
     parts = [
         codes_of_states(_states(part, quarter_bits, codebook), quarter_bits)
-        for part in targets.split(_TILES_AT_ONCE)
+        for part in torch.split(targets, _TILES_AT_ONCE)
     ]
     return torch.cat(parts)
 

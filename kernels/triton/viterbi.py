@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The Viterbi search of kernels/torch/viterbi.py on a GPU: the same codes, bit for bit.
 
 A program (one thread block) searches one tile at a time, one step after the other. At a step a thread owns 4 groups of
@@ -173,7 +173,9 @@ def _search(
                             better = best_2 < best
                             best = tl.where(better, best_2, best)
                             arg = tl.where(better, arg_2 + HALF, arg)
-                            _scatter(costs, m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best, BLOCK)
+                            _scatter(
+                                costs, m_to + (group & (ROWS - 1)) * STRIDE + (group >> KMAX), best, BLOCK
+                            )
                             tl.store(oldest + group, arg.to(tl.uint8), cache_modifier=".cs")
                 tl.debug_barrier()
 

@@ -1,0 +1,109 @@
+"""The Viterbi search of the trellis: the torch reference against its definition, and the compiled one against it."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from nstf.kernels.cpu import ext
+from nstf.kernels.torch import viterbi as reference
+from nstf.kernels.trellis_encode import encode_tiles
+
+
+def samples(tiles: int, coarse: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Targets and a codebook; the coarse ones, of few different numbers, tie at almost every state."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tiles, 256, generator=generator)
+    codebook = torch.randn(1 << 16, generator=generator)
+    return ((4 * x).round() / 4, (2 * codebook).round() / 2) if coarse else (x, codebook)
+
+
+def exactly_rounded(d: float, m: float) -> float:
+    """The float32 nearest to d * d + m, ties to even, by way of integers."""
+    exact = Fraction(d) ** 2 + Fraction(m)
+    exponent = 23
+    while exact * Fraction(2) ** exponent >= 1 << 24:
+        exponent -= 1
+    while exact * Fraction(2) ** exponent < 1 << 23:
+        exponent += 1
+    return float(Fraction(round(exact * Fraction(2) ** exponent)) / Fraction(2) ** exponent)
+
+
+def test_the_distance_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(1)
+    # (1 + i 2^-12)^2, i odd, lies halfway between two float32 numbers: a small m decides, which float64 has no room for.
+    d = torch.cat([torch.randn(200, generator=generator), 1 + 2.0**-12 * torch.arange(1, 400, 2)])
+    m = torch.cat([torch.rand(200, generator=generator), torch.full((200,), 2.0**-70)])
+    want = [exactly_rounded(a, b) for a, b in zip(d.tolist(), m.tolist(), strict=True)]
+    assert reference._squared_plus(d, m).tolist() == want
+    naive = (d.double().square() + m.double()).float().tolist()
+    assert naive != want, "no sample is rounded twice"
+
+
+def test_an_infinite_cost_stays_infinite() -> None:
+    assert reference._squared_plus(torch.tensor([1.5]), torch.tensor([float("inf")])).item() == float("inf")
+
+
+@pytest.mark.parametrize("quarter_bits", [4, 7, 10, 12, 24])
+def test_codes_and_the_states_along_their_path_are_the_same_thing(quarter_bits: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (3, 8 * quarter_bits), generator=generator, dtype=torch.uint8)
+    states = reference.states_of_codes(codes, quarter_bits)
+    for t in range(256):  # every step shifts its bits in at the top; the first follows the last
+        k = reference.step_bits(t, quarter_bits)
+        assert torch.equal(states[:, t] & ((1 << (16 - k)) - 1), states[:, t - 1] >> k)
+    assert torch.equal(reference.codes_of_states(states, quarter_bits), codes)
+
+
+@pytest.mark.parametrize("quarter_bits", [6, 11])
+def test_a_tile_that_lies_on_a_path_is_found(quarter_bits: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    _, codebook = samples(1, coarse=False)
+    codes = torch.randint(0, 256, (1, 8 * quarter_bits), generator=generator, dtype=torch.uint8)
+    targets = codebook[reference.states_of_codes(codes, quarter_bits)]
+    assert torch.equal(reference.viterbi(targets, quarter_bits, codebook), codes)
+
+
+def test_no_code_nearby_is_better() -> None:
+    targets, codebook = samples(1, coarse=False, seed=4)
+    codes = reference.viterbi(targets, 8, codebook)
+
+    def errors(some: Tensor) -> Tensor:
+        return (targets - codebook[reference.states_of_codes(some, 8)]).square().double().sum(1)
+
+    flips = codes.repeat(512, 1)
+    bit = torch.arange(512)
+    flips[bit, bit // 8] ^= (1 << (bit % 8)).to(torch.uint8)
+    assert bool((errors(flips) > errors(codes)).all())
+
+
+@pytest.mark.skipif(not hasattr(ext, "trellis_viterbi"), reason="the extension is not built")
+@pytest.mark.parametrize("coarse", [False, True], ids=["gaussian", "ties"])
+@pytest.mark.parametrize("quarter_bits", [5, 14, 24])
+def test_the_compiled_search_gives_the_codes_of_the_reference(quarter_bits: int, coarse: bool) -> None:
+    targets, codebook = samples(2, coarse, seed=quarter_bits)
+    want = reference.viterbi(targets, quarter_bits, codebook)
+    assert torch.equal(encode_tiles(targets, quarter_bits, codebook), want)
+
+
+def test_without_tiles_there_are_no_codes() -> None:
+    _, codebook = samples(1, coarse=False)
+    for search in (reference.viterbi, encode_tiles):
+        assert search(torch.empty(0, 256), 10, codebook).shape == (0, 80)
+
+
+def test_other_shapes_types_and_rates_are_refused() -> None:
+    targets, codebook = samples(1, coarse=False)
+    with pytest.raises(
+        ValueError, match=r"targets are torch.float32 \(1, 128\), want float32 \[tiles, 256\]"
+    ):
+        encode_tiles(targets[:, :128], 8, codebook)
+    with pytest.raises(ValueError, match=r"targets are torch.float64"):
+        encode_tiles(targets.double(), 8, codebook)
+    with pytest.raises(ValueError, match=r"the codebook is torch.float32 \(4,\), want float32 \[65536\]"):
+        encode_tiles(targets, 8, codebook[:4])
+    with pytest.raises(ValueError, match="the codebook is on meta, the targets are on cpu"):
+        encode_tiles(targets, 8, codebook.to("meta"))
+    with pytest.raises(ValueError, match="quarter_bits is 25, want 4 to 24"):
+        encode_tiles(targets, 25, codebook)
