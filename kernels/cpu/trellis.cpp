@@ -1,8 +1,8 @@
 // The Viterbi search of the trellis quantiser (quantizers/trellis.py) and the decoder of its codes.
 //
-// One vector holds one state of 4, 8 or 16 tiles, so every step is elementwise and a tile's codes depend on nothing but
-// that tile. Between two steps only the best cost of each group of predecessors is kept: M[j] = min over the k oldest
-// bits of the 16-bit state. A block of M stays in registers while all new states that continue it are tried.
+// One tile at a time, 4, 8 or 16 neighbouring states a vector. Between two steps only the best cost of each group of
+// predecessors is kept: M[j] = min over the k oldest bits of the 16-bit state, at most 128 KiB. The new states that
+// continue the same 2^k entries of M lie one codebook period apart, so those entries stay in registers for all of them.
 //
 // Distances are fma(d, d, M), ties go to the lowest predecessor: another device that does the same gets the same codes.
 #include <nanobind/nanobind.h>
@@ -31,7 +31,7 @@ namespace {
 
 constexpr int STATE_BITS = 16, STATES = 1 << STATE_BITS, TILE = 256;
 constexpr int SEAM = 48;  // steps on either side of the seam that the first pass looks at
-constexpr int CHUNK = 8;  // predecessors held in registers
+constexpr int64_t STRIDE = STATES / 2;  // bytes of one step's predecessors
 
 struct Free {
     void operator()(void* p) const { std::free(p); }
@@ -55,9 +55,8 @@ struct Steps {  // bits of every step of a tile, by position modulo 4
 };
 
 struct Scratch {
-    Buffer<float> a, b;      // M of this step and of the next, [state >> k][lane]
-    Buffer<uint8_t> back;    // predecessors, [step][state >> k][lane]
-    int64_t stride;          // bytes of one step in `back`
+    Buffer<float> a = buffer<float>(STATES / 2 + 64), b = buffer<float>(STATES / 2 + 64);  // M now and after the step
+    Buffer<uint8_t> back = buffer<uint8_t>(int64_t(TILE) * STATES / 2);                   // [step][state >> k]
 };
 
 template <int LANES>
@@ -95,48 +94,59 @@ struct Viterbi {
         return out;
     }
 
-    // Step t, which shifts K bits in: costs of all states from M, reduced over the L oldest bits for step t + 1.
+    // 2^L vectors of consecutive entries [lane][a] become one vector per a: a perfect unshuffle, a bit at a time.
+    template <int L>
+    INLINE void split(const float* from, vf* out) {
+        constexpr int N = 1 << L;
+        vf in[N];
+        for (int i = 0; i < N; i++) in[i] = load(from + i * LANES);
+        vi even, odd;
+        for (int l = 0; l < LANES; l++) even[l] = 2 * l, odd[l] = 2 * l + 1;
+#pragma GCC unroll 6
+        for (int bit = 0; bit < L; bit++) {
+            vf next[N];
+            for (int i = 0; i < N / 2; i++) {
+                next[i] = __builtin_shuffle(in[2 * i], in[2 * i + 1], even);
+                next[N / 2 + i] = __builtin_shuffle(in[2 * i], in[2 * i + 1], odd);
+            }
+            for (int i = 0; i < N; i++) in[i] = next[i];
+        }
+        // Each round put its bit on top of the index, which after L rounds reads as a.
+        for (int i = 0; i < N; i++) out[i] = in[i];
+    }
+
+    // A step that shifts K bits in: costs of all states from M, reduced over their L oldest bits for the next step.
+    // `book` [a][state >> L]: the codebook by the L oldest bits.
     template <int K, int L>
-    INLINE void step(const float* codebook, vf x, const float* from, float* to, uint8_t* back) {
-        constexpr int PARTS = (1 << L) > CHUNK ? (1 << L) / CHUNK : 1, WIDE = (1 << L) / PARTS;
+    INLINE void step(const float* book, float target, const float* from, float* to, uint8_t* back) {
         constexpr int64_t MIDDLE = int64_t(1) << (STATE_BITS - K - L);  // values of the bits that neither step touches
-        for (int64_t middle = 0; middle < MIDDLE; middle++) {
-            vf best[1 << K];
-            vi index[1 << K];
-            for (int part = 0; part < PARTS; part++) {
-                vf m[WIDE];
-                for (int a = 0; a < WIDE; a++) m[a] = load(from + ((middle << L) + part * WIDE + a) * LANES);
-                for (int top = 0; top < (1 << K); top++) {
-                    const float* c = codebook + (((top * MIDDLE + middle) << L) + part * WIDE);
-                    vf low;
-                    vi who;
-                    if (part == 0) {
-                        vf d = x - c[0];
-                        low = fused(d, m[0]), who = vi{};
-                    } else {
-                        low = best[top], who = index[top];
-                    }
-#pragma GCC unroll 8
-                    for (int a = part == 0 ? 1 : 0; a < WIDE; a++) {
-                        vf d = x - c[a];
-                        vf cost = fused(d, m[a]);
-                        vi better = cost < low;
-                        low = better ? cost : low;
-                        who = better ? vi{} + (part * WIDE + a) : who;
-                    }
-                    if (PARTS == 1 || part == PARTS - 1) {
-                        int64_t j = top * MIDDLE + middle;
-                        store(to + j * LANES, low);
-                        *reinterpret_cast<vb*>(back + j * LANES) = __builtin_convertvector(who, vb);
-                    } else {
-                        best[top] = low, index[top] = who;
-                    }
+        constexpr int64_t UPPER = int64_t(1) << (STATE_BITS - L);
+        constexpr int N = 1 << L;
+        vf x = target + vf{};
+        for (int64_t middle = 0; middle < MIDDLE; middle += LANES) {
+            vf m[N];
+            split<L>(from + (middle << L), m);
+            for (int64_t top = 0; top < (1 << K); top++) {
+                int64_t j = top * MIDDLE + middle;
+                const float* c = book + j;
+                vf d = x - load(c);
+                vf low = fused(d, m[0]);
+                vi who = vi{};
+#pragma GCC unroll 16
+                for (int a = 1; a < N; a++) {
+                    d = x - load(c + a * UPPER);
+                    vf cost = fused(d, m[a]);
+                    vi better = cost < low;
+                    low = better ? cost : low;
+                    who = better ? vi{} + a : who;
                 }
+                store(to + j, low);
+                *reinterpret_cast<vb*>(back + j) = __builtin_convertvector(who, vb);
             }
         }
     }
 
-    INLINE void any_step(int k, int l, const float* c, vf x, const float* from, float* to, uint8_t* back) {
+    INLINE void any_step(int k, int l, const float* c, float x, const float* from, float* to, uint8_t* back) {
         switch (k * 8 + l) {
 #define STEP(K, L) \
     case K * 8 + L: return step<K, L>(c, x, from, to, back);
@@ -146,97 +156,81 @@ struct Viterbi {
         }
     }
 
-    // Codes of LANES tiles; `targets` [lane][256], `live` of them exist.
-    INLINE void run(const float* targets, int live, const Steps& steps, const float* codebook, uint8_t* codes,
-                    int64_t bytes, Scratch& s) {
-        float x[TILE][LANES] __attribute__((aligned(64)));
-        for (int t = 0; t < TILE; t++)
-            for (int l = 0; l < LANES; l++) x[t][l] = targets[std::min(l, live - 1) * TILE + t];
-        int seam[LANES];
+    // The codes of one tile. `books`: by bits, see `step`.
+    INLINE void run(const float* x, const Steps& steps, const float* const* books, uint8_t* codes, int64_t bytes,
+                    Scratch& s) {
         // First pass: around the seam, from nowhere, to find the state in which the tile may start and end.
-        int64_t size = int64_t(1) << (STATE_BITS - steps.at(-SEAM));
-        std::memset(s.a.get(), 0, size_t(size) * LANES * sizeof(float));
-        forward(x, -SEAM, SEAM, steps, codebook, s);
+        int k = steps.at(SEAM);
+        std::fill_n(s.a.get(), int64_t(1) << (STATE_BITS - steps.at(-SEAM)), 0.0f);
+        forward(x, -SEAM, SEAM, steps, books, s);
         const float* last = s.a.get();
-        size = int64_t(1) << (STATE_BITS - steps.at(SEAM));
-        for (int l = 0; l < LANES; l++) {
-            int64_t j = 0;
-            for (int64_t i = 1; i < size; i++)
-                if (last[i * LANES + l] < last[j * LANES + l]) j = i;
-            int state = int(j << steps.at(SEAM)) | s.back.get()[(2 * SEAM - 1) * s.stride + j * LANES + l];
-            for (int t = SEAM - 1; t >= 0; t--) state = previous(state, t, t + SEAM - 1, l, steps, s);
-            seam[l] = state;
-        }
+        int64_t j = std::min_element(last, last + (int64_t(1) << (STATE_BITS - k))) - last;
+        int seam = int(j << k) | s.back.get()[(2 * SEAM - 1) * STRIDE + j];
+        for (int t = SEAM - 1; t >= 0; t--) seam = previous(seam, t, t + SEAM - 1, steps, s);
         // Second pass: the whole tile, from that state to that state.
-        size = int64_t(1) << (STATE_BITS - steps.at(0));
-        std::fill_n(s.a.get(), size * LANES, std::numeric_limits<float>::infinity());
-        for (int l = 0; l < LANES; l++) s.a.get()[int64_t(seam[l] >> steps.at(0)) * LANES + l] = 0.0f;
-        forward(x, 0, TILE, steps, codebook, s);
-        for (int l = 0; l < live; l++) {
-            uint8_t* out = codes + l * bytes;
-            std::memset(out, 0, size_t(bytes));
-            int state = seam[l], end = int(bytes) * 8;
-            for (int t = TILE - 1; t >= 0; t--) {
-                int k = steps.at(t);
-                end -= k;
-                int bits = state >> (STATE_BITS - k);
-                for (int i = 0; i < k; i++)
-                    out[(end + i) >> 3] = uint8_t(out[(end + i) >> 3] | ((bits >> i & 1) << ((end + i) & 7)));
-                if (t > 0) state = previous(state, t, t - 1, l, steps, s);
-            }
+        k = steps.at(0);
+        std::fill_n(s.a.get(), int64_t(1) << (STATE_BITS - k), std::numeric_limits<float>::infinity());
+        s.a.get()[seam >> k] = 0.0f;
+        forward(x, 0, TILE, steps, books, s);
+        std::memset(codes, 0, size_t(bytes));
+        int state = seam, end = int(bytes) * 8;
+        for (int t = TILE - 1; t >= 0; t--) {
+            k = steps.at(t);
+            end -= k;
+            int bits = state >> (STATE_BITS - k);
+            for (int i = 0; i < k; i++)
+                codes[(end + i) >> 3] = uint8_t(codes[(end + i) >> 3] | ((bits >> i & 1) << ((end + i) & 7)));
+            if (t > 0) state = previous(state, t, t - 1, steps, s);
         }
     }
 
     // The state before step t, given the state after it; `at`: where that step's predecessors were stored.
-    INLINE int previous(int state, int t, int at, int lane, const Steps& steps, const Scratch& s) {
+    INLINE int previous(int state, int t, int at, const Steps& steps, const Scratch& s) {
         int k = steps.at(t), j = state & ((1 << (STATE_BITS - k)) - 1);
-        return (j << k) | s.back.get()[at * s.stride + int64_t(j) * LANES + lane];
+        return (j << k) | s.back.get()[at * STRIDE + j];
     }
 
     // Steps first..end-1 (of the circular tile) from M in s.a; leaves M in s.a.
-    INLINE void forward(const float (*x)[LANES], int first, int end, const Steps& steps, const float* codebook,
+    INLINE void forward(const float* x, int first, int end, const Steps& steps, const float* const* books,
                         Scratch& s) {
         for (int t = first; t < end; t++) {
-            any_step(steps.at(t), steps.at(t + 1), codebook, load(x[t & (TILE - 1)]), s.a.get(), s.b.get(),
-                     s.back.get() + (t - first) * s.stride);
+            int l = steps.at(t + 1);
+            any_step(steps.at(t), l, books[l], x[t & (TILE - 1)], s.a.get(), s.b.get(),
+                     s.back.get() + (t - first) * STRIDE);
             std::swap(s.a, s.b);
         }
     }
 };
 
-using Run = void (*)(const float*, int, const Steps&, const float*, uint8_t*, int64_t, Scratch&);
-struct Machine {
-    Run run;
-    int lanes;
-};
+using Run = void (*)(const float*, const Steps&, const float* const*, uint8_t*, int64_t, Scratch&);
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void run_avx512(const float* x, int live, const Steps& s,
-                                                                             const float* c, uint8_t* codes,
+__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void run_avx512(const float* x, const Steps& s,
+                                                                             const float* const* books, uint8_t* codes,
                                                                              int64_t bytes, Scratch& scratch) {
-    Viterbi<16>::run(x, live, s, c, codes, bytes, scratch);
+    Viterbi<16>::run(x, s, books, codes, bytes, scratch);
 }
-__attribute__((target("avx2,fma"))) void run_avx2(const float* x, int live, const Steps& s, const float* c,
+__attribute__((target("avx2,fma"))) void run_avx2(const float* x, const Steps& s, const float* const* books,
                                                   uint8_t* codes, int64_t bytes, Scratch& scratch) {
-    Viterbi<8>::run(x, live, s, c, codes, bytes, scratch);
+    Viterbi<8>::run(x, s, books, codes, bytes, scratch);
 }
 #endif
-void run_plain(const float* x, int live, const Steps& s, const float* c, uint8_t* codes, int64_t bytes,
+void run_plain(const float* x, const Steps& s, const float* const* books, uint8_t* codes, int64_t bytes,
                Scratch& scratch) {
-    Viterbi<4>::run(x, live, s, c, codes, bytes, scratch);
+    Viterbi<4>::run(x, s, books, codes, bytes, scratch);
 }
 
 // `most_lanes` keeps narrower code reachable for tests.
-Machine machine(int most_lanes) {
+Run machine(int most_lanes) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (most_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
-        return {run_avx512, 16};
-    if (most_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {run_avx2, 8};
+        return run_avx512;
+    if (most_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return run_avx2;
 #endif
     (void)most_lanes;
-    return {run_plain, 4};
+    return run_plain;
 }
 
 using Targets = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -261,24 +255,25 @@ void trellis_viterbi(Targets targets, int quarter_bits, Vector codebook, Codes c
     require(int64_t(targets.shape(1)) == TILE && int64_t(codes.shape(0)) == tiles, "trellis: a tile has 256 weights");
     if (tiles == 0) return;
     nb::gil_scoped_release release;
-    Machine m = machine(most_lanes);
+    Run run = machine(most_lanes);
     Steps steps(quarter_bits);
-    int64_t groups = (tiles + m.lanes - 1) / m.lanes, bytes = 8 * quarter_bits;
-    int64_t states = int64_t(1) << (STATE_BITS - quarter_bits / 4);
-    auto one = [&](int64_t g) {
-        static thread_local Scratch scratch{};
-        static thread_local int64_t held = 0;
-        if (held < states * m.lanes) {
-            held = states * m.lanes;
-            scratch.a = buffer<float>(held), scratch.b = buffer<float>(held);
-            scratch.back = buffer<uint8_t>(held * TILE);
+    int64_t bytes = 8 * quarter_bits;
+    Buffer<float> held[8];
+    const float* books[8] = {};
+    for (int l : steps.k) {
+        if (books[l]) continue;
+        held[l] = buffer<float>(STATES);
+        for (int64_t state = 0; state < STATES; state++) {
+            int64_t oldest = state & ((1 << l) - 1);
+            held[l].get()[(oldest << (STATE_BITS - l)) + (state >> l)] = codebook.data()[state];
         }
-        scratch.stride = states * m.lanes;
-        int live = int(std::min<int64_t>(m.lanes, tiles - g * m.lanes));
-        m.run(targets.data() + g * m.lanes * TILE, live, steps, codebook.data(), codes.data() + g * m.lanes * bytes,
-              bytes, scratch);
+        books[l] = held[l].get();
+    }
+    auto one = [&](int64_t tile) {
+        static thread_local Scratch scratch;
+        run(targets.data() + tile * TILE, steps, books, codes.data() + tile * bytes, bytes, scratch);
     };
-    nstf::parallel_for(threads, groups, one);
+    nstf::parallel_for(threads, tiles, one);
 }
 
 void trellis_decode(ConstCodes codes, int quarter_bits, Vector codebook, Values out, int threads) {
