@@ -8,7 +8,7 @@ type: that peer's file bytes. --eval NAME=PATH[:FROM-TO] names a domain: a text 
 Everything, peers included, is calibrated on the same windows of --dataset and measured in float32: weights expanded,
 windows of 512 tokens, the last 255 scored. Bytes are whole files. Each point is kept in CACHE and measured once; what
 is there is drawn, so that a run can be stopped, and peers and sizes added later. A peer that does not install is
-named with its reason.
+named with its reason. Options it does not know go to `nstf convert`.
 """
 
 import argparse
@@ -218,8 +218,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("convert", nargs="*", help="after --: options of `nstf convert`")
-    return parser.parse_args()
+    args, args.convert = parser.parse_known_args()
+    return args
 
 
 def main() -> None:
