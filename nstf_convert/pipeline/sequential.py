@@ -20,20 +20,14 @@ from torch import Tensor, nn
 
 from nstf import __version__
 from nstf.analyzers.moments import rows_of
-from nstf.analyzers.residual import residual_writers
-from nstf.analyzers.turnstile import call_order, run_in_step
+from nstf.analyzers.turnstile import run_in_step
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline import recipe as recipes
-from nstf_convert.pipeline.calibration import (
-    PROBE_TOKENS,
-    TOKENS_PER_BATCH,
-    fit_batches,
-    merge_batches,
-    model_output,
-)
+from nstf_convert.pipeline.batches import TOKENS_PER_BATCH, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.data import Batch, Data
 from nstf_convert.pipeline.encoded import ALGORITHMS, Result
+from nstf_convert.pipeline.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.recipe import Recipe
 from nstf_convert.pipeline.target import Moments, Rows, joined, moments, target
@@ -41,8 +35,8 @@ from nstf_convert.pipeline.units import Unit
 from nstf_convert.pipeline.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
-# Fewer merged batches than this are not merged: a share of them is held out.
-MIN_BATCHES = 4
+# Bumped when the same mix gives other bytes.
+VERSION = 1
 TARGETS = ("weight", "output", "stream")
 
 
@@ -54,7 +48,7 @@ class PrefixOptions:
     with the compressed prefix's; diagonal: share of the blend's own diagonal.
     """
 
-    target: str = "weight"
+    target: str = "stream"
     damping: float = 0.01
     held_out: float = 0.25
     original: float = 0.0
@@ -63,18 +57,6 @@ class PrefixOptions:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {self.target[:40]!r}")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Weights that read one input. key: the calibration's; module: the path of the first one that runs (empty: the
-    head of a language model); norm: the norm whose input is the residual stream that the weight's output is added to.
-    """
-
-    key: str
-    module: str
-    weights: tuple[str, ...]
-    norm: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +93,8 @@ def encode_in_prefix(
     """
     options = options or PrefixOptions()
     batches = [] if job.calibration is None else fit_batches(job.calibration)
-    groups = _groups(job, mix, batches) if batches else []
+    groups = find_groups(job, mix, batches) if batches else []
+    batches = affordable(job, groups, batches, 1 if options.target == "weight" else 2)
     keys = _keys(job, mix, groups, options)
     free = [(job.units[n], r) for n, r in mix.items() if n not in keys]
     results = job.encoder.encode_all(free, progress)
@@ -144,7 +127,7 @@ def _keys(
     return {
         name: content_key(
             kind="prefix",
-            version=[__version__, ALGORITHMS],
+            version=[__version__, ALGORITHMS, VERSION],
             checkpoint=job.checkpoint.fingerprint(),
             calibration=job.calibration_fingerprint(),
             mix=digest,
@@ -153,48 +136,6 @@ def _keys(
         for group in groups
         for name in group.weights
     }
-
-
-def _groups(job: Job, mix: Mapping[str, Recipe], batches: Sequence[Batch]) -> list[Group]:
-    """The groups a gate can stand before, in the order in which they run."""
-    model, file = job.reference(), job.calibration
-    if file is None:
-        return []
-    modules: dict[str, list[str]] = {}
-    for path, _, weight in model.linear_modules():
-        modules.setdefault(weight, []).append(path)
-    data = _data(job)
-    probe = {n: v[:, :PROBE_TOKENS] if data.language and v.ndim == 2 else v for n, v in batches[0].items()}
-    by_path = {p: m for p, m, _ in model.linear_modules()}
-    calls = call_order(by_path.values(), lambda: model_output(model, data, probe))
-    once = {p for p, m in by_path.items() if calls.count(m) == 1}
-
-    def covered(name: str) -> bool:
-        unit = job.units[name]
-        paths = modules.get(name, [])
-        if name not in mix or len(paths) != 1 or unit.lead != 1 or len(unit.uses) != 1:
-            return False
-        return paths[0] in once or (data.language and by_path[paths[0]] is model.head)
-
-    writers = residual_writers(model.module, by_path, lambda: model_output(model, data, probe))
-    path_of = {id(m): p for p, m in by_path.items()}
-    position = {path_of[id(m)]: i for i, m in enumerate(calls)}
-    groups = []
-    for key, entry in file.metadata["hessians"].items():
-        weights = tuple(w for w in entry["weights"] if covered(w))
-        if data.language and key == "head":
-            if weights:
-                groups.append((len(calls), Group(key, "", weights)))
-        elif weights and key in once:
-            norm = writers.get(key) if len(weights) == 1 else None
-            groups.append((position[key], Group(key, key, weights, norm)))
-    return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
-
-
-def _data(job: Job) -> Data:
-    if job.calibration is None:
-        raise ValueError("there is no calibration")
-    return Data(bool(job.calibration.metadata["language"]), (), (), {})
 
 
 class _Pass:
@@ -235,7 +176,7 @@ class _Pass:
 
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
-        data = _data(self.job)
+        data = run_data(self.job)
         merged = list(merge_batches(batches, TOKENS_PER_BATCH))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
