@@ -2,7 +2,8 @@
 
 Tensors of the file (a safetensors file whose metadata says which layers share a Hessian):
 
-    hessian:<layer>         [in, in] float32, mean over tokens of x x^T, weighted by token_weight
+    hessian:<layer>         [in, in] float32, mean over tokens of x x^T, weighted by token_weight, shrunk towards its
+                            diagonal by the metadata's `shrinkage` of the layer
     token_weight:<layer>    [fit tokens] float32 with mean 1, what each token's input counts for the end loss
     sensitivity:<weight>    [out] float32, sum of squared end-loss gradients at the output per token (or sample)
     frequency:<table>       [rows] float32, how often each row of an embedding is looked up
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nstf.analyzers.moments import ExpertMoments, InputMoments, Moment
+from nstf.analyzers.shrinkage import effective_tokens, sampling_share, shrunk
 from nstf.analyzers.turnstile import calls_per_layer, layer_list, run_layer_by_layer
 from nstf_convert.pipeline.batches import (
     TOKENS_PER_BATCH,
@@ -52,6 +54,9 @@ log = logging.getLogger("nstf")
 PROBE_TOKENS = 8
 # Batches that are fitted on are kept for passes that need them again (Hessians under a quantised prefix).
 FIT_BYTES = 64 << 20
+# Off-diagonal entries of a Hessian lose at least this share: new text is not from where the sample is. Sampling adds
+# what `sampling_share` finds.
+SHRINKAGE = 0.1
 
 __all__ = [
     "PROBE_TOKENS", "TOKENS_PER_BATCH", "calibrate_model", "digest", "domains", "fit_batches", "held_out_batches",
@@ -122,9 +127,13 @@ def _write_hessians(
 
     def write(found: dict[str, Moment]) -> None:
         for key, moment in found.items():
-            writer.add(f"hessian:{key}", moment.hessian)
+            known = token_weights.get(key)
+            tokens = float(moment.tokens) if known is None else effective_tokens(known)
+            share = SHRINKAGE + (1 - SHRINKAGE) * sampling_share(moment.hessian, tokens)
+            writer.add(f"hessian:{key}", shrunk(moment.hessian, share))
             members[key] = {
                 "tokens": moment.tokens,
+                "shrinkage": share,
                 "weights": sorted({weight_of[m] for m in moment.members}),
             }
 
