@@ -21,7 +21,7 @@ LOW_BITS = 4.0
 # Bytes of the budget a plan may leave unspent without being made again.
 SPARE_BYTES = 512
 # Uniform files that are measured: so many at most, whose expected losses are within this factor of the best one's.
-UNIFORMS = 3
+UNIFORMS = 2
 UNIFORM_MARGIN = 1.15
 # Encoding with these takes minutes, so a uniform file of one is only made when its expected loss is within this
 # factor of the mix's: further off than the loss model can err.

@@ -57,12 +57,12 @@ class Measured:
     @property
     def loss(self) -> float:
         """What the planner's expected losses add up to: mean KLD, or the mean squared relative error."""
-        return mean(self._losses)
+        return mean(self.losses)
 
     @property
     def loss_error(self) -> float:
         """The relative standard error of `loss` over windows; 0.5 when there is a single one."""
-        values = self._losses
+        values = self.losses
         if len(values) < 2 or self.loss <= 0.0:
             return 0.5
         variance = sum((v - self.loss) ** 2 for v in values) / (len(values) - 1)
@@ -76,7 +76,8 @@ class Measured:
         return {d: mean(v) for d, v in sorted(out.items())}
 
     @property
-    def _losses(self) -> list[float]:
+    def losses(self) -> list[float]:
+        """`loss` by window."""
         square = isinstance(self.accuracy, Similarity)
         return [v * v if square else v for v in self.windows]
 

@@ -9,7 +9,7 @@ towards the factor all groups share by what its standard error is worth (DerSimo
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nstf_convert.pipeline import mix as mixes
@@ -39,7 +39,8 @@ CLASSES = {
 @dataclass(frozen=True)
 class Probe:
     """One group's probe. expected: by the loss model, of the probe's own encoding; measured: nats (or squared relative
-    error); error: relative standard error of `measured`; factor: what the group's losses are multiplied by.
+    error); windows: the same by window; error: relative standard error of `measured`, see `paired`; factor: what the
+    group's losses are multiplied by.
     """
 
     group: str
@@ -49,6 +50,7 @@ class Probe:
     measured: float
     error: float
     factor: float = 1.0
+    windows: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -56,7 +58,9 @@ class Probe:
 
     def to_json(self) -> dict[str, Any]:
         """As the report lists it: how many tensors instead of their names."""
-        return {**asdict(self), "members": len(self.members), "ratio": self.ratio}
+        facts = {**asdict(self), "members": len(self.members), "ratio": self.ratio}
+        del facts["windows"]
+        return facts
 
 
 def class_of(unit: Unit) -> str:
@@ -112,7 +116,7 @@ def run_probes(run: Run) -> tuple[Probe, ...]:
     members = groups([job.units[n] for n in run.table.candidates])
     with job.stages.stage("probes"):
         found = [p for n, m in members.items() if (p := _probe(run, n, m, target)) is not None]
-    probes = shrunk(found)
+    probes = shrunk(paired(found))
     run.table = run.table.calibrated({n: p.factor for p in probes for n in p.members})
     for p in probes:
         log.info(
@@ -138,7 +142,9 @@ def _probe(run: Run, group: str, members: tuple[str, ...], target: float) -> Pro
         return None
     first = run.job.units[members[0]]
     encoding = describe(mixes.tree_of(first, recipe))
-    return Probe(group, members, encoding, expected, measured.loss, measured.loss_error)
+    return Probe(
+        group, members, encoding, expected, measured.loss, measured.loss_error, windows=tuple(measured.losses)
+    )
 
 
 def probe_recipe(table: Table, members: Sequence[str], target: float) -> Recipe | None:
@@ -154,6 +160,26 @@ def probe_recipe(table: Table, members: Sequence[str], target: float) -> Recipe 
         if best is None or distance < best[0]:
             best = (distance, recipe)
     return None if best is None else best[1]
+
+
+def paired(probes: Sequence[Probe]) -> list[Probe]:
+    """The probes with the errors that matter between groups: what is left when every window's difficulty is taken out.
+
+    A window's difficulty is the mean over groups of its loss in units of the group's own mean. Hard windows are hard
+    for all groups, which is most of the variance between windows and nothing about the groups.
+    """
+    count = len(probes[0].windows) if probes else 0
+    if len(probes) < 2 or count < 2 or any(len(p.windows) != count for p in probes):
+        return list(probes)
+    shares = [[v / p.measured for v in p.windows] for p in probes]
+    difficulty = [sum(column) / len(shares) for column in zip(*shares, strict=True)]
+    out = []
+    for probe, share in zip(probes, shares, strict=True):
+        rest = sum((s - d) ** 2 for s, d in zip(share, difficulty, strict=True)) / (count - 1)
+        # The group's own part in the mean hides that share of its residual.
+        own = len(probes) / (len(probes) - 1)
+        out.append(replace(probe, error=own * math.sqrt(rest / count)))
+    return out
 
 
 def shrunk(probes: Sequence[Probe]) -> tuple[Probe, ...]:
@@ -173,5 +199,5 @@ def shrunk(probes: Sequence[Probe]) -> tuple[Probe, ...]:
     out = []
     for probe, value, w in zip(probes, logs, precision, strict=True):
         own = between / (between + 1.0 / w)
-        out.append(Probe(**{**asdict(probe), "factor": math.exp(own * value + (1 - own) * common)}))
+        out.append(replace(probe, factor=math.exp(own * value + (1 - own) * common)))
     return tuple(out)

@@ -1,12 +1,13 @@
 """Measured sensitivities: how tensors are grouped, how ratios are shrunk, what a conversion learns from them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline.choose import Table
-from nstf_convert.pipeline.probes import MAX_PROBES, Probe, groups, shrunk
+from nstf_convert.pipeline.probes import MAX_PROBES, Probe, groups, paired, shrunk
 from nstf_convert.pipeline.units import Unit
 
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -47,6 +48,19 @@ def test_a_noisy_ratio_moves_to_the_common_one_and_a_precise_one_stays() -> None
     noisy = shrunk([probe(1.0, 0.01), probe(2.0, 0.01), probe(4.0, 1.0)])
     assert noisy[0].factor == pytest.approx(1.0, rel=0.02)
     assert noisy[2].factor < 2.0
+
+
+def test_windows_that_are_hard_for_every_group_are_not_noise() -> None:
+    hard = (0.01, 0.01, 0.09, 0.01)
+    same = [
+        Probe(n, (n,), "", 0.03, 0.03 * s, 0.6, windows=tuple(v * s for v in hard))
+        for n, s in (("a", 1), ("b", 2), ("c", 3))
+    ]
+    found = paired(same)
+    assert [p.error for p in found] == pytest.approx([0.0] * 3, abs=1e-12)
+    other = replace(same[2], windows=tuple(reversed(same[2].windows)))
+    assert paired([*same[:2], other])[2].error > 0.3
+    assert paired(same[:1]) == same[:1]
 
 
 def test_ratios_that_differ_by_their_noise_alone_become_one() -> None:
