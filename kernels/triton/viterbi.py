@@ -227,15 +227,17 @@ class Launch:
 def launch_for(tiles: int, quarter_bits: int, processors: int) -> Launch:
     """A launch for so many tiles on a device of so many multiprocessors.
 
-    From a sweep on an H100 over 6 to 24 quarter bits. Few tiles want all threads on one tile; many want several smaller
-    programs beside each other, so that one computes while another waits at its barrier, as far as the codebook and
-    their M stay in the cache together.
+    From sweeps on an H100 and an H200. Few tiles want all threads on one tile. Many want smaller programs beside each
+    other, so that one computes while another waits at its barrier, as far as registers last (fractional rates need
+    more) and what they read stays in the cache.
     """
     largest = -(-quarter_bits // 4)
-    groups = 1 << (STATE_BITS - largest)
-    if tiles <= processors or largest <= 2:
-        return Launch(min(groups, 4096), 1024, 1)
-    return Launch(2048, 512, 2) if largest <= 4 else Launch(1024, 256, 4)
+    block = min(1 << (STATE_BITS - largest), 4096)
+    if tiles <= processors:
+        return Launch(block, 1024, 1)
+    if quarter_bits % 4 == 0 and largest > 2:
+        block = 2048 if largest == 3 else 1024
+    return Launch(block, block // 4, 4096 // block)
 
 
 def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch | None = None) -> Tensor:
