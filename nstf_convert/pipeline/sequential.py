@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nstf import __version__
 from nstf.analyzers.moments import rows_of
+from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import run_in_step
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
@@ -45,14 +46,15 @@ class PrefixOptions:
     """target: what is rounded, the `weight`, or what reproduces the original's layer `output`, or its residual
     `stream` where the layer writes to one. damping: of that fit, relative to the Hessian's mean diagonal; held_out:
     share of the batches that decide how far it goes. original: share of the original model's Hessian in the blend
-    with the compressed prefix's; diagonal: share of the blend's own diagonal.
+    with the compressed prefix's; diagonal: share of the blend's own diagonal (None: as much as the calibration's
+    Hessian of that input was shrunk).
     """
 
     target: str = "stream"
     damping: float = 0.01
     held_out: float = 0.25
     original: float = 0.0
-    diagonal: float = 0.0
+    diagonal: float | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -254,13 +256,17 @@ class _Pass:
         return moments(fit, self.workers), moments(held_out, self.workers)
 
     def _blended(self, group: Group, known: Moments) -> Tensor:
-        hessian = known.hessian
+        # A copy: the moments go on into the target as they are.
+        hessian = known.hessian.clone()
         if self.options.original and self.job.calibration is not None:
             before = self.job.calibration.get(f"hessian:{group.key}")
             hessian = hessian.lerp(before, self.options.original)
-        if self.options.diagonal:
-            hessian = hessian.lerp(torch.diag(hessian.diagonal()), self.options.diagonal)
-        return hessian
+        return shrunk(hessian, self._shrinkage(group))
+
+    def _shrinkage(self, group: Group) -> float:
+        if self.options.diagonal is not None or self.job.calibration is None:
+            return self.options.diagonal or 0.0
+        return float(self.job.calibration.metadata["hessians"][group.key].get("shrinkage", 0.0))
 
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.job.calibration

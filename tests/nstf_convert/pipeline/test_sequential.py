@@ -98,16 +98,20 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
 
     monkeypatch.setattr(sequential.recipes, "encode", encode)
     mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(target="weight"))
     model = StreamedModel(
         job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
     )
     for name in (LAST_DOWN, "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight"):
         rows = inputs_of(model, name.removesuffix(".weight"), job)
         used = seen[tuple(job.source(name).float().reshape(-1)[:4].tolist())]
-        assert torch.allclose(used, rows.T @ rows / len(rows), rtol=1e-3, atol=1e-5)
-        before = job.calibration.find(f"hessian:{name.removesuffix('.weight')}")
-        assert before is None or not torch.allclose(used, before, rtol=1e-2)
+        key = job.statistics.group_of(job.units[name])
+        weights = job.calibration.get(f"token_weight:{key}")
+        wanted = (rows * weights[:, None]).T @ rows / weights.sum()
+        share = job.calibration.metadata["hessians"][key]["shrinkage"]
+        wanted = wanted.lerp(torch.diag(wanted.diagonal()), share)
+        assert torch.allclose(used, wanted, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(used, job.calibration.get(f"hessian:{key}"), rtol=1e-2, atol=1e-3)
 
 
 def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> None:
