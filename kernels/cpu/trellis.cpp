@@ -59,6 +59,13 @@ struct Scratch {
     Buffer<uint8_t> back = buffer<uint8_t>(int64_t(TILE) * STATES / 2);                   // [step][state >> k]
 };
 
+struct Track {  // one tile at one step: its target, M before and after, and where the predecessors go
+    float target;
+    const float* from;
+    float* to;
+    uint8_t* back;
+};
+
 template <int LANES>
 struct Register;
 template <>
@@ -117,65 +124,85 @@ struct Viterbi {
 
     // A step that shifts K bits in: costs of all states from M, reduced over their L oldest bits for the next step.
     // `book` [a][state >> L]: the codebook by the L oldest bits.
-    template <int K, int L>
-    INLINE void step(const float* book, float target, const float* from, float* to, uint8_t* back) {
+    // T tiles at a time read the codebook once.
+    template <int K, int L, int T>
+    INLINE void step(const float* book, const Track* tracks) {
         constexpr int64_t MIDDLE = int64_t(1) << (STATE_BITS - K - L);  // values of the bits that neither step touches
         constexpr int64_t UPPER = int64_t(1) << (STATE_BITS - L);
         constexpr int N = 1 << L;
-        vf x = target + vf{};
+        vf x[T];
+        for (int t = 0; t < T; t++) x[t] = tracks[t].target + vf{};
         for (int64_t middle = 0; middle < MIDDLE; middle += LANES) {
-            vf m[N];
-            split<L>(from + (middle << L), m);
+            vf m[T][N];
+            for (int t = 0; t < T; t++) split<L>(tracks[t].from + (middle << L), m[t]);
             for (int64_t top = 0; top < (1 << K); top++) {
                 int64_t j = top * MIDDLE + middle;
                 const float* c = book + j;
-                vf d = x - load(c);
-                vf low = fused(d, m[0]);
-                vi who = vi{};
+                vf low[T];
+                vi who[T];
+                for (int t = 0; t < T; t++) {
+                    low[t] = fused(x[t] - load(c), m[t][0]);
+                    who[t] = vi{};
+                }
 #pragma GCC unroll 16
                 for (int a = 1; a < N; a++) {
-                    d = x - load(c + a * UPPER);
-                    vf cost = fused(d, m[a]);
-                    vi better = cost < low;
-                    low = better ? cost : low;
-                    who = better ? vi{} + a : who;
+                    vf value = load(c + a * UPPER);
+                    for (int t = 0; t < T; t++) {
+                        vf cost = fused(x[t] - value, m[t][a]);
+                        vi better = cost < low[t];
+                        low[t] = better ? cost : low[t];
+                        who[t] = better ? vi{} + a : who[t];
+                    }
                 }
-                store(to + j, low);
-                *reinterpret_cast<vb*>(back + j) = __builtin_convertvector(who, vb);
+                for (int t = 0; t < T; t++) {
+                    store(tracks[t].to + j, low[t]);
+                    *reinterpret_cast<vb*>(tracks[t].back + j) = __builtin_convertvector(who[t], vb);
+                }
             }
         }
     }
 
-    INLINE void any_step(int k, int l, const float* c, float x, const float* from, float* to, uint8_t* back) {
+    template <int T>
+    INLINE void any_step(int k, int l, const float* book, const Track* tracks) {
         switch (k * 8 + l) {
 #define STEP(K, L) \
-    case K * 8 + L: return step<K, L>(c, x, from, to, back);
+    case K * 8 + L: return step<K, L, T>(book, tracks);
             STEP(1, 1) STEP(1, 2) STEP(2, 1) STEP(2, 2) STEP(2, 3) STEP(3, 2) STEP(3, 3) STEP(3, 4) STEP(4, 3)
             STEP(4, 4) STEP(4, 5) STEP(5, 4) STEP(5, 5) STEP(5, 6) STEP(6, 5) STEP(6, 6)
 #undef STEP
         }
     }
 
-    // The codes of one tile. `books`: by bits, see `step`.
+    // The codes of T tiles one after another. `books`: by bits, see `step`.
+    template <int T>
     INLINE void run(const float* x, const Steps& steps, const float* const* books, uint8_t* codes, int64_t bytes,
-                    Scratch& s) {
+                    Scratch* s) {
         // First pass: around the seam, from nowhere, to find the state in which the tile may start and end.
-        int k = steps.at(SEAM);
-        std::fill_n(s.a.get(), int64_t(1) << (STATE_BITS - steps.at(-SEAM)), 0.0f);
-        forward(x, -SEAM, SEAM, steps, books, s);
-        const float* last = s.a.get();
-        int64_t j = std::min_element(last, last + (int64_t(1) << (STATE_BITS - k))) - last;
-        int seam = int(j << k) | s.back.get()[(2 * SEAM - 1) * STRIDE + j];
-        for (int t = SEAM - 1; t >= 0; t--) seam = previous(seam, t, t + SEAM - 1, steps, s);
+        int k = steps.at(SEAM), seam[T];
+        for (int i = 0; i < T; i++) std::fill_n(s[i].a.get(), int64_t(1) << (STATE_BITS - steps.at(-SEAM)), 0.0f);
+        forward<T>(x, -SEAM, SEAM, steps, books, s);
+        for (int i = 0; i < T; i++) {
+            const float* last = s[i].a.get();
+            int64_t j = std::min_element(last, last + (int64_t(1) << (STATE_BITS - k))) - last;
+            seam[i] = int(j << k) | s[i].back.get()[(2 * SEAM - 1) * STRIDE + j];
+            for (int t = SEAM - 1; t >= 0; t--) seam[i] = previous(seam[i], t, t + SEAM - 1, steps, s[i]);
+        }
         // Second pass: the whole tile, from that state to that state.
         k = steps.at(0);
-        std::fill_n(s.a.get(), int64_t(1) << (STATE_BITS - k), std::numeric_limits<float>::infinity());
-        s.a.get()[seam >> k] = 0.0f;
-        forward(x, 0, TILE, steps, books, s);
+        for (int i = 0; i < T; i++) {
+            std::fill_n(s[i].a.get(), int64_t(1) << (STATE_BITS - k), std::numeric_limits<float>::infinity());
+            s[i].a.get()[seam[i] >> k] = 0.0f;
+        }
+        forward<T>(x, 0, TILE, steps, books, s);
+        for (int i = 0; i < T; i++) write(seam[i], steps, codes + i * bytes, bytes, s[i]);
+    }
+
+    // The stream of the path that ends in a state.
+    INLINE void write(int state, const Steps& steps, uint8_t* codes, int64_t bytes, const Scratch& s) {
         std::memset(codes, 0, size_t(bytes));
-        int state = seam, end = int(bytes) * 8;
+        int end = int(bytes) * 8;
         for (int t = TILE - 1; t >= 0; t--) {
-            k = steps.at(t);
+            int k = steps.at(t);
             end -= k;
             int bits = state >> (STATE_BITS - k);
             for (int i = 0; i < k; i++)
@@ -190,34 +217,46 @@ struct Viterbi {
         return (j << k) | s.back.get()[at * STRIDE + j];
     }
 
-    // Steps first..end-1 (of the circular tile) from M in s.a; leaves M in s.a.
+    // Steps first..end-1 (of the circular tiles) from M in s.a; leaves M in s.a.
+    template <int T>
     INLINE void forward(const float* x, int first, int end, const Steps& steps, const float* const* books,
-                        Scratch& s) {
+                        Scratch* s) {
         for (int t = first; t < end; t++) {
+            Track tracks[T];
+            for (int i = 0; i < T; i++)
+                tracks[i] = {x[i * TILE + (t & (TILE - 1))], s[i].a.get(), s[i].b.get(),
+                             s[i].back.get() + (t - first) * STRIDE};
             int l = steps.at(t + 1);
-            any_step(steps.at(t), l, books[l], x[t & (TILE - 1)], s.a.get(), s.b.get(),
-                     s.back.get() + (t - first) * STRIDE);
-            std::swap(s.a, s.b);
+            any_step<T>(steps.at(t), l, books[l], tracks);
+            for (int i = 0; i < T; i++) std::swap(s[i].a, s[i].b);
         }
+    }
+
+    INLINE void run_any(const float* x, int tiles, const Steps& steps, const float* const* books, uint8_t* codes,
+                        int64_t bytes, Scratch* s) {
+        if (tiles == 2)
+            run<2>(x, steps, books, codes, bytes, s);
+        else
+            run<1>(x, steps, books, codes, bytes, s);
     }
 };
 
-using Run = void (*)(const float*, const Steps&, const float* const*, uint8_t*, int64_t, Scratch&);
+using Run = void (*)(const float*, int, const Steps&, const float* const*, uint8_t*, int64_t, Scratch*);
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void run_avx512(const float* x, const Steps& s,
+__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void run_avx512(const float* x, int tiles, const Steps& s,
                                                                              const float* const* books, uint8_t* codes,
-                                                                             int64_t bytes, Scratch& scratch) {
-    Viterbi<16>::run(x, s, books, codes, bytes, scratch);
+                                                                             int64_t bytes, Scratch* scratch) {
+    Viterbi<16>::run_any(x, tiles, s, books, codes, bytes, scratch);
 }
-__attribute__((target("avx2,fma"))) void run_avx2(const float* x, const Steps& s, const float* const* books,
-                                                  uint8_t* codes, int64_t bytes, Scratch& scratch) {
-    Viterbi<8>::run(x, s, books, codes, bytes, scratch);
+__attribute__((target("avx2,fma"))) void run_avx2(const float* x, int tiles, const Steps& s, const float* const* books,
+                                                  uint8_t* codes, int64_t bytes, Scratch* scratch) {
+    Viterbi<8>::run_any(x, tiles, s, books, codes, bytes, scratch);
 }
 #endif
-void run_plain(const float* x, const Steps& s, const float* const* books, uint8_t* codes, int64_t bytes,
-               Scratch& scratch) {
-    Viterbi<4>::run(x, s, books, codes, bytes, scratch);
+void run_plain(const float* x, int tiles, const Steps& s, const float* const* books, uint8_t* codes, int64_t bytes,
+               Scratch* scratch) {
+    Viterbi<4>::run_any(x, tiles, s, books, codes, bytes, scratch);
 }
 
 // `most_lanes` keeps narrower code reachable for tests.
@@ -269,11 +308,13 @@ void trellis_viterbi(Targets targets, int quarter_bits, Vector codebook, Codes c
         }
         books[l] = held[l].get();
     }
-    auto one = [&](int64_t tile) {
-        static thread_local Scratch scratch;
-        run(targets.data() + tile * TILE, steps, books, codes.data() + tile * bytes, bytes, scratch);
+    auto one = [&](int64_t pair) {
+        static thread_local Scratch scratch[2];
+        int64_t tile = 2 * pair;
+        int count = int(std::min<int64_t>(2, tiles - tile));
+        run(targets.data() + tile * TILE, count, steps, books, codes.data() + tile * bytes, bytes, scratch);
     };
-    nstf::parallel_for(threads, tiles, one);
+    nstf::parallel_for(threads, (tiles + 1) / 2, one);
 }
 
 void trellis_decode(ConstCodes codes, int quarter_bits, Vector codebook, Values out, int threads) {
