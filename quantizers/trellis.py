@@ -6,6 +6,9 @@ algorithm. At equal bits the mean squared error is 0.4 to 0.6 bit below a scalar
 """
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +56,7 @@ WIDTH = {
 SMALLEST_SECTION = 64
 # One seed for the signs of all tensors, so that q, k and v share the rotation of their input.
 SEED = 0
+_STREAMS = threading.local()
 
 
 @dataclass(frozen=True)
@@ -203,14 +207,29 @@ def _encode_section(
     metric = _metric(stats, params, part.shape[1])
     width = WIDTH[quarter_bits] * (1 - _growth(metric, quarter_bits)) ** -0.5
     scales = form.read_scales(leaf, form.store_scales(leaf, part.square().mean(1).sqrt() * width))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     codes, gains = [], []
-    for start, end in _row_chunks(*part.shape):
-        chunk = part[start:end].to(device)
-        found, rounded = _round(chunk, scales[start:end].to(device), quarter_bits, metric)
-        codes.append(found.reshape(-1).cpu())
-        gains.append(_refit(chunk, rounded, metric).cpu())
+    with _device() as device:
+        for start, end in _row_chunks(*part.shape):
+            chunk = part[start:end].to(device)
+            found, rounded = _round(chunk, scales[start:end].to(device), quarter_bits, metric)
+            codes.append(found.reshape(-1).cpu())
+            gains.append(_refit(chunk, rounded, metric).cpu())
     return torch.cat(codes), (scales * torch.cat(gains))[:part_rows]
+
+
+@contextmanager
+def _device() -> Iterator[torch.device]:
+    """Where to search: the GPU when there is one, on a stream of the calling thread.
+
+    Blocks follow one another and have few tiles each, so a GPU is filled by encoding several tensors at a time.
+    """
+    if not torch.cuda.is_available():
+        yield torch.device("cpu")
+        return
+    if not hasattr(_STREAMS, "own"):
+        _STREAMS.own = torch.cuda.Stream()
+    with torch.cuda.stream(_STREAMS.own):
+        yield torch.device("cuda")
 
 
 def _round(
