@@ -103,9 +103,9 @@ def narrow(values: Tensor) -> Tensor:
 
 
 def scaled(scale: Tensor, units: Tensor, group: int) -> Tensor:
-    """scale * units, float32 [rows, cols], differentiable in `scale` [rows, groups].
+    """scale * units [rows, cols], differentiable in `scale` [rows, groups].
 
-    The graph keeps `units` [rows, cols] as it is given (int8, float16 or float32), not a float32 copy of it.
+    Computed in float32, or for `units` in bfloat16 in that. The graph keeps `units` as it is given, not a float32 copy.
     """
     return _Scaled.apply(scale, units, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -114,19 +114,26 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: Tensor, units: Tensor, group: int) -> Tensor:
         ctx.save_for_backward(units)
-        ctx.group, ctx.groups = group, scale.shape[1]
-        return units.float() * per_column(scale.float(), group, units.shape[1])
+        ctx.group, ctx.groups, ctx.dtype = group, scale.shape[1], scale.dtype
+        work = units.dtype if units.dtype == torch.bfloat16 else torch.float32
+        rows, cols = units.shape
+        size, scale = group_size(cols, group), scale.to(work)
+        if size * ctx.groups != cols:
+            return units.to(work) * per_column(scale, group, cols)
+        return (units.to(work).view(rows, ctx.groups, size) * scale.unsqueeze(2)).view(rows, cols)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (units,) = ctx.saved_tensors
-        return per_group(grad.float() * units, ctx.group, ctx.groups), None, None
+        work = units.dtype if units.dtype == torch.bfloat16 else torch.float32
+        product = grad.to(work) * units.to(work)
+        return per_group(product, ctx.group, ctx.groups).to(ctx.dtype), None, None
 
 
 def per_group(values: Tensor, group: int, groups: int) -> Tensor:
-    """Sums over the columns of every group: [rows, cols] -> [rows, groups]; the transpose of `per_column`."""
+    """Sums over the columns of every group, float32: [rows, cols] -> [rows, groups]; the transpose of `per_column`."""
     rows, cols = values.shape
     size = group_size(cols, group)
     if size * groups != cols:
         values = torch.nn.functional.pad(values, (0, size * groups - cols))
-    return values.view(rows, groups, size).sum(dim=2)
+    return values.view(rows, groups, size).sum(dim=2, dtype=torch.float32)

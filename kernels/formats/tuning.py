@@ -70,10 +70,38 @@ class Prepared:
         """The dense tensor, float32, differentiable in `values` (all of `tunable`'s)."""
         return _decode(self.tree, self.shape, self.fixed, values)
 
+    def widened(self) -> "Prepared":
+        """The same, decoding in float32 whatever it was prepared for."""
+        low = torch.bfloat16
+        return Prepared(
+            self.tree, self.shape, {p: v.float() if v.dtype == low else v for p, v in self.fixed.items()}
+        )
 
-def prepare(encoded: EncodedTensor, device: torch.device | str = "cpu") -> Prepared:
-    """Unpacks the fixed part of a tensor once: one to four bytes a weight on `device`."""
+    def can_slice(self) -> bool:
+        """Whether `rows` works: a leaf whose rows are those of the first axis, each with scales of its own."""
+        return not self.tree.children and bool(self.fixed) and getattr(self.tree.params, "lead", 0) == 1
+
+    def rows(self, values: Values, rows: Tensor) -> Tensor:
+        """Some rows of the first axis without the others: int64 [n] -> [n, ...]. Only where `can_slice`."""
+
+        def part(named: Values) -> dict[str, Tensor]:
+            return {
+                k: v[rows] if v.shape[0] == self.shape[0] and k != "table" else v for k, v in named.items()
+            }
+
+        return _decode(self.tree, (len(rows), *self.shape[1:]), part(self.fixed), part(values))
+
+
+def prepare(
+    encoded: EncodedTensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Prepared:
+    """Unpacks the fixed part of a tensor once: one to four bytes a weight on `device`.
+
+    dtype: bfloat16 keeps what scales multiply in it, to decode in it: faster, and as exact as its arithmetic.
+    """
     fixed = {path: value.to(device) for path, value in _fixed(encoded).items()}
+    if dtype == torch.bfloat16:
+        fixed = {p: v.to(dtype) if p.rpartition(".")[2] == "units" else v for p, v in fixed.items()}
     return Prepared(encoded.tree, encoded.shape, fixed)
 
 

@@ -51,6 +51,8 @@ LOGIT_ELEMENTS = 1 << 22
 # bfloat16 arithmetic costs about 0.001 nats: below this divergence it would drown what is to be learnt.
 SMALLEST_FOR_BFLOAT16 = 0.01
 CHECKPOINT_SECONDS = 60.0
+# Steps whose text the original reads in one go.
+TEACHER_AHEAD = 3
 # Teacher states kept between epochs.
 CACHE_BYTES = 256 << 20
 # Activations above this are recomputed in the backward pass, layer by layer.
@@ -58,6 +60,10 @@ ACTIVATION_BYTES = 3 << 29
 # How far over its time a run may go before it is cut short, where steps turn out slower than those measured.
 OVERTIME = 1.25
 MAX_STEPS = 20_000
+
+
+# Windows by number: (number, ids [1, tokens]).
+Batch = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,8 @@ class _Healing:
         self.teacher = reference_on(self.device, config, job.source, job.checkpoint.ties)
         encoded = {n: load(u, mix.get(n)) for n, u in _read_units(job, self.teacher)}
         self.values = TunedValues(job.units, encoded, self.device)
-        weights = {n: prepare(e, self.device) for n, e in encoded.items()}
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+        weights = {n: prepare(e, self.device, dtype) for n, e in encoded.items()}
         self.student = TunedModel(config, weights, job.checkpoint.ties, self.device, dtype)
         self.optimiser = torch.optim.AdamW(
             self.values.groups(settings.scale_rate, settings.row_rate, settings.value_rate),
@@ -190,7 +196,11 @@ class _Healing:
             with bar:
                 while self.step < self.total and not self._hopeless():
                     self._set_rates()
-                    self.losses.append(self._one_step(self._batch(windows, self.step)))
+                    batch = self._batch(windows, self.step)
+                    ahead = self._batch(
+                        windows, self.step + 1, min(TEACHER_AHEAD, self.total - self.step - 1)
+                    )
+                    self.losses.append(self._one_step(batch, ahead))
                     self.step += 1
                     bar.update()
                     self.elapsed = time.monotonic() - started
@@ -230,9 +240,10 @@ class _Healing:
         """Steps within the time, from two that are made and not taken; evaluations take their share."""
         windows = self._windows()
         self._one_step(self._batch(windows, 0), take=False)
+        self.cache.clear()
         start = time.monotonic()
         for number in range(2):
-            self._one_step(self._batch(windows, number + 1), take=False)
+            self._one_step(self._batch(windows, number), self._batch(windows, 1), take=False)
         step = (time.monotonic() - start) / 2
         start = time.monotonic()
         self._evaluate()
@@ -246,23 +257,23 @@ class _Healing:
             return self.fit
         return healing_windows(self.job, self.fit, wanted)
 
-    def _batch(self, windows: Sequence[Tensor], step: int) -> list[tuple[int, Tensor]]:
-        """(number, ids [1, tokens]) of the windows of a step: every epoch in an order of its own."""
+    def _batch(self, windows: Sequence[Tensor], step: int, steps: int = 1) -> list[tuple[int, Tensor]]:
+        """(number, ids [1, tokens]) of the windows of some steps: every epoch in an order of its own."""
         out = []
-        for position in range(step * self.settings.windows, (step + 1) * self.settings.windows):
+        for position in range(step * self.settings.windows, (step + steps) * self.settings.windows):
             epoch, place = divmod(position, len(windows))
             generator = torch.Generator().manual_seed(self.job.options.seed * 1009 + epoch)
             number = int(torch.randperm(len(windows), generator=generator)[place])
             out.append((number, windows[number]))
         return out
 
-    def _one_step(self, batch: Sequence[tuple[int, Tensor]], take: bool = True) -> float:
-        """The mean divergence of the batch; the values move unless `take` is False."""
+    def _one_step(self, batch: Batch, ahead: Batch = (), take: bool = True) -> float:
+        """The mean divergence of the batch; the values move unless `take` is False. ahead: what comes next."""
         self.optimiser.zero_grad(set_to_none=True)
         self.student.set_values(self.values.current())
         total = 0.0
         ids = torch.cat([i for _, i in batch]).to(self.device)
-        targets = self._targets(batch)
+        targets = self._targets(batch, ahead)
         with self._arithmetic():
             with self.student.forgetting_weights():
                 hidden = self.student.hidden(ids).flatten(0, 1)
@@ -273,27 +284,33 @@ class _Healing:
         return total
 
     @torch.no_grad()
-    def _targets(self, batch: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """What the original's head reads for every token of the batch, from the cache or computed: [tokens, hidden]."""
-        missing = [(n, ids) for n, ids in batch if n not in self.cache]
-        found = {n: self.cache[n] for n, _ in batch if n in self.cache}
-        if missing:
+    def _targets(self, batch: Batch, ahead: Batch) -> Tensor:
+        """What the original's head reads for every token of the batch: [tokens, hidden].
+
+        Computed together with that of the windows `ahead`, since reading the original's weights takes as long as using
+        them.
+        """
+        missing = {n: ids for n, ids in [*batch, *ahead] if n not in self.cache}
+        if any(n in missing for n, _ in batch):
             with self._arithmetic():
-                states = self.teacher.hidden(torch.cat([ids for _, ids in missing]).to(self.device))
-            for (number, _), state in zip(missing, states, strict=True):
-                found[number] = state
-                if (len(self.cache) + 1) * state.numel() * state.element_size() <= CACHE_BYTES:
-                    self.cache[number] = state.cpu()
-        return torch.cat([found[n].to(self.device) for n, _ in batch])
+                states = self.teacher.hidden(torch.cat(list(missing.values())).to(self.device))
+            size = states[0].numel() * states.element_size()
+            for number, state in zip(missing, states, strict=True):
+                self.cache[number] = state.cpu()
+            while len(self.cache) > max(len(missing) + len(batch), CACHE_BYTES // size):
+                self.cache.pop(
+                    next(n for n in self.cache if n not in missing and all(n != m for m, _ in batch))
+                )
+        return torch.cat([self.cache[n].to(self.device) for n, _ in batch])
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Measures the windows that choose with the values as they would be stored, in float32."""
-        self.student.set_values(self.values.current())
         file = self.job.calibration
         assert file is not None
         scores = []
         with self.student.in_dtype(torch.float32):
+            self.student.set_values(self.values.current())
             for i, ids in enumerate(self.held):
                 moved = ids.to(self.device)
                 hidden = self.student.hidden(moved)[0]
@@ -333,11 +350,12 @@ class _Healing:
         """Layers are recomputed in the backward pass where their activations would take too much memory."""
         config = self.teacher.module.config.get_text_config()
         layers = layer_list(self.student.module)[1]
+        size = 2 if self.bfloat16 else 4
         wide = 16 * config.hidden_size + 5 * (
             getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         )
         tokens = self.fit[0].shape[1] * self.settings.windows
-        if 4 * len(layers) * tokens * wide <= ACTIVATION_BYTES:
+        if size * len(layers) * tokens * wide <= ACTIVATION_BYTES:
             return nullcontext()
         return _undone(checkpoint_layers(layers))
 

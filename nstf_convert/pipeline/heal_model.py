@@ -35,7 +35,7 @@ class TunedModel(StreamedModel):
     ) -> None:
         """dtype: of the large weights; small ones stay float32."""
         self._weights = weights
-        self._dtype = dtype
+        self.dtype = dtype
         self._values: Mapping[str, Mapping[str, Tensor]] = {}
         self._live: dict[int, Callable[[], Tensor]] = {}
         self._small: list[Callable[[], None]] = []
@@ -51,11 +51,11 @@ class TunedModel(StreamedModel):
     @contextmanager
     def in_dtype(self, dtype: torch.dtype) -> Iterator[None]:
         """Large weights have another dtype while the block runs."""
-        before, self._dtype = self._dtype, dtype
+        before, self.dtype = self.dtype, dtype
         try:
             yield
         finally:
-            self._dtype = before
+            self.dtype = before
 
     @contextmanager
     def forgetting_weights(self) -> Iterator[None]:
@@ -79,10 +79,14 @@ class TunedModel(StreamedModel):
             yield
 
     def _value(self, name: str) -> Tensor:
-        return self._weights[name].decode(self._values[name])
+        return self._prepared(name).decode(self._values[name])
+
+    def _prepared(self, name: str) -> Prepared:
+        prepared = self._weights[name]
+        return prepared.widened() if self.dtype == torch.float32 else prepared
 
     def _large(self, name: str) -> Tensor:
-        return self._value(name).to(self._dtype).contiguous()
+        return self._value(name).to(self.dtype).contiguous()
 
     def _attach(self, module: nn.Module, names: dict[str, str]) -> None:
         meta = dict(module.named_parameters(recurse=False))
@@ -91,10 +95,13 @@ class TunedModel(StreamedModel):
 
         def settle() -> None:
             for local in small:
-                module._parameters[local] = self._value(names[local])  # type: ignore[assignment]
+                module._parameters[local] = self._value(names[local]).float()  # type: ignore[assignment]
 
         self._small.append(settle)
         if not large:
+            return
+        if type(module) is nn.Embedding and self._weights[names["weight"]].can_slice():
+            self._look_up_rows(module, names["weight"])
             return
 
         def load() -> None:
@@ -114,6 +121,16 @@ class TunedModel(StreamedModel):
         self._fetchers[module] = (load, drop)
         module.register_forward_pre_hook(lambda *_: None if module in self._held else load())
         module.register_forward_hook(lambda *_: None if module in self._held else drop(), always_call=True)
+
+    def _look_up_rows(self, module: nn.Embedding, name: str) -> None:
+        """Makes a table decode the rows it is asked for only."""
+
+        def forward(ids: Tensor) -> Tensor:
+            found, where = torch.unique(ids, return_inverse=True)
+            rows = self._prepared(name).rows(self._values[name], found)
+            return nn.functional.embedding(where, rows.float())
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
@@ -144,8 +161,9 @@ def backward_of_divergence(
     tokens = hidden.shape[0]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     leaf = hidden.detach().requires_grad_()
-    with teacher.holding(teacher.head), student.holding(student.head):
-        parts = _leaves(student.head)
+    head = student.head
+    with teacher.holding(teacher.head), student.holding(head), _cast(teacher.head, student.dtype):
+        parts = _leaves(head)
         for start in range(0, tokens, rows):
             piece = slice(start, start + rows)
             logits = student.logits(leaf[piece])
@@ -163,6 +181,20 @@ def backward_of_divergence(
             gradients.append(part.grad)
     torch.autograd.backward(tensors, gradients)
     return total / tokens
+
+
+@contextmanager
+def _cast(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
+    """Weights that are held are cast once while the block runs, instead of at every use under autocast."""
+    before = dict(module._parameters) if module is not None else {}
+    try:
+        for name, value in before.items():
+            if value is not None and value.ndim > 1:
+                module._parameters[name] = nn.Parameter(value.to(dtype), requires_grad=False)  # type: ignore[union-attr]
+        yield
+    finally:
+        for name, value in before.items():
+            module._parameters[name] = value  # type: ignore[union-attr]
 
 
 def _leaves(head: nn.Module | None) -> list[tuple[Tensor, Tensor]]:

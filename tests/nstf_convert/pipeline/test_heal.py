@@ -87,11 +87,11 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(job, options, tmp_p
         original = healing._Healing._one_step
         steps = []
 
-        def failing(self, batch, take=True):
+        def failing(self, batch, ahead=(), take=True):
             if len(steps) == 5:
                 raise KeyboardInterrupt
             steps.append(1)
-            return original(self, batch, take)
+            return original(self, batch, ahead, take)
 
         monkeypatch.setattr(healing._Healing, "_one_step", failing)
         with pytest.raises(KeyboardInterrupt):
@@ -112,14 +112,13 @@ def test_steps_are_sized_to_the_time(job) -> None:
 def test_low_rank_factors_and_tables_are_tuned_too(job) -> None:
     factor = Recipe("dense", {"dtype": "float16"})
     hybrid = Recipe("add", {}, {"base": INT3, "correction": Recipe("svd", {"rank": 4}, {"factor": factor})})
-    mix = uniform(job, Recipe("grid16", {"group": 32}))
-    name = "model.layers.0.mlp.up_proj.weight"
-    mix[name] = hybrid
+    mix = uniform(job)
+    name, other = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
+    mix |= {name: hybrid, other: Recipe("grid16", {"group": 32})}
     healed = heal(job, mix, 1.0, steps=8, settings=QUICK)
     before = mixes.encoder_loader(job)(job.units[name], hybrid)
     changed = {k for k, a in before.arrays.items() if not torch.equal(a, healed.encoded[name].arrays[k])}
     assert {"x.scale", "y.a.values", "y.b.values"} <= changed and "x.codes" not in changed
-    other = "model.layers.1.mlp.up_proj.weight"
     tables = [
         e.arrays["table"]
         for e in (mixes.encoder_loader(job)(job.units[other], mix[other]), healed.encoded[other])
@@ -148,7 +147,7 @@ def test_gradients_are_those_of_the_plain_model(job, small) -> None:
     mix = uniform(job)
     load = mixes.encoder_loader(job)
     run = healing._Healing(job, mix, load, 1.0, 2, QUICK, mixes.measure(job, mix))
-    run.bfloat16, run.student._dtype = False, torch.float32
+    run.bfloat16, run.student.dtype = False, torch.float32
     batch = run._batch(run.fit, 0)
     loss = run._one_step(batch, take=False)
     plain = AutoModelForCausalLM.from_pretrained(small.folder, dtype=torch.float32)
