@@ -227,7 +227,7 @@ def _device() -> Iterator[torch.device]:
         yield torch.device("cpu")
         return
     if not hasattr(_STREAMS, "own"):
-        _STREAMS.own = torch.cuda.Stream()
+        _STREAMS.own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(_STREAMS.own):
         yield torch.device("cuda")
 

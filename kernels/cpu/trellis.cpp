@@ -276,6 +276,7 @@ using Targets = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Codes = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ConstCodes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Tiles = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Values = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void require(bool good, const char* what) {
@@ -317,6 +318,22 @@ void trellis_viterbi(Targets targets, int quarter_bits, Vector codebook, Codes c
     nstf::parallel_for(threads, (tiles + 1) / 2, one);
 }
 
+// The values of one tile; `ring`: room for the stream with two bytes before it, where the first states reach back to.
+INLINE void decode_tile(const uint8_t* in, int64_t bytes, const Steps& steps, const float* codebook, uint8_t* ring,
+                        float* to) {
+    ring[0] = in[bytes - 2], ring[1] = in[bytes - 1];
+    std::memcpy(ring + 2, in, size_t(bytes));
+    int end = 0;
+    for (int t = 0; t < TILE; t++) {
+        end += steps.at(t);  // the state is bits [end - 16, end) of the stream, [end, end + 16) of the ring
+        uint32_t word;
+        std::memcpy(&word, ring + (end >> 3), 4);
+        to[t] = codebook[word >> (end & 7) & 0xffff];
+    }
+}
+
+constexpr int RING = 8 * 24 + 8;
+
 void trellis_decode(ConstCodes codes, int quarter_bits, Vector codebook, Values out, int threads) {
     check(quarter_bits, threads, codebook, int64_t(codes.shape(1)));
     int64_t tiles = int64_t(codes.shape(0)), bytes = 8 * quarter_bits;
@@ -325,22 +342,87 @@ void trellis_decode(ConstCodes codes, int quarter_bits, Vector codebook, Values 
     Steps steps(quarter_bits);
     constexpr int64_t BLOCK = 64;
     auto one = [&](int64_t block) {
-        for (int64_t i = block * BLOCK; i < std::min(tiles, (block + 1) * BLOCK); i++) {
-            const uint8_t* in = codes.data() + i * bytes;
-            float* to = out.data() + i * TILE;
-            uint8_t ring[8 * 24 + 8];  // two bytes before the stream: where the first states reach back to
-            ring[0] = in[bytes - 2], ring[1] = in[bytes - 1];
-            std::memcpy(ring + 2, in, size_t(bytes));
-            int end = 0;
-            for (int t = 0; t < TILE; t++) {
-                end += steps.at(t);  // the state is bits [end - 16, end) of the stream, [end, end + 16) of the ring
-                uint32_t word;
-                std::memcpy(&word, ring + (end >> 3), 4);
-                to[t] = codebook.data()[word >> (end & 7) & 0xffff];
-            }
-        }
+        uint8_t ring[RING];
+        for (int64_t i = block * BLOCK; i < std::min(tiles, (block + 1) * BLOCK); i++)
+            decode_tile(codes.data() + i * bytes, bytes, steps, codebook.data(), ring, out.data() + i * TILE);
     };
     nstf::parallel_for(threads, (tiles + BLOCK - 1) / BLOCK, one);
+}
+
+// y[b][r] = sum over columns of value * x, for the 16 rows of a row of tiles; the weights are decoded a tile at a time.
+template <int LANES>
+INLINE void multiply_row(const uint8_t* codes, int64_t across, int64_t bytes, const Steps& steps, const float* codebook,
+                         const float* x, int64_t batch, int64_t width, float* sums) {
+    using vf = typename Register<LANES>::Float;
+    constexpr int SIDE = 16, PARTS = SIDE / LANES;
+    uint8_t ring[RING];
+    float values[TILE] __attribute__((aligned(64)));
+    vf* total = reinterpret_cast<vf*>(sums);  // [batch][row]
+    for (int64_t i = 0; i < batch * SIDE; i++) total[i] = vf{};
+    for (int64_t tile = 0; tile < across; tile++) {
+        decode_tile(codes + tile * bytes, bytes, steps, codebook, ring, values);
+        for (int64_t b = 0; b < batch; b++) {
+            vf in[PARTS];
+            std::memcpy(in, x + b * width + tile * SIDE, sizeof in);
+            for (int r = 0; r < SIDE; r++)
+                for (int part = 0; part < PARTS; part++)
+                    total[b * SIDE + r] += reinterpret_cast<const vf*>(values)[r * PARTS + part] * in[part];
+        }
+    }
+    for (int64_t i = 0; i < batch * SIDE; i++) {
+        float sum = 0;
+        for (int l = 0; l < LANES; l++) sum += total[i][l];
+        sums[i] = sum;  // never ahead of what is still to be read
+    }
+}
+
+using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const Steps&, const float*, const float*, int64_t, int64_t,
+                          float*);
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void multiply_avx512(
+    const uint8_t* codes, int64_t across, int64_t bytes, const Steps& s, const float* c, const float* x, int64_t batch,
+    int64_t width, float* sums) {
+    multiply_row<16>(codes, across, bytes, s, c, x, batch, width, sums);
+}
+__attribute__((target("avx2,fma"))) void multiply_avx2(const uint8_t* codes, int64_t across, int64_t bytes,
+                                                       const Steps& s, const float* c, const float* x, int64_t batch,
+                                                       int64_t width, float* sums) {
+    multiply_row<8>(codes, across, bytes, s, c, x, batch, width, sums);
+}
+#endif
+void multiply_plain(const uint8_t* codes, int64_t across, int64_t bytes, const Steps& s, const float* c, const float* x,
+                    int64_t batch, int64_t width, float* sums) {
+    multiply_row<4>(codes, across, bytes, s, c, x, batch, width, sums);
+}
+
+Multiply multiply_machine(int most_lanes) {
+    Run run = machine(most_lanes);
+#if defined(__x86_64__)
+    if (run == run_avx512) return multiply_avx512;
+    if (run == run_avx2) return multiply_avx2;
+#endif
+    return multiply_plain;
+}
+
+void trellis_matmul(Tiles codes, int quarter_bits, Vector codebook, Targets x, Values out, int threads, int most_lanes) {
+    check(quarter_bits, threads, codebook, int64_t(codes.shape(2)));
+    int64_t down = int64_t(codes.shape(0)), across = int64_t(codes.shape(1)), bytes = 8 * quarter_bits;
+    int64_t batch = int64_t(x.shape(0)), width = int64_t(x.shape(1));
+    require(width == across * 16 && int64_t(out.shape(0)) == batch && int64_t(out.shape(1)) == down * 16,
+            "trellis: activations or results have another shape");
+    nb::gil_scoped_release release;
+    Steps steps(quarter_bits);
+    Multiply multiply = multiply_machine(most_lanes);
+    auto one = [&](int64_t row) {
+        static thread_local Buffer<float> sums;
+        static thread_local int64_t held = 0;
+        if (held < batch) sums = buffer<float>((held = batch) * TILE);
+        multiply(codes.data() + row * across * bytes, across, bytes, steps, codebook.data(), x.data(), batch, width,
+                 sums.get());
+        for (int64_t b = 0; b < batch; b++)
+            std::memcpy(out.data() + b * down * 16 + row * 16, sums.get() + b * 16, 16 * sizeof(float));
+    };
+    nstf::parallel_for(threads, down, one);
 }
 
 }  // namespace
@@ -351,6 +433,8 @@ void bind_trellis(nb::module_& m) {
           "most_lanes"_a = 16, "Fills the codes of the best tail-biting path of every tile.");
     m.def("trellis_decode", &trellis_decode, "codes"_a, "quarter_bits"_a, "codebook"_a, "out"_a, "threads"_a,
           "Fills the values the codes of every tile stand for.");
+    m.def("trellis_matmul", &trellis_matmul, "codes"_a, "quarter_bits"_a, "codebook"_a, "x"_a, "out"_a, "threads"_a,
+          "most_lanes"_a = 16, "Fills x times the transposed values of one section, without its row scales.");
 }
 
 #else  // another compiler: torch does it, slowly

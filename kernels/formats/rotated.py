@@ -102,7 +102,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
     """x [..., n] times the block diagonal orthonormal Hadamard matrix; block 0: x itself."""
     if not block:
         return x
-    h = _hadamard_matrix(block).to(x.device, x.dtype)
+    h: Tensor = _hadamard_matrix(block).to(x.device, x.dtype)
     return (x.reshape(-1, block) @ h).reshape(x.shape)
 
 

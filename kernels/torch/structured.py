@@ -60,8 +60,9 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     if kind == "add":
         return linear(x, children["x"]) + linear(x, children["y"])
     if kind == "rotated":
-        turned = rotated.rotate_inputs(encoded.tree.params, x)
-        return rotated.rotate_outputs(encoded.tree.params, linear(turned, children["x"]))
+        # In float32: the transform mixes 64 values, which would lose what 8 bits of mantissa cannot hold.
+        turned = rotated.rotate_inputs(encoded.tree.params, x.to(torch.float32))
+        return rotated.rotate_outputs(encoded.tree.params, linear(turned, children["x"])).to(x.dtype)
     if kind == "permute":
         return _transposed(x, children["x"])
     split = leading_axes(encoded.tree.params.view, encoded.shape[:1])

@@ -34,6 +34,11 @@ def trees(samples: ModuleType, shape: tuple[int, int]) -> dict[str, Any]:
         "fp8": leaf("fp8"),
         "fp8_fnuz": leaf("fp8", variant="e4m3fnuz", group=32, scale_bits=32),
         "mxfp4": leaf("mxfp4"),
+        "trellis": leaf("trellis", quarter_bits=(10,)),
+        "trellis_16_bit_scales": leaf("trellis", quarter_bits=(17,), scale_bits=16),
+        "rotated": node(
+            "rotated", {"x": leaf("trellis", quarter_bits=(8,))}, block_in=32 if width % 32 == 0 else 0
+        ),
         "dense": dense,
         "dense_bfloat16": leaf("dense", dtype="bfloat16"),
         "low_rank": node("low_rank", {"a": small, "b": leaf("int", bits=4, group=32)}, rank=rank),

@@ -6,6 +6,7 @@ import torch
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, check, decode, trellis
 from nstf.kernels.formats.tree import array_specs
+from nstf.kernels.linear import linear
 from nstf.kernels.torch.rows import decode_rows
 
 
@@ -81,6 +82,24 @@ def test_rows_decode_alone():
     rows = torch.tensor([79, 3, 3, 0, 41])
     assert torch.equal(decode_rows(leaf, rows), decode(leaf)[rows])
     assert torch.equal(decode_rows(leaf, slice(5, 9)), decode(leaf)[5:9])
+
+
+@pytest.mark.skipif(not hasattr(ext, "trellis_matmul"), reason="the extension is not built")
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_the_compiled_product_is_that_of_the_values_at_any_width_of_vectors(lanes):
+    leaf = random_leaf(trellis.Params((11,)), (48, 64))
+    codes, q, _ = next(trellis.sections(leaf.tree.params, dict(leaf.arrays), 48, 64))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(3, 48)
+    ext.trellis_matmul(codes, q, trellis.codebook(q), x, out, 1, lanes)
+    torch.testing.assert_close(out, x @ trellis.section_values(codes, q, 48, 64).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 40])
+def test_products_with_sections_are_those_of_the_decoded_matrix(batch):
+    leaf = random_leaf(trellis.Params((16, 8, 4), (16, 48, 30)), (94, 40))
+    x = torch.randn(batch, 40, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(linear(x, leaf), x @ decode(leaf).T, rtol=1e-4, atol=1e-3)
 
 
 def test_sections_that_do_not_match_their_rows_are_refused():
