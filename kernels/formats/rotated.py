@@ -5,6 +5,7 @@ diagonal matrices H of orthonormal Hadamard blocks (symmetric, their own inverse
 need only divide the axis, so that widths such as 576 = 9 x 64 work.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,7 +123,7 @@ def _hadamard_matrix(block: int) -> Tensor:
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return (h / block**0.5).to(torch.float32)
+    return (h / math.sqrt(block)).to(torch.float32)
 
 
 @lru_cache(maxsize=64)
