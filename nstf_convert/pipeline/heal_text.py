@@ -12,8 +12,12 @@ from nstf_convert.pipeline.job import Job
 
 # Windows that share this many tokens in a row with held-out text are left out.
 OVERLAP_TOKENS = 16
-# When a text is too short for what is asked, a little less is asked.
+# More than this many windows are never needed.
+MAX_WINDOWS = 4096
+# Windows of a text are at first thought to take so many characters a token; when that was too few, fewer are asked for.
+CHARS_PER_TOKEN = 2.5
 LESS = 0.85
+MAX_CHARS_PER_TOKEN = 8
 
 
 def healing_windows(job: Job, fit: Sequence[Tensor], wanted: int) -> list[Tensor]:
@@ -37,7 +41,14 @@ def healing_windows(job: Job, fit: Sequence[Tensor], wanted: int) -> list[Tensor
 def _text_windows(job: Job, path: str, length: int, wanted: int, seed: int) -> Iterator[Tensor]:
     """Windows of a text, as many as it has up to `wanted`."""
     tokenizer = job.tokenizer()
-    documents = list(texts.load_text(path)) if wanted else []
+    documents: list[str] = []
+    characters = 0
+    for text in texts.load_text(path):
+        documents.append(text)
+        characters += len(text)
+        if characters > MAX_CHARS_PER_TOKEN * MAX_WINDOWS * length:
+            break
+    wanted = min(wanted, MAX_WINDOWS, max(1, int(characters / (CHARS_PER_TOKEN * length))))
     while wanted:
         try:
             found = texts.tokenise_windows(tokenizer, documents, length, wanted, 0, seed, path)
