@@ -56,7 +56,7 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 
 ARRAY = "array 'int:codes'"
-FORMATS = "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, tensor_train, tucker"
+FORMATS = "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, rotated, tensor_train, trellis, tucker"
 
 HEADER_ATTACKS: dict[str, tuple[Callable[[Any], bytes], str]] = {
     "empty file": (lambda g: b"", "0 bytes are too few for a header"),
@@ -567,8 +567,8 @@ def test_attack_by_a_file_inside_is_refused_when_it_is_read(
             "format version an integer of 1329 bits; this nstf reads version 1, update nstf",
         ),
         (
-            lambda g: put(tree(g), "kind", "trellis"),
-            f"tensor 'int': unknown encoding 'trellis'; {FORMATS}; update nstf",
+            lambda g: put(tree(g), "kind", "lattice"),
+            f"tensor 'int': unknown encoding 'lattice'; {FORMATS}; update nstf",
         ),
         (
             lambda g: put(tree(g), "kind", "os.system"),

@@ -41,10 +41,11 @@ SHAPES = [
     (3, 2, 2),
     (2, 1, 3, 2),
     (1, 33),
+    (2, 32),
 ]
 LEAVES: list[dict[str, Any]] = [
     *({"kind": "dense", "dtype": dtype} for dtype in ("bool", "int8", "float16", "bfloat16", "float64")),
-    *({"kind": kind} for kind in ("int", "grid", "fp8", "mxfp4")),
+    *({"kind": kind} for kind in ("int", "grid", "fp8", "mxfp4", "trellis")),
 ]
 
 
@@ -58,11 +59,14 @@ def random_tree(rng: random.Random, depth: int) -> dict[str, Any]:
 
     view = list(rng.choice(SHAPES[4:]))
     rank = rng.randint(1, 3)
-    kind = rng.choice(("add", "permute", "low_rank", "cp", "tucker", "tensor_train"))
+    kind = rng.choice(("add", "permute", "low_rank", "rotated", "cp", "tucker", "tensor_train"))
     if kind == "add":
         return {"kind": kind, "children": {"x": child(), "y": child()}}
     if kind == "permute":
         return {"kind": kind, "dims": rng.sample(range(len(view)), len(view)), "children": {"x": child()}}
+    if kind == "rotated":
+        blocks = {"block_in": rng.choice((0, 32)), "block_out": rng.choice((0, 0, 32))}
+        return {"kind": kind, **blocks, "lead": rng.randint(1, 2), "children": {"x": child()}}
     if kind == "low_rank":
         return {
             "kind": kind,

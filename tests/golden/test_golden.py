@@ -60,3 +60,17 @@ def test_version_1_files_and_meta_are_what_they_were() -> None:
         assert artifact.manifest.plan == {"budget_bytes": 4096}
         assert artifact.manifest.provenance == {"tool": "nstf"}
         assert artifact.manifest.report == {"kld": 0.0625}
+
+
+def test_version_1_trellis_codes_decode_to_what_they_did() -> None:
+    data = (HERE / "v1_trellis.nstf").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == "da7b684a2b8be0709c215bf16babb3513b4770a874522a724b5fa15062e8c9de"
+    expected = load_file(HERE / "v1_trellis_decoded.safetensors")
+    with open_artifact(HERE / "v1_trellis.nstf") as artifact:
+        assert set(artifact.names()) == set(expected)
+        for name, values in expected.items():
+            decoded = decode(artifact.encoded(name))
+            if name == "rotated":
+                torch.testing.assert_close(decoded, values, rtol=1e-6, atol=1e-6)
+            else:
+                assert torch.equal(decoded, values), name
