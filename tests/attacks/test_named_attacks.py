@@ -56,7 +56,10 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 
 ARRAY = "array 'int:codes'"
-FORMATS = "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, rotated, tensor_train, trellis, tucker"
+FORMATS = (
+    "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, rotated, tensor_train, "
+    "trellis, tucker"
+)
 
 HEADER_ATTACKS: dict[str, tuple[Callable[[Any], bytes], str]] = {
     "empty file": (lambda g: b"", "0 bytes are too few for a header"),

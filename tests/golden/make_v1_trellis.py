@@ -23,10 +23,9 @@ def main() -> None:
         },
         "trellis.sections": ({"kind": "trellis", "quarter_bits": [18, 9, 5], "rows": [3, 20, 7]}, (30, 32)),
     }
-    trees = {
-        **leaves,
-        "rotated": ({"kind": "rotated", "block_in": 32, "seed": 5, "children": {"x": leaves["trellis.sections"][0]}}, (30, 32)),
-    }  # fmt: skip
+    child = leaves["trellis.sections"][0]
+    rotated = {"kind": "rotated", "block_in": 32, "seed": 5, "children": {"x": child}}
+    trees = {**leaves, "rotated": (rotated, (30, 32))}
     tensors, decoded = {}, {}
     for name, (tree, shape) in trees.items():
         node = node_from_json(tree)
