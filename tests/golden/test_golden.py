@@ -64,7 +64,9 @@ def test_version_1_files_and_meta_are_what_they_were() -> None:
 
 def test_version_1_trellis_codes_decode_to_what_they_did() -> None:
     data = (HERE / "v1_trellis.nstf").read_bytes()
-    assert hashlib.sha256(data).hexdigest() == "da7b684a2b8be0709c215bf16babb3513b4770a874522a724b5fa15062e8c9de"
+    assert (
+        hashlib.sha256(data).hexdigest() == "da7b684a2b8be0709c215bf16babb3513b4770a874522a724b5fa15062e8c9de"
+    )
     expected = load_file(HERE / "v1_trellis_decoded.safetensors")
     with open_artifact(HERE / "v1_trellis.nstf") as artifact:
         assert set(artifact.names()) == set(expected)
