@@ -14,7 +14,7 @@ from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.max_kl import smallest_within
 from nstf_convert.pipeline.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline.probes import run_probes
-from nstf_convert.pipeline.search import search
+from nstf_convert.pipeline.search import search, starting_mix
 from nstf_convert.pipeline.stages import Stages
 from nstf_convert.pipeline.steps import Run, bar
 
@@ -70,14 +70,14 @@ def _choose(run: Run) -> Final:
     budget_bytes = _budget_bytes(job)
     if budget_bytes is None:
         return smallest_within(run, job.options.budget.value)
-    planned = run.plan(budget_bytes)
     if job.model is None:
+        planned = run.plan(budget_bytes)
         run.encode(planned)
         return Final(planned)
-    mix = run.measure(planned)
-    uniform = run.best_uniform(budget_bytes, planned.expected_loss)
+    mix, weights = starting_mix(run, budget_bytes)
+    uniform = run.best_uniform(budget_bytes, mix.planned.expected_loss)
     best = mix if uniform is None or mix.score < uniform.score else uniform
-    best, _, facts = search(run, best, budget_bytes)
+    best, _, facts = search(run, best, budget_bytes, weights)
     return replace(finish(run, best, uniform), search=facts)
 
 

@@ -6,7 +6,7 @@ from nstf.errors import BudgetError, UsageError
 from nstf_convert.pipeline import choose
 from nstf_convert.pipeline.choose import Planned
 from nstf_convert.pipeline.finish import Final, finish
-from nstf_convert.pipeline.search import search
+from nstf_convert.pipeline.search import search, starting_mix
 from nstf_convert.pipeline.steps import Run, Trial
 
 # Sizes that are encoded and measured on the way to the bound, before and after the search.
@@ -50,7 +50,10 @@ def _within(run: Run, bound: float) -> Final:
                 f"--max-kl {bound:g} cannot be met: the best file measures {trial.score:.3g} nats at {size} bytes",
                 size,
             )
-    best, weights, facts = search(run, trial, trial.planned.size_bytes)
+    start, weights = starting_mix(run, trial.planned.size_bytes)
+    if start.score >= trial.score:
+        start, weights = trial, {}
+    best, weights, facts = search(run, start, trial.planned.size_bytes, weights)
     if best is not trial:
         # What the search gained at this size is turned into bytes.
         ratio = best.score / max(best.planned.expected_loss, 1e-30)
