@@ -5,12 +5,14 @@ back under the compressed prefix, and healing. Each is kept only when it measure
 """
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nstf_convert.pipeline import calibration as calibrations
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline import progressive
 from nstf_convert.pipeline.choose import Planned
 from nstf_convert.pipeline.heal import heal
 from nstf_convert.pipeline.mix import Loader, Measured
@@ -20,6 +22,9 @@ from nstf_convert.pipeline.sequential import encode_in_prefix
 from nstf_convert.pipeline.steps import Run, Trial, bar, trial_json
 
 log = logging.getLogger("nstf")
+
+# Share of the time for healing that goes to healing while encoding.
+WHILE_ENCODING = 0.8
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,33 @@ def _in_prefix(run: Run, final: Final) -> Final:
 
 
 def _healed(run: Run, final: Final) -> Final:
-    """The mix with its continuous values tuned, when that was asked for and measures better."""
+    """The mix encoded again with what is left learning, then its continuous values tuned; each kept when it is better."""
     job = run.job
     minutes, steps = job.options.heal_minutes, job.options.heal_steps
-    if minutes <= 0.0 and not steps:
+    if (minutes <= 0.0 and not steps) or final.measured is None:
         return final
+    started = time.monotonic()
+    facts: dict[str, Any] = {}
+    before = final
+    load = final.load or mixes.encoder_loader(job)
+    if progressive.affordable(job):
+        share = None if steps is None else round(WHILE_ENCODING * steps)
+        with job.stages.stage("heal while encoding"):
+            made = progressive.encode_progressively(
+                job, final.planned.mix, load, WHILE_ENCODING * minutes, final.measured.score, share
+            )
+        if made is not None:
+            facts["while_encoding"] = made.facts
+            final = improved(run, final, replace(final, load=made.loader(load)), "healed while encoding")
+            steps = None if steps is None else steps - made.facts["steps"]
+        minutes = max(0.0, minutes - (time.monotonic() - started) / 60)
     with job.stages.stage("heal"):
         healed = heal(job, final.planned.mix, minutes, final.load, final.measured, steps)
     kept = bool(healed.encoded)
-    facts = {"step": "healing", "before": healed.before.score, "after": healed.after.score, "kept": kept}
-    final = replace(final, healing=healed.facts, steps=(*final.steps, facts))
+    step = {"step": "healing", "before": healed.before.score, "after": healed.after.score, "kept": kept}
+    facts = {**healed.facts, **facts, "before": before.measured.accuracy.to_json()}
+    facts["kept"] = kept or final.load is not before.load
+    final = replace(final, healing=facts, steps=(*final.steps, step))
     if not kept:
         return final
     return replace(final, load=healed.loader(final.load or mixes.encoder_loader(job)), measured=healed.after)

@@ -1,4 +1,4 @@
-"""The model that healing tunes: encoded weights decoded differentiably when a module needs them, and not kept.
+"""The models that healing trains: encoded weights decoded differentiably when a module needs them, and not kept.
 
 The backward pass of a linear layer needs its weight again. Kept weights would fill the memory a streamed model saves, so
 autograd keeps a note instead (`saved_tensors_hooks`) and the weight is decoded a second time. What stays in memory are
@@ -133,6 +133,34 @@ class TunedModel(StreamedModel):
         module.forward = forward  # type: ignore[method-assign, assignment]
 
 
+class FreeModel(StreamedModel):
+    """A transformers model in float32 whose weights are given. weights: stored name -> parameter, on `device`."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        weights: Mapping[str, nn.Parameter],
+        ties: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        self.weights = weights
+        self.dtype = torch.float32
+        super().__init__(config, weights.__getitem__, ties, lazy=True)
+        to_device(self.module, device)
+
+    @torch.no_grad()
+    def fix(self, name: str, value: Tensor) -> None:
+        """Gives a weight its final value: it is trained no longer."""
+        weight = self.weights[name]
+        weight.copy_(value.reshape(weight.shape))
+        weight.requires_grad_(False)
+        weight.grad = None
+
+    def _attach(self, module: nn.Module, names: dict[str, str]) -> None:
+        for local, stored in names.items():
+            module._parameters[local] = self.weights[stored]
+
+
 def to_device(module: nn.Module, device: torch.device) -> None:
     """Moves the buffers of a model whose parameters are on the meta device."""
     for part in module.modules():
@@ -151,7 +179,7 @@ def reference_on(
 
 
 def backward_of_divergence(
-    teacher: StreamedModel, target: Tensor, student: TunedModel, hidden: Tensor, rows: int
+    teacher: StreamedModel, target: Tensor, student: TunedModel | FreeModel, hidden: Tensor, rows: int
 ) -> Tensor:
     """Mean KL(teacher || student) over tokens, with its gradients added to what `hidden` and the head came from.
 
@@ -201,7 +229,7 @@ def _leaves(head: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
     """Replaces the head's weights by leaves that gather gradients over many calls: (weight, leaf) of each."""
     out: list[tuple[Tensor, Tensor]] = []
     for name, whole in (head._parameters if head is not None else {}).items():
-        if whole is not None:
+        if whole is not None and whole.requires_grad:
             leaf = whole.detach().requires_grad_()
             head._parameters[name] = leaf  # type: ignore[union-attr, assignment]
             out.append((whole, leaf))

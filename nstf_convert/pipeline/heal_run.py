@@ -27,6 +27,7 @@ from nstf_convert.measure import score_window
 from nstf_convert.pipeline import calibration as calibrations
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.heal_model import TunedModel, backward_of_divergence, reference_on
+from nstf_convert.pipeline.heal_teacher import Batch, Targets, batch_of
 from nstf_convert.pipeline.heal_text import healing_windows
 from nstf_convert.pipeline.heal_values import TunedValues
 from nstf_convert.pipeline.job import Job
@@ -52,17 +53,11 @@ SMALLEST_FOR_BFLOAT16 = 0.01
 CHECKPOINT_SECONDS = 60.0
 # Steps whose text the original reads in one go.
 TEACHER_AHEAD = 3
-# Teacher states kept between epochs.
-CACHE_BYTES = 256 << 20
 # Activations above this are recomputed in the backward pass, layer by layer.
 ACTIVATION_BYTES = 3 << 29
 # How far over its time a run may go before it is cut short, where steps turn out slower than those measured.
 OVERTIME = 1.25
 MAX_STEPS = 20_000
-
-
-# Windows by number: (number, ids [1, tokens]).
-Batch = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class HealingRun:
         self.rates = [g["lr"] for g in self.optimiser.param_groups]
         self.fit = [b["input_ids"] for b in calibrations.fit_batches(job.calibration)]  # type: ignore[arg-type]
         self.held = [b["input_ids"] for b in calibrations.held_out_batches(job.calibration)]  # type: ignore[arg-type]
-        self.cache: dict[int, Tensor] = {}
+        self.targets = Targets(self.teacher, self.device, self._arithmetic)
         self.step, self.total, self.elapsed = 0, 0, 0.0
         self.losses: list[float] = []
         self.curve: list[dict[str, Any]] = []
@@ -197,7 +192,7 @@ class HealingRun:
         """Steps within the time, from two that are made and not taken; evaluations take their share."""
         windows = self._windows()
         self._one_step(self._batch(windows, 0), take=False)
-        self.cache.clear()
+        self.targets.clear()
         start = time.monotonic()
         for number in range(2):
             self._one_step(self._batch(windows, number), self._batch(windows, 1), take=False)
@@ -214,15 +209,8 @@ class HealingRun:
             return self.fit
         return healing_windows(self.job, self.fit, wanted)
 
-    def _batch(self, windows: Sequence[Tensor], step: int, steps: int = 1) -> list[tuple[int, Tensor]]:
-        """(number, ids [1, tokens]) of the windows of some steps: every epoch in an order of its own."""
-        out = []
-        for position in range(step * self.per_step, (step + steps) * self.per_step):
-            epoch, place = divmod(position, len(windows))
-            generator = torch.Generator().manual_seed(self.job.options.seed * 1009 + epoch)
-            number = int(torch.randperm(len(windows), generator=generator)[place])
-            out.append((number, windows[number]))
-        return out
+    def _batch(self, windows: Sequence[Tensor], step: int, steps: int = 1) -> Batch:
+        return batch_of(windows, self.job.options.seed, step, self.per_step, steps)
 
     def _one_step(self, batch: Batch, ahead: Batch = (), take: bool = True) -> float:
         """The mean divergence of the batch; the values move unless `take` is False. ahead: what comes next."""
@@ -230,7 +218,7 @@ class HealingRun:
         self.student.set_values(self.values.current())
         total = 0.0
         ids = torch.cat([i for _, i in batch]).to(self.device)
-        targets = self._targets(batch, ahead)
+        targets = self.targets.of(batch, ahead)
         with self._arithmetic():
             with self.student.forgetting_weights():
                 hidden = self.student.hidden(ids).flatten(0, 1)
@@ -241,26 +229,6 @@ class HealingRun:
         if take and math.isfinite(total):
             self.optimiser.step()
         return total
-
-    @torch.no_grad()
-    def _targets(self, batch: Batch, ahead: Batch) -> Tensor:
-        """What the original's head reads for every token of the batch: [tokens, hidden].
-
-        Computed together with that of the windows `ahead`, since reading the original's weights takes as long as using
-        them.
-        """
-        missing = {n: ids for n, ids in [*batch, *ahead] if n not in self.cache}
-        if any(n in missing for n, _ in batch):
-            with self._arithmetic():
-                states = self.teacher.hidden(torch.cat(list(missing.values())).to(self.device))
-            size = states[0].numel() * states.element_size()
-            for number, state in zip(missing, states, strict=True):
-                self.cache[number] = state.cpu()
-            while len(self.cache) > max(len(missing) + len(batch), CACHE_BYTES // size):
-                self.cache.pop(
-                    next(n for n in self.cache if n not in missing and all(n != m for m, _ in batch))
-                )
-        return torch.cat([self.cache[n].to(self.device) for n, _ in batch])
 
     @torch.no_grad()
     def _evaluate(self) -> None:

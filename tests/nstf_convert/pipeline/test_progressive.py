@@ -1,0 +1,103 @@
+"""Healing while encoding: later layers learn to make up for earlier ones, and the file keeps its trees and bytes."""
+
+import pytest
+import torch
+
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline import progressive
+from nstf_convert.pipeline.job import Job
+from nstf_convert.pipeline.progressive import Settings, encode_progressively
+from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.stages import Stages
+
+INT2 = Recipe("int_grid", {"bits": 2, "group": 32})
+QUICK = Settings(rate=3e-3, windows=4)
+
+
+@pytest.fixture
+def job(options, tmp_path):
+    with Job(options(work_dir=tmp_path / "work"), Stages()) as opened:
+        yield opened
+
+
+def uniform(job, recipe=INT2):
+    return {n: recipe for n, u in job.units.items() if u.kept is None}
+
+
+def run(job, mix, steps=40, settings=QUICK):
+    load = mixes.encoder_loader(job)
+    before = mixes.measure(job, mix)
+    return load, before, encode_progressively(job, mix, load, 1.0, before.score, steps, settings)
+
+
+def test_windows_that_neither_fitted_nor_chose_diverge_less(job) -> None:
+    mix = uniform(job)
+    load, _, made = run(job, mix)
+    before, after = (mixes.measure(job, mix, "report", given).score for given in (load, made.loader(load)))
+    assert after < 0.9 * before
+    assert made.facts["layers"] == 2 and made.facts["steps"] == 40
+
+
+def test_trees_sizes_and_dtypes_stay(job) -> None:
+    mix = uniform(job)
+    load, _, made = run(job, mix, steps=4)
+    assert any("norm" in name for name in made.encoded)
+    assert {n for n in made.encoded if n in mix} == {n for n in mix if "layers" in n}
+    for name, tensor in made.encoded.items():
+        before = load(job.units[name], mix.get(name))
+        assert (tensor.tree, tensor.shape) == (before.tree, before.shape)
+        for key, array in before.arrays.items():
+            assert (tensor.arrays[key].dtype, tensor.arrays[key].shape) == (array.dtype, array.shape)
+
+
+def test_codes_change_where_the_weights_learnt(job) -> None:
+    mix = uniform(job)
+    load, _, made = run(job, mix)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(made.encoded[name].arrays["codes"], load(job.units[name], INT2).arrays["codes"])
+
+
+def test_the_same_number_of_steps_gives_the_same_bytes(options, tmp_path) -> None:
+    found = []
+    for name in ("a", "b"):
+        with Job(options(work_dir=tmp_path / name), Stages()) as job:
+            found.append(run(job, uniform(job), steps=4)[2].encoded)
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert all(torch.equal(a, found[1][name].arrays[k]) for k, a in tensor.arrays.items())
+
+
+def test_an_interrupted_run_goes_on_at_its_last_layer(job, monkeypatch) -> None:
+    mix = uniform(job)
+    monkeypatch.setattr(progressive, "CHECKPOINT_SECONDS", 0.0)
+    original, calls = progressive._Run._encode, []
+
+    def failing(self, stage):
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        calls.append(stage)
+        original(self, stage)
+
+    monkeypatch.setattr(progressive._Run, "_encode", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(job, mix, steps=6)
+    monkeypatch.setattr(progressive._Run, "_encode", original)
+    encoded = []
+    monkeypatch.setattr(
+        progressive._Run, "_encode", lambda self, stage: (encoded.append(stage), original(self, stage))
+    )
+    load, before, made = run(job, mix, steps=6)
+    assert len(encoded) == 1 and set(made.encoded) >= {n for n in mix if "layers" in n}
+    assert mixes.measure(job, mix, load=made.loader(load)).score < 1.5 * before.score
+
+
+def test_too_little_time_is_said_and_changes_nothing(job, monkeypatch) -> None:
+    mix = uniform(job)
+    load = mixes.encoder_loader(job)
+    assert encode_progressively(job, mix, load, 1e-9, 1.0, None, QUICK) is None
+
+
+def test_a_model_that_does_not_fit_is_left_alone(job, monkeypatch) -> None:
+    monkeypatch.setattr(progressive, "CPU_BYTES", 1000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not progressive.affordable(job)
