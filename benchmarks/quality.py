@@ -189,9 +189,11 @@ def run_ours(
         if points.get(OURS, name) and not args.again:
             continue
         output = work.cache / f"{args.label or 'nstf'}-{size}.nstf"
+        # The statistics are the calibration's; healing reads the whole text.
         nstf(["convert", str(work.model), "--target-size", str(size), "-o", str(output), "--force",
-              "--calibration", str(work.calibration), "--work-dir", str(work.cache / "work"), "--threads",
-              str(args.threads), "--report", str(output.with_suffix(".json")), *args.convert])  # fmt: skip
+              "--calibration", str(work.calibration), "--dataset", str(work.text),
+              "--work-dir", str(work.cache / "work"), "--threads", str(args.threads),
+              "--report", str(output.with_suffix(".json")), *args.convert])  # fmt: skip
         with open_artifact(output, verify=True) as artifact:
             accuracy = measure(reference, StreamedModel.from_artifact(artifact), domains)
         points.add(OURS, name, output.stat().st_size, accuracy, target_bytes=size, target=text)

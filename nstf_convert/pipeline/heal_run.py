@@ -192,7 +192,6 @@ class HealingRun:
         """Steps within the time, from two that are made and not taken; evaluations take their share."""
         windows = self._windows()
         self._one_step(self._batch(windows, 0), take=False)
-        self.targets.clear()
         start = time.monotonic()
         for number in range(2):
             self._one_step(self._batch(windows, number), self._batch(windows, 1), take=False)
@@ -217,7 +216,7 @@ class HealingRun:
         self.optimiser.zero_grad(set_to_none=True)
         self.student.set_values(self.values.current())
         total = 0.0
-        ids = torch.cat([i for _, i in batch]).to(self.device)
+        ids = torch.cat(list(batch)).to(self.device)
         targets = self.targets.of(batch, ahead)
         with self._arithmetic():
             with self.student.forgetting_weights():

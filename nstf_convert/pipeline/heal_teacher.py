@@ -9,21 +9,20 @@ from torch import Tensor
 
 from nstf_convert.streamed import StreamedModel
 
-# Windows by number: (number, ids [1, tokens]).
-Batch = Sequence[tuple[int, Tensor]]
+# Windows of tokens: ids [1, tokens] each.
+Batch = Sequence[Tensor]
 
 # Teacher states kept between epochs.
 CACHE_BYTES = 256 << 20
 
 
 def batch_of(windows: Sequence[Tensor], seed: int, step: int, per_step: int, steps: int = 1) -> Batch:
-    """(number, ids [1, tokens]) of the windows of some steps: every epoch in an order of its own."""
+    """The windows of some steps: every epoch in an order of its own."""
     out = []
     for position in range(step * per_step, (step + steps) * per_step):
         epoch, place = divmod(position, len(windows))
         generator = torch.Generator().manual_seed(seed * 1009 + epoch)
-        number = int(torch.randperm(len(windows), generator=generator)[place])
-        out.append((number, windows[number]))
+        out.append(windows[int(torch.randperm(len(windows), generator=generator)[place])])
     return out
 
 
@@ -40,11 +39,7 @@ class Targets:
         """arithmetic: the autocast the original runs under, if any."""
         self.teacher, self.device, self._arithmetic = teacher, device, arithmetic
         self._bytes = cache_bytes
-        self._cache: dict[int, Tensor] = {}
-
-    def clear(self) -> None:
-        """Forgets all states."""
-        self._cache.clear()
+        self._cache: dict[bytes, Tensor] = {}
 
     @torch.no_grad()
     def of(self, batch: Batch, ahead: Batch = ()) -> Tensor:
@@ -53,15 +48,18 @@ class Targets:
         Computed together with that of the windows `ahead`, since reading the original's weights takes as long as using
         them.
         """
-        missing = {n: ids for n, ids in [*batch, *ahead] if n not in self._cache}
-        if any(n in missing for n, _ in batch):
+        wanted = {_name(ids) for ids in batch}
+        missing = {n: ids for ids in [*batch, *ahead] if (n := _name(ids)) not in self._cache}
+        if wanted & missing.keys():
             with self._arithmetic():
                 states = self.teacher.hidden(torch.cat(list(missing.values())).to(self.device))
-            size = states[0].numel() * states.element_size()
-            for number, state in zip(missing, states, strict=True):
-                self._cache[number] = state.cpu()
-            while len(self._cache) > max(len(missing) + len(batch), self._bytes // size):
-                self._cache.pop(
-                    next(n for n in self._cache if n not in missing and all(n != m for m, _ in batch))
-                )
-        return torch.cat([self._cache[n].to(self.device) for n, _ in batch])
+            for name, state in zip(missing, states, strict=True):
+                self._cache[name] = state.cpu()
+            room = max(len(missing) + len(batch), self._bytes // (states[0].numel() * states.element_size()))
+            while len(self._cache) > room:
+                self._cache.pop(next(n for n in self._cache if n not in missing and n not in wanted))
+        return torch.cat([self._cache[_name(ids)].to(self.device) for ids in batch])
+
+
+def _name(ids: Tensor) -> bytes:
+    return ids.numpy().tobytes()

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -145,11 +145,7 @@ class _Run:
         self.student = FreeModel(job.reference().config, self._start(), job.checkpoint.ties, device)
         self.modules = dict(self.student.module.named_modules())
         self.optimiser = torch.optim.AdamW(
-            [
-                {"params": [p], "lr": settings.rate * max(1e-8, float(p.detach().square().mean().sqrt()))}
-                for p in self.student.weights.values()
-                if p.requires_grad
-            ],
+            _parameter_groups(self.student.weights.values(), settings.rate),
             betas=(0.9, settings.beta2), weight_decay=0.0,
         )  # fmt: skip
         self.rates = [g["lr"] for g in self.optimiser.param_groups]
@@ -244,7 +240,7 @@ class _Run:
         batch = batch_of(windows, self.job.options.seed, self.step, self.per_step)
         target = self.targets.of(batch)
         with self._arithmetic():
-            hidden = self.student.hidden(torch.cat([i for _, i in batch]).to(self.device)).flatten(0, 1)
+            hidden = self.student.hidden(torch.cat(list(batch)).to(self.device)).flatten(0, 1)
             vocabulary = self.teacher.module.config.get_text_config().vocab_size
             rows = max(1, LOGIT_ELEMENTS[self.device.type] // vocabulary)
             total = float(backward_of_divergence(self.teacher, target, self.student, hidden, rows))
@@ -380,6 +376,16 @@ class _Run:
             for name in file.names():
                 self.student.weights[name.removeprefix("weight.")].copy_(file.get(name))
         log.info("healing while encoding: goes on after layer %d of %d", self.stage, len(self.stages))
+
+
+def _parameter_groups(weights: Iterable[nn.Parameter], rate: float) -> list[dict[str, Any]]:
+    """What is trained, with learning rates relative to its size: tensors of about the same size share a group."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for weight in weights:
+        size = float(weight.detach().square().mean().sqrt())
+        if weight.requires_grad and size > 0.0:
+            groups.setdefault(round(math.log2(size)), []).append(weight)
+    return [{"params": members, "lr": rate * 2.0**power} for power, members in sorted(groups.items())]
 
 
 def _by_layer(groups: Sequence[Group], module: nn.Module) -> list[list[Group]]:

@@ -5,6 +5,8 @@ import torch
 
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import progressive
+from nstf_convert.pipeline.calibration import fit_batches
+from nstf_convert.pipeline.heal_teacher import Targets, batch_of
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.progressive import Settings, encode_progressively
 from nstf_convert.pipeline.recipe import Recipe
@@ -101,3 +103,15 @@ def test_a_model_that_does_not_fit_is_left_alone(job, monkeypatch) -> None:
     monkeypatch.setattr(progressive, "CPU_BYTES", 1000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not progressive.affordable(job)
+
+
+def test_targets_belong_to_the_window_and_not_to_its_place(job) -> None:
+    from contextlib import nullcontext
+
+    fit = [b["input_ids"] for b in fit_batches(job.calibration)]
+    targets = Targets(job.reference(), torch.device("cpu"), nullcontext)
+    before = targets.of(batch_of(fit, 0, 0, 2))
+    other = [w.flip(1) for w in fit]
+    after = targets.of(batch_of(other, 0, 0, 2))
+    assert not torch.allclose(before, after)
+    assert torch.equal(targets.of(batch_of(fit, 0, 0, 2)), before)
