@@ -67,7 +67,7 @@ class InputMoments:
         self._key_of.setdefault(key, key)
         rows = rows.detach().to(torch.float32)
         if key not in self._sums:
-            self._sums[key] = torch.zeros(rows.shape[1], rows.shape[1])
+            self._sums[key] = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
             self._tokens[key], self._mass[key] = 0, 0.0
         first, weights = self._tokens[key], self._weights.get(key)
         self._tokens[key] += rows.shape[0]
@@ -77,7 +77,7 @@ class InputMoments:
             return
         if self._tokens[key] > weights.numel():
             raise ValueError(f"{key} reads more than the {weights.numel()} rows there are weights for")
-        part = weights[first : self._tokens[key]]
+        part = weights[first : self._tokens[key]].to(rows.device)
         self._mass[key] += float(part.sum(dtype=torch.float64))
         # x sqrt(w) on both sides: the sum is positive semi-definite whatever the rounding.
         rows = rows * part.sqrt()[:, None]

@@ -5,15 +5,15 @@ calibration set streams through one layer, or one weight, while that and its Hes
 to be known about what a layer takes as arguments (masks, rotary tables, caches differ by architecture).
 """
 
-import ctypes
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from nstf.analyzers.heap import give_back, share_one_arena
 
 
 class _Cancelled(BaseException):
@@ -72,7 +72,7 @@ def run_in_step(
     batches that run at a time; the modules must then bear it. repeats: a module that is called again is let through;
     otherwise that is a ValueError. Errors of a batch are raised here.
     """
-    _share_one_arena()
+    share_one_arena()
     stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
     batches = [_Batch(run, stopped) for run in runs]
     by_thread = {batch.thread: batch for batch in batches}
@@ -100,7 +100,7 @@ def run_in_step(
             batch.thread.start()
         for step in range(len(gates) + 1):
             _resume([b for b in batches if not b.done and b.at < step], stopped, workers)
-            _give_back()
+            give_back()
             if step < len(gates):
                 at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
             else:
@@ -185,25 +185,6 @@ def call_order(modules: Iterable[nn.Module], run: Callable[[], Any]) -> list[nn.
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _share_one_arena() -> None:
-    """Keeps glibc from giving every batch's thread a heap of its own, each of which keeps what was freed in it.
-
-    With 16 batches of a 135 M model that was 1 GiB. Only one batch runs at a time, so one heap serves all.
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(-8, 1)  # M_ARENA_MAX
-
-
-def _give_back() -> None:
-    """Returns freed memory to the system: between gates a heap is mostly holes, which the next gate's sizes miss."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def layer_list(model: nn.Module) -> tuple[str, list[nn.Module]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nstf import __version__
+from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import signature
 from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
@@ -22,6 +23,9 @@ from nstf_convert.pipeline.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
 ALGORITHMS = 2
+
+# What encoding a tensor of this size leaves behind is worth returning to the system.
+LARGE_ELEMENTS = 1 << 22
 
 T = TypeVar("T")
 
@@ -82,6 +86,8 @@ class Encoder:
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
         self._work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": true})
+        if unit.elements >= LARGE_ELEMENTS:
+            give_back()
         return Result(true, time.perf_counter() - start)
 
     def encode_all(

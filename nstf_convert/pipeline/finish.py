@@ -82,13 +82,13 @@ def _healed(run: Run, final: Final) -> Final:
         return final
     started = time.monotonic()
     facts: dict[str, Any] = {}
-    before = final
+    before, start = final, final.measured
     load = final.load or mixes.encoder_loader(job)
     if progressive.affordable(job):
         share = None if steps is None else round(WHILE_ENCODING * steps)
         with job.stages.stage("heal while encoding"):
             made = progressive.encode_progressively(
-                job, final.planned.mix, load, WHILE_ENCODING * minutes, final.measured.score, share
+                job, final.planned.mix, load, WHILE_ENCODING * minutes, start.score, share
             )
         if made is not None:
             facts["while_encoding"] = made.facts
@@ -99,7 +99,7 @@ def _healed(run: Run, final: Final) -> Final:
         healed = heal(job, final.planned.mix, minutes, final.load, final.measured, steps)
     kept = bool(healed.encoded)
     step = {"step": "healing", "before": healed.before.score, "after": healed.after.score, "kept": kept}
-    facts = {**healed.facts, **facts, "before": before.measured.accuracy.to_json()}
+    facts = {**healed.facts, **facts, "before": start.accuracy.to_json()}
     facts["kept"] = kept or final.load is not before.load
     final = replace(final, healing=facts, steps=(*final.steps, step))
     if not kept:

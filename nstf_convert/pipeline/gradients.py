@@ -5,9 +5,7 @@ covariance as that of one and a far lighter tail, and costs one backward pass. L
 the activations of one layer are in memory; matrix products may use the CPU's bfloat16 units (see `_fast_products`).
 """
 
-import ctypes
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nstf.analyzers.heap import give_back
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, temper
 from nstf.analyzers.turnstile import layer_list
@@ -74,7 +73,7 @@ def end_loss_gradients(model: StreamedModel, data: Data, seed: int) -> Gradients
         with _fast_products():
             for batch in tqdm(data.fit, desc="gradients", unit="window", disable=bars_off(), leave=False):
                 loss.backward(model_output(model, data, prepared(batch)))
-                _give_back()
+                give_back()
     finally:
         undo()
         for handle in handles:
@@ -139,15 +138,6 @@ def _fast_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _give_back() -> None:
-    """Returns freed memory to the system. glibc keeps what a backward pass frees, in pieces that the next one cannot
-    use: 120 MB more with every window of a 135 M model, 7 GiB after 64."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def _rows(batches: tuple[Batch, ...]) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nstf import __version__
-from nstf.analyzers.moments import rows_of
+from nstf.analyzers.moments import InputMoments
 from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import layer_list
 from nstf.errors import CorruptError
@@ -71,7 +71,7 @@ TEACHER_CACHE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 class Settings:
     """rate: AdamW's, relative to a tensor's root mean square; windows: per step (0: what suits the device)."""
 
-    rate: float = 3e-4
+    rate: float = 1e-3
     beta2: float = 0.95
     windows: int = 0
     warm_up: int = 10
@@ -140,7 +140,9 @@ class _Run:
         file = job.calibration
         self.fit = [] if file is None else calibrations.fit_batches(file)
         groups = find_groups(job, mix, self.fit) if self.fit else []
-        self.teacher = reference_on(device := self.device, job.reference().config, job.source, job.checkpoint.ties)
+        self.teacher = reference_on(
+            device := self.device, job.reference().config, job.source, job.checkpoint.ties
+        )
         self.stages = _by_layer(groups, self.teacher.module)
         self.student = FreeModel(job.reference().config, self._start(), job.checkpoint.ties, device)
         self.modules = dict(self.student.module.named_modules())
@@ -182,7 +184,12 @@ class _Run:
         windows = [b["input_ids"] for b in self.fit]
         saved, encoding = time.monotonic(), 0.0
         bar = tqdm(
-            total=len(self.stages), initial=self.stage, desc="heal layers", unit="layer", disable=bars_off(), leave=False
+            total=len(self.stages),
+            initial=self.stage,
+            desc="heal layers",
+            unit="layer",
+            disable=bars_off(),
+            leave=False,
         )
         with bar:
             while self.stage < len(self.stages):
@@ -194,7 +201,9 @@ class _Run:
                 left = len(self.stages) - self.stage
                 if left:
                     per_stage = encoding / (self.stage - first)
-                    steps = self._steps(self.seconds - (time.monotonic() - started) - left * per_stage, left, windows)
+                    steps = self._steps(
+                        self.seconds - (time.monotonic() - started) - left * per_stage, left, windows
+                    )
                     if steps < MIN_STEPS_PER_STAGE and self.given_steps is None and self.stage - first == 1:
                         log.info("healing while encoding: %g minutes are too short for it", self.seconds / 60)
                         return False
@@ -279,45 +288,22 @@ class _Run:
         """E[x x^T] of every group of a stage, over the fit batches, shrunk as the calibration's is: on the CPU."""
         file = self.job.calibration
         assert file is not None
-        sums: dict[str, Tensor] = {}
-        mass: dict[str, float] = {}
-        seen: dict[str, int] = {}
+        entries = file.metadata["hessians"]
         weights = {g.key: file.find(f"token_weight:{g.key}") for g in stage}
-
-        def add(key: str, rows: Tensor) -> None:
-            rows = rows.float()
-            first = seen.get(key, 0)
-            seen[key] = first + rows.shape[0]
-            given = weights[key]
-            if given is not None and given.numel() >= seen[key]:
-                part = given.reshape(-1)[first : seen[key]].to(rows)
-                mass[key] = mass.get(key, 0.0) + float(part.sum())
-                rows = rows * part.sqrt()[:, None]
-            else:
-                mass[key] = mass.get(key, 0.0) + rows.shape[0]
-            sums[key] = sums[key].addmm_(rows.T, rows) if key in sums else rows.T @ rows
-
-        def hook(key: str) -> Callable[..., None]:
-            return lambda module, args: add(key, rows_of(module, args[0]))
-
-        handles = [
-            self.modules[g.module].register_forward_pre_hook(hook(g.key)) for g in stage if g.module
-        ]
+        moments = InputMoments({k: w.reshape(-1) for k, w in weights.items() if w is not None})
+        handles = [moments.watch(g.key, self.modules[g.module]) for g in stage if g.module]
         try:
             for batch in merge_batches(self.fit, TOKENS_PER_BATCH):
                 out = self.student.hidden(batch["input_ids"].to(self.device))
                 for g in stage:
                     if not g.module:
-                        add(g.key, out.flatten(0, 1))
+                        moments.add(g.key, out.flatten(0, 1))
         finally:
             for handle in handles:
                 handle.remove()
-        entries = file.metadata["hessians"]
         return {
-            g.key: shrunk(
-                sums[g.key].div_(max(mass[g.key], 1e-30)).cpu(), float(entries[g.key].get("shrinkage", 0.0))
-            )
-            for g in stage
+            key: shrunk(moment.hessian.cpu(), float(entries[key].get("shrinkage", 0.0)))
+            for key, moment in moments.pop().items()
         }
 
     def tensors(self) -> dict[str, EncodedTensor]:
@@ -401,4 +387,3 @@ def _by_layer(groups: Sequence[Group], module: nn.Module) -> list[list[Group]]:
         stages[-1].append(group)
         last = layer
     return stages
-
