@@ -105,6 +105,9 @@ def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
     if not hull or priced.size_bytes < hull[0].size_bytes:
         return None
     at = hull[-1].loss
+    if priced.size_bytes > hull[-1].size_bytes and priced.loss < at:
+        # More bytes than any plain format takes: no win. A loss in spite of them is one.
+        return None
     for a, b in pairwise(hull):
         if a.size_bytes <= priced.size_bytes <= b.size_bytes:
             share = (priced.size_bytes - a.size_bytes) / max(1, b.size_bytes - a.size_bytes)

@@ -27,6 +27,7 @@ def test_a_ratio_is_taken_on_the_hull_at_equal_bytes() -> None:
     assert ratio(Priced(low_rank(), 150, 4.0, True), PLAIN) == pytest.approx(0.8)
     assert ratio(Priced(low_rank(), 200, 4.0, True), PLAIN) == pytest.approx(2.0)
     assert ratio(Priced(low_rank(), 500, 1.5, True), PLAIN) == pytest.approx(1.5)
+    assert ratio(Priced(low_rank(), 500, 0.5, True), PLAIN) is None
     assert ratio(Priced(low_rank(), 99, 0.1, True), PLAIN) is None
     assert ratio(Priced(low_rank(), 150, 1.0, True), ()) is None
 
