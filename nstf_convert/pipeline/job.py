@@ -35,7 +35,7 @@ DEFAULT_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
 # Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 6
+CALIBRATION_VERSION = 7
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 

@@ -9,12 +9,13 @@ from nstf_convert.pipeline import convert
 
 def test_the_last_steps_are_kept_only_when_they_measure_better(options) -> None:
     report = convert(options(("ratio", 0.4), prefix=True, heal_steps=4)).report["accuracy"]
-    assert [s["step"] for s in report["steps"]] == ["front to back", "healing"]
+    assert [s["step"] for s in report["steps"]] == ["front to back", "healed while encoding", "healing"]
     for step in report["steps"]:
         assert step["kept"] == (step["after"] < step["before"])
     last = report["steps"][-1]
     assert report["selection"] == (last["after"] if last["kept"] else last["before"])
-    assert report["healing"]["steps"] == 4
+    healing = report["healing"]
+    assert healing["steps"] + healing["while_encoding"]["steps"] == 4
     verify(options().output)
 
 

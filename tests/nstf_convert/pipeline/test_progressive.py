@@ -12,8 +12,8 @@ from nstf_convert.pipeline.progressive import Settings, encode_progressively
 from nstf_convert.pipeline.recipe import Recipe
 from nstf_convert.pipeline.stages import Stages
 
-INT2 = Recipe("int_grid", {"bits": 2, "group": 32})
-QUICK = Settings(rate=3e-3, windows=4)
+INT3 = Recipe("int_grid", {"bits": 3, "group": 32})
+QUICK = Settings(rate=1e-2, windows=4)
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def job(options, tmp_path):
         yield opened
 
 
-def uniform(job, recipe=INT2):
+def uniform(job, recipe=INT3):
     return {n: recipe for n, u in job.units.items() if u.kept is None}
 
 
@@ -56,7 +56,7 @@ def test_codes_change_where_the_weights_learnt(job) -> None:
     mix = uniform(job)
     load, _, made = run(job, mix)
     name = "model.layers.1.mlp.up_proj.weight"
-    assert not torch.equal(made.encoded[name].arrays["codes"], load(job.units[name], INT2).arrays["codes"])
+    assert not torch.equal(made.encoded[name].arrays["codes"], load(job.units[name], INT3).arrays["codes"])
 
 
 def test_the_same_number_of_steps_gives_the_same_bytes(options, tmp_path) -> None:
