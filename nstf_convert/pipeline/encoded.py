@@ -25,7 +25,7 @@ from nstf_convert.pipeline.workdir import WorkDir, content_key
 ALGORITHMS = 2
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
-LARGE_ELEMENTS = 1 << 22
+LARGE_ELEMENTS = 1 << 19
 
 T = TypeVar("T")
 
