@@ -169,7 +169,7 @@ def run_peers(
 
 def size_in_bytes(text: str, whole: int, points: Points) -> int:
     """Bytes of a share, of a number, or of a peer's file. Exits when that file was not made."""
-    by_name = {p["name"]: p["size_bytes"] for p in points.all()}
+    by_name = {p["name"]: p["size_bytes"] for p in points.all() if p["family"] != OURS}
     if text in by_name:
         return int(by_name[text])
     try:

@@ -202,11 +202,11 @@ def _encode_section(
     part: Tensor, quarter_bits: int, leaf: form.Params, params: Params, stats: Stats
 ) -> tuple[Tensor, Tensor]:
     """Codes [bytes] and row scales [rows] of the rows of one section, already in the stored basis."""
-    part_rows = part.shape[0]
+    part_rows, cols = part.shape
     part = _padded(part)
     metric = _metric(stats, params, part.shape[1])
     width = WIDTH[quarter_bits] * (1 - _growth(metric, quarter_bits)) ** -0.5
-    scales = form.read_scales(leaf, form.store_scales(leaf, part.square().mean(1).sqrt() * width))
+    scales = form.read_scales(leaf, form.store_scales(leaf, (part.square().sum(1) / cols).sqrt() * width))
     codes, gains = [], []
     with _device() as device:
         for start, end in _row_chunks(*part.shape):

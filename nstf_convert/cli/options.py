@@ -75,7 +75,8 @@ Heal = Annotated[
         min=0.0,
         max=1e6,
         metavar="MINUTES",
-        help="Tune scales, norms, biases and factors against the original's logits for about this long.",
+        help="Learn against the original's logits for about this long: layers that are not encoded yet make up for those "
+        "that are (on a GPU, or for small models), then scales, norms, biases and factors are tuned.",
     ),
 ]
 HealSteps = Annotated[

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from nstf_convert.pipeline import calibration as calibrations
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import progressive
@@ -55,11 +57,13 @@ class Final:
 
 def finish(run: Run, best: Trial, uniform: Trial | None) -> Final:
     """The final encodings of the best mix, measured on the windows that report; never worse than uniform on either."""
+    return reported(run, healed(run, encoded(run, best, uniform)))
+
+
+def encoded(run: Run, best: Trial, uniform: Trial | None) -> Final:
+    """The best mix, encoded front to back where that measures better."""
     final = Final(best.planned, best.measured, uniform=uniform)
-    if run.job.options.prefix:
-        final = _in_prefix(run, final)
-    final = _healed(run, final)
-    return _reported(run, final)
+    return _in_prefix(run, final) if run.job.options.prefix else final
 
 
 def _in_prefix(run: Run, final: Final) -> Final:
@@ -74,15 +78,27 @@ def _in_prefix(run: Run, final: Final) -> Final:
     return improved(run, final, replace(final, load=load, losses=losses), "front to back")
 
 
-def _healed(run: Run, final: Final) -> Final:
-    """The mix encoded again with what is left learning, then its continuous values tuned; each kept when it is better."""
+def healed(run: Run, final: Final) -> Final:
+    """Learning against the original, where that was asked for: encoding again with what is left learning, then tuning
+    continuous values. Each is kept only when it measures better; out of memory, the mix stays as it is."""
+    job = run.job
+    if (job.options.heal_minutes <= 0.0 and not job.options.heal_steps) or final.measured is None:
+        return final
+    try:
+        return _healed(run, final, final.measured)
+    except torch.OutOfMemoryError:
+        log.warning(
+            "--heal: the GPU has too little memory for this model; the file is written as it was before"
+        )
+        return final
+
+
+def _healed(run: Run, final: Final, start: Measured) -> Final:
     job = run.job
     minutes, steps = job.options.heal_minutes, job.options.heal_steps
-    if (minutes <= 0.0 and not steps) or final.measured is None:
-        return final
     started = time.monotonic()
     facts: dict[str, Any] = {}
-    before, start = final, final.measured
+    before = final
     load = final.load or mixes.encoder_loader(job)
     if progressive.affordable(job):
         share = None if steps is None else round(WHILE_ENCODING * steps)
@@ -93,18 +109,25 @@ def _healed(run: Run, final: Final) -> Final:
         if made is not None:
             facts["while_encoding"] = made.facts
             final = improved(run, final, replace(final, load=made.loader(load)), "healed while encoding")
-            steps = None if steps is None else steps - made.facts["steps"]
+            steps = None if steps is None else max(0, steps - made.facts["steps"])
         minutes = max(0.0, minutes - (time.monotonic() - started) / 60)
     with job.stages.stage("heal"):
-        healed = heal(job, final.planned.mix, minutes, final.load, final.measured, steps)
-    kept = bool(healed.encoded)
-    step = {"step": "healing", "before": healed.before.score, "after": healed.after.score, "kept": kept}
-    facts = {**healed.facts, **facts, "before": start.accuracy.to_json()}
-    facts["kept"] = kept or final.load is not before.load
-    final = replace(final, healing=facts, steps=(*final.steps, step))
-    if not kept:
-        return final
-    return replace(final, load=healed.loader(final.load or mixes.encoder_loader(job)), measured=healed.after)
+        tuned = heal(job, final.planned.mix, minutes, final.load, final.measured, steps)
+    kept = bool(tuned.encoded)
+    step = {"step": "healing", "before": tuned.before.score, "after": tuned.after.score, "kept": kept}
+    final = replace(final, steps=(*final.steps, step))
+    if kept:
+        load = tuned.loader(final.load or mixes.encoder_loader(job))
+        final = replace(final, load=load, measured=tuned.after)
+    facts = {
+        **tuned.facts,
+        **facts,
+        "before": start.accuracy.to_json(),
+        "kept": final.load is not before.load,
+    }
+    if final.measured is not None:
+        facts["after"] = final.measured.accuracy.to_json()
+    return replace(final, healing=facts)
 
 
 def improved(run: Run, before: Final, after: Final, what: str) -> Final:
@@ -122,7 +145,7 @@ def improved(run: Run, before: Final, after: Final, what: str) -> Final:
     return replace(chosen, steps=(*before.steps, facts))
 
 
-def _reported(run: Run, final: Final) -> Final:
+def reported(run: Run, final: Final) -> Final:
     """Measures on the windows that report. The mix gives way to the uniform file when it loses to it there."""
     job = run.job
     if job.calibration is None or not calibrations.report_batches(job.calibration):

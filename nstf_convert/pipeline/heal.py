@@ -1,4 +1,6 @@
-"""Healing: with all codes fixed, scales, norms, biases, tables and dense factors are tuned against the original's logits.
+"""The second part of healing (the first is `progressive`): codes stay, all that is continuous is tuned.
+
+Scales, norms, biases, tables and dense factors learn against the original's logits.
 
 The student is the mix with its continuous values free, the loss mean KL(original || student) over tokens of the text the
 statistics came from, and more of the same text where the dataset has it. Values are rounded to what the file can hold in

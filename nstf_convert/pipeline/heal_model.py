@@ -108,7 +108,7 @@ class TunedModel(StreamedModel):
             for local in large:
                 name = names[local]
                 weight = self._large(name)
-                self._live[weight.untyped_storage().data_ptr()] = lambda: self._large(name)  # noqa: B023
+                self._live[weight.untyped_storage().data_ptr()] = lambda name=name: self._large(name)  # type: ignore[misc]
                 module._parameters[local] = weight  # type: ignore[assignment]
 
         def drop() -> None:
@@ -203,7 +203,8 @@ def backward_of_divergence(
                 gradient = (log_q.exp_() - p) / tokens
             logits.backward(gradient.to(logits.dtype))  # type: ignore[no-untyped-call]
     tensors, gradients = [hidden], [leaf.grad]
-    for whole, part in parts:
+    for name, whole, part in parts:
+        head._parameters[name] = whole  # type: ignore[union-attr, assignment]
         if part.grad is not None and whole.requires_grad:
             tensors.append(whole)
             gradients.append(part.grad)
@@ -225,12 +226,12 @@ def _cast(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
             module._parameters[name] = value  # type: ignore[union-attr]
 
 
-def _leaves(head: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
-    """Replaces the head's weights by leaves that gather gradients over many calls: (weight, leaf) of each."""
-    out: list[tuple[Tensor, Tensor]] = []
+def _leaves(head: nn.Module | None) -> list[tuple[str, Tensor, Tensor]]:
+    """Replaces the head's weights by leaves that gather gradients over many calls: (name, weight, leaf) of each."""
+    out: list[tuple[str, Tensor, Tensor]] = []
     for name, whole in (head._parameters if head is not None else {}).items():
         if whole is not None and whole.requires_grad:
             leaf = whole.detach().requires_grad_()
             head._parameters[name] = leaf  # type: ignore[union-attr, assignment]
-            out.append((whole, leaf))
+            out.append((name, whole, leaf))
     return out

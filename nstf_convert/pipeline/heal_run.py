@@ -136,7 +136,7 @@ class HealingRun:
             resumed = self._resume()
             started = time.monotonic() - self.elapsed
             if not resumed:
-                self.total = self.given_steps or self._steps_that_fit()
+                self.total = self._steps_that_fit() if self.given_steps is None else self.given_steps
             windows = self._windows()
             if not resumed and self.given_steps is None:
                 self.total = min(self.total, max(1, MAX_EPOCHS * len(windows) // self.per_step))
@@ -273,17 +273,8 @@ class HealingRun:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[Any]:
-        """Layers are recomputed in the backward pass where their activations would take too much memory."""
-        config = self.teacher.module.config.get_text_config()
-        layers = layer_list(self.student.module)[1]
-        size = 2 if self.bfloat16 else 4
-        wide = 16 * config.hidden_size + 5 * (
-            getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        )
         tokens = self.fit[0].shape[1] * self.per_step
-        if size * len(layers) * tokens * wide <= ACTIVATION_BYTES:
-            return nullcontext()
-        return _undone(checkpoint_layers(layers))
+        return recomputing(self.student, tokens, 2 if self.bfloat16 else 4, ACTIVATION_BYTES)
 
     def _save(self) -> None:
         tensors = {f"now.{k}": v for k, v in self.values.state().items()}
@@ -324,6 +315,22 @@ def _read_units(job: Job, model: StreamedModel) -> Iterator[tuple[str, Unit]]:
     for name, unit in job.units.items():
         if name in read:
             yield name, unit
+
+
+def activation_bytes(model: StreamedModel, tokens: int, size: int) -> int:
+    """About what the layers keep for a backward pass over `tokens` tokens in numbers of `size` bytes."""
+    config = model.module.config.get_text_config()
+    inner: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return size * len(layer_list(model.module)[1]) * tokens * (16 * int(config.hidden_size) + 5 * inner)
+
+
+def recomputing(
+    model: StreamedModel, tokens: int, size: int, most_bytes: float
+) -> AbstractContextManager[Any]:
+    """Layers are recomputed in the backward pass where their activations would take more than `most_bytes`."""
+    if activation_bytes(model, tokens, size) <= most_bytes:
+        return nullcontext()
+    return _undone(checkpoint_layers(layer_list(model.module)[1]))
 
 
 class _undone(AbstractContextManager[None]):

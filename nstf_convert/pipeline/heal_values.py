@@ -41,12 +41,14 @@ class TunedValues:
         self._own: dict[tuple[str, str], nn.Parameter] = {}
         self._row: dict[tuple[str, str], nn.Parameter] = {}
         self._constant: dict[str, dict[str, Tensor]] = {}
+        self._paths: dict[str, list[str]] = {}
         for name, one in encoded.items():
             moved = EncodedTensor(one.tree, one.shape, {k: a.to(device) for k, a in one.arrays.items()})
             values = tunable(moved)
             self._encoded[name] = moved
             self._constant[name] = values
-            for path in tuned_paths(units[name], one):
+            self._paths[name] = tuned_paths(units[name], one)
+            for path in self._paths[name]:
                 start = values[path]
                 self._start[name, path] = start
                 self._own[name, path] = nn.Parameter(torch.zeros_like(start))
@@ -104,10 +106,8 @@ class TunedValues:
     def _exact(self, name: str) -> dict[str, Tensor]:
         """The tuned values of a tensor before rounding."""
         out = {}
-        for (owner, path), own in self._own.items():
-            if owner != name:
-                continue
-            start = self._start[owner, path]
+        for path in self._paths[name]:
+            owner, own, start = name, self._own[name, path], self._start[name, path]
             if is_scale(path):
                 row = self._row.get((owner, path))
                 out[path] = start * torch.exp(own if row is None else own + row)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from nstf.errors import BudgetError, UsageError
 from nstf_convert.pipeline import choose
 from nstf_convert.pipeline.choose import Planned
-from nstf_convert.pipeline.finish import Final, finish
+from nstf_convert.pipeline.finish import Final, encoded, healed, reported
 from nstf_convert.pipeline.search import search, starting_mix
 from nstf_convert.pipeline.steps import Run, Trial
 
@@ -14,6 +14,8 @@ ROUNDS = 6
 ROUNDS_AFTER_SEARCH = 3
 # How often the bound is tightened because the windows that report say more than those that chose.
 TIGHTENED = 3
+# What encoding front to back leaves of the loss is turned into bytes when it is less than this.
+GAINED = 0.95
 # Sizes closer than this are one.
 CLOSE = 0.002
 
@@ -28,9 +30,10 @@ def smallest_within(run: Run, bound: float) -> Final:
         raise UsageError("--max-kl needs a language model that can be run: use --budget instead")
     asked = bound
     for _ in range(TIGHTENED):
-        final = _within(run, bound)
+        final = reported(run, _within(run, bound, asked))
         if final.reported is None or final.reported.score <= asked:
-            return final
+            tuned = healed(run, final)
+            return final if tuned.load is final.load else reported(run, tuned)
         # The windows that chose were kind: ask for as much less as the others say.
         bound *= 0.98 * asked / final.reported.score
     size = final.planned.size_bytes
@@ -39,7 +42,7 @@ def smallest_within(run: Run, bound: float) -> Final:
     )
 
 
-def _within(run: Run, bound: float) -> Final:
+def _within(run: Run, bound: float, asked: float) -> Final:
     low, high = _range(run)
     trial = _smallest(run, bound, low, high, {}, 1.0, ROUNDS)
     if trial is None:
@@ -47,7 +50,7 @@ def _within(run: Run, bound: float) -> Final:
         if trial.score > bound:
             size = trial.planned.size_bytes
             raise BudgetError(
-                f"--max-kl {bound:g} cannot be met: the best file measures {trial.score:.3g} nats at {size} bytes",
+                f"--max-kl {asked:g} cannot be met: the best file measures {trial.score:.3g} nats at {size} bytes",
                 size,
             )
     start, weights = starting_mix(run, trial.planned.size_bytes)
@@ -60,10 +63,27 @@ def _within(run: Run, bound: float) -> Final:
         smaller = _smallest(run, bound, low, best.planned.size_bytes, weights, ratio, ROUNDS_AFTER_SEARCH)
         if smaller is not None and smaller.planned.size_bytes < best.planned.size_bytes:
             best = smaller
+    final = _encoded(run, best)
+    if final.measured is not None and final.measured.score < GAINED * best.score and not final.is_uniform:
+        # So is what encoding front to back gained.
+        share = final.measured.score / best.score
+        ratio = best.score / max(best.planned.expected_loss, 1e-30)
+        smaller = _smallest(
+            run, bound / share, low, best.planned.size_bytes, weights, ratio, ROUNDS_AFTER_SEARCH
+        )
+        if smaller is not None and smaller.planned.size_bytes < best.planned.size_bytes:
+            again = _encoded(run, smaller)
+            if again.measured is not None and again.measured.score <= bound:
+                final = again
+    return replace(final, search=facts)
+
+
+def _encoded(run: Run, best: Trial) -> Final:
+    """The mix, or the uniform file where that measures better, as it would be written."""
     uniform = run.best_uniform(best.planned.size_bytes, best.planned.expected_loss)
     if uniform is not None and uniform.score <= best.score:
         best = uniform
-    return replace(finish(run, best, uniform), search=facts)
+    return encoded(run, best, uniform)
 
 
 def _range(run: Run) -> tuple[int, int]:

@@ -43,6 +43,7 @@ from nstf_convert.pipeline.heal_run import (
     LOGIT_ELEMENTS,
     MAX_STEPS,
     SMALLEST_FOR_BFLOAT16,
+    recomputing,
 )
 from nstf_convert.pipeline.heal_teacher import Targets, batch_of
 from nstf_convert.pipeline.heal_text import healing_windows
@@ -61,6 +62,8 @@ BYTES_PER_WEIGHT = 16
 # What it may take on a CPU, and the share of a GPU's free memory.
 CPU_BYTES = 2 << 30
 GPU_SHARE = 0.6
+# Share of what a GPU then has left that activations may take before they are recomputed.
+ACTIVATION_SHARE = 0.4
 # Fewer steps a layer than this teach nothing worth the encoding.
 MIN_STEPS_PER_STAGE = 4
 WINDOWS = {"cpu": 1, "cuda": 8}
@@ -154,6 +157,7 @@ class _Run:
         self.targets = Targets(self.teacher, device, self._arithmetic, TEACHER_CACHE_BYTES[kind])
         self.encoded: dict[str, EncodedTensor] = {}
         self.stage, self.step, self.elapsed = 0, 0, 0.0
+        self.step_seconds: float | None = None
         self.curve: list[dict[str, Any]] = []
         self.key = content_key(
             kind="progressive", version=[__version__, ALGORITHMS], calibration=job.calibration_fingerprint(),
@@ -180,18 +184,12 @@ class _Run:
     def learn(self) -> bool:
         """Runs from where the work directory says to the end; False when the time is too short for it."""
         self._resume()
-        started, first = time.monotonic() - self.elapsed, self.stage
-        windows = [b["input_ids"] for b in self.fit]
-        saved, encoding = time.monotonic(), 0.0
+        started, saved, first = time.monotonic() - self.elapsed, time.monotonic(), self.stage
+        windows, encoding = self._windows(), 0.0
         bar = tqdm(
-            total=len(self.stages),
-            initial=self.stage,
-            desc="heal layers",
-            unit="layer",
-            disable=bars_off(),
-            leave=False,
-        )
-        with bar:
+            total=len(self.stages), initial=self.stage, desc="heal layers", unit="layer", disable=bars_off(), leave=False
+        )  # fmt: skip
+        with bar, self._recomputing():
             while self.stage < len(self.stages):
                 begun = time.monotonic()
                 self._encode(self.stages[self.stage])
@@ -200,15 +198,11 @@ class _Run:
                 bar.update()
                 left = len(self.stages) - self.stage
                 if left:
-                    per_stage = encoding / (self.stage - first)
-                    steps = self._steps(
-                        self.seconds - (time.monotonic() - started) - left * per_stage, left, windows
-                    )
-                    if steps < MIN_STEPS_PER_STAGE and self.given_steps is None and self.stage - first == 1:
+                    later = left * encoding / (self.stage - first)
+                    steps = self._steps(self.seconds - (time.monotonic() - started) - later, left, windows)
+                    if steps < MIN_STEPS_PER_STAGE and self.given_steps is None and self.stage == 1:
                         log.info("healing while encoding: %g minutes are too short for it", self.seconds / 60)
                         return False
-                    if self.stage == 1:
-                        windows = healing_windows(self.job, windows, steps * left * self.per_step)
                     self._train(windows, steps)
                 self.elapsed = time.monotonic() - started
                 if time.monotonic() - saved > CHECKPOINT_SECONDS or not left:
@@ -216,22 +210,31 @@ class _Run:
                     saved = time.monotonic()
         return True
 
+    def _windows(self) -> list[Tensor]:
+        """The text to learn from: that of the statistics, and more where the dataset has it and steps can use it."""
+        fit = [b["input_ids"] for b in self.fit]
+        wanted = (MAX_STEPS if self.given_steps is None else self.given_steps) * self.per_step
+        return fit if wanted <= len(fit) else healing_windows(self.job, fit, wanted)
+
     def _steps(self, seconds: float, stages: int, windows: Sequence[Tensor]) -> int:
-        """Steps of each of the next stages, within the time that is left for all of them."""
+        """Steps of each of the next stages, within the time that is left for all of them; a stage reads a text once."""
         if self.given_steps is not None:
-            return max(1, (self.given_steps - self.step) // stages)
-        if self.step == 0:
+            return max(0, self.given_steps - self.step) // stages
+        if self.step_seconds is None:
             self._one_step(windows, take=False)
             start = time.monotonic()
             self._one_step(windows, take=False)
             self.step_seconds = time.monotonic() - start
-        return int(min(MAX_STEPS, max(0.0, seconds / self.step_seconds)) / stages)
+        fitting = int(min(MAX_STEPS, max(0.0, seconds / self.step_seconds)) / stages)
+        return min(fitting, max(MIN_STEPS_PER_STAGE, len(windows) // self.per_step))
 
     def _train(self, windows: Sequence[Tensor], steps: int) -> None:
+        """Every stage starts with new moments, so that a run that goes on after a stop is the same run."""
+        self.optimiser.state.clear()
         losses = []
         start = time.monotonic()
-        for _ in range(steps):
-            warm = min(1.0, (self.step + 1) / self.settings.warm_up)
+        for number in range(steps):
+            warm = min(1.0, (number + 1) / min(self.settings.warm_up, max(1, steps // 4)))
             for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
                 group["lr"] = rate * warm
             losses.append(self._one_step(windows))
@@ -260,7 +263,9 @@ class _Run:
     def _encode(self, stage: Sequence[Group]) -> None:
         """Encodes the weights of a stage as they are now, for the inputs they get now, and fixes them."""
         hessians = self._hessians(stage)
-        work = [(name, Stats(hessians[g.key])) for g in stage for name in g.weights]
+        # One Stats a group: q, k and v share the factors of their Hessian.
+        stats_of = {g.key: Stats(hessians[g.key]) for g in stage}
+        work = [(name, stats_of[g.key]) for g in stage for name in g.weights]
 
         def one(item: tuple[str, Stats]) -> tuple[str, EncodedTensor]:
             name, stats = item
@@ -327,6 +332,13 @@ class _Run:
             "curve": self.curve,
         }
 
+    def _recomputing(self) -> AbstractContextManager[Any]:
+        tokens = self.fit[0]["input_ids"].shape[1] * self.per_step
+        most = CPU_BYTES / 2
+        if self.device.type == "cuda":
+            most = ACTIVATION_SHARE * torch.cuda.mem_get_info()[0]
+        return recomputing(self.student, tokens, 2 if self.bfloat16 else 4, most)
+
     def _arithmetic(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
 
@@ -339,7 +351,7 @@ class _Run:
         write_tensors(self.path, free, facts)
 
     def _resume(self) -> None:
-        """Goes on at the last saved layer; AdamW's moments start anew."""
+        """Goes on at the last saved layer."""
         if not self.path.exists():
             return
         try:

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from nstf.analyzers.moments import mean_outer
 
+# Rows of a weight that are solved for at a time.
+ROWS = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class Moments:
@@ -81,7 +84,7 @@ def target(
     squared error of each output counts.
     """
     direction = _direction(weight, fit, damping)
-    wanted = (_slope(weight, held_out) * direction).sum(1, dtype=torch.float64)
+    wanted = (_slope(weight, held_out, slice(None)) * direction).sum(1, dtype=torch.float64)
     energy = ((direction @ held_out.hessian) * direction).sum(1, dtype=torch.float64)
     if row_weight is not None:
         wanted, energy = wanted * row_weight.double(), energy * row_weight.double()
@@ -92,10 +95,10 @@ def target(
     return weight + share * _direction(weight, joined(fit, held_out), damping), share
 
 
-def _slope(weight: Tensor, m: Moments) -> Tensor:
-    """W (E[x x~^T] - H~) + R: half the negative gradient of the squared error at W, [out, in]."""
+def _slope(weight: Tensor, m: Moments, rows: slice) -> Tensor:
+    """W (E[x x~^T] - H~) + R: half the negative gradient of the squared error at W, for some rows: [rows, in]."""
     slope = torch.zeros_like(weight) if m.cross is None else weight @ (m.cross - m.hessian)
-    return slope if m.stream is None else slope + m.stream
+    return slope if m.stream is None else slope + m.stream[rows]
 
 
 def _direction(weight: Tensor, m: Moments, damping: float) -> Tensor:
@@ -106,4 +109,9 @@ def _direction(weight: Tensor, m: Moments, damping: float) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex((damped + damped.T) / 2)
     if int(failed) or not bool(torch.isfinite(factor).all()):
         return torch.zeros_like(weight)
-    return torch.cholesky_solve(_slope(weight, m).double().T, factor).T.float()
+    out = torch.empty_like(weight, dtype=torch.float32)
+    # Some rows at a time: the double copies of a whole head would take 24 bytes a weight.
+    for start in range(0, weight.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        out[rows] = torch.cholesky_solve(_slope(weight[rows], m, rows).double().T, factor).T
+    return out

@@ -1,20 +1,26 @@
 """Healing: codes stay, what is continuous moves towards the original, and nothing gets worse or larger."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nstf.kernels.formats import decode
-from nstf.kernels.formats.tree import format_of
+from nstf.kernels.formats.tuning import prepare, tunable
+from nstf.quantizers.stats import Stats
+from nstf.runtime.skeleton import build_skeleton
+from nstf_convert.pipeline import heal_model
 from nstf_convert.pipeline import heal_run as healing
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline import recipe as recipes
 from nstf_convert.pipeline.calibration import fit_batches, held_out_batches
 from nstf_convert.pipeline.heal import Settings, heal
 from nstf_convert.pipeline.heal_text import healing_windows
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.recipe import Recipe
 from nstf_convert.pipeline.stages import Stages
+from nstf_convert.streamed import StreamedModel
 
 INT3 = Recipe("int_grid", {"bits": 3, "group": 32})
 QUICK = Settings(scale_rate=3e-3, row_rate=3e-3, value_rate=3e-3, evaluations=2)
@@ -169,7 +175,59 @@ def test_gradients_are_those_of_the_plain_model(job, small) -> None:
     wanted = (weight.grad * units * scale.detach().repeat_interleave(32, 1)).sum(1)
     found = run.values._row[name, "scale"].grad[:, 0]
     assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-6)
-    assert format_of("int").KIND == "int"
+
+
+def test_an_untied_head_learns_in_every_step() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    ).to_dict()  # fmt: skip
+    torch.manual_seed(0)
+    shapes = {n: p.shape for n, p in build_skeleton(config).named_parameters()}
+    weights = {n: torch.nn.Parameter(torch.randn(s) / 4) for n, s in shapes.items()}
+    teacher = StreamedModel(config, {n: w.detach() + 0.1 for n, w in weights.items()}.__getitem__)
+    student = heal_model.FreeModel(config, weights, {}, torch.device("cpu"))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        target = teacher.hidden(ids)[0]
+    for _ in range(3):
+        for w in weights.values():
+            w.grad = None
+        hidden = student.hidden(ids)[0]
+        heal_model.backward_of_divergence(teacher, target, student, hidden, 4)
+        assert all(w.grad is not None and bool(w.grad.any()) for w in weights.values())
+
+
+def test_experts_two_stacks_in_one_module_get_their_own_gradients() -> None:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, architectures=["MixtralForCausalLM"],
+    ).to_dict()  # fmt: skip
+    torch.manual_seed(0)
+    shapes = {n: tuple(p.shape) for n, p in build_skeleton(config).named_parameters()}
+    dense = Recipe("dense", {"dtype": "float32"})
+    encoded = {
+        n: recipes.encode(dense, torch.randn(s) / 8, Stats(), max(1, len(s) - 1)) for n, s in shapes.items()
+    }
+    device = torch.device("cpu")
+    student = heal_model.TunedModel(
+        config, {n: prepare(e) for n, e in encoded.items()}, {}, device, torch.float32
+    )
+    ids, found = torch.arange(8)[None], []
+    for forget in (False, True):
+        values = {
+            n: {k: v.clone().requires_grad_() for k, v in tunable(e).items()} for n, e in encoded.items()
+        }
+        student.set_values(values)
+        with student.forgetting_weights() if forget else nullcontext():
+            student.hidden(ids).square().sum().backward()
+        found.append({n: v["values"].grad for n, v in values.items() if "experts" in n})
+    assert len(found[0]) == 2
+    assert all(torch.allclose(g, found[1][n]) for n, g in found[0].items())
 
 
 def test_more_text_leaves_out_what_is_held_out(job) -> None:

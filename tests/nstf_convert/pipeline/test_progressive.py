@@ -69,8 +69,12 @@ def test_the_same_number_of_steps_gives_the_same_bytes(options, tmp_path) -> Non
         assert all(torch.equal(a, found[1][name].arrays[k]) for k, a in tensor.arrays.items())
 
 
-def test_an_interrupted_run_goes_on_at_its_last_layer(job, monkeypatch) -> None:
+def test_an_interrupted_run_goes_on_at_its_last_layer_and_gives_the_same_bytes(
+    job, options, tmp_path, monkeypatch
+) -> None:
     mix = uniform(job)
+    with Job(options(work_dir=tmp_path / "other"), Stages()) as other:
+        whole = run(other, mix, steps=6)[2].encoded
     monkeypatch.setattr(progressive, "CHECKPOINT_SECONDS", 0.0)
     original, calls = progressive._Run._encode, []
 
@@ -88,9 +92,35 @@ def test_an_interrupted_run_goes_on_at_its_last_layer(job, monkeypatch) -> None:
     monkeypatch.setattr(
         progressive._Run, "_encode", lambda self, stage: (encoded.append(stage), original(self, stage))
     )
-    load, before, made = run(job, mix, steps=6)
-    assert len(encoded) == 1 and set(made.encoded) >= {n for n in mix if "layers" in n}
-    assert mixes.measure(job, mix, load=made.loader(load)).score < 1.5 * before.score
+    _, _, made = run(job, mix, steps=6)
+    assert len(encoded) == 1
+    for name, tensor in whole.items():
+        assert all(torch.equal(a, made.encoded[name].arrays[k]) for k, a in tensor.arrays.items())
+
+
+def test_a_timed_run_goes_on_after_a_stop(job, monkeypatch) -> None:
+    mix, load = uniform(job), mixes.encoder_loader(job)
+    monkeypatch.setattr(progressive, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(progressive, "MIN_STEPS_PER_STAGE", 1)
+    monkeypatch.setattr(progressive, "_by_layer", lambda groups, module: [[g] for g in groups])
+    original, calls = progressive._Run._encode, []
+
+    def failing(self, stage):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(stage)
+        original(self, stage)
+
+    monkeypatch.setattr(progressive._Run, "_encode", failing)
+    with pytest.raises(KeyboardInterrupt):
+        encode_progressively(job, mix, load, 0.05, 1.0, None, QUICK)
+    monkeypatch.setattr(progressive._Run, "_encode", original)
+    made = encode_progressively(job, mix, load, 0.05, 1.0, None, QUICK)
+    assert made is not None and len(made.encoded) >= len([n for n in mix if "layers" in n])
+
+
+def test_fewer_steps_than_layers_are_honoured(job) -> None:
+    assert run(job, uniform(job), steps=0)[2].facts["steps"] == 0
 
 
 def test_too_little_time_is_said_and_changes_nothing(job, monkeypatch) -> None:
