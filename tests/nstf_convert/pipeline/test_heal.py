@@ -204,7 +204,7 @@ def test_experts_two_stacks_in_one_module_get_their_own_gradients() -> None:
     from transformers import MixtralConfig
 
     config = MixtralConfig(
-        vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=40, hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, architectures=["MixtralForCausalLM"],
     ).to_dict()  # fmt: skip
     torch.manual_seed(0)
