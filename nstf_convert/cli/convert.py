@@ -46,6 +46,7 @@ def convert(
     prefix: options.Prefix = True,
     heal: options.Heal = 0.0,
     heal_steps: options.HealSteps = None,
+    heal_layers: options.HealLayers = False,
     attention_plan: options.AttentionPlan = True,
     fuse: options.Fuse = False,
     threads: options.Threads = None,
@@ -73,7 +74,7 @@ def convert(
         model, output, (budget, target_size, target_bpw, max_kl), datasets=dataset, calibration=calibration,
         work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, probes=probes,
         search=search, search_minutes=search_time, search_steps=search_steps, prefix=prefix,
-        heal_minutes=heal, heal_steps=heal_steps,
+        heal_minutes=heal, heal_steps=heal_steps, heal_layers=heal_layers,
         attention_plan=attention_plan, fuse=fuse, threads=threads, force=force,
     )  # fmt: skip
     from nstf_convert import pipeline

@@ -75,14 +75,20 @@ Heal = Annotated[
         min=0.0,
         max=1e6,
         metavar="MINUTES",
-        help="Learn against the original's logits for about this long: layers that are not encoded yet make up for those "
-        "that are (on a GPU, or for small models), then scales, norms, biases and factors are tuned.",
+        help="Tune scales, norms, biases and factors against the original's logits for about this long.",
     ),
 ]
 HealSteps = Annotated[
     int | None,
     typer.Option(
         min=1, metavar="N", help="Heal for so many steps, whatever they take: the same file every time."
+    ),
+]
+HealLayers = Annotated[
+    bool,
+    typer.Option(
+        "--heal-layers/--no-heal-layers",
+        help="Spend most of the healing on encoding layer by layer while what is left learns; wants a GPU.",
     ),
 ]
 AttentionPlan = Annotated[
@@ -214,6 +220,7 @@ def build_options(
     prefix: bool = True,
     heal_minutes: float = 0.0,
     heal_steps: int | None = None,
+    heal_layers: bool = False,
     attention_plan: bool = True,
     fuse: bool = False,
     threads: int | None = None,
@@ -249,6 +256,7 @@ def build_options(
         prefix=prefix,
         heal_minutes=heal_minutes,
         heal_steps=heal_steps,
+        heal_layers=heal_layers,
         attention_plan=attention_plan,
         fuse=fuse,
         threads=threads,

@@ -100,7 +100,11 @@ def _healed(run: Run, final: Final, start: Measured) -> Final:
     facts: dict[str, Any] = {}
     before = final
     load = final.load or mixes.encoder_loader(job)
-    if progressive.affordable(job):
+    if job.options.heal_layers and not progressive.affordable(job):
+        log.warning(
+            "--heal-layers: the model and its gradients do not fit the memory there is; the layers stay as they are"
+        )
+    elif job.options.heal_layers:
         share = None if steps is None else round(WHILE_ENCODING * steps)
         with job.stages.stage("heal while encoding"):
             made = progressive.encode_progressively(

@@ -19,7 +19,8 @@ class ConvertOptions:
     depends on the machine) and `search_steps` moves; with neither a few. prefix: the final mix is encoded front to
     back, each layer for what its compressed predecessors give it, when that measures better. heal_minutes: what is
     continuous about the finished mix is tuned against the original for that long, or for `heal_steps` steps (the same
-    file every time). fuse: q/k/v and gate/up get one format. threads: CPU threads (None: all cores).
+    file every time); heal_layers: most of that goes to encoding layer by layer while what is left learns. fuse: q/k/v
+    and gate/up get one format. threads: CPU threads (None: all cores).
     """
 
     model: str
@@ -39,6 +40,7 @@ class ConvertOptions:
     prefix: bool = True
     heal_minutes: float = 0.0
     heal_steps: int | None = None
+    heal_layers: bool = False
     attention_plan: bool = True
     fuse: bool = False
     threads: int | None = None

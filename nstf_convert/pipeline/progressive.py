@@ -6,6 +6,9 @@ really gets. So one layer's error is answered by millions of weights before they
 codes that cannot move. (Fine-tuning during quantisation: Tseng et al., QuIP#, 2024, section 5, there within a block
 and once over the whole model; here over everything that is left, all the way down.)
 
+It is not the default: on a model of 29 M parameters at 2.7 bits, 640 steps of one window left 9 % less KLD than the plain
+mix, encoding front to back (`sequential`) 13 % less.
+
 The trees and so the bytes stay those of the mix. It needs the model, its gradients and AdamW's two moments in memory,
 16 bytes a weight, and so runs on a GPU, or on a CPU for small models.
 """

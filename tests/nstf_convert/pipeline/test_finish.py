@@ -8,7 +8,7 @@ from nstf_convert.pipeline import convert
 
 
 def test_the_last_steps_are_kept_only_when_they_measure_better(options) -> None:
-    report = convert(options(("ratio", 0.4), prefix=True, heal_steps=4)).report["accuracy"]
+    report = convert(options(("ratio", 0.4), prefix=True, heal_steps=4, heal_layers=True)).report["accuracy"]
     assert [s["step"] for s in report["steps"]] == ["front to back", "healed while encoding", "healing"]
     for step in report["steps"]:
         assert step["kept"] == (step["after"] < step["before"])
