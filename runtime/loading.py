@@ -22,6 +22,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode
 from nstf.kernels.formats.dense import DTYPES
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
@@ -29,6 +30,7 @@ from nstf.runtime.skeleton import build_skeleton, tied_aliases
 _log = logging.getLogger("nstf")
 
 _ATTENTION = ("full", "planned")
+_ENGINE = ("auto", "exact", "off")
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
 
 
@@ -38,27 +40,31 @@ def load(
     dtype: torch.dtype | str | None = None,
     attention: str = "full",
     verify: bool = True,
+    engine: str = "auto",
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
-    artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB).
+    artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
+    `model.generate` use the C++ engine on a CPU where it can, "exact" without its int8 activations, "off" never.
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
     """
     if attention not in _ATTENTION:
         raise UsageError(f"attention {attention!r} is not one of {', '.join(_ATTENTION)}")
+    if engine not in _ENGINE:
+        raise UsageError(f"engine {engine!r} is not one of {', '.join(_ENGINE)}")
     device = torch.device(device)
-    with open_artifact(path, verify=verify) as artifact:
-        config = _config(artifact)
-        compute = _compute_dtype(dtype, device, config)
-        model = build_skeleton(config, dtype=compute)
-        _use_expert_loop(model)
-        _fill(model, artifact, compute)
-        _set_generation_config(model, artifact)
-        plan = artifact.manifest.attention
+    artifact = open_artifact(path, verify=verify)
+    config = _config(artifact)
+    compute = _compute_dtype(dtype, device, config)
+    model = build_skeleton(config, dtype=compute)
+    _use_expert_loop(model)
+    _fill(model, artifact, compute)
+    _set_generation_config(model, artifact)
+    plan = artifact.manifest.attention
     model.to(device)
     if attention == "planned":
         if not plan:
@@ -69,6 +75,11 @@ def load(
             apply_plan(model, dict(plan))
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
+    elif engine != "off" and device.type == "cpu" and hasattr(model, "generate"):
+        from nstf.runtime.engine import Engine
+
+        # Its matrices are views of the same mapping: nothing is held twice.
+        use_engine(model, lambda: Engine(artifact, exact=engine == "exact"))
     return model
 
 

@@ -6,10 +6,12 @@ namespace nb = nanobind;
 void bind_packed_linear(nb::module_& m);
 void bind_ldlq(nb::module_& m);
 void bind_trellis(nb::module_& m);
+void bind_engine(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
     bind_packed_linear(m);
     bind_ldlq(m);
     bind_trellis(m);
+    bind_engine(m);
 }

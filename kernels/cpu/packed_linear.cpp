@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "half.h"
 #include "packed_matrix.h"
 #include "parallel.h"
 
@@ -30,27 +31,6 @@ using namespace nb::literals;
 
 namespace nstf {
 namespace {
-
-inline float half_to_float(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
-    const uint32_t exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
-    float magnitude;
-    if (exponent == 0) {
-        magnitude = std::ldexp(static_cast<float>(mantissa), -24);
-    } else {
-        const uint32_t bits = exponent == 31 ? 0x7f800000u | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13;
-        std::memcpy(&magnitude, &bits, 4);
-    }
-    return sign ? -magnitude : magnitude;
-}
-
-inline float power_of_two(uint8_t code) {
-    if (code == 255) return std::numeric_limits<float>::quiet_NaN();
-    const uint32_t bits = code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23;  // 2^-127 is subnormal
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
 
 // Enough work to be worth handing over, few enough rows to share evenly; even, since rows go in pairs.
 inline int64_t rows_per_task(const PackedMatrix& w, int64_t rows, int threads) {
@@ -181,6 +161,12 @@ class PackedLinear {
 
     const char* isa() const { return variant_.name; }
 
+    // For the engine, which keeps this object alive.
+    uintptr_t view() {
+        view_ = {w_, variant_.matmul, variant_.decode};
+        return reinterpret_cast<uintptr_t>(&view_);
+    }
+
   private:
     void set_kind(const std::string& kind, const std::optional<Any>& table) {
         static const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -227,6 +213,7 @@ class PackedLinear {
     const Variant& variant_;
     bool fnuz_ = false;
     PackedMatrix w_;
+    PackedView view_;
 };
 
 }  // namespace
@@ -242,6 +229,7 @@ void bind_packed_linear(nb::module_& m) {
         .def("matmul_at", &PackedLinear::matmul_at, "x"_a, "batch"_a, "y"_a, "threads"_a)
         .def("decode", &PackedLinear::decode, "start"_a, "out"_a, "threads"_a)
         .def("has_nan", &PackedLinear::has_nan)
+        .def("view", &PackedLinear::view)
         .def_prop_ro("isa", &PackedLinear::isa);
     m.def(
         "row_kernels",

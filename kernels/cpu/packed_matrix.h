@@ -10,6 +10,7 @@ enum class Scale : int { kHalf, kFloat, kSteps, kPower };  // f16; f32; super * 
 
 struct PackedMatrix {
     int64_t rows = 0, cols = 0;
+    int64_t stride = 0;  // of y, from one row of activations to the next; 0: rows
     int64_t group = 0, groups = 0;  // columns per group (at most cols), groups per row
     int bits = 4;
     Code code = Code::kTable4;
@@ -25,9 +26,16 @@ struct PackedMatrix {
     float table[16] = {};  // for Code::kTable4; of int, the centre 8 is taken off
 };
 
-// y[m, r] = sum_k x[m, k] * W[r, k].  x: [batch, cols], y: [batch, rows], both contiguous.
+// y[m, r] = sum_k x[m, k] * W[r, k].  x: [batch, cols] contiguous, y: [batch, stride].
 using MatmulFn = void (*)(const PackedMatrix&, const float* x, int64_t batch, float* y, int threads);
 // out[i, k] = W[start + i, k] for `count` rows.
 using DecodeFn = void (*)(const PackedMatrix&, int64_t start, int64_t count, float* out, int threads);
+
+// A matrix with the kernels chosen for it.
+struct PackedView {
+    PackedMatrix w;
+    MatmulFn matmul = nullptr;
+    DecodeFn decode = nullptr;
+};
 
 }  // namespace nstf

@@ -428,7 +428,7 @@ static void dot(const PackedMatrix& w, const Codes& codes, const Row* rows, cons
         for (int m = 0; m < MT; ++m) {
             float sum = total[i][m][0].sum();
             for (int p = 1; p < P; ++p) sum += total[i][m][p].sum();
-            y[(first + m) * w.rows + i] = sum;
+            y[(first + m) * (w.stride > 0 ? w.stride : w.rows) + i] = sum;
         }
 }
 

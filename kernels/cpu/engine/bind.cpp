@@ -1,0 +1,163 @@
+// The engine for Python. Matrices keep the arrays they point into alive through Python objects held beside them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+
+#include "leaves.h"
+#include "model.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nstf::engine {
+namespace {
+
+using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using Tiles = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+struct Held {  // a matrix, and what must live as long
+    Shared matrix;
+    std::vector<nb::object> keep;
+};
+
+std::vector<float> copied(const Floats& a) { return {a.data(), a.data() + a.size()}; }
+
+std::vector<float> optional(const nb::dict& d, const char* key) {
+    if (!d.contains(key)) return {};
+    return copied(nb::cast<Floats>(d[key]));
+}
+
+Held packed(nb::object linear, bool exact) {
+    const auto* view = reinterpret_cast<const PackedView*>(nb::cast<uintptr_t>(linear.attr("view")()));
+    Shared made = exact ? nullptr : packed_int8(*view);
+    return {made ? made : packed_exact(*view), {linear}};
+}
+
+Held make_trellis(int64_t rows, int64_t cols, nb::list sections, Floats scales, bool exact) {
+    std::vector<TrellisSection> found;
+    Held held;
+    for (nb::handle item : sections) {
+        auto [codes, quarter_bits, codebook, members] = nb::cast<std::tuple<Tiles, int, Floats, Rows>>(item);
+        const int64_t down = (static_cast<int64_t>(members.size()) + 15) / 16, across = (cols + 15) / 16;
+        if (quarter_bits < 4 || quarter_bits > 24 || codebook.size() != 65536 ||
+            static_cast<int64_t>(codes.size()) != down * across * 8 * quarter_bits)
+            throw std::invalid_argument("trellis: a section has another shape");
+        for (size_t i = 0; i < members.size(); ++i)
+            if (members.data()[i] < 0 || members.data()[i] >= rows) throw std::invalid_argument("trellis: no such row");
+        found.push_back({codes.data(), quarter_bits, codebook.data(), {members.data(), members.data() + members.size()}});
+        held.keep.push_back(nb::borrow(item));
+    }
+    held.matrix = trellis(rows, cols, std::move(found), copied(scales), exact);
+    return held;
+}
+
+Held make_dense(int64_t rows, int64_t cols, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> values, const std::string& type) {
+    const Number number = type == "float32" ? Number::kFloat : type == "float16" ? Number::kHalf : Number::kBfloat;
+    if (static_cast<int64_t>(values.size()) != rows * cols || values.itemsize() != (number == Number::kFloat ? 4u : 2u))
+        throw std::invalid_argument("dense: another size");
+    return {dense(rows, cols, values.data(), number), {nb::cast(values)}};
+}
+
+Held pair(const Held& a, const Held& b, Shared (*make)(Shared, Shared)) {
+    Held held{make(a.matrix, b.matrix), a.keep};
+    held.keep.insert(held.keep.end(), b.keep.begin(), b.keep.end());
+    return held;
+}
+
+void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int threads) {
+    nb::gil_scoped_release release;
+    m.matrix->multiply(reinterpret_cast<const float*>(x), batch, reinterpret_cast<float*>(y), m.matrix->rows, std::max(1, threads));
+}
+
+class Engine {
+  public:
+    Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm)
+        : model_(shape(d), embedding.matrix, head.matrix, copied(final_norm)), keep_(embedding.keep) {
+        keep_.insert(keep_.end(), head.keep.begin(), head.keep.end());
+    }
+
+    void add_layer(const nb::dict& d) {
+        Layer layer;
+        auto matrix = [&](const char* key) {
+            const Held& held = nb::cast<const Held&>(d[key]);
+            keep_.insert(keep_.end(), held.keep.begin(), held.keep.end());
+            return held.matrix;
+        };
+        layer.q = matrix("q"), layer.k = matrix("k"), layer.v = matrix("v"), layer.o = matrix("o");
+        layer.gate = matrix("gate"), layer.up = matrix("up"), layer.down = matrix("down");
+        layer.attention_norm = optional(d, "attention_norm"), layer.ffn_norm = optional(d, "ffn_norm");
+        layer.attention_out_norm = optional(d, "attention_out_norm"), layer.ffn_out_norm = optional(d, "ffn_out_norm");
+        layer.q_norm = optional(d, "q_norm"), layer.k_norm = optional(d, "k_norm");
+        layer.q_bias = optional(d, "q_bias"), layer.k_bias = optional(d, "k_bias");
+        layer.v_bias = optional(d, "v_bias"), layer.o_bias = optional(d, "o_bias");
+        layer.window = nb::cast<int64_t>(d["window"]);
+        layer.rotation = nb::cast<int>(d["rotation"]);
+        model_.add_layer(std::move(layer));
+    }
+    void add_rotation(Floats cosines, Floats sines) { model_.add_rotation(copied(cosines), copied(sines)); }
+
+    // Addresses: ids int64 [count], logits float32 [vocab] or [count, vocab].
+    void run(uintptr_t ids, int64_t count, int64_t first, uintptr_t logits, bool all, int threads) {
+        nb::gil_scoped_release release;
+        // One caller at a time: activations and cache are the engine's own.
+        std::lock_guard<std::mutex> lock(mutex_);
+        model_.run(reinterpret_cast<const int64_t*>(ids), count, first, reinterpret_cast<float*>(logits), all, std::max(1, threads));
+    }
+    int64_t cache_bytes() const { return model_.cache_bytes(); }
+
+  private:
+    static Shape shape(const nb::dict& d) {
+        Shape s;
+        auto number = [&](const char* key) { return nb::cast<int64_t>(d[key]); };
+        auto real = [&](const char* key) { return nb::cast<float>(d[key]); };
+        s.hidden = number("hidden"), s.layers = number("layers"), s.heads = number("heads"), s.kv_heads = number("kv_heads");
+        s.head_size = number("head_size"), s.ffn = number("ffn"), s.vocab = number("vocab"), s.context = number("context");
+        s.epsilon = real("epsilon"), s.score_scale = real("score_scale"), s.embedding_scale = real("embedding_scale");
+        s.logit_cap = real("logit_cap"), s.gelu = nb::cast<bool>(d["gelu"]);
+        return s;
+    }
+
+    Model model_;
+    std::vector<nb::object> keep_;
+    std::mutex mutex_;
+};
+
+}  // namespace
+}  // namespace nstf::engine
+
+void bind_engine(nb::module_& m) {
+    using namespace nstf::engine;
+    nb::class_<Held>(m, "EngineMatrix")
+        .def_prop_ro("kernel", [](const Held& h) { return h.matrix->kernel(); })
+        .def_prop_ro("shape", [](const Held& h) { return nb::make_tuple(h.matrix->rows, h.matrix->cols); })
+        .def("multiply_at", &multiply, "x"_a, "batch"_a, "y"_a, "threads"_a)
+        .def("decode_at", [](const Held& h, int64_t row, uintptr_t out) {
+            if (row < 0 || row >= h.matrix->rows) throw std::invalid_argument("no such row");
+            h.matrix->decode(row, reinterpret_cast<float*>(out));
+        });
+    m.def("engine_packed", &packed, "linear"_a, "exact"_a);
+    m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "sections"_a, "scales"_a, "exact"_a);
+    m.def("engine_dense", &make_dense, "rows"_a, "cols"_a, "values"_a, "type"_a);
+    m.def("engine_low_rank", [](const Held& a, const Held& b) { return pair(a, b, low_rank); });
+    m.def("engine_sum", [](const Held& a, const Held& b) { return pair(a, b, sum); });
+    m.def("engine_rotated", [](const Held& x, Floats signs, int block, uintptr_t id) {
+        return Held{rotated(x.matrix, copied(signs), block, id), x.keep};
+    });
+    m.def("engine_rotated_rows", [](const Held& x, Floats signs, int block) {
+        return Held{rotated_rows(x.matrix, copied(signs), block), x.keep};
+    });
+    m.def("engine_int8", &int8_available, "Whether this processor has the kernels with int8 activations.");
+    nb::class_<Engine>(m, "Engine")
+        .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>())
+        .def("add_layer", &Engine::add_layer)
+        .def("add_rotation", &Engine::add_rotation)
+        .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
+        .def_prop_ro("cache_bytes", &Engine::cache_bytes);
+}

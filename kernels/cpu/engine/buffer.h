@@ -1,0 +1,47 @@
+// Memory aligned to cache lines, kept and grown but never shrunk: what a token needs is allocated once.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace nstf::engine {
+
+template <class T>
+class Buffer {
+  public:
+    Buffer() = default;
+    explicit Buffer(int64_t count) { grow(count); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr, other.size_ = 0; }
+    Buffer& operator=(Buffer&& other) noexcept {
+        std::swap(data_, other.data_), std::swap(size_, other.size_);
+        return *this;
+    }
+    ~Buffer() { std::free(data_); }
+
+    // At least `count` elements; what was there is lost when it grows, and new memory is zero.
+    T* grow(int64_t count) {
+        if (count > size_) {
+            const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 127) / 64 * 64;
+            void* fresh = std::aligned_alloc(64, bytes);
+            if (fresh == nullptr) throw std::bad_alloc();
+            std::memset(fresh, 0, bytes);
+            std::free(data_);
+            data_ = static_cast<T*>(fresh);
+            size_ = count;
+        }
+        return data_;
+    }
+    T* data() const { return data_; }
+    int64_t size() const { return size_; }
+
+  private:
+    T* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+}  // namespace nstf::engine

@@ -1,0 +1,42 @@
+// The kinds of matrices; each has its file. They point into arrays that the owner of the matrix keeps alive.
+#pragma once
+
+#include "../packed_matrix.h"
+#include "matrix.h"
+
+namespace nstf::engine {
+
+// Whether the int8 kernels exist for this processor (AVX-512 with VNNI and VBMI).
+bool int8_available();
+
+// Packed codes, computed in float32 as `decode` defines them.
+Shared packed_exact(const PackedView& view);
+// Packed codes times activations rounded to int8 per 8 (one row) or 32 columns (several). Null when there is no kernel for it.
+Shared packed_int8(const PackedView& view);
+
+struct TrellisSection {
+    const uint8_t* codes;  // [row tiles, column tiles, 8 quarter_bits]
+    int quarter_bits;
+    const float* codebook;  // [65536]
+    std::vector<int32_t> rows;
+};
+// scales: one per row.
+Shared trellis(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales, bool exact);
+
+enum class Number { kFloat, kHalf, kBfloat };
+Shared dense(int64_t rows, int64_t cols, const void* values, Number type);
+
+// W = A B.
+Shared low_rank(Shared a, Shared b);
+// W = X + Y.
+Shared sum(Shared x, Shared y);
+// W = X H S: blocks of an orthonormal Hadamard matrix after random signs, applied to the activations. `id` tells rotations
+// apart: equal ones share their work.
+Shared rotated(Shared x, std::vector<float> signs, int block, uintptr_t id);
+// The same on the side of the rows: W = S H X.
+Shared rotated_rows(Shared x, std::vector<float> signs, int block);
+
+// In place: blocks of x times the orthonormal Hadamard matrix.
+void hadamard(float* x, int64_t size, int block);
+
+}  // namespace nstf::engine

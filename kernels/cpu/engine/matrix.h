@@ -1,0 +1,66 @@
+// An encoded matrix as the engine uses it: a few activations times it, or one of its rows.
+//
+// A new format is a subclass of Leaf. Its product has two steps, since several matrices often share their activations (q, k and
+// v; gate and up): `prepare` brings the activations into the form its kernel reads, then `run` works on ranges of rows
+// on several threads. Trees of matrices (low rank, sums, rotations) are other subclasses of Matrix.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buffer.h"
+
+namespace nstf::engine {
+
+// Activations as a kernel reads them; each kind of leaf uses the fields it needs.
+struct Input {
+    const float* x = nullptr;  // [batch, cols] as they came
+    int64_t batch = 0;
+    Buffer<float> floats;      // rotated, padded or reordered
+    Buffer<int8_t> codes;
+    Buffer<int16_t> wide;
+    Buffer<float> scales, sums;
+    int64_t stride = 0, scales_stride = 0, sums_stride = 0;
+};
+
+class Matrix {
+  public:
+    Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols) {}
+    virtual ~Matrix() = default;
+    const int64_t rows, cols;
+
+    // y[b, r] = sum_k x[b, k] W[r, k]; x: [batch, cols], y: [batch, stride].
+    virtual void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) = 0;
+    // Row `row`, decoded.
+    virtual void decode(int64_t row, float* out) const = 0;
+    // What runs, for reports.
+    virtual std::string kernel() const = 0;
+};
+
+class Leaf : public Matrix {
+  public:
+    using Matrix::Matrix;
+    // Leaves of the same width and the same key share what `prepare` makes.
+    virtual uintptr_t key() const = 0;
+    // Room for `batch` rows of activations.
+    virtual void reserve(const float* x, int64_t batch, Input& in) const = 0;
+    // Rows first..end-1 of x, each on its own, so that several threads may share the work.
+    virtual void prepare(const float* x, int64_t first, int64_t end, Input& in) const = 0;
+    // Places that `rows` is called for; more than rows where they are padded.
+    virtual int64_t places() const { return rows; }
+    // Ranges of places start at multiples of this.
+    virtual int64_t unit() const { return 1; }
+    virtual void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const = 0;
+
+    void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override;
+};
+
+using Shared = std::shared_ptr<Matrix>;
+
+// Several matrices with the same activations, in one parallel region where all are leaves. y[i]: [batch, stride[i]].
+void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t batch, const std::vector<float*>& y,
+                  const std::vector<int64_t>& strides, int threads);
+
+}  // namespace nstf::engine

@@ -1,0 +1,21 @@
+// The operations of ops.h, for the instruction set of this processor.
+#pragma once
+
+#include <cstdint>
+
+namespace nstf::engine {
+
+struct Ops {
+    void (*rms_norm)(const float* x, const float* weight, int64_t size, float epsilon, float* y);
+    void (*add)(float* x, const float* y, int64_t size);
+    void (*gated)(float* gate, const float* up, int64_t size, bool gelu);
+    void (*rope)(float* x, const float* cosine, const float* sine, int64_t size);
+    void (*to_halves)(const float* in, int64_t count, int64_t step, uint16_t* out);
+    void (*attend)(const float* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t size, int64_t first,
+                   int64_t window, float scale, const uint16_t* keys, const uint16_t* values, float* out,
+                   int64_t out_stride, float* scores, float* room);
+};
+
+const Ops& ops();
+
+}  // namespace nstf::engine

@@ -1,0 +1,131 @@
+"""The engine's matrices against `decode`: every format, exact and with int8 activations, one row of activations and many."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nstf.kernels.cpu import engine_matrix, ext
+from nstf.kernels.formats import EncodedTensor, decode
+
+pytestmark = pytest.mark.skipif(not engine_matrix.available(), reason="the extension was not built")
+
+SHAPES = ((1, 1), (13, 97), (40, 160), (33, 577), (20, 64))
+BATCHES = (1, 2, 5, 13)
+HAS_INT8 = engine_matrix.available() and ext.engine_int8()
+
+# Activations in 8 bits, a scale for every 8 to 32 columns: half a percent of a product on average, some times that at most.
+INT8_ERROR = 0.03
+
+
+def trees(samples: ModuleType) -> dict[str, Any]:
+    leaf, node = samples.leaf, samples.node
+    found = {
+        f"int{bits} g{group} {'sym' if symmetric else 'asym'}": leaf(
+            "int", bits=bits, group=group, symmetric=symmetric, scale_bits=8 if group else 16
+        )
+        for bits in range(2, 9)
+        for group in (0, 32, 64, 96, 16)
+        for symmetric in (True, False)
+    }
+    found |= {f"grid g{g}": leaf("grid", group=g, scale_bits=8 if g else 16) for g in (0, 32, 128)}
+    found |= {v: leaf("fp8", variant=v, group=32, scale_bits=32) for v in ("e4m3fn", "e4m3fnuz")}
+    found |= {f"trellis {q}": leaf("trellis", quarter_bits=(q,)) for q in range(4, 25)}
+    found |= {f"dense {d}": leaf("dense", dtype=d) for d in ("float32", "bfloat16", "float16")}
+    found["mxfp4"] = leaf("mxfp4")
+    found["add"] = node("add", {"x": leaf("int", bits=4, group=32), "y": leaf("trellis", quarter_bits=(8,))})
+    found["low rank"] = node("low_rank", {"a": leaf("dense"), "b": leaf("int", bits=8, group=32)}, rank=1)
+    return found
+
+
+NAMES = sorted(
+    [f"int{b} g{g} {s}" for b in range(2, 9) for g in (0, 32, 64, 96, 16) for s in ("sym", "asym")]
+    + [f"grid g{g}" for g in (0, 32, 128)]
+    + [f"trellis {q}" for q in range(4, 25)]
+    + ["e4m3fn", "e4m3fnuz", "mxfp4", "add", "low rank", "dense float32", "dense bfloat16", "dense float16"]
+)
+
+
+def error(y: Tensor, x: Tensor, weight: Tensor) -> float:
+    """The largest error of a product, as a share of the size of its terms."""
+    reference = x.double() @ weight.double().T
+    size = (x.double().square() @ weight.double().square().T).sqrt().max().clamp_min(1e-6)
+    return float((y - reference).abs().max() / size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, name: str) -> None:
+    tree = trees(samples)[name]
+    for shape in SHAPES:
+        encoded = samples.random_encoded(tree, shape)
+        weight = decode(encoded)
+        for exact in (True, False):
+            matrix = engine_matrix.compile_matrix(encoded, exact)
+            for batch in BATCHES:
+                x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(batch))
+                found = error(engine_matrix.matmul(x, matrix, 2), x, weight)
+                assert found < (1e-5 if exact else INT8_ERROR), (shape, exact, batch)
+            row = engine_matrix.decode_row(matrix, shape[0] - 1)
+            torch.testing.assert_close(row, weight[-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block_in", [0, 32, 64])
+@pytest.mark.parametrize("block_out", [0, 32])
+@pytest.mark.parametrize("exact", [True, False])
+def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact: bool) -> None:
+    for inner in (
+        samples.leaf("trellis", quarter_bits=(9, 20), rows=(40, 24)),
+        samples.leaf("int", bits=4, group=32),
+    ):
+        tree = samples.node("rotated", {"x": inner}, block_in=block_in, block_out=block_out, seed=7)
+        encoded = samples.random_encoded(inner, (64, 192))
+        if "section" in encoded.arrays:  # 40 rows of one section and 24 of the other
+            bits = torch.tensor([0] * 40 + [1] * 24)[
+                torch.randperm(64, generator=torch.Generator().manual_seed(0))
+            ]
+            packed = (bits.view(8, 8) << torch.arange(8)).sum(1).to(torch.uint8)
+            encoded.arrays["section"].copy_(packed)
+        arrays = {f"x.{k}": v for k, v in encoded.arrays.items()}
+        encoded = EncodedTensor(tree, (64, 192), arrays)
+        matrix = engine_matrix.compile_matrix(encoded, exact)
+        weight = decode(encoded)
+        for batch in BATCHES:
+            x = torch.randn(batch, 192, generator=torch.Generator().manual_seed(batch))
+            assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < (1e-5 if exact else INT8_ERROR)
+        torch.testing.assert_close(engine_matrix.decode_row(matrix, 5), weight[5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4 g32 sym", "int3 g64 asym", "grid g32", "trellis 8", "trellis 18"])
+def test_the_result_does_not_depend_on_the_number_of_threads(samples: ModuleType, name: str) -> None:
+    matrix = engine_matrix.compile_matrix(samples.random_encoded(trees(samples)[name], (700, 256)))
+    for batch in (1, 9):
+        x = torch.randn(batch, 256, generator=torch.Generator().manual_seed(0))
+        results = [engine_matrix.matmul(x, matrix, threads) for threads in (1, 2, 3, 8)]
+        assert all(torch.equal(results[0], y) for y in results)
+
+
+@pytest.mark.skipif(not HAS_INT8, reason="no VNNI instructions here")
+def test_exact_says_so_and_is_closer(samples: ModuleType) -> None:
+    encoded = samples.random_encoded(samples.leaf("int", bits=4, group=32), (64, 256))
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
+    exact, fast = (engine_matrix.compile_matrix(encoded, e) for e in (True, False))
+    assert (exact.kernel, fast.kernel) == ("packed float32", "packed int8 x int8")
+    weight = decode(encoded)
+    assert error(engine_matrix.matmul(x, exact), x, weight) < error(engine_matrix.matmul(x, fast), x, weight)
+
+
+def test_zero_activations_give_zero(samples: ModuleType) -> None:
+    for name in ("int4 g32 asym", "grid g32", "trellis 8", "trellis 20", "int8 g32 sym"):
+        matrix = engine_matrix.compile_matrix(samples.random_encoded(trees(samples)[name], (20, 64)))
+        for batch in (1, 6):
+            assert not engine_matrix.matmul(torch.zeros(batch, 64), matrix).any(), name
+
+
+def test_what_is_no_matrix_is_refused(samples: ModuleType) -> None:
+    with pytest.raises(ValueError, match="no matrix"):
+        engine_matrix.compile_matrix(samples.random_encoded(samples.leaf("dense"), (4, 4, 4)))
+    matrix = engine_matrix.compile_matrix(samples.random_encoded(samples.leaf("dense"), (4, 4)))
+    with pytest.raises(ValueError, match="no such row"):
+        engine_matrix.decode_row(matrix, 4)

@@ -1,0 +1,224 @@
+"""The C++ engine against the module path: logits, windows, caches, greedy tokens, and what it leaves to transformers."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nstf.runtime
+from nstf.errors import UnsupportedError, UsageError
+from nstf.kernels.cpu.engine_matrix import available
+from nstf.runtime.artifact import open_artifact
+from nstf.runtime.engine import Engine
+from nstf.runtime.engine_config import read_config
+
+pytestmark = pytest.mark.skipif(not available(), reason="the extension was not built")
+
+GROUPED = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True}),
+    "llama, linear rope": ("LlamaForCausalLM", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    "qwen 2": ("Qwen2ForCausalLM", {}),
+    "qwen 3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "mistral, sliding": ("MistralForCausalLM", {"sliding_window": 20}),
+    "gemma 3": ("Gemma3ForCausalLM", {"head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+}
+
+
+def build(name: str) -> Any:
+    import transformers
+
+    architecture, changes = MODELS[name]
+    config_class = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
+        architecture, architecture.replace("ForCausalLM", "Config")
+    )
+    config = getattr(transformers, config_class)(**{**GROUPED, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases that are not all ones and zeros
+            parameter.data += torch.randn_like(parameter) * 0.1
+    return model
+
+
+@pytest.fixture(params=sorted(MODELS))
+def written(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> tuple[Path, Any]:
+    """The artifact, and the model with its decoded values."""
+    model = build(request.param)
+    return tiny.write(tmp_path, model), model
+
+
+def ids_of(count: int) -> torch.Tensor:
+    return torch.randint(3, 100, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def test_logits_are_those_of_the_modules(written: tuple[Path, Any]) -> None:
+    path, model = written
+    ids = ids_of(150)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    engine = Engine.open(path, exact=True)
+    # Keys and values are kept in float16, which the modules do not do.
+    size = float(expected.std())
+    assert float((engine.forward(ids, all_logits=True) - expected).abs().max()) < 0.01 * size
+    engine.reset()
+    engine.forward(ids[:70])
+    torch.testing.assert_close(engine.forward(ids[70:140]), expected[139], atol=0.01 * size, rtol=0)
+    for i in range(140, 150):
+        torch.testing.assert_close(engine.forward([int(ids[i])]), expected[i], atol=0.01 * size, rtol=0)
+    fast = Engine.open(path)
+    assert float((fast.forward(ids, all_logits=True) - expected).square().mean().sqrt()) < 0.03 * size
+
+
+def test_greedy_tokens_are_those_of_the_modules(written: tuple[Path, Any]) -> None:
+    path, _ = written
+    plain = nstf.runtime.load(path, engine="off")
+    exact = nstf.runtime.load(path, engine="exact")
+    same = 0
+    for start in range(5):
+        ids = ids_of(60)[None, start * 10 : start * 10 + 9]
+        arguments: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        expected = plain.generate(ids, **arguments)
+        found = exact.generate(ids, **arguments)
+        same += bool(torch.equal(expected, found))
+    assert exact.nstf_engine is not None and exact.nstf_engine.position > 0
+    # A random model's best two tokens can be as close as float16 keys are coarse: once in a while one may differ.
+    assert same >= 4
+
+
+def test_the_cache_grows_without_forgetting(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, build("llama"))
+    ids = ids_of(400)
+    whole, parts = Engine.open(path, exact=True), Engine.open(path, exact=True)
+    expected = whole.forward(ids)
+    for start in range(0, 400, 50):
+        found = parts.forward(ids[start : start + 50])
+    before = Engine.open(path)
+    before.forward(ids[:10])
+    assert before.cache_bytes < parts.cache_bytes
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_follows_torchs_seed_and_the_settings(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")), engine="exact")
+    ids = ids_of(5)[None]
+    texts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        texts.append(model.generate(ids, max_new_tokens=12, do_sample=True, temperature=3.0, eos_token_id=-1))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    greedy = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    top = model.generate(ids, max_new_tokens=12, do_sample=True, temperature=3.0, top_k=1, eos_token_id=-1)
+    assert torch.equal(greedy, top) and greedy.shape == (1, 17)
+    assert model.nstf_engine.position > 0
+
+
+def test_generation_stops_at_the_end_token(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")))
+    ids = ids_of(5)[None]
+    whole = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=-1)[0, 5:].tolist()
+    stop = whole[4]
+    cut = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=stop)[0, 5:].tolist()
+    assert cut == whole[: whole.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_beams": 2},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 3},
+        {"return_dict_in_generate": True},
+        {"num_return_sequences": 2, "do_sample": True},
+    ],
+)
+def test_what_the_engine_does_not_do_is_left_to_transformers(
+    tiny: ModuleType, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    path = tiny.write(tmp_path, build("llama"))
+    model: Any = nstf.runtime.load(path)
+    plain: Any = nstf.runtime.load(path, engine="off")
+    ids = ids_of(5)[None]
+    torch.manual_seed(0)
+    found = model.generate(ids, max_new_tokens=4, pad_token_id=0, **arguments)
+    torch.manual_seed(0)
+    expected = plain.generate(ids, max_new_tokens=4, pad_token_id=0, **arguments)
+    found, expected = (r if isinstance(r, torch.Tensor) else r.sequences for r in (found, expected))
+    assert torch.equal(found, expected) and model.nstf_engine is None
+
+
+def test_batches_and_masks_are_left_to_transformers(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")))
+    ids = ids_of(10).view(2, 5)
+    assert model.generate(ids, max_new_tokens=3, pad_token_id=0, eos_token_id=-1).shape == (2, 8)
+    mask = torch.tensor([[0, 1, 1, 1, 1]])
+    model.generate(ids[:1], attention_mask=mask, max_new_tokens=3, pad_token_id=0)
+    assert model.nstf_engine is None
+
+
+def test_other_architectures_keep_their_generate(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("GPT2LMHeadModel"))
+    model: Any = nstf.runtime.load(path)
+    assert model.generate(ids_of(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > 5
+    assert model.nstf_engine is None
+    with pytest.raises(UnsupportedError, match="does not run architecture 'gpt2'"):
+        Engine.open(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "architecture 'mamba'"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer types"),
+        ({"hidden_size": None}, "cannot read this config"),
+    ],
+)
+def test_configs_it_would_run_wrongly_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = build("llama").config.to_dict() | changes
+    with pytest.raises(UnsupportedError, match=message):
+        read_config(config)
+
+
+def test_a_missing_or_an_unknown_tensor_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    import json
+
+    from nstf.runtime.artifact import write_artifact
+
+    model = build("llama")
+    files = {"config.json": json.dumps(tiny.config_json(model)).encode()}
+    tensors = tiny.encode_model(model)
+    fewer = {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}
+    more = {**tensors, "model.layers.0.self_attn.sinks": tiny.dense(torch.zeros(4))}
+    for number, broken in enumerate((fewer, more)):
+        path = tmp_path / f"{number}.nstf"
+        write_artifact(path, broken, files, {})
+        with pytest.raises((UnsupportedError, UsageError), match=("up_proj", "sinks")[number]):
+            Engine(open_artifact(path))
+
+
+def test_bad_tokens_are_one_clear_error(tiny: ModuleType, tmp_path: Path) -> None:
+    engine = Engine.open(tiny.write(tmp_path, build("llama")))
+    for ids, message in (
+        ([], "no tokens"),
+        ([100], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([3] * 513, "context"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine.forward(ids)
+    assert engine.forward([3]).shape == (100,)
