@@ -7,6 +7,7 @@ void bind_packed_linear(nb::module_& m);
 void bind_ldlq(nb::module_& m);
 void bind_trellis(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_bandwidth(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
@@ -14,4 +15,5 @@ NB_MODULE(_ext, m) {
     bind_ldlq(m);
     bind_trellis(m);
     bind_engine(m);
+    bind_bandwidth(m);
 }

@@ -28,6 +28,9 @@ def generate(
     attention: Annotated[
         str, typer.Option(help="full, or planned: as the artifact's attention plan says.")
     ] = "full",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="No int8 activations on the CPU: slower, as the file decodes.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
@@ -49,7 +52,9 @@ def generate(
     if threads is not None:
         torch.set_num_threads(threads)
     place = options.check_device(device)
-    model: Any = nstf.runtime.load(artifact, device=place, attention=attention)
+    model: Any = nstf.runtime.load(
+        artifact, device=place, attention=attention, engine="exact" if exact else "auto"
+    )
     tokenizer = nstf.runtime.load_tokenizer(artifact)
     start = time.monotonic()
     pieces = []

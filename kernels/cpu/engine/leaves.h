@@ -6,7 +6,7 @@
 
 namespace nstf::engine {
 
-// Whether the int8 kernels exist for this processor (AVX-512 with VNNI and VBMI).
+// Whether the int8 kernels exist for this processor (AVX-512 with VNNI, VBMI and VBMI2).
 bool int8_available();
 
 // Packed codes, computed in float32 as `decode` defines them.
