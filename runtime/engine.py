@@ -110,11 +110,16 @@ class Engine:
         room = self.context - len(torch.as_tensor(ids).reshape(-1))
         logits = self.forward(ids)
         for i in range(min(max_new_tokens, room)):
-            token = int(logits.argmax()) if choose is None else choose(logits)
+            token = greedy(logits) if choose is None else choose(logits)
             yield token
             if token in stop or i + 1 == min(max_new_tokens, room):
                 return
             logits = self.forward([token])
+
+
+def greedy(logits: Tensor) -> int:
+    """The likeliest token. Not by torch: its threads would go on looking for work while the engine's start on theirs."""
+    return int(logits.numpy().argmax())
 
 
 def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, dict[str, str]]:

@@ -11,7 +11,7 @@ import torch
 from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.engine import Engine
+from nstf.runtime.engine import Engine, greedy
 
 # More than a second-level cache and less than a small machine's memory.
 PROBE_BYTES = 256 << 20
@@ -73,7 +73,7 @@ def measure(
             logits = engine.forward(ids)
             middle = time.perf_counter()
             for _ in range(new):
-                logits = engine.forward([int(logits.argmax())])
+                logits = engine.forward([greedy(logits)])
             prefill.append(prompt / (middle - start))
             decode.append(new / (time.perf_counter() - middle))
         active = torch.get_num_threads()

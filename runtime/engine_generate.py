@@ -153,10 +153,16 @@ def _sampler(settings: dict[str, Any]) -> Callable[[Tensor], int]:
         warpers.append(TopPLogitsWarper(float(top_p)))
 
     def choose(logits: Tensor) -> int:
-        scores = logits[None]
-        for warper in warpers:
-            scores = warper(None, scores)
-        return int(torch.multinomial(scores.softmax(dim=-1), 1))
+        threads = torch.get_num_threads()
+        # One: torch's other threads would go on looking for work while the engine's start on theirs.
+        torch.set_num_threads(1)
+        try:
+            scores = logits[None]
+            for warper in warpers:
+                scores = warper(None, scores)
+            return int(torch.multinomial(scores.softmax(dim=-1), 1))
+        finally:
+            torch.set_num_threads(threads)
 
     return choose
 

@@ -41,28 +41,28 @@ def build_quantizer(work: Work) -> Path:
     """The path of llama-quantize: the one given, else built in the cache. Raises Unavailable."""
     if given := work.options.get("llama_quantize"):
         return Path(given)
-    root = work.cache.parent / "llama.cpp"
-    tool = root / "build" / "bin" / "llama-quantize"
-    if tool.exists():
-        return tool
+    return build(work.cache.parent / "llama.cpp", ("llama-quantize",), work.threads)[0]
+
+
+def build(root: Path, targets: tuple[str, ...], threads: int, flags: tuple[str, ...] = ()) -> list[Path]:
+    """The paths of llama.cpp's tools, built once below `root` from the sdist. Raises Unavailable."""
+    folder = root / ("build" + "".join(flags).replace("-D", "-").replace("=", ""))[:80]
+    tools = [folder / "bin" / name for name in targets]
+    if all(tool.exists() for tool in tools):
+        return tools
     root.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
-          "-d", str(root), PACKAGE], root / "download.log")  # fmt: skip
-    with tarfile.open(next(root.glob("*.tar.gz"))) as archive:
-        archive.extractall(root, filter="data")
+    if not list(root.glob("*/vendor/llama.cpp")):
+        _run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
+              "-d", str(root), PACKAGE], root / "download.log")  # fmt: skip
+        with tarfile.open(next(root.glob("*.tar.gz"))) as archive:
+            archive.extractall(root, filter="data")
     source = next(root.glob("*/vendor/llama.cpp"))
-    off = (
-        "LLAMA_CURL",
-        "LLAMA_BUILD_TESTS",
-        "LLAMA_BUILD_EXAMPLES",
-        "LLAMA_BUILD_SERVER",
-        "BUILD_SHARED_LIBS",
-    )
-    _run(["cmake", "-S", str(source), "-B", str(root / "build"), "-DCMAKE_BUILD_TYPE=Release", "-DGGML_OPENMP=OFF",
-          "-DLLAMA_BUILD_TOOLS=ON", *(f"-D{name}=OFF" for name in off)], root / "configure.log")  # fmt: skip
-    _run(["cmake", "--build", str(root / "build"), "--target", "llama-quantize", "-j", str(work.threads)],
-         root / "build.log")  # fmt: skip
-    return tool
+    off = ("LLAMA_CURL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_SERVER", "BUILD_SHARED_LIBS")
+    on = ("LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES")
+    _run(["cmake", "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release",
+          *(f"-D{name}=OFF" for name in off), *(f"-D{name}=ON" for name in on), *flags], root / "configure.log")  # fmt: skip
+    _run(["cmake", "--build", str(folder), "--target", *targets, "-j", str(threads)], root / "build.log")
+    return tools
 
 
 def _expand(quantised: Path, folder: Path) -> Path:

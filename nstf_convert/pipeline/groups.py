@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from nstf.analyzers.residual import residual_writers
 from nstf.analyzers.turnstile import call_order
 from nstf_convert.pipeline.batches import model_output
@@ -60,7 +62,9 @@ def find_groups(job: Job, mix: Mapping[str, Recipe], batches: Sequence[Batch]) -
             if weights:
                 groups.append((len(calls), Group(key, "", weights)))
         elif weights and key in once:
-            norm = writers.get(key) if len(weights) == 1 else None
+            # The stream behind a convolution has its channels in the middle, and its rows are patches.
+            rowwise = not isinstance(by_path[key], nn.modules.conv._ConvNd)
+            norm = writers.get(key) if len(weights) == 1 and rowwise else None
             groups.append((position[key], Group(key, key, weights, norm)))
     return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
 

@@ -12,8 +12,9 @@ void Leaf::multiply(const float* x, int64_t batch, float* y, int64_t stride, int
 
 namespace {
 
-// Shares of the rows of a leaf per thread: more than one, since cores are rarely equally fast.
-constexpr int64_t kShares = 3;
+// Shares of the rows of a leaf per thread. Of one row of activations: one, since a share's first bytes come from memory
+// unannounced. Of several: more, since cores are rarely equally fast.
+constexpr int64_t kShares = 1, kSharesOfMany = 3;
 
 // Fewer rows of activations than this are prepared by the caller alone.
 constexpr int64_t kAlone = 8;
@@ -71,7 +72,8 @@ void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t 
         const int64_t units = (leaf.places() + leaf.unit() - 1) / leaf.unit();
         // Small matrices are not worth splitting: a share is at least some 8,000 weights of one row of activations.
         const int64_t least = std::max<int64_t>(1, 8192 / (leaf.cols * leaf.unit() * batch));
-        const int64_t share = std::max(least, (units + threads * kShares - 1) / (threads * kShares));
+        const int64_t shares = threads * (batch == 1 ? kShares : kSharesOfMany);
+        const int64_t share = std::max(least, (units + shares - 1) / shares);
         for (int64_t u = 0; u < units; u += share)
             parts.push_back({&leaf, &inputs[slot], y[i], strides[i], u * leaf.unit(),
                              std::min(leaf.places(), (u + share) * leaf.unit())});

@@ -34,7 +34,7 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
     : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)) {
     const Shape& s = shape_;
     require(s.hidden > 0 && s.heads > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_size > 0 &&
-                s.head_size % 2 == 0 && s.ffn > 0 && s.context > 0,
+                s.head_size % 2 == 0 && s.head_size <= 512 && s.ffn > 0 && s.context > 0,
             "engine: sizes out of range");
     fits(embedding_, s.vocab, s.hidden);
     fits(head_, s.vocab, s.hidden);
@@ -174,8 +174,15 @@ void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t f
                   mixed + t * q_size + h * group * s.head_size, q_size, scores.grow(tokens * group * length),
                   room.grow(kBlock * s.head_size));
     };
+    auto one = [&](int64_t h) {
+        thread_local Buffer<float> scores;
+        op.attend_one(q + h * s.head_size, s.head_size, first, layer.window, s.score_scale, keys + h / group * per_head,
+                      values + h / group * per_head, mixed + h * s.head_size, scores.grow(first + 2 * kBlock));
+    };
     const int64_t work = count * (first + count) * q_size;
-    parallel_for(work < (1 << 16) ? 1 : threads, s.kv_heads * blocks, task);
+    const int workers = work < (1 << 16) ? 1 : threads;
+    if (count == 1 && op.attend_one != nullptr) parallel_for(workers, s.heads, one);
+    else parallel_for(workers, s.kv_heads * blocks, task);
 
     layer.o->multiply(mixed, count, out, s.hidden, threads);
     add_bias(out, layer.o_bias, count);

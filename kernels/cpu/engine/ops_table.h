@@ -14,6 +14,9 @@ struct Ops {
     void (*attend)(const float* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t size, int64_t first,
                    int64_t window, float scale, const uint16_t* keys, const uint16_t* values, float* out,
                    int64_t out_stride, float* scores, float* room);
+    // Null where heads that share keys had better be worked on together.
+    void (*attend_one)(const float* q, int64_t size, int64_t position, int64_t window, float scale,
+                       const uint16_t* keys, const uint16_t* values, float* out, float* scores);
 };
 
 const Ops& ops();

@@ -308,6 +308,10 @@ class TrellisInt8 : public Trellis {
         return room;
     }
     static constexpr int kRoom = 8 * 24 + 64;
+    // What comes 4 KiB later, into the second cache.
+    static void fetch(const uint8_t* codes, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + 4096 + i, 0, 2);
+    }
 
     // Two rows of a tile at a time: the products' lower and upper halves are two vectors of bytes, and their sum over both
     // is all that is needed.
@@ -322,6 +326,7 @@ class TrellisInt8 : public Trellis {
         uint8_t room[kRoom];
         for (int64_t t = 0; t < across_; ++t) {
             const uint8_t* codes = readable(row.codes + t * bytes, bytes, row.end, room);
+            fetch(row.codes + t * bytes, bytes);
             const __m512i x = _mm512_broadcast_i64x4(
                 _mm256_load_si256(reinterpret_cast<const __m256i*>(in.codes.data() + t * kSide * 2)));
             const __m512 scale = _mm512_set1_ps(in.scales.data()[t]);

@@ -17,6 +17,7 @@ from nstf_convert.pipeline.sequential import PrefixOptions, encode_in_prefix
 from nstf_convert.pipeline.stages import Stages
 from nstf_convert.streamed import StreamedModel
 
+CONV = Path(__file__).parents[3] / "examples" / "tiny_conv" / "model"
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -183,6 +184,15 @@ def test_layers_that_run_several_times_keep_the_calibrations_hessians(opened, tm
     prefixed = encode_in_prefix(job, mix, lambda unit: None)
     assert not any("albert_layers" in name for name in prefixed.keys)
     assert sorted(prefixed.results) == sorted(mix)
+
+
+def test_convolutions_are_covered(opened) -> None:
+    job = opened(model=str(CONV), datasets=(), samples=8)
+    mix = three_bits(job)
+    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    assert sorted(prefixed.results) == sorted(mix)
+    kinds = {len(job.units[name].shape) for name in prefixed.keys}
+    assert kinds == {4}
 
 
 def test_expert_stacks_keep_the_calibrations_hessians_and_attention_does_not(opened, tmp_path) -> None:
