@@ -100,9 +100,18 @@ struct OddBits {
     __m512i operator()(const uint8_t* p) const { return spread(p); }
 };
 
-// The scales of a row, [groups] and zeros up to a whole vector.
-void row_scales(const PackedMatrix& w, int64_t r, float* out) {
+// The scales of a row, [groups], and anything finite up to a whole vector: activations are zero there.
+inline void row_scales(const PackedMatrix& w, int64_t r, float* out) {
     const int64_t n = w.groups;
+    if (w.scale_kind == Scale::kSteps && (r + 1) * n + 16 <= w.rows * n) {
+        const uint8_t* in = static_cast<const uint8_t*>(w.scale) + r * n;
+        const __m512 step = _mm512_set1_ps(_cvtsh_ss(w.super_[r]) * (1.0f / 256));
+        for (int64_t g = 0; g < n; g += 16) {
+            const __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + g)));
+            _mm512_storeu_ps(out + g, _mm512_fmadd_ps(_mm512_cvtepi32_ps(c), step, step));
+        }
+        return;
+    }
     for (int64_t g = 0; g < n; g += 16) {
         const __mmask16 there = static_cast<__mmask16>(n - g >= 16 ? 0xffff : (1 << (n - g)) - 1);
         __m512 s;
@@ -246,50 +255,43 @@ class PackedInt8 : public Leaf {
         }
     }
 
-    // Scales of a row by block, and its zero points times them; returns the row's codes.
+    // Scales of a row by block, and where the matrix has zero points those times them; returns the row's codes.
     const uint8_t* row(int64_t r, int slot, Room& room) const {
         const int64_t padded = (blocks_ + 15) / 16 * 16;
         float *groups = room.groups.data(), *scales = room.scales.data() + slot * padded;
-        float* zeros = room.zeros.data() + slot * padded;
         const bool same = w_.group == kBlock;
         row_scales(w_, r, same ? scales : groups);
-        const __m512 factor = _mm512_set1_ps(factor_);
-        if (same) {
-            for (int64_t j = (w_.groups + 15) / 16 * 16; j < padded; ++j) scales[j] = 0;
-            if (factor_ != 1.0f)
-                for (int64_t j = 0; j < padded; j += 16)
-                    _mm512_storeu_ps(scales + j, _mm512_mul_ps(_mm512_loadu_ps(scales + j), factor));
-        } else {
+        if (!same)
             for (int64_t j = 0; j < padded; j += 16)
-                _mm512_storeu_ps(scales + j,
-                                 _mm512_mul_ps(factor, _mm512_i32gather_ps(load(group_of_.data() + j), groups, 4)));
-        }
-        if (w_.zeros == nullptr) {
-            for (int64_t j = 0; j < padded; j += 16)
-                _mm512_storeu_ps(zeros + j, _mm512_mul_ps(_mm512_loadu_ps(scales + j), _mm512_set1_ps(centre_)));
-        } else {
-            const uint8_t* in = w_.zeros + r * w_.zero_bytes;
-            alignas(64) uint8_t points[64];
-            for (int64_t g = 0; g < w_.groups; g += 64) {
-                const int64_t at = g / 8 * w_.bits;
-                _mm512_store_si512(points, w_.bits == 8 ? _mm512_maskz_loadu_epi8(mask(w_.groups - g), in + g)
-                                                        : zero_codes_.some(in + at, w_.zero_bytes - at));
-                for (int64_t i = 0; i < std::min<int64_t>(64, w_.groups - g); i += 16)
-                    _mm512_storeu_ps(groups + g + i, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(
-                                                         _mm_load_si128(reinterpret_cast<__m128i*>(points + i)))));
-            }
-            for (int64_t j = 0; j < padded; j += 16) {
-                const __m512 z = same && j + 16 <= (w_.groups + 15) / 16 * 16
-                                     ? _mm512_loadu_ps(groups + j)
-                                     : _mm512_i32gather_ps(load(group_of_.data() + j), groups, 4);
-                _mm512_storeu_ps(zeros + j, _mm512_mul_ps(z, _mm512_loadu_ps(scales + j)));
-            }
-        }
+                _mm512_storeu_ps(scales + j, _mm512_i32gather_ps(load(group_of_.data() + j), groups, 4));
+        if (w_.zeros != nullptr) zero_points(r, room.zeros.data() + slot * padded, scales, groups);
         const uint8_t* codes = w_.codes + r * w_.row_bytes;
         if (codes + chunks_ * chunk_bytes_ + 64 <= w_.codes_end) return codes;
         uint8_t* copy = room.copies.data() + slot * (w_.row_bytes + 64 + chunk_bytes_);
         std::copy_n(codes, w_.row_bytes, copy);
         return copy;
+    }
+
+    // Zero points of a row times its scales, by block.
+    void zero_points(int64_t r, float* zeros, const float* scales, float* groups) const {
+        const bool same = w_.group == kBlock;
+        const int64_t padded = (blocks_ + 15) / 16 * 16;
+        const uint8_t* in = w_.zeros + r * w_.zero_bytes;
+        alignas(64) uint8_t points[64];
+        for (int64_t g = 0; g < w_.groups; g += 64) {
+            const int64_t at = g / 8 * w_.bits;
+            _mm512_store_si512(points, w_.bits == 8 ? _mm512_maskz_loadu_epi8(mask(w_.groups - g), in + g)
+                                                    : zero_codes_.some(in + at, w_.zero_bytes - at));
+            for (int64_t i = 0; i < std::min<int64_t>(64, w_.groups - g); i += 16)
+                _mm512_storeu_ps(groups + g + i, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(
+                                                     _mm_load_si128(reinterpret_cast<__m128i*>(points + i)))));
+        }
+        for (int64_t j = 0; j < padded; j += 16) {
+            const __m512 z = same && j + 16 <= (w_.groups + 15) / 16 * 16
+                                 ? _mm512_loadu_ps(groups + j)
+                                 : _mm512_i32gather_ps(load(group_of_.data() + j), groups, 4);
+            _mm512_storeu_ps(zeros + j, _mm512_mul_ps(z, _mm512_loadu_ps(scales + j)));
+        }
     }
 
     static __mmask64 mask(int64_t count) { return count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1; }
@@ -302,6 +304,7 @@ class PackedInt8 : public Leaf {
         const uint8_t* codes[R];
         for (int i = 0; i < R; ++i) codes[i] = row(r + i, i, room);
         const float *scales = room.scales.data(), *zeros = room.zeros.data();
+        const __m512 factor = _mm512_set1_ps(factor_);
         for (int64_t b = 0; b < batch; ++b) {
             const int8_t* q = in.codes.data() + b * in.stride;
             const float* fine = in.scales.data() + b * in.scales_stride;
@@ -322,9 +325,15 @@ class PackedInt8 : public Leaf {
                 }
             }
             const float* sums = in.sums.data() + b * in.sums_stride;
-            for (int64_t j = 0; j < blocks_; j += 16)
-                for (int i = 0; i < R; ++i)
-                    total[i] = _mm512_fnmadd_ps(_mm512_loadu_ps(zeros + i * padded + j), _mm512_loadu_ps(sums + j), total[i]);
+            // Without zero points of its own, the middle of a format is that of every group.
+            const float* by_block = w_.zeros == nullptr ? scales : zeros;
+            const __m512 middle = _mm512_set1_ps(w_.zeros == nullptr ? centre_ : 1.0f);
+            for (int i = 0; i < R; ++i) {
+                __m512 lost = _mm512_setzero_ps();
+                for (int64_t j = 0; j < blocks_; j += 16)
+                    lost = _mm512_fmadd_ps(_mm512_loadu_ps(by_block + i * padded + j), _mm512_loadu_ps(sums + j), lost);
+                total[i] = _mm512_mul_ps(_mm512_fnmadd_ps(lost, middle, total[i]), factor);
+            }
             if (R == 4) {
                 _mm_storeu_ps(y + b * stride + r, four_sums(total));
             } else {
@@ -383,8 +392,9 @@ class PackedInt8 : public Leaf {
         }
         for (int64_t j = 0; j < blocks_; ++j)
             for (int i = 0; i < kPanel; ++i) {
-                scales[j * kPanel + i] = room.scales.data()[i * padded + j];
-                zeros[j * kPanel + i] = room.zeros.data()[i * padded + j];
+                const float scale = factor_ * room.scales.data()[i * padded + j];
+                scales[j * kPanel + i] = scale;
+                zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[i * padded + j];
             }
         const __mmask16 there = static_cast<__mmask16>((1 << count) - 1);
         int64_t b = 0;
