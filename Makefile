@@ -6,10 +6,11 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 OUT    ?= out
+SANITIZE := $(OUT)/sanitize
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow fuzz lint format bench clean
+.PHONY: help install demo test slow fuzz sanitize lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -37,6 +38,18 @@ slow: $(STAMP) ## the tests that take minutes or need a model from the package i
 
 fuzz: $(STAMP) ## the long runs over damaged files
 	@$(PY) -m pytest -q -m fuzz
+
+# An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
+sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs gcc
+	@$(PIP) scikit-build-core nanobind ninja
+	@test -x $(SANITIZE)/bin/python || $(PY) -m venv --without-pip $(SANITIZE)
+	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
+	    "$$($(SANITIZE)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/shared.pth"
+	@$(SANITIZE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+	    --force-reinstall -C cmake.define.NSTF_SANITIZE=ON -C install.strip=false .
+	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
+	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/runtime/test_engine.py
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@$(VENV)/bin/ruff check .

@@ -193,3 +193,26 @@ def test_profile_prints_both_phases_and_json(nstf, tiny):
 def test_profile_refuses_what_cannot_be(nstf, tiny, words, message):
     result = nstf("profile", tiny.same, *words)
     assert result.code == 2 and message in result.err
+
+
+def test_bench_prints_rates_and_the_share_of_the_bandwidth(nstf, tiny):
+    pytest.importorskip("nstf.kernels.cpu._ext")
+    words = ("bench", tiny.coarse, "--prompt", 6, "--tokens", 3, "--repetitions", 1, "--threads", 1)
+    data = nstf(*words, "--json").json
+    assert data["prefill_rate"] > 0 and data["decode_rate"] > 0 and data["bandwidth"] > 1e8
+    assert data["threads"] == 1 and data["prompt_tokens"] == 6 and data["new_tokens"] == 3
+    # Every stored tensor is read once a token, the tied table as the head, and the cache in the middle of the tokens.
+    stored = sum(r["size_bytes"] for r in nstf("inspect", tiny.coarse, "--json").json["tensors"])
+    assert stored < data["bytes_per_token"] < stored + 10_000
+    shown = nstf(*words)
+    assert shown.code == 0 and "tokens a second" in shown.out and "GB/s" in shown.out
+    too_long = nstf("bench", tiny.coarse, "--prompt", 1_000_000)
+    assert too_long.code == 2 and "do not fit the model's context" in too_long.err
+
+
+def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):
+    pytest.importorskip("nstf.kernels.cpu._ext")
+    result = nstf("inspect", tiny.coarse, "--kernels")
+    assert result.out.splitlines()[0].split()[5] == "engine" and "--exact turns them off" in result.out
+    rows = {r["tensor"]: r for r in nstf("inspect", tiny.coarse, "--kernels", "--json").json["tensors"]}
+    assert "packed" in rows["model.layers.1.self_attn.q_proj.weight"]["engine"]
