@@ -1,0 +1,185 @@
+"""Packed leaves (int, grid, fp8, mxfp4) in the order the Triton kernels read them.
+
+Codes are split into planes of 4, 2, 1 (or 8) bits, low bits first, so that each plane's codes divide a 32-bit word. In a
+plane of b bits, chunk c of a row is 16 words of 2 J codes, J = 16 / b. Word i holds the columns
+
+    k = c 32 J + j 32 + 2 i + h      at bit 16 h + j b      for j in 0..J-1, h in 0..1
+
+so that a thread's load of four words (16 bytes) meets eight neighbouring activations for each j, and the two halves of a
+word are neighbours, which is the pair a matrix core takes. Columns are padded with zero codes to whole chunks (of the
+narrowest plane: 512 columns for 1 bit, 256 for 2, 128 for 4, 64 for 8), which meet activations read as zero.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import bitpack
+from nstf.kernels.formats.scales import group_count, group_size
+from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
+
+FORMATS = ("fp8", "grid", "int", "mxfp4")
+
+LANES = 16  # words of a chunk
+RUN = 2 * LANES  # neighbouring columns of a chunk that differ in nothing but word and half
+
+# How codes become numbers, and scales.
+INTEGER, FLOAT, TABLE = 0, 1, 2
+STORED, STEPS, EXPONENT = 0, 1, 2
+
+_CODES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernels must know at compile time.
+
+    bits: of a code. group: columns with one scale, a multiple of 8; `whole`: one group a row. mode: INTEGER, FLOAT (sign,
+    `exponent` bits, the rest mantissa, of bias `bias`) or TABLE. scales: STORED as numbers, STEPS (8-bit, under one number
+    a row) or EXPONENT (a power of two). symmetric: the zero is 2**(bits-1).
+    """
+
+    rows: int
+    cols: int
+    bits: int
+    group: int
+    mode: int
+    scales: int
+    symmetric: bool = True
+    exponent: int = 0
+    bias: int = 0
+    wide_scales: bool = False  # float32, not float16
+
+    @property
+    def whole(self) -> bool:
+        return self.group >= self.cols
+
+    @property
+    def groups(self) -> int:
+        return group_count(self.cols, self.group)
+
+    @property
+    def zero(self) -> int:
+        """What to subtract from a code; -1: a number per group is stored."""
+        if self.mode != INTEGER:
+            return 0
+        return 1 << (self.bits - 1) if self.symmetric else -1
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        return planes_of(self.bits)
+
+    @property
+    def padded(self) -> int:
+        """Columns with padding."""
+        unit = RUN * 16 // min(b for b, _ in self.planes)
+        return -(-self.cols // unit) * unit
+
+    @property
+    def words(self) -> int:
+        """32-bit words of all planes."""
+        return self.rows * self.padded // 32 * self.bits
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A leaf on its device. words: i32 [rows padded bits / 32]; scale: [rows, groups]; zeros: u8 [rows, groups] or None;
+    row_scale: f32 [rows] or None; table: f16 [16] or None."""
+
+    layout: Layout
+    words: Tensor
+    scale: Tensor
+    zeros: Tensor | None
+    row_scale: Tensor | None
+    table: Tensor | None
+
+    @property
+    def size_bytes(self) -> int:
+        parts = (self.words, self.scale, self.zeros, self.row_scale, self.table)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+
+def planes_of(bits: int) -> tuple[tuple[int, int], ...]:
+    """(bits, shift) of each plane, low bits first and widest first: 7 -> ((4, 0), (2, 4), (1, 6))."""
+    if bits == 8:
+        return ((8, 0),)
+    found, shift = [], 0
+    for size in (4, 2, 1):
+        if bits & size:
+            found.append((size, shift))
+            shift += size
+    return tuple(found)
+
+
+def layout_of(encoded: EncodedTensor) -> Layout | None:
+    """The layout of a packed leaf [out, in]; None for another kind or rank."""
+    kind, params, shape = encoded.tree.kind, encoded.tree.params, encoded.shape
+    if kind not in FORMATS or len(shape) != 2 or params.lead != 1:
+        return None
+    rows, cols = shape
+    if kind == "mxfp4":
+        return Layout(rows, cols, 4, 32, FLOAT, EXPONENT, exponent=2, bias=1)
+    group = group_size(cols, params.group)
+    scales = STEPS if params.scale_bits == 8 else STORED
+    if kind == "int":
+        return Layout(rows, cols, params.bits, group, INTEGER, scales, params.symmetric)
+    if kind == "grid":
+        return Layout(rows, cols, 4, group, TABLE, scales)
+    bias = 8 if params.variant == "e4m3fnuz" else 7
+    return Layout(rows, cols, 8, group, FLOAT, scales, exponent=4, bias=bias, wide_scales=params.scale_bits == 32)
+
+
+@per_encoded
+def pack_leaf(encoded: EncodedTensor) -> Packed | None:
+    """The leaf in the kernels' order, on its device; None for one they would not decode exactly (FP8 codes that are NaN)."""
+    layout = layout_of(encoded)
+    if layout is None:
+        return None
+    arrays, symmetric = encoded.arrays, layout.symmetric
+    if encoded.tree.kind == "fp8" and _has_nan(arrays["codes"], encoded.tree.params.variant):
+        return None
+    return Packed(
+        layout,
+        pack_words(arrays["codes"], layout),
+        arrays["scale_codes" if layout.scales == STEPS else "scale"].contiguous(),
+        None if symmetric else bitpack.unpack(arrays["zeros"], layout.bits, layout.groups),
+        arrays["scale_super"].float() / 256 if layout.scales == STEPS else None,
+        arrays.get("table"),
+    )
+
+
+def pack_words(codes: Tensor, layout: Layout) -> Tensor:
+    """Stored codes u8 [rows, bytes] -> i32 [words], plane after plane, row after row."""
+    rows, cols = layout.rows, layout.cols
+    out = torch.empty(layout.words, dtype=torch.int32, device=codes.device)
+    step = max(1, _CODES_AT_ONCE // layout.padded)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        part = bitpack.unpack(codes[start:stop], layout.bits, cols)
+        part = torch.nn.functional.pad(part, (0, layout.padded - cols))
+        at = 0
+        for bits, shift in layout.planes:
+            width = layout.padded * bits // 32
+            plane = _plane_words((part >> shift) & ((1 << bits) - 1), bits)
+            out[at + start * width : at + stop * width] = plane.view(-1)
+            at += rows * width
+    return out
+
+
+def _plane_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes below 2**bits, u8 [rows, padded] -> i32 [rows, padded bits / 32]."""
+    per_half = 16 // bits
+    field = codes.view(len(codes), -1, per_half, LANES, 2)
+    word = torch.zeros(len(codes), field.shape[1], LANES, dtype=torch.int32, device=codes.device)
+    for j in range(per_half):
+        for half in range(2):
+            word |= field[:, :, j, :, half].to(torch.int32) << (16 * half + j * bits)
+    return word.view(len(codes), -1)
+
+
+def _has_nan(codes: Tensor, variant: str) -> bool:
+    if variant == "e4m3fnuz":
+        return bool((codes == 0x80).any())
+    return bool(((codes & 0x7F) == 0x7F).any())

@@ -1,0 +1,411 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Trellis codes times up to eight rows of activations, and trellis codes to dense rows, on a GPU.
+
+A thread takes one row of 16 weights of a tile at a time: 4 q bits (q: four times the bits per weight) and the 16 bits before
+them, from as many 32-bit words as they touch, shifted into place once. Each state is then at a place known at compile time.
+Up to 3 bits per weight its value is computed: one multiplication, one sum of four bytes (an instruction of its own on NVIDIA
+and AMD alike) onto the bits of 1.0, so that the sum already is a float32 near 1; what that adds is the same for all rows, a
+multiple of the sum of the activations. Above, a table of 4096 float16 numbers is read.
+
+The kernels read the stored order as it is. Activations come as float32 [batch, 16, tiles across] (`rotate.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.formats import trellis
+from nstf.kernels.formats.scales import matrix_shape
+from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
+from nstf.kernels.triton.gemm import sum_spec
+from nstf.kernels.triton.gemv import launch
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+# Bytes are summed with this weight into the mantissa of 1.0: the largest, for the finest steps.
+_WEIGHT = 255
+_UNIT = 2.0**23 / (_WEIGHT * 148)
+_CENTRE = 1 + 510 * _WEIGHT / 2.0**23
+LARGEST_BATCH = 8
+
+
+@triton.jit
+def _aligned(codes, at, index, shift, N: tl.constexpr, QUARTER: tl.constexpr, PLAIN: tl.constexpr, mask, MASKED: tl.constexpr):
+    """32 bits of a tile from bit 32 (index + N) + shift on; the stream is circular."""
+    here = at + tl.max_contiguous((index + N) % (2 * QUARTER), [1, 1, 1, 1])
+    if MASKED:
+        low = tl.load(codes + here, mask=mask, other=0)
+    else:
+        low = tl.load(codes + here)
+    if PLAIN:
+        return low
+    there = at + tl.max_contiguous((index + (N + 1)) % (2 * QUARTER), [1, 1, 1, 1])
+    if MASKED:
+        high = tl.load(codes + there, mask=mask, other=0)
+    else:
+        high = tl.load(codes + there)
+    # Two shifts: by 32 at once would be undefined when the shift is 0.
+    return (low >> shift) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
+def _value(v0, v1, v2, v3, table, C: tl.constexpr, QUARTER: tl.constexpr, DOT4: tl.constexpr):
+    """The value of column C of a row, times a unit and plus a centre where it is computed."""
+    O: tl.constexpr = ((C + 1) * QUARTER) // 4
+    S: tl.constexpr = O % 32
+    low = v0 if O < 32 else (v1 if O < 64 else (v2 if O < 96 else v3))
+    state = low >> S
+    if S > 16:
+        high = v1 if O < 32 else (v2 if O < 64 else v3)
+        state = state | (high << (32 - S))
+    state = state & 0xFFFF
+    if QUARTER <= 12:
+        product = state * 0xA7491E23
+        if DOT4 == 1:
+            bits = tl.inline_asm_elementwise(
+                "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [product, 0xFFFFFFFF, 0x3F800000], tl.uint32, True, 1
+            )
+        elif DOT4 == 2:
+            bits = tl.inline_asm_elementwise(
+                "v_dot4_u32_u8 $0, $1, $2, $3", "=v,v,v,v", [product, 0xFFFFFFFF, 0x3F800000], tl.uint32, True, 1
+            )
+        else:
+            two = (product & 0x00FF00FF) + ((product >> 8) & 0x00FF00FF)
+            bits = ((two + (two >> 16)) & 0x7FF) * 255 + 0x3F800000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tl.load(table + (((state * 25115) & 0xFFFF) >> 4)).to(tl.float32)
+
+
+@triton.jit
+def _row_bits(codes, at, r, QUARTER: tl.constexpr, mask, MASKED: tl.constexpr):
+    """The 16 bits before a row of a tile and its 4 q, in up to four words. at: the tile's first word; r: row of the tile."""
+    BASE_FIXED: tl.constexpr = (4 * QUARTER) % 32 == 0  # every row begins at the same place of a word
+    start = r * (4 * QUARTER) + (64 * QUARTER - 16)
+    index = start // 32
+    if BASE_FIXED:
+        shift = 16
+    else:
+        shift = (start % 32).to(tl.uint32)
+    SPAN: tl.constexpr = 16 + 4 * QUARTER
+    v0 = _aligned(codes, at, index, shift, 0, QUARTER, False, mask, MASKED)
+    v1 = v0
+    v2 = v0
+    v3 = v0
+    if SPAN > 32:
+        v1 = _aligned(codes, at, index, shift, 1, QUARTER, False, mask, MASKED)
+    if SPAN > 64:
+        v2 = _aligned(codes, at, index, shift, 2, QUARTER, False, mask, MASKED)
+    if SPAN > 96:
+        v3 = _aligned(codes, at, index, shift, 3, QUARTER, False, mask, MASKED)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def trellis_gemv_kernel(
+    x,  # f32 [batch, 16, across]
+    codes,  # u32: the section
+    scale,  # f32 [rows of the matrix]
+    members,  # i32 [rows]: the matrix's row of each row of the section
+    table,  # f16 [4096]
+    y,  # [batch, rows of the matrix], or f32 [SPLIT, ...]
+    rows,  # of the section
+    out_rows,  # of the matrix
+    across,
+    batch,
+    QUARTER: tl.constexpr,
+    UNIT: tl.constexpr,
+    CENTRE: tl.constexpr,
+    DOT4: tl.constexpr,
+    SECTIONED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    RT: tl.constexpr,
+    CT: tl.constexpr,
+    B: tl.constexpr,
+):
+    """y += for RT rows of tiles; a thread has the same row and columns in each of them, so that they share activations."""
+    r = tl.arange(0, 16)[:, None, None, None]
+    lane = tl.arange(0, CT)[None, :, None, None]
+    down = (tl.program_id(0) * RT + tl.arange(0, RT))[None, None, :, None]
+    b = tl.arange(0, B)[None, None, None, :]
+    acc = tl.zeros([16, CT, RT, B], tl.float32)
+    ones = tl.zeros([16, CT, 1, B], tl.float32)
+    each = tl.cdiv(tl.cdiv(across, CT), SPLIT) * CT
+    first = tl.program_id(1) * each
+    for start in range(first, tl.minimum(first + each, across), CT):
+        ct = start + lane + tl.zeros([16, 1, 1, 1], tl.int32)
+        at = (down * across + ct) * (2 * QUARTER)
+        inside = (ct < across) & (down * 16 < rows)
+        v0, v1, v2, v3 = _row_bits(codes, at, r, QUARTER, inside, not EVEN)
+        for c in tl.static_range(16):
+            at_x = tl.max_contiguous((b * 16 + c) * across + ct, [1, 1, 1, 1])
+            if EVEN and B == 1:
+                some = tl.load(x + at_x)
+            else:
+                some = tl.load(x + at_x, mask=(ct < across) & (b < batch), other=0.0)
+            if QUARTER <= 12:
+                ones += some
+            acc += _value(v0, v1, v2, v3, table, c, QUARTER, DOT4) * some
+    if QUARTER <= 12:
+        acc -= ones * CENTRE
+    out = tl.sum(acc, axis=1) * UNIT
+    row = (tl.program_id(0) * RT + tl.arange(0, RT))[None, :, None] * 16 + tl.arange(0, 16)[:, None, None]
+    line = tl.arange(0, B)[None, None, :]
+    ok = (row < rows) & (line < batch)
+    if SECTIONED:
+        row = tl.load(members + row, mask=row < rows, other=0)
+    out *= tl.load(scale + row, mask=row < out_rows, other=0.0)
+    place = (tl.program_id(1) * batch + line) * out_rows + row
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def trellis_decode_kernel(
+    ids,  # i64 [count]
+    codes,  # u32: the section
+    scale,  # f32 [rows]
+    place,  # i32 [rows]: the row of the section, -1 for rows of another one
+    table,  # f16 [4096]
+    y,  # [count, cols]
+    first,
+    count,
+    rows,
+    cols,
+    across,
+    QUARTER: tl.constexpr,
+    UNIT: tl.constexpr,
+    CENTRE: tl.constexpr,
+    DOT4: tl.constexpr,
+    SECTIONED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    BN: tl.constexpr,
+    CT: tl.constexpr,
+):
+    """Rows of W: y[i] = W[ids[i]], or W[first + i]. Ids out of range give rows of NaN."""
+    at = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None, None, None]
+    ct = (tl.program_id(1) * CT + tl.arange(0, CT))[None, :, None, None]
+    wanted = at < count
+    if INDEXED:
+        row = tl.load(ids + at, mask=wanted, other=0).to(tl.int32)
+    else:
+        row = first + at
+    known = (row >= 0) & (row < rows)
+    row = tl.where(known & wanted, row, 0)
+    factor = tl.load(scale + row) * UNIT
+    if not SECTIONED:
+        factor = tl.where(known, factor, float("nan"))
+    local = row
+    if SECTIONED:
+        local = tl.load(place + row)
+        wanted = wanted & known & (local >= 0)
+    local = tl.maximum(local, 0)
+    inside = (ct < across) & wanted
+    tile = ((local // 16) * across + ct) * (2 * QUARTER)
+    v0, v1, v2, v3 = _row_bits(codes, tile, local % 16, QUARTER, inside, True)
+    for c in tl.static_range(16):
+        value = _value(v0, v1, v2, v3, table, c, QUARTER, DOT4)
+        if QUARTER <= 12:
+            value -= CENTRE
+        k = ct * 16 + c
+        out = y + at.to(tl.int64) * cols + k
+        tl.store(out, (value * factor).to(y.dtype.element_ty), mask=inside & (k < cols))
+
+
+@dataclass(frozen=True)
+class Section:
+    """codes: i32 words; members: i32 [rows] of the matrix; place: i32 [rows of the matrix], -1 where it is another's."""
+
+    codes: Tensor
+    quarter_bits: int
+    rows: int
+    members: Tensor | None
+    place: Tensor | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    sections: tuple[Section, ...]
+    scales: Tensor
+    table: Tensor
+    rows: int
+    cols: int
+
+    @property
+    def across(self) -> int:
+        return trellis.tiles(self.cols)
+
+
+@per_encoded
+def prepare(encoded: EncodedTensor) -> Prepared:
+    """What the kernels need of a trellis leaf [out, in]; the codes stay where they are."""
+    params, arrays = encoded.tree.params, dict(encoded.arrays)
+    rows, cols = matrix_shape(encoded.shape, params.lead)
+    sections = []
+    for codes, quarter_bits, members in trellis.sections(params, arrays, rows, cols):
+        place = None
+        if params.rows:
+            place = torch.full((rows,), -1, dtype=torch.int32, device=codes.device)
+            place[members] = torch.arange(len(members), dtype=torch.int32, device=codes.device)
+        words = codes.reshape(-1).view(torch.int32) if codes.data_ptr() % 4 == 0 else codes.clone().view(torch.int32)
+        sections.append(
+            Section(words, quarter_bits, len(members), members.to(torch.int32) if params.rows else None, place)
+        )
+    scales = trellis.read_scales(params, arrays)
+    return Prepared(tuple(sections), scales, _table().to(scales.device), rows, cols)
+
+
+def dot4_of(arch: str) -> int:
+    """How the four bytes of a word are summed: 1 PTX, 2 AMD's instruction, 0 plain integer arithmetic (the interpreter)."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    return 1 if arch.startswith("sm_") else 2
+
+
+def trellis_specs(
+    rows: int,
+    out_rows: int,
+    cols: int,
+    quarter_bits: int,
+    sectioned: bool,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    tile: dict[str, int] | None = None,
+) -> list[KernelSpec]:
+    """The launches for one section: the product and, when the columns are split, the sum of its parts.
+
+    Sections write to the same result, so a matrix of several is never split.
+    """
+    across, down = trellis.tiles(cols), trellis.tiles(rows)
+    b = triton.next_power_of_2(batch)
+    chosen = {"RT": 4 if b <= 2 else (2 if b == 4 else 1), "CT": 8, "WARPS": 4, "SPLIT": 1}
+    if not sectioned:
+        while triton.cdiv(down, chosen["RT"]) * chosen["SPLIT"] < 528 and across >= 16 * chosen["SPLIT"] * chosen["CT"]:
+            chosen["SPLIT"] *= 2
+    chosen |= tile or {}
+    computed = quarter_bits <= 12
+    split = chosen["SPLIT"]
+    even = across % chosen["CT"] == 0 and down % chosen["RT"] == 0
+    constants = {
+        "QUARTER": quarter_bits,
+        "UNIT": _UNIT if computed else 1.0,
+        "CENTRE": _CENTRE,
+        "DOT4": dot4_of(arch),
+        "SECTIONED": sectioned,
+        "SPLIT": split,
+        "EVEN": even,
+        "RT": chosen["RT"],
+        "CT": chosen["CT"],
+        "B": b,
+    }
+    integers = {"rows": rows, "out_rows": out_rows, "across": across, "batch": batch}
+    product = KernelSpec(
+        name=f"trellis{quarter_bits}_{pointer_type(dtype)[1:]}_b{b}r{chosen['RT']}c{chosen['CT']}x{split}"
+        + ("e" if even else "")
+        + ("s" if sectioned else ""),
+        fn=trellis_gemv_kernel,
+        signature={
+            "x": "*fp32",
+            "codes": "*u32",
+            "scale": "*fp32",
+            "members": "*i32",
+            "table": "*fp16",
+            "y": "*fp32" if split > 1 else pointer_type(dtype),
+            **dict.fromkeys(integers, "i32"),
+        },
+        constants=constants,
+        divisible=("x", "scale", "members", "table", "y")
+        + tuple(name for name, size in integers.items() if size % 16 == 0),
+        num_warps=chosen["WARPS"],
+        num_stages=1,
+        batch=batch,
+        kind="trellis_gemv",
+        grid=(triton.cdiv(down, chosen["RT"]), split, 1),
+    )
+    return [product] if split == 1 else [product, sum_spec(batch * out_rows, split, dtype)]
+
+
+def trellis_gemv(x: Tensor, prepared: Prepared, dtype: torch.dtype, arch: str, tile: dict[str, int] | None = None) -> Tensor:
+    """x f32 [batch, 16, across] -> y [batch, rows] of `dtype`. batch: at most LARGEST_BATCH."""
+    batch = len(x)
+    y = torch.empty(batch, prepared.rows, dtype=dtype, device=x.device)
+    for s in prepared.sections:
+        sectioned = s.members is not None
+        specs = trellis_specs(s.rows, prepared.rows, prepared.cols, s.quarter_bits, sectioned, batch, dtype, arch, tile)
+        out = y
+        if len(specs) > 1:
+            out = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+        members = prepared.scales if s.members is None else s.members
+        sizes = (s.rows, prepared.rows, prepared.across, batch)
+        launch(specs[0], x, s.codes.view(torch.uint32), prepared.scales, members, prepared.table, out, *sizes)
+        if len(specs) > 1:
+            launch(specs[1], out, y, y.numel())
+    return y
+
+
+def trellis_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype, arch: str) -> Tensor:
+    """decode(W)[rows] as `dtype`, [n, cols]. rows: a slice with start and stop, or int64 [n] on the device."""
+    indexed = isinstance(rows, Tensor)
+    first, count = (0, len(rows)) if isinstance(rows, Tensor) else (rows.start, rows.stop - rows.start)
+    y = torch.empty(count, prepared.cols, dtype=dtype, device=prepared.scales.device)
+    if indexed and len(prepared.sections) > 1:
+        y.fill_(float("nan"))
+    for s in prepared.sections if count else ():
+        spec = trellis_decode_spec(prepared, s.quarter_bits, s.place is not None, count, dtype, indexed, arch)
+        ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.scales
+        place = prepared.scales if s.place is None else s.place
+        sizes = (first, count, prepared.rows, prepared.cols, prepared.across)
+        launch(spec, ids, s.codes.view(torch.uint32), prepared.scales, place, prepared.table, y, *sizes)
+    return y
+
+
+def trellis_decode_spec(
+    prepared: Prepared, quarter_bits: int, sectioned: bool, count: int, dtype: torch.dtype, indexed: bool, arch: str
+) -> KernelSpec:
+    """The launch that decodes `count` rows as far as they lie in a section of this rate."""
+    bn, ct = min(16, triton.next_power_of_2(count)), 8
+    integers = {"count": count, "rows": prepared.rows, "cols": prepared.cols, "across": prepared.across}
+    return KernelSpec(
+        name=f"trellis{quarter_bits}_{'embed' if indexed else 'decode'}_{pointer_type(dtype)[1:]}_{bn}"
+        + ("s" if sectioned else ""),
+        fn=trellis_decode_kernel,
+        signature={
+            "ids": "*i64",
+            "codes": "*u32",
+            "scale": "*fp32",
+            "place": "*i32",
+            "table": "*fp16",
+            "y": pointer_type(dtype),
+            "first": "i32",
+            **dict.fromkeys(integers, "i32"),
+        },
+        constants={
+            "QUARTER": quarter_bits,
+            "UNIT": _UNIT if quarter_bits <= 12 else 1.0,
+            "CENTRE": _CENTRE,
+            "DOT4": dot4_of(arch),
+            "SECTIONED": sectioned,
+            "INDEXED": indexed,
+            "BN": bn,
+            "CT": ct,
+        },
+        divisible=("scale", "place", "table", "y"),
+        num_warps=4,
+        num_stages=1,
+        batch=count,
+        kind="trellis_embed" if indexed else "trellis_decode",
+        grid=(triton.cdiv(count, bn), triton.cdiv(prepared.across, ct), 1),
+    )
+
+
+def _table() -> Tensor:
+    """f16 [4096]: the levels above 3 bits by the top bits of the multiplied state."""
+    states = torch.arange(1 << trellis.STATE_BITS)
+    place = ((states * 25115) & 0xFFFF) >> 4
+    table = torch.empty(4096)
+    table[place] = trellis.codebook(13)
+    return table.half()
