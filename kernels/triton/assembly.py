@@ -35,6 +35,9 @@ class Counts:
     barriers: int = 0
     scratch: int = 0
     is_loop: bool = False
+    streams: tuple[
+        Mapping[int, int], ...
+    ] = ()  # `loads` by array, where AMD's buffer descriptors tell arrays apart
 
     @property
     def load_bytes(self) -> int:
@@ -58,6 +61,7 @@ _AMD_LOAD = re.compile(
     r"^(?:global|buffer|flat)_load_(?:lds_)?(?:(?:d16_|tfe_)*)"
     r"(dwordx4|dwordx3|dwordx2|dword|b128|b96|b64|b32|short|ushort|ubyte|sbyte|[bui]16|[bui]8)"
 )
+_DESCRIPTOR = re.compile(r"s\[\d+:\d+\]")
 _AMD_WIDTHS = {
     "dwordx4": 16,
     "b128": 16,
@@ -153,11 +157,16 @@ def _count(body: list[Instruction], is_loop: bool) -> Counts:
     loads: Counter[int] = Counter()
     local: Counter[int] = Counter()
     matrix: Counter[str] = Counter()
+    streams: dict[str, Counter[int]] = {}
     for instruction in body:
         kind, width = _classify(instruction)
         kinds[kind] += 1
         if kind == "load":
             loads[width] += 1
+            if instruction.mnemonic.startswith("buffer_") and (
+                base := _DESCRIPTOR.search(instruction.operands)
+            ):
+                streams.setdefault(base.group(0), Counter())[width] += 1
         elif kind == "local":
             local[width] += 1
         elif kind == "matrix":
@@ -174,6 +183,7 @@ def _count(body: list[Instruction], is_loop: bool) -> Counts:
         barriers=kinds["barrier"],
         scratch=kinds["scratch"],
         is_loop=is_loop,
+        streams=tuple(dict(sorted(found.items())) for _, found in sorted(streams.items())),
     )
 
 

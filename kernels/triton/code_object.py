@@ -106,11 +106,12 @@ def emulated(ttir: str, row: Architecture) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a kernel promises. weights: of a workgroup's loop iteration, None when not stated."""
+    """What a kernel promises of its loop. weights, weight_bytes: of a workgroup's iteration; None when not known."""
 
-    matrix: bool = False  # a matrix product: matrix instructions in its loop
-    wide_loads: bool = True  # its weights come in loads of 16 bytes
+    matrix: bool = False  # a matrix product: matrix instructions
+    wide_loads: bool = True  # the weights come in loads of 16 bytes
     weights: float | None = None
+    weight_bytes: float | None = None
     vector_per_weight: float | None = None  # at most
 
 
@@ -130,13 +131,28 @@ def misses(report: CodeReport, expected: Expected) -> list[str]:
         found.append(f"emulates {', '.join(report.emulated)}")
     if expected.matrix and not loop.matrix:
         found.append("no matrix instruction in its loop")
-    if expected.wide_loads and not any(width >= 16 for width in loop.loads):
-        widest = max(loop.loads, default=0)
-        found.append(f"no load of 16 bytes in its loop; the widest has {widest}")
+    if expected.wide_loads and (narrow := _narrow_weights(report, expected)):
+        found.append(narrow)
     if expected.vector_per_weight is not None and expected.weights:
         measured = report.vector_per_weight(expected.weights)
         if measured > expected.vector_per_weight:
-            found.append(
-                f"{measured:.2f} vector instructions for each weight; at most {expected.vector_per_weight:g}"
-            )
+            most = expected.vector_per_weight
+            found.append(f"{measured:.2f} vector instructions for each weight; at most {most:g}")
     return found
+
+
+def _narrow_weights(report: CodeReport, expected: Expected) -> str:
+    """Why the weights cannot all come in loads of 16 bytes; empty when they can."""
+    loop, lanes = report.loop, architecture(report.target).wave * report.waves
+    wide = 16 * lanes * sum(count for width, count in loop.loads.items() if width >= 16)
+    if not wide:
+        return f"no load of 16 bytes in its loop; the widest has {max(loop.loads, default=0)}"
+    if expected.weight_bytes is None:
+        return ""
+    if wide < expected.weight_bytes:
+        return f"{wide} bytes of an iteration come in loads of 16 bytes; its weights have {expected.weight_bytes:g}"
+    # Wide loads may all be those of the activations. AMD's buffer descriptors tell arrays apart.
+    whole = [s for s in loop.streams if lanes * sum(w * n for w, n in s.items()) >= expected.weight_bytes]
+    if loop.streams and whole and not any(min(s) >= 16 for s in whole):
+        return f"no array of {expected.weight_bytes:g} bytes an iteration comes in loads of 16 bytes alone"
+    return ""
