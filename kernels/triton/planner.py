@@ -220,6 +220,7 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
     splits = [s for s in (1, 2, 4, 8, 16) if s == 1 or p.k // s >= 512]
     depths = [b for b in (32, 64, 128, 256, 512, 1024) if b <= max(32, p.k)]
     if p.m <= VECTOR_ROWS:
+        yield Tiling("output", False, p.m, 1, 256, 1, 1, 1)  # always possible: for matrices of a few numbers
         for block_n, block_k, split, waves, stage in product(
             (1, 2, 4, 8, 16, 32, 64), depths, splits, (1, 2, 4, 8), (1, 2)
         ):
