@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.gemm import codes_at, numbers32
-from nstf.kernels.triton.gemv import launch, layout_name, leaf_arguments, scale_type, scale_value
+from nstf.kernels.triton.gemv import even_sizes, launch, layout_name, leaf_arguments, scale_type, scale_value
 from nstf.kernels.triton.packed import LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -135,8 +135,7 @@ def decode_spec(layout: Layout, count: int, dtype: torch.dtype, indexed: bool) -
             **dict.fromkeys(integers, "i32"),
         },
         constants=constants,
-        divisible=("words", "scale", "zeros", "row_scale", "table", "y")
-        + tuple(name for name, size in integers.items() if size % 16 == 0),
+        divisible=("words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=4,
         num_stages=1,
         batch=count,

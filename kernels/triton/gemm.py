@@ -50,7 +50,9 @@ def codes_at(w0, w1, w2, J: tl.constexpr, PLANES: tl.constexpr, SHIFTS: tl.const
 
 
 @triton.jit
-def numbers32(code, table, zero, MODE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr):
+def numbers32(
+    code, table, zero, MODE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr
+):
     """Codes as the float32 they stand for, without their scale."""
     if MODE == 0:
         # Bits of 2^23 around a small integer: no conversion instruction, and exact.
@@ -254,9 +256,16 @@ def sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gemm_specs(
-    layout: Layout, batch: int, dtype: torch.dtype, arch: str, tile: dict[str, int] | None = None
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    tile: dict[str, int] | None = None,
+    out: torch.dtype | None = None,
 ) -> list[KernelSpec]:
-    """The launches for X [batch, cols]: the product and, when the columns are split, the sum. `tile` overrides the choice."""
+    """The launches for X [batch, cols]: the product and, when the columns are split, the sum. `tile` overrides the choice; `out`: Y's
+    dtype (X's when None)."""
+    out = out or dtype
     chosen = _tile(layout, batch, arch) | (tile or {})
     bm, bn, split = chosen["BM"], chosen["BN"], chosen["SPLIT"]
     narrow = min(b for b, _ in layout.planes)
@@ -268,9 +277,18 @@ def gemm_specs(
     exact = layout.bits <= (7 if dtype == torch.bfloat16 else 8)
     scaled_first = bool(chosen["SCALE_WEIGHTS"]) and not layout.whole and uniform
     wide = dtype == torch.bfloat16 and triton.knobs.runtime.interpret
-    pairs = half and not wide and uniform and (layout.mode == INTEGER and exact or layout.mode == FLOAT and not scaled_first)
+    pairs = (
+        half
+        and not wide
+        and uniform
+        and (layout.mode == INTEGER and exact or layout.mode == FLOAT and not scaled_first)
+    )
     # Floats made in pairs keep the exponent bias of their code.
-    after = 2.0 ** ((15 if dtype == torch.float16 else 127) - layout.bias) if pairs and layout.mode == FLOAT else 1.0
+    after = (
+        2.0 ** ((15 if dtype == torch.float16 else 127) - layout.bias)
+        if pairs and layout.mode == FLOAT
+        else 1.0
+    )
     even = layout.cols == layout.padded
     constants = {
         "PLANES": tuple(b for b, _ in layout.planes),
@@ -297,7 +315,8 @@ def gemm_specs(
     name = f"{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
     flags = ("e" if even else "") + ("s" if scaled_first else "") + ("l" if chosen["SWAP"] else "")
     product = KernelSpec(
-        name=f"gemm_{name}_{bm}x{bn}x{split}w{chosen['WARPS']}p{chosen['STAGES']}{flags}",
+        name=f"gemm_{name}_{bm}x{bn}x{split}w{chosen['WARPS']}p{chosen['STAGES']}{flags}"
+        + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
         fn=gemm_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -306,7 +325,7 @@ def gemm_specs(
             "zeros": "*u8",
             "row_scale": "*fp32",
             "table": "*fp16",
-            "y": "*fp32" if split > 1 else pointer_type(dtype),
+            "y": "*fp32" if split > 1 else pointer_type(out),
             "batch": "i32",
             "rows": "i32",
             "cols": "i32",
@@ -320,7 +339,7 @@ def gemm_specs(
         kind="gemm",
         grid=(triton.cdiv(layout.rows, bn), triton.cdiv(batch, bm), split),
     )
-    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, dtype)]
+    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out)]
 
 
 def sum_spec(size: int, split: int, dtype: torch.dtype) -> KernelSpec:
@@ -338,16 +357,16 @@ def sum_spec(size: int, split: int, dtype: torch.dtype) -> KernelSpec:
     )
 
 
-def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec]) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] in x's dtype."""
+def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
     layout, batch = packed.layout, len(x)
-    y = torch.empty(batch, layout.rows, dtype=x.dtype, device=x.device)
-    out = y
+    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
+    parts = y
     if len(specs) > 1:
-        out = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    launch(specs[0], x, *leaf_arguments(packed), out, batch, layout.rows, layout.cols, layout.padded)
+        parts = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+    launch(specs[0], x, *leaf_arguments(packed), parts, batch, layout.rows, layout.cols, layout.padded)
     if len(specs) > 1:
-        launch(specs[1], out, y, y.numel())
+        launch(specs[1], parts, y, y.numel())
     return y
 
 

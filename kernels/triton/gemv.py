@@ -21,7 +21,9 @@ ONE = 0x3F800000
 
 
 @triton.jit
-def _field(w, table, one, OFFSET: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr):
+def _field(
+    w, table, one, OFFSET: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr
+):
     """The float32 that a field of a word makes, times what `_factor` undoes, plus 1 in mode 0."""
     if MODE == 0:
         # The byte moves to bits 15..22, the top of the mantissa.
@@ -248,8 +250,19 @@ def lanes_of(arch: str) -> int:
     return 64 if arch.startswith("gfx9") else 32
 
 
-def gemv_spec(layout: Layout, dtype: torch.dtype, arch: str, warps: int = 0, rows: int = 0) -> KernelSpec:
-    """The launch for x [cols] of `dtype` times this matrix; `warps` and `rows` of a program override the choice."""
+def gemv_spec(
+    layout: Layout,
+    dtype: torch.dtype,
+    arch: str,
+    out: torch.dtype | None = None,
+    warps: int = 0,
+    rows: int = 0,
+) -> KernelSpec:
+    """The launch for x [cols] of `dtype` times this matrix, to y of `out` (x's dtype when None).
+
+    `warps` and `rows` of a program override the choice.
+    """
+    out = out or dtype
     lanes = lanes_of(arch)
     quads_of_row = layout.padded * max(b for b, _ in layout.planes) // 128
     if not warps:
@@ -277,6 +290,7 @@ def gemv_spec(layout: Layout, dtype: torch.dtype, arch: str, warps: int = 0, row
     }
     return KernelSpec(
         name=f"gemv_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}_r{rows}w{warps}"
+        + (f"_{pointer_type(out)[1:]}" if out != dtype else "")
         + ("e" if even else ""),
         fn=gemv_kernel,
         signature={
@@ -286,7 +300,7 @@ def gemv_spec(layout: Layout, dtype: torch.dtype, arch: str, warps: int = 0, row
             "zeros": "*u8",
             "row_scale": "*fp32",
             "table": "*fp16",
-            "y": pointer_type(dtype),
+            "y": pointer_type(out),
             "rows": "i32",
             "cols": "i32",
             "padded": "i32",
@@ -301,10 +315,10 @@ def gemv_spec(layout: Layout, dtype: torch.dtype, arch: str, warps: int = 0, row
     )
 
 
-def gemv(x: Tensor, packed: Packed, spec: KernelSpec) -> Tensor:
-    """x [1, cols] -> y [1, rows] in x's dtype."""
+def gemv(x: Tensor, packed: Packed, spec: KernelSpec, out: torch.dtype | None = None) -> Tensor:
+    """x [1, cols] -> y [1, rows] of `out` (x's dtype when None), as the spec was made for."""
     layout = packed.layout
-    y = torch.empty(1, layout.rows, dtype=x.dtype, device=x.device)
+    y = torch.empty(1, layout.rows, dtype=out or x.dtype, device=x.device)
     launch(spec, x, *leaf_arguments(packed), y, layout.rows, layout.cols, layout.padded, ONE)
     return y
 

@@ -128,7 +128,9 @@ def layout_of(encoded: EncodedTensor) -> Layout | None:
     if kind == "grid":
         return Layout(rows, cols, 4, group, TABLE, scales)
     bias = 8 if params.variant == "e4m3fnuz" else 7
-    return Layout(rows, cols, 8, group, FLOAT, scales, exponent=4, bias=bias, wide_scales=params.scale_bits == 32)
+    return Layout(
+        rows, cols, 8, group, FLOAT, scales, exponent=4, bias=bias, wide_scales=params.scale_bits == 32
+    )
 
 
 @per_encoded

@@ -49,7 +49,9 @@ def rotate_kernel(
         sign = _signs(at, seed, SIDE)
         if SIDE == 0:
             v *= sign
-        BITS: tl.constexpr = (BLOCK > 1) + (BLOCK > 2) + (BLOCK > 4) + (BLOCK > 8) + (BLOCK > 16) + (BLOCK > 32) + (BLOCK > 64)
+        BITS: tl.constexpr = (
+            (BLOCK > 1) + (BLOCK > 2) + (BLOCK > 4) + (BLOCK > 8) + (BLOCK > 16) + (BLOCK > 32) + (BLOCK > 64)
+        )
         for _ in tl.static_range(BITS):
             # The highest bit of the place in a block is transformed and becomes the lowest; after BITS turns all are back.
             a, b = tl.split(tl.permute(tl.reshape(v, [AT_ONCE // BLOCK, 2, BLOCK // 2]), (0, 2, 1)))
@@ -72,7 +74,13 @@ def rotate_spec(
     return KernelSpec(
         name=name + ("t" if tiled else ""),
         fn=rotate_kernel,
-        signature={"x": pointer_type(inside), "y": pointer_type(out), "size": "i32", "padded": "i32", "seed": "i32"},
+        signature={
+            "x": pointer_type(inside),
+            "y": pointer_type(out),
+            "size": "i32",
+            "padded": "i32",
+            "seed": "i32",
+        },
         constants={
             "BLOCK": block,
             "SIDE": side,

@@ -49,10 +49,9 @@ def specs_for(
 
     arch: `sm_90`, `gfx942`, ... Needs no array: a tree and a shape say everything.
     """
-    if isinstance(tree, EncodedTensor):
-        tree, shape = tree.tree, tree.shape
+    encoded = hollow(tree.tree, tree.shape) if isinstance(tree, EncodedTensor) else hollow(tree, shape)
     linear = importlib.import_module("nstf.kernels.triton.linear")
-    found: list[KernelSpec] = linear.specs(hollow(tree, shape), batch, dtype, arch)
+    found: list[KernelSpec] = linear.specs(encoded, batch, dtype, arch)
     return found
 
 

@@ -33,7 +33,17 @@ LARGEST_BATCH = 8
 
 
 @triton.jit
-def _aligned(codes, at, index, shift, N: tl.constexpr, QUARTER: tl.constexpr, PLAIN: tl.constexpr, mask, MASKED: tl.constexpr):
+def _aligned(
+    codes,
+    at,
+    index,
+    shift,
+    N: tl.constexpr,
+    QUARTER: tl.constexpr,
+    PLAIN: tl.constexpr,
+    mask,
+    MASKED: tl.constexpr,
+):
     """32 bits of a tile from bit 32 (index + N) + shift on; the stream is circular."""
     here = at + tl.max_contiguous((index + N) % (2 * QUARTER), [1, 1, 1, 1])
     if MASKED:
@@ -54,23 +64,33 @@ def _aligned(codes, at, index, shift, N: tl.constexpr, QUARTER: tl.constexpr, PL
 @triton.jit
 def _value(v0, v1, v2, v3, table, C: tl.constexpr, QUARTER: tl.constexpr, DOT4: tl.constexpr):
     """The value of column C of a row, times a unit and plus a centre where it is computed."""
-    O: tl.constexpr = ((C + 1) * QUARTER) // 4
-    S: tl.constexpr = O % 32
-    low = v0 if O < 32 else (v1 if O < 64 else (v2 if O < 96 else v3))
+    FIRST: tl.constexpr = ((C + 1) * QUARTER) // 4
+    S: tl.constexpr = FIRST % 32
+    low = v0 if FIRST < 32 else (v1 if FIRST < 64 else (v2 if FIRST < 96 else v3))
     state = low >> S
     if S > 16:
-        high = v1 if O < 32 else (v2 if O < 64 else v3)
+        high = v1 if FIRST < 32 else (v2 if FIRST < 64 else v3)
         state = state | (high << (32 - S))
     state = state & 0xFFFF
     if QUARTER <= 12:
         product = state * 0xA7491E23
         if DOT4 == 1:
             bits = tl.inline_asm_elementwise(
-                "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [product, 0xFFFFFFFF, 0x3F800000], tl.uint32, True, 1
+                "dp4a.u32.u32 $0, $1, $2, $3;",
+                "=r,r,r,r",
+                [product, 0xFFFFFFFF, 0x3F800000],
+                tl.uint32,
+                True,
+                1,
             )
         elif DOT4 == 2:
             bits = tl.inline_asm_elementwise(
-                "v_dot4_u32_u8 $0, $1, $2, $3", "=v,v,v,v", [product, 0xFFFFFFFF, 0x3F800000], tl.uint32, True, 1
+                "v_dot4_u32_u8 $0, $1, $2, $3",
+                "=v,v,v,v",
+                [product, 0xFFFFFFFF, 0x3F800000],
+                tl.uint32,
+                True,
+                1,
             )
         else:
             two = (product & 0x00FF00FF) + ((product >> 8) & 0x00FF00FF)
@@ -228,6 +248,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Prepared:
+    params: trellis.Params
     sections: tuple[Section, ...]
     scales: Tensor
     table: Tensor
@@ -250,12 +271,18 @@ def prepare(encoded: EncodedTensor) -> Prepared:
         if params.rows:
             place = torch.full((rows,), -1, dtype=torch.int32, device=codes.device)
             place[members] = torch.arange(len(members), dtype=torch.int32, device=codes.device)
-        words = codes.reshape(-1).view(torch.int32) if codes.data_ptr() % 4 == 0 else codes.clone().view(torch.int32)
+        words = (
+            codes.reshape(-1).view(torch.int32)
+            if codes.data_ptr() % 4 == 0
+            else codes.clone().view(torch.int32)
+        )
         sections.append(
-            Section(words, quarter_bits, len(members), members.to(torch.int32) if params.rows else None, place)
+            Section(
+                words, quarter_bits, len(members), members.to(torch.int32) if params.rows else None, place
+            )
         )
     scales = trellis.read_scales(params, arrays)
-    return Prepared(tuple(sections), scales, _table().to(scales.device), rows, cols)
+    return Prepared(params, tuple(sections), scales, _table().to(scales.device), rows, cols)
 
 
 def dot4_of(arch: str) -> int:
@@ -284,7 +311,10 @@ def trellis_specs(
     b = triton.next_power_of_2(batch)
     chosen = {"RT": 4 if b <= 2 else (2 if b == 4 else 1), "CT": 8, "WARPS": 4, "SPLIT": 1}
     if not sectioned:
-        while triton.cdiv(down, chosen["RT"]) * chosen["SPLIT"] < 528 and across >= 16 * chosen["SPLIT"] * chosen["CT"]:
+        while (
+            triton.cdiv(down, chosen["RT"]) * chosen["SPLIT"] < 528
+            and across >= 16 * chosen["SPLIT"] * chosen["CT"]
+        ):
             chosen["SPLIT"] *= 2
     chosen |= tile or {}
     computed = quarter_bits <= 12
@@ -318,8 +348,14 @@ def trellis_specs(
             **dict.fromkeys(integers, "i32"),
         },
         constants=constants,
-        divisible=("x", "scale", "members", "table", "y")
-        + tuple(name for name, size in integers.items() if size % 16 == 0),
+        divisible=(
+            "x",
+            "scale",
+            "members",
+            "table",
+            "y",
+            *(n for n, size in integers.items() if size % 16 == 0),
+        ),
         num_warps=chosen["WARPS"],
         num_stages=1,
         batch=batch,
@@ -329,13 +365,17 @@ def trellis_specs(
     return [product] if split == 1 else [product, sum_spec(batch * out_rows, split, dtype)]
 
 
-def trellis_gemv(x: Tensor, prepared: Prepared, dtype: torch.dtype, arch: str, tile: dict[str, int] | None = None) -> Tensor:
+def trellis_gemv(
+    x: Tensor, prepared: Prepared, dtype: torch.dtype, arch: str, tile: dict[str, int] | None = None
+) -> Tensor:
     """x f32 [batch, 16, across] -> y [batch, rows] of `dtype`. batch: at most LARGEST_BATCH."""
     batch = len(x)
     y = torch.empty(batch, prepared.rows, dtype=dtype, device=x.device)
     for s in prepared.sections:
         sectioned = s.members is not None
-        specs = trellis_specs(s.rows, prepared.rows, prepared.cols, s.quarter_bits, sectioned, batch, dtype, arch, tile)
+        specs = trellis_specs(
+            s.rows, prepared.rows, prepared.cols, s.quarter_bits, sectioned, batch, dtype, arch, tile
+        )
         out = y
         if len(specs) > 1:
             out = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
@@ -354,52 +394,59 @@ def trellis_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype, a
     y = torch.empty(count, prepared.cols, dtype=dtype, device=prepared.scales.device)
     if indexed and len(prepared.sections) > 1:
         y.fill_(float("nan"))
-    for s in prepared.sections if count else ():
-        spec = trellis_decode_spec(prepared, s.quarter_bits, s.place is not None, count, dtype, indexed, arch)
-        ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.scales
+    if count == 0:
+        return y
+    specs = trellis_decode_specs(prepared.params, prepared.rows, prepared.cols, count, dtype, indexed, arch)
+    ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.scales
+    for s, spec in zip(prepared.sections, specs, strict=True):
         place = prepared.scales if s.place is None else s.place
         sizes = (first, count, prepared.rows, prepared.cols, prepared.across)
         launch(spec, ids, s.codes.view(torch.uint32), prepared.scales, place, prepared.table, y, *sizes)
     return y
 
 
-def trellis_decode_spec(
-    prepared: Prepared, quarter_bits: int, sectioned: bool, count: int, dtype: torch.dtype, indexed: bool, arch: str
-) -> KernelSpec:
-    """The launch that decodes `count` rows as far as they lie in a section of this rate."""
+def trellis_decode_specs(
+    params: trellis.Params, rows: int, cols: int, count: int, dtype: torch.dtype, indexed: bool, arch: str
+) -> list[KernelSpec]:
+    """The launches that decode `count` rows: one for each section, which writes those that lie in it."""
     bn, ct = min(16, triton.next_power_of_2(count)), 8
-    integers = {"count": count, "rows": prepared.rows, "cols": prepared.cols, "across": prepared.across}
-    return KernelSpec(
-        name=f"trellis{quarter_bits}_{'embed' if indexed else 'decode'}_{pointer_type(dtype)[1:]}_{bn}"
-        + ("s" if sectioned else ""),
-        fn=trellis_decode_kernel,
-        signature={
-            "ids": "*i64",
-            "codes": "*u32",
-            "scale": "*fp32",
-            "place": "*i32",
-            "table": "*fp16",
-            "y": pointer_type(dtype),
-            "first": "i32",
-            **dict.fromkeys(integers, "i32"),
-        },
-        constants={
-            "QUARTER": quarter_bits,
-            "UNIT": _UNIT if quarter_bits <= 12 else 1.0,
-            "CENTRE": _CENTRE,
-            "DOT4": dot4_of(arch),
-            "SECTIONED": sectioned,
-            "INDEXED": indexed,
-            "BN": bn,
-            "CT": ct,
-        },
-        divisible=("scale", "place", "table", "y"),
-        num_warps=4,
-        num_stages=1,
-        batch=count,
-        kind="trellis_embed" if indexed else "trellis_decode",
-        grid=(triton.cdiv(count, bn), triton.cdiv(prepared.across, ct), 1),
-    )
+    across = trellis.tiles(cols)
+    integers = {"count": count, "rows": rows, "cols": cols, "across": across}
+    sectioned = bool(params.rows)
+    what = "embed" if indexed else "decode"
+    return [
+        KernelSpec(
+            name=f"trellis{q}_{what}_{pointer_type(dtype)[1:]}_{bn}" + ("s" if sectioned else ""),
+            fn=trellis_decode_kernel,
+            signature={
+                "ids": "*i64",
+                "codes": "*u32",
+                "scale": "*fp32",
+                "place": "*i32",
+                "table": "*fp16",
+                "y": pointer_type(dtype),
+                "first": "i32",
+                **dict.fromkeys(integers, "i32"),
+            },
+            constants={
+                "QUARTER": q,
+                "UNIT": _UNIT if q <= 12 else 1.0,
+                "CENTRE": _CENTRE,
+                "DOT4": dot4_of(arch),
+                "SECTIONED": sectioned,
+                "INDEXED": indexed,
+                "BN": bn,
+                "CT": ct,
+            },
+            divisible=("scale", "place", "table", "y"),
+            num_warps=4,
+            num_stages=1,
+            batch=count,
+            kind=f"trellis_{what}",
+            grid=(triton.cdiv(count, bn), triton.cdiv(across, ct), 1),
+        )
+        for q in params.quarter_bits
+    ]
 
 
 def _table() -> Tensor:
