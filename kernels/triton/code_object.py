@@ -90,7 +90,7 @@ def inspect(asm: Mapping[str, Any], metadata: Mapping[str, Any], target: str) ->
     )
 
 
-_FP8 = re.compile(r"\bf8E\w+")
+_FP8 = re.compile(r"f8E\d\w*")
 
 
 def emulated(ttir: str, row: Architecture) -> tuple[str, ...]:
