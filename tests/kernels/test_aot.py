@@ -227,6 +227,15 @@ def test_the_same_kernels_give_the_same_bytes_and_nothing_of_this_machine(cache:
     assert side.batches == (1, 16) and side.triton == triton.__version__ and len(side.kernels) == 2
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bytes]:
+    """A side file of one kernel."""
+    row = arch.architecture("gfx1100")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield side_file.pack([aot.compile_spec(rows_spec(), row)], row, [1], "float16")
+
+
 def damaged(data: bytes, change: Any) -> bytes:
     (size,) = struct.unpack("<Q", data[:8])
     outer = json.loads(data[8 : 8 + size])
@@ -252,12 +261,10 @@ def damaged(data: bytes, change: Any) -> bytes:
         (lambda h, k: h.pop("target"), CorruptError, "nothing of Triton, target"),
     ],
 )
-def test_a_damaged_side_file_is_refused(cache: Path, change: Any, error: type, message: str) -> None:
-    row = arch.architecture("gfx1100")
-    data = side_file.pack([aot.compile_spec(rows_spec(), row)], row, [1], "float16")
-    side_file.parse(damaged(data, lambda h, k: None), "file")
+def test_a_damaged_side_file_is_refused(whole: bytes, change: Any, error: type, message: str) -> None:
+    side_file.parse(damaged(whole, lambda h, k: None), "file")
     with pytest.raises(error, match=message):
-        side_file.parse(damaged(data, change), "file")
+        side_file.parse(damaged(whole, change), "file")
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, struct.pack("<Q", 2) + b"{}"])
