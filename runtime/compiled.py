@@ -1,6 +1,7 @@
 """Which matrices of an artifact run as GPU kernels, and the side file of kernels compiled ahead for them."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from nstf.kernels.torch.rows import expert
 from nstf.runtime.artifact import Artifact
 
 SUFFIX = ".nstfk"
+
+_log = logging.getLogger("nstf")
 
 
 def matrices(artifact: Artifact) -> Iterator[EncodedTensor]:
@@ -46,3 +49,20 @@ def side_path(artifact: str | os.PathLike[str], target: str) -> Path:
     """`model.gfx942.nstfk` beside `model.nstf`."""
     path = Path(artifact)
     return path.with_name(f"{path.stem}.{target}{SUFFIX}")
+
+
+def use_compiled(artifact: Artifact, path: str | os.PathLike[str]) -> None:
+    """Lets Triton find the kernels of a side file for this artifact. What does not match is compiled as ever.
+
+    The code in the file runs on the GPU with the rights of this process: pass only a file that you made or trust.
+    Raises CorruptError, UnsupportedError (a newer version), UsageError (no such file), NstfError (no Triton).
+    """
+    from nstf.kernels.triton.aot import target_here
+    from nstf.kernels.triton.side_file import install, read
+
+    side = read(path)
+    done = install(side, ((encoded, encoded.shape) for encoded in matrices(artifact)), target_here())
+    if done.reason:
+        _log.warning("%s: its kernels are not used, they are %s", os.fspath(path), done.reason)
+    else:
+        _log.info("%s: %d compiled kernels, %d left to compile", os.fspath(path), done.found, done.missing)

@@ -22,6 +22,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode
 from nstf.kernels.formats.dense import DTYPES
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.compiled import use_compiled
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
@@ -38,12 +39,15 @@ def load(
     dtype: torch.dtype | str | None = None,
     attention: str = "full",
     verify: bool = True,
+    kernels: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
-    artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB).
+    artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). kernels: a file of
+    `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it does not
+    match Triton and GPU, kernels are compiled at their first use.
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -59,6 +63,8 @@ def load(
         _fill(model, artifact, compute)
         _set_generation_config(model, artifact)
         plan = artifact.manifest.attention
+        if kernels is not None:
+            use_compiled(artifact, kernels)
     model.to(device)
     if attention == "planned":
         if not plan:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,12 @@ def generate(
         str, typer.Option(help="full, or planned: as the artifact's attention plan says.")
     ] = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of `nstf compile` for this GPU; its code runs there, so one that you trust."
+        ),
+    ] = None,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -49,7 +56,7 @@ def generate(
     if threads is not None:
         torch.set_num_threads(threads)
     place = options.check_device(device)
-    model: Any = nstf.runtime.load(artifact, device=place, attention=attention)
+    model: Any = nstf.runtime.load(artifact, device=place, attention=attention, kernels=kernels)
     tokenizer = nstf.runtime.load_tokenizer(artifact)
     start = time.monotonic()
     pieces = []
