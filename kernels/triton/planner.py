@@ -26,8 +26,10 @@ CACHE_VERSION = 1
 VECTOR_ROWS, MATRIX_ROWS = 8, 2
 # Registers of a lane that addresses, masks and loop counters take beside tiles: of the kernels compiled here.
 BASE_REGISTERS = 40
-# Above this share of the addressable registers the compiler begins to spill.
-REGISTER_SHARE = 0.9
+# Above this share of the registers that a wave can address, or of 256, compiled tilings began to spill.
+REGISTER_SHARE = 0.81
+# Depth of the pieces in which decoded weights change threads, and in which kept weights meet activations.
+RUN_DEPTH, KEPT_DEPTH = 32, 64
 # Clocks that an iteration of a matrix loop loses at its barriers and waits when no other workgroup fills them. Assumed.
 ITERATION_CLOCKS = 200
 # The share of the lesser times that the greatest does not hide. Assumed; it decides between equals.
@@ -111,29 +113,40 @@ class Prediction:
     bytes_moved: float
 
 
-def lds_bytes(problem: Problem, tiling: Tiling) -> int:
-    """Local memory of a workgroup: decoded weights on their way to the matrix cores, and staged activations."""
+def lds_bytes(problem: Problem, tiling: Tiling, row: Architecture) -> int:
+    """Local memory of a workgroup, as Triton lays out gemm.py (tests compare with what is compiled).
+
+    Activations are staged (AMD keeps one stage in registers); decoded weights stay in registers but for a run that
+    changes threads; the sums change threads once, at the end.
+    """
+    width = problem.activation_bits // 8
     if not tiling.matrix:
         return 4 * tiling.waves * max(tiling.block_m * tiling.block_n, 1)  # the sum over waves
-    width = problem.activation_bits // 8
-    weights = tiling.block_n * tiling.block_k * width
-    staged = tiling.block_m * tiling.block_k * width * max(1, tiling.stages - 1)
-    return weights + staged
+    if tiling.dataflow == "weight":
+        staged = tiling.block_m * KEPT_DEPTH * width
+        return tiling.block_n * tiling.block_k * width + staged * tiling.stages
+    copies = tiling.stages - 1 if row.backend == "hip" else tiling.stages
+    staged = tiling.block_m * tiling.block_k * width * copies + tiling.block_n * RUN_DEPTH * width
+    return max(staged if tiling.stages > 1 else 0, tiling.block_m * tiling.block_n * 2)
 
 
 def registers(problem: Problem, tiling: Tiling, row: Architecture) -> int:
-    """Registers of a lane, roughly: sums, one iteration's operands, raw weights in flight, and the rest."""
+    """Registers of a lane: sums, one iteration's operands, what is in flight, and the rest.
+
+    From compiled tilings of gemm.py: at most a quarter too low, and above the limit for those that spilled.
+    """
     lanes = tiling.waves * row.wave
     sums = tiling.block_m * tiling.block_n / lanes
     # Weights that stay in local memory pass through the registers in pieces.
-    depth = tiling.block_k if tiling.dataflow == "output" else min(tiling.block_k, 64)
+    depth = tiling.block_k if tiling.dataflow == "output" else min(tiling.block_k, KEPT_DEPTH)
     raw = tiling.block_n * depth * problem.bits / 32 / lanes * max(1, tiling.stages - 1)
     width = problem.activation_bits / 32
     if tiling.matrix:
         # RDNA3 keeps each operand twice, once in either half of the wave.
         copies = 2 if row.target.startswith("gfx11") else 1
-        # One step of the matrix instruction's depth at a time, of each of the tile's sides; decoded numbers wait.
         operands = copies * width * depth * (tiling.block_m + tiling.block_n) / lanes
+        if row.backend == "hip" and tiling.stages > 1:
+            raw += width * depth * tiling.block_m / lanes
     else:
         sums = tiling.block_m * max(1.0, tiling.block_n * tiling.block_k / lanes / 8)
         operands = tiling.block_k * (tiling.block_n + tiling.block_m) * width / lanes
@@ -142,7 +155,7 @@ def registers(problem: Problem, tiling: Tiling, row: Architecture) -> int:
 
 def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction | None:
     """The five times of a tiling, or None when it does not fit on the target."""
-    shared, wanted = lds_bytes(problem, tiling), registers(problem, tiling, row)
+    shared, wanted = lds_bytes(problem, tiling, row), registers(problem, tiling, row)
     if wanted > REGISTER_SHARE * min(row.registers_per_wave, 256 if row.wave == 32 else 512):
         return None
     fits = occupancy(row, wanted, shared, tiling.waves)
@@ -181,7 +194,10 @@ def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction |
         local_s = _operand_s(p, t, row, tiles_m * tiles_n, fits.groups_per_unit) / share
     else:
         # Two float16 products an instruction.
-        matrix_s = local_s = 0.0
+        matrix_s = 0.0
+        # Rows of a workgroup share its activations; fewer rows bring them from the cache more often.
+        each = t.block_m * p.activation_bits / 8 + t.block_n * p.bits / 8
+        local_s = tiles_m * tiles_n * p.k * each / (row.units * row.cache_rate * row.clock_hz * share)
         vector_s = (decoded + p.m * p.n * p.k / 2) / (row.vector_rate * share)
     parts = (matrix_s, vector_s, local_s)
     compute_s = max(parts) if fits.waves_per_simd >= OVERLAP_WAVES else sum(parts)
@@ -201,11 +217,12 @@ def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction |
 def _operand_s(p: Problem, t: Tiling, row: Architecture, tiles: int, groups_per_unit: int) -> float:
     """Seconds that all units take to bring the operands of `tiles` tiles over all of k to the matrix cores."""
     width = p.activation_bits / 8
-    # Waves side by side along n read the same rows of activations, those along m the same weights.
+    # Weights go from registers to the matrix cores; waves side by side along n read the same rows of activations.
     along_n = max(1, min(t.waves, t.block_n // 16))
-    along_m = max(1, t.waves // along_n)
-    reads = width * (t.block_m * along_n + t.block_n * along_m)
-    writes = width * (t.block_m + t.block_n)
+    reads = width * t.block_m * along_n
+    writes = width * t.block_m
+    if t.dataflow == "weight":
+        reads += width * t.block_n * max(1, t.waves // along_n)
     from_cache = width * t.block_m + t.block_n * p.bits / 8
     clocks = max((reads + writes) / row.lds_rate, from_cache / row.cache_rate)
     # Workgroups on the same unit hide each other's waits.
@@ -236,6 +253,9 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
     for block_m, block_n, block_k, waves, stage in product(rows, columns, depths, (2, 4, 8), stages):
         if block_k > 256 or block_m * block_n < 16 * 16 * waves // 2:
             continue
+        # Less than 16 bytes of weights a lane would not come in wide loads; narrow matrices have no choice.
+        if block_n * block_k * p.bits / 8 < 16 * waves * row.wave and 4 * block_n < p.n:
+            continue
         nonkdims = [0]
         if row.wave == 64:
             nonkdims = [16, 32] if min(block_m, block_n) >= 32 else [16]
@@ -253,13 +273,21 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
                         yield Tiling("weight", True, block_m, block_n, kept, 1, waves, stage, **common)
 
 
-def plan(problem: Problem, row: Architecture, count: int = 8) -> list[Prediction]:
+def plan(
+    problem: Problem,
+    row: Architecture,
+    count: int = 8,
+    suits: Callable[[Tiling], bool] = lambda tiling: True,
+) -> list[Prediction]:
     """The short list: the `count` tilings with the least predicted time, best first; never empty.
+
+    suits: leaves out tilings that the kernel at hand does not do. Raises ValueError when none is left.
 
     At most two differ in nothing but waves, stages and AMD's options: the model tells tiles apart better than
     those. Where the model is indifferent, larger parts of the machine in use and then smaller tiles come first.
     """
-    found = [x for t in candidates(problem, row) if (x := predict(problem, t, row)) is not None]
+    wanted = filter(suits, candidates(problem, row))
+    found = [x for t in wanted if (x := predict(problem, t, row)) is not None]
     if not found:
         raise ValueError(f"no tiling of {problem} fits on {row.target}")
     found.sort(key=lambda x: (x.time_s, -min(x.groups, row.units), -x.waves_per_simd, astuple(x.tiling)))
@@ -331,6 +359,7 @@ def tune(
     measure: Callable[[Tiling], float],
     cache: TuningCache,
     count: int = 8,
+    suits: Callable[[Tiling], bool] = lambda tiling: True,
 ) -> Tiling:
     """The tiling to run: the remembered one, or the best of the short list by `measure` (seconds), remembered.
 
@@ -341,7 +370,7 @@ def tune(
         return known
     best: tuple[float, Tiling] | None = None
     failed: RuntimeError | None = None
-    for prediction in plan(problem, row, count):
+    for prediction in plan(problem, row, count, suits):
         try:
             seconds = measure(prediction.tiling)
         except RuntimeError as error:

@@ -90,7 +90,7 @@ def test_every_proposal_fits_the_target(row) -> None:
     for m in (1, 3, 64, 1000):
         for found in plan(at(INT4, m=m), row):
             t = found.tiling
-            assert lds_bytes(INT4, t) <= row.lds_bytes_per_group
+            assert lds_bytes(INT4, t, row) <= row.lds_bytes_per_group
             assert registers(INT4, t, row) <= row.registers_per_wave
             assert t.kpack == 1 or row.target in ("gfx90a", "gfx942")  # ignored or deprecated elsewhere
             assert t.nonkdim in ((16, 32) if row.wave == 64 and t.matrix else (0,))
