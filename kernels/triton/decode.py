@@ -63,7 +63,7 @@ def decode_kernel(
     word = tl.arange(0, LANES)
     run = tl.arange(0, RUN)
     line = padded // 32
-    at0 = row[:, None] * (line * PLANES[0]) + word[None, :]
+    at0 = row[:, None] * (padded // (RUN * N0) * LANES) + word[None, :]
     chunk = tl.program_id(0)
     factor = tl.where(known, 1.0, float("nan"))
     if SCALES == 1:
@@ -100,7 +100,7 @@ def decode_kernel(
 
 def decode_spec(layout: Layout, count: int, dtype: torch.dtype, indexed: bool) -> KernelSpec:
     """The launch that decodes `count` rows."""
-    span = 2 * LANES * 16 // min(b for b, _ in layout.planes)
+    span = 2 * LANES * (16 // min(b for b, _ in layout.planes))
     rows = min(_ROWS, triton.next_power_of_2(count))
     constants = {
         "PLANES": tuple(b for b, _ in layout.planes),

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from nstf.kernels.triton.gemv import (
     even_sizes,
-    lanes_of,
     launch,
     layout_name,
     leaf_arguments,
     scale_type,
     scale_value,
+    sum_spec,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # The widest tile of activations, beyond which the batch is split over programs.
@@ -71,6 +71,7 @@ def _pair16(t, zero, DTYPE: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr
     """[BN, LANES] pairs of codes -> [BN, 2 LANES] numbers of 16 bits; floats times a power of two (`after_of`)."""
     MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
     if MODE == 0:
+        # Constants, not an argument: only then does Triton move the change of layout from the numbers to the words.
         if DTYPE == tl.float16:
             t = t | 0x64006400  # 1024 + code
         else:
@@ -118,6 +119,7 @@ def gemm_kernel(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     SPLIT: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of an iteration
     BM: tl.constexpr,
     BN: tl.constexpr,
     LANES: tl.constexpr,
@@ -145,7 +147,7 @@ def gemm_kernel(
     batch_ok = col < batch
     # Rows that do not exist read row 0: in bounds, and never stored.
     safe = tl.where(row_ok, row, 0)
-    at0 = safe[:, None] * (padded // 32 * PLANES[0]) + word[None, :]
+    at0 = safe[:, None] * (padded // (RUN * N0) * LANES) + word[None, :]
     at1 = at0
     at2 = at0
     if len(PLANES) > 1:
@@ -161,76 +163,78 @@ def gemm_kernel(
     chunks = padded // SPAN
     each = (chunks + SPLIT - 1) // SPLIT
     first = tl.program_id(2) * each
-    for chunk in range(first, tl.minimum(first + each, chunks)):
-        if SWAP:
-            part = tl.zeros([BN, BM], tl.float32)
-        else:
-            part = tl.zeros([BM, BN], tl.float32)
-        for j in tl.static_range(J):
-            if j % N0 == 0:
-                w0 = tl.load(words + at0 + (chunk * (J // N0) + j // N0) * LANES)
-                if j == 0:
-                    w1 = w0
-                    w2 = w0
-            if len(PLANES) > 1:
-                if j % N1 == 0:
-                    w1 = tl.load(words + at1 + (chunk * (J // N1) + j // N1) * LANES)
-            if len(PLANES) > 2:
-                if j % N2 == 0:
-                    w2 = tl.load(words + at2 + (chunk * (J // N2) + j // N2) * LANES)
-            k = chunk * SPAN + j * RUN
-            if EVEN:
-                some = tl.load(x + at_x + k)
-            else:
-                some = tl.load(x + at_x + k, mask=(run + k < cols)[None, :], other=0.0)
-
-            group = k // GROUP
-            if not EVEN:
-                group = tl.minimum(group, GROUPS - 1)
-            if ZERO >= 0:
-                zero = tl.full([1, 1], ZERO, tl.float32)
-            elif UNIFORM:
-                zero = tl.load(zeros + safe * GROUPS + group).to(tl.float32)[:, None]
-            else:
-                zero = tl.full([1, 1], 0, tl.float32)
-            t = codes_at(w0, w1, w2, j, PLANES, SHIFTS)
-            if PAIRS and UNIFORM:
-                numbers = _pair16(t, zero, DTYPE, MODE, BITS, EXPONENT)
-                if not LATE:
-                    factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
-                    numbers *= factor.to(DTYPE)[:, None]
-            else:
-                low = numbers32(t & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
-                high = numbers32((t >> 16) & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
-                numbers = tl.reshape(tl.join(low, high), [BN, RUN])
-                if not LATE:
-                    if UNIFORM:
-                        at_scale = tl.broadcast_to((safe * GROUPS + group)[:, None], [BN, RUN])
-                    else:
-                        within = tl.minimum((run + k) // GROUP, GROUPS - 1)
-                        at_scale = safe[:, None] * GROUPS + within[None, :]
-                        if ZERO < 0:
-                            numbers -= tl.load(zeros + at_scale).to(tl.float32)
-                    numbers *= scale_value(tl.load(scale + at_scale), SCALES)
-                if not WIDE:
-                    numbers = numbers.to(DTYPE)
-            if WIDE:
-                some = some.to(tl.float32)
+    for several in range(first, tl.minimum(first + each, chunks), CHUNKS):
+        for one in tl.static_range(CHUNKS):
+            chunk = several + one
             if SWAP:
-                part = tl.dot(numbers, tl.trans(some), part, input_precision="ieee")
+                part = tl.zeros([BN, BM], tl.float32)
             else:
-                part = tl.dot(some, tl.trans(numbers), part, input_precision="ieee")
-
-            if (j + 1) % FLUSH == 0:
-                if LATE and not WHOLE:
-                    factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
-                    if SWAP:
-                        acc += part * factor[:, None]
-                    else:
-                        acc += part * factor[None, :]
+                part = tl.zeros([BM, BN], tl.float32)
+            for j in tl.static_range(J):
+                if j % N0 == 0:
+                    w0 = tl.load(words + at0 + (chunk * (J // N0) + j // N0) * LANES)
+                    if j == 0:
+                        w1 = w0
+                        w2 = w0
+                if len(PLANES) > 1:
+                    if j % N1 == 0:
+                        w1 = tl.load(words + at1 + (chunk * (J // N1) + j // N1) * LANES)
+                if len(PLANES) > 2:
+                    if j % N2 == 0:
+                        w2 = tl.load(words + at2 + (chunk * (J // N2) + j // N2) * LANES)
+                k = chunk * SPAN + j * RUN
+                if EVEN:
+                    some = tl.load(x + at_x + k)
                 else:
-                    acc += part
-                part = tl.zeros_like(part)
+                    some = tl.load(x + at_x + k, mask=(run + k < cols)[None, :], other=0.0)
+
+                group = k // GROUP
+                if not EVEN:
+                    group = tl.minimum(group, GROUPS - 1)
+                if ZERO >= 0:
+                    zero = tl.full([1, 1], ZERO, tl.float32)
+                elif UNIFORM:
+                    zero = tl.load(zeros + safe * GROUPS + group).to(tl.float32)[:, None]
+                else:
+                    zero = tl.full([1, 1], 0, tl.float32)
+                t = codes_at(w0, w1, w2, j, PLANES, SHIFTS)
+                if PAIRS and UNIFORM:
+                    numbers = _pair16(t, zero, DTYPE, MODE, BITS, EXPONENT)
+                    if not LATE:
+                        factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
+                        numbers *= factor.to(DTYPE)[:, None]
+                else:
+                    low = numbers32(t & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
+                    high = numbers32((t >> 16) & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
+                    numbers = tl.reshape(tl.join(low, high), [BN, RUN])
+                    if not LATE:
+                        if UNIFORM:
+                            at_scale = tl.broadcast_to((safe * GROUPS + group)[:, None], [BN, RUN])
+                        else:
+                            within = tl.minimum((run + k) // GROUP, GROUPS - 1)
+                            at_scale = safe[:, None] * GROUPS + within[None, :]
+                            if ZERO < 0:
+                                numbers -= tl.load(zeros + at_scale).to(tl.float32)
+                        numbers *= scale_value(tl.load(scale + at_scale), SCALES)
+                    if not WIDE:
+                        numbers = numbers.to(DTYPE)
+                if WIDE:
+                    some = some.to(tl.float32)
+                if SWAP:
+                    part = tl.dot(numbers, tl.trans(some), part, input_precision="ieee")
+                else:
+                    part = tl.dot(some, tl.trans(numbers), part, input_precision="ieee")
+
+                if (j + 1) % FLUSH == 0:
+                    if LATE and not WHOLE:
+                        factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
+                        if SWAP:
+                            acc += part * factor[:, None]
+                        else:
+                            acc += part * factor[None, :]
+                    else:
+                        acc += part
+                    part = tl.zeros_like(part)
 
     factor = tl.full([BN], AFTER, tl.float32)
     if LATE and WHOLE:
@@ -245,16 +249,6 @@ def gemm_kernel(
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=batch_ok[:, None] & row_ok[None, :])
 
 
-@triton.jit
-def sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """y [size] = the sum of parts f32 [SPLIT, size]."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(SPLIT):
-        total += tl.load(parts + i * size + at, mask=at < size, other=0.0)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < size)
-
-
 def gemm_specs(
     layout: Layout,
     batch: int,
@@ -263,15 +257,18 @@ def gemm_specs(
     tile: dict[str, int] | None = None,
     out: torch.dtype | None = None,
 ) -> list[KernelSpec]:
-    """The launches for X [batch, cols]: the product and, when the columns are split, the sum. `tile` overrides the choice; `out`: Y's
-    dtype (X's when None)."""
+    """The launches for X [batch, cols]: the product and, when the columns are split, the sum.
+
+    `tile` overrides the choice; `out`: Y's dtype (X's when None).
+    """
     out = out or dtype
-    chosen = _tile(layout, batch, arch) | (tile or {})
+    chosen = _tile(layout, batch, dtype, arch) | (tile or {})
     bm, bn, split = chosen["BM"], chosen["BN"], chosen["SPLIT"]
     narrow = min(b for b, _ in layout.planes)
-    span = RUN * 16 // narrow
+    span = RUN * (16 // narrow)
     chunks = layout.padded // span
     split = min(split, chunks)
+    several = chosen["CHUNKS"] if chunks % (split * chosen["CHUNKS"]) == 0 else 1
     uniform = layout.whole or layout.group % RUN == 0
     half = dtype in (torch.float16, torch.bfloat16)
     exact = layout.bits <= (7 if dtype == torch.bfloat16 else 8)
@@ -281,7 +278,7 @@ def gemm_specs(
         half
         and not wide
         and uniform
-        and (layout.mode == INTEGER and exact or layout.mode == FLOAT and not scaled_first)
+        and ((layout.mode == INTEGER and exact) or (layout.mode == FLOAT and not scaled_first))
     )
     # Floats made in pairs keep the exponent bias of their code.
     after = (
@@ -308,6 +305,7 @@ def gemm_specs(
         "EVEN": even,
         "WIDE": wide,
         "SPLIT": split,
+        "CHUNKS": several,
         "BM": bm,
         "BN": bn,
         "LANES": LANES,
@@ -315,7 +313,7 @@ def gemm_specs(
     name = f"{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
     flags = ("e" if even else "") + ("s" if scaled_first else "") + ("l" if chosen["SWAP"] else "")
     product = KernelSpec(
-        name=f"gemm_{name}_{bm}x{bn}x{split}w{chosen['WARPS']}p{chosen['STAGES']}{flags}"
+        name=f"gemm_{name}_{bm}x{bn}x{split}w{chosen['WARPS']}p{chosen['STAGES']}k{several}{flags}"
         + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
         fn=gemm_kernel,
         signature={
@@ -342,21 +340,6 @@ def gemm_specs(
     return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out)]
 
 
-def sum_spec(size: int, split: int, dtype: torch.dtype) -> KernelSpec:
-    """The launch that adds up `split` float32 parts of `size` numbers."""
-    return KernelSpec(
-        name=f"sum_{split}_{pointer_type(dtype)[1:]}",
-        fn=sum_kernel,
-        signature={"parts": "*fp32", "y": pointer_type(dtype), "size": "i32"},
-        constants={"SPLIT": split, "BLOCK": 512},
-        divisible=("parts", "y", *(("size",) if size % 16 == 0 else ())),
-        num_warps=4,
-        num_stages=1,
-        kind="sum",
-        grid=(triton.cdiv(size, 512), 1, 1),
-    )
-
-
 def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
     layout, batch = packed.layout, len(x)
@@ -364,17 +347,36 @@ def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | 
     parts = y
     if len(specs) > 1:
         parts = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    launch(specs[0], x, *leaf_arguments(packed), parts, batch, layout.rows, layout.cols, layout.padded)
+    launch(
+        specs[0],
+        x,
+        *leaf_arguments(packed),
+        parts,
+        batch,
+        layout.rows,
+        layout.cols,
+        layout.padded,
+    )
     if len(specs) > 1:
         launch(specs[1], parts, y, y.numel())
     return y
 
 
-def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
+def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str, int]:
     """Tile sizes, warps and stages for a batch."""
     amd = not arch.startswith("sm_")
+    span = RUN * (16 // min(b for b, _ in layout.planes))
     bm = max(16, min(WIDEST, triton.next_power_of_2(batch)))
     bn = 64 if bm <= 64 else 128
+
+    def stage_bytes() -> int:
+        return bm * span * dtype.itemsize + bn * span * layout.bits // 8
+
+    # The shared memory of a program: 64 KiB on CDNA and RDNA, 227 KiB on Hopper, where two stages at least should fit.
+    while stage_bytes() > (60_000 if amd else 100_000) and bm > 16:
+        bm //= 2
+    while stage_bytes() > (60_000 if amd else 100_000) and bn > 32:
+        bn //= 2
     programs = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
     # Two programs for each of an H200's 132 multiprocessors; an MI300X has 304 compute units.
     wanted = 608 if amd else 264
@@ -385,11 +387,9 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
         "BM": bm,
         "BN": bn,
         "SPLIT": split,
-        "WARPS": 4 if lanes_of(arch) == 32 else 4,
-        "STAGES": 2 if amd else 4,
+        "WARPS": 4,
+        "STAGES": 2 if amd else max(2, min(4, int(220_000 / stage_bytes() + 0.4))),
         "SWAP": 1,
+        "CHUNKS": 1,
         "SCALE_WEIGHTS": int(bm >= 128),
     }
-
-
-__all__ = ["TABLE", "gemm", "gemm_specs"]

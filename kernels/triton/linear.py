@@ -5,6 +5,9 @@
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis.py up to eight rows, decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
+    low_rank, dense factors  low_rank.py up to eight rows
+    add                      the one, then low_rank.py onto its result
+    dense                    the library's product
 
 Where there is no suitable GPU, `available` and `supports` say no and the torch kernels run; `unsuitable` says why.
 """
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nstf.kernels.formats.dense import DTYPES
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE
@@ -29,11 +33,12 @@ if TYPE_CHECKING:
     from nstf.kernels.triton.packed import Packed
 
 NAME = "triton.linear"
-FORMATS = (*PACKED, "rotated", "trellis")
+FORMATS = (*PACKED, "add", "dense", "low_rank", "rotated", "trellis")
 
 # Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
 GEMM_BATCH = 512
 TRELLIS_BATCH = 8
+LOW_RANK_BATCH, LOW_RANK_RANK = 8, 256
 # 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
 BLOCK_NUMEL = 1 << 25
 
@@ -46,19 +51,13 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
     """Matrices in the formats above on a GPU that Triton compiles for."""
     if device.type != "cuda" or len(encoded.shape) != 2 or _warned(device.index or 0):
         return False
-    if not _known(encoded):
-        return False
-    leaf = children_of(encoded)["x"] if encoded.tree.kind == "rotated" else encoded
-    return leaf.tree.kind == "trellis" or pack_leaf(leaf) is not None
+    return _known(encoded, batch) and _readable(encoded)
 
 
 def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     """x: [batch, in] -> [batch, out] in x's dtype; sums in float32."""
-    arch = arch_of(x.device)
     with torch.cuda.device(x.device):
-        if encoded.tree.kind == "rotated":
-            return _rotated(x, encoded, arch)
-        return _leaf(x, encoded, arch, x.dtype)
+        return _matmul(x, encoded, arch_of(x.device))
 
 
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -76,13 +75,23 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     """The launches `matmul` makes, in order, without those of torch's own libraries; [] when there are none."""
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.gemm import gemm_specs
-    from nstf.kernels.triton.gemv import gemv_spec
+    from nstf.kernels.triton.gemv import gemv_specs
+    from nstf.kernels.triton.low_rank import low_rank_specs
     from nstf.kernels.triton.rotate import rotate_spec
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
 
-    if len(encoded.shape) != 2 or not _known(encoded):
+    if len(encoded.shape) != 2 or not _known(encoded, batch):
         return []
     out, width = encoded.shape
+    kind = encoded.tree.kind
+    if kind == "dense":
+        return []
+    if kind in ("add", "low_rank"):
+        chain = children_of(encoded)["y"] if kind == "add" else encoded
+        first = specs(children_of(encoded)["x"], batch, dtype, arch) if kind == "add" else []
+        factors = DTYPES[chain.tree.children["a"].params.dtype]
+        rank = chain.tree.params.rank
+        return first + low_rank_specs(out, width, rank, batch, dtype, factors, kind == "add", arch)
     leaf, before, after = encoded, [], []
     inside = outside = dtype
     if encoded.tree.kind == "rotated":
@@ -97,10 +106,7 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     if leaf.tree.kind == "trellis":
         params = leaf.tree.params
         if batch <= TRELLIS_BATCH:
-            made = []
-            sizes = params.rows or (out,)
-            for n, q in zip(sizes, params.quarter_bits, strict=True):
-                made += trellis_specs(n, out, width, q, bool(params.rows), batch, outside, arch)
+            made = trellis_specs(params, out, width, batch, outside, arch)
         else:
             made = trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
     else:
@@ -108,7 +114,7 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
         if layout is None:
             return []
         if batch == 1:
-            made = [gemv_spec(layout, inside, arch, outside)]
+            made = gemv_specs(layout, inside, arch, outside)
         elif batch <= GEMM_BATCH:
             made = gemm_specs(layout, batch, inside, arch, out=outside)
         else:
@@ -145,6 +151,27 @@ def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torc
     return lambda rows, dtype: decode_rows(packed, rows, dtype)
 
 
+def _matmul(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
+    kind = encoded.tree.kind
+    if kind == "rotated":
+        return _rotated(x, encoded, arch)
+    if kind == "add":
+        children = children_of(encoded)
+        return _low_rank(x, children["y"], arch, _matmul(x, children["x"], arch))
+    if kind == "low_rank":
+        return _low_rank(x, encoded, arch)
+    if kind == "dense":
+        return F.linear(x, encoded.arrays["values"].to(x.dtype))
+    return _leaf(x, encoded, arch, x.dtype)
+
+
+def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None = None) -> Tensor:
+    from nstf.kernels.triton.low_rank import low_rank
+
+    a, b = (children_of(encoded)[name].arrays["values"] for name in ("a", "b"))
+    return low_rank(x, a, b, arch, into)
+
+
 def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
     """S_o H_o (X (H_i S_i x)): the transforms in float32."""
     from nstf.kernels.triton.rotate import rotate
@@ -165,7 +192,7 @@ def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype) -> tuple[torch.
 
 def _leaf(x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, tiled: bool = False) -> Tensor:
     from nstf.kernels.triton.gemm import gemm, gemm_specs
-    from nstf.kernels.triton.gemv import gemv, gemv_spec
+    from nstf.kernels.triton.gemv import gemv, gemv_specs
     from nstf.kernels.triton.rotate import rotate
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
 
@@ -176,7 +203,7 @@ def _leaf(x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, tiled:
             return trellis_gemv(turned, prepare(encoded), out, arch)
     elif batch == 1:
         packed = _packed(encoded)
-        return gemv(x, packed, gemv_spec(packed.layout, x.dtype, arch, out), out)
+        return gemv(x, packed, gemv_specs(packed.layout, x.dtype, arch, out), out)
     elif batch <= GEMM_BATCH:
         packed = _packed(encoded)
         return gemm(x, packed, gemm_specs(packed.layout, batch, x.dtype, arch, out=out), out)
@@ -208,13 +235,32 @@ def _packed(encoded: EncodedTensor) -> "Packed":
     return packed
 
 
-def _known(encoded: EncodedTensor) -> bool:
+def _known(encoded: EncodedTensor, batch: int) -> bool:
     """Whether the tree is one of those above; the arrays are not looked at."""
-    kind = encoded.tree.kind
+    kind, params = encoded.tree.kind, encoded.tree.params
+    if kind == "dense":
+        return DTYPES[params.dtype].is_floating_point
     if kind == "rotated":
         leaf = children_of(encoded)["x"]
-        return encoded.tree.params.lead == 1 and leaf.tree.kind != "rotated" and _known(leaf)
-    return kind in (*PACKED, "trellis") and encoded.tree.params.lead == 1
+        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, "trellis") and _known(leaf, batch)
+    if kind == "low_rank":
+        factors = {
+            child.params.dtype if child.kind == "dense" else "" for child in encoded.tree.children.values()
+        }
+        fits = params.rank <= LOW_RANK_RANK and batch <= LOW_RANK_BATCH and params.lead == 1
+        return fits and len(factors) == 1 and factors <= {"bfloat16", "float16", "float32"}
+    if kind == "add":
+        children = children_of(encoded)
+        second = children["y"]
+        return second.tree.kind == "low_rank" and _known(second, batch) and _known(children["x"], batch)
+    return kind in (*PACKED, "trellis") and params.lead == 1
+
+
+def _readable(encoded: EncodedTensor) -> bool:
+    """False for a tree with a packed leaf that the kernels would not decode exactly."""
+    if encoded.tree.children:
+        return all(_readable(child) for child in children_of(encoded).values())
+    return encoded.tree.kind not in PACKED or pack_leaf(encoded) is not None
 
 
 @cache

@@ -1,13 +1,13 @@
 """Packed leaves (int, grid, fp8, mxfp4) in the order the Triton kernels read them.
 
-Codes are split into planes of 4, 2, 1 (or 8) bits, low bits first, so that each plane's codes divide a 32-bit word. In a
-plane of b bits, chunk c of a row is 16 words of 2 J codes, J = 16 / b. Word i holds the columns
+Codes of 6 and 7 bits are split into planes of 4, 2 and 1 bits, low bits first; others are one plane. In a plane of b bits,
+chunk c of a row is 16 words of 2 J codes, J = floor(16 / b): ten codes of 3 bits a word, six of 5. Word i holds the columns
 
     k = c 32 J + j 32 + 2 i + h      at bit 16 h + j b      for j in 0..J-1, h in 0..1
 
 so that a thread's load of four words (16 bytes) meets eight neighbouring activations for each j, and the two halves of a
-word are neighbours, which is the pair a matrix core takes. Columns are padded with zero codes to whole chunks (of the
-narrowest plane: 512 columns for 1 bit, 256 for 2, 128 for 4, 64 for 8), which meet activations read as zero.
+word are neighbours, which is the pair a matrix core takes. Columns are padded to whole chunks of the narrowest plane (512
+columns for 1 bit, 256 for 2, 160 for 3, 128 for 4, 96 for 5, 64 for 8) with zero codes, which meet activations read as zero.
 """
 
 from dataclasses import dataclass
@@ -74,18 +74,26 @@ class Layout:
     @property
     def padded(self) -> int:
         """Columns with padding."""
-        unit = RUN * 16 // min(b for b, _ in self.planes)
+        unit = RUN * (16 // min(b for b, _ in self.planes))
         return -(-self.cols // unit) * unit
+
+    def width(self, bits: int) -> int:
+        """32-bit words of a row of a plane."""
+        return self.padded // (RUN * (16 // bits)) * LANES
+
+    def start(self, shift: int) -> int:
+        """Where the plane that holds the bits from `shift` on begins, in words."""
+        return self.rows * sum(self.width(b) for b, s in self.planes if s < shift)
 
     @property
     def words(self) -> int:
         """32-bit words of all planes."""
-        return self.rows * self.padded // 32 * self.bits
+        return self.rows * sum(self.width(b) for b, _ in self.planes)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A leaf on its device. words: i32 [rows padded bits / 32]; scale: [rows, groups]; zeros: u8 [rows, groups] or None;
+    """A leaf on its device. words: i32, planes of rows; scale: [rows, groups]; zeros: u8 [rows, groups] or None;
     row_scale: f32 [rows] or None; table: f16 [16] or None."""
 
     layout: Layout
@@ -103,8 +111,8 @@ class Packed:
 
 def planes_of(bits: int) -> tuple[tuple[int, int], ...]:
     """(bits, shift) of each plane, low bits first and widest first: 7 -> ((4, 0), (2, 4), (1, 6))."""
-    if bits == 8:
-        return ((8, 0),)
+    if bits not in (6, 7):
+        return ((bits, 0),)
     found, shift = [], 0
     for size in (4, 2, 1):
         if bits & size:
@@ -163,7 +171,7 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
         part = torch.nn.functional.pad(part, (0, layout.padded - cols))
         at = 0
         for bits, shift in layout.planes:
-            width = layout.padded * bits // 32
+            width = layout.width(bits)
             plane = _plane_words((part >> shift) & ((1 << bits) - 1), bits)
             out[at + start * width : at + stop * width] = plane.view(-1)
             at += rows * width
@@ -171,7 +179,7 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def _plane_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes below 2**bits, u8 [rows, padded] -> i32 [rows, padded bits / 32]."""
+    """Codes below 2**bits, u8 [rows, padded] -> i32 [rows, words]."""
     per_half = 16 // bits
     field = codes.view(len(codes), -1, per_half, LANES, 2)
     word = torch.zeros(len(codes), field.shape[1], LANES, dtype=torch.int32, device=codes.device)

@@ -1,8 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
 """Trellis codes times up to eight rows of activations, and trellis codes to dense rows, on a GPU.
 
-A thread takes one row of 16 weights of a tile at a time: 4 q bits (q: four times the bits per weight) and the 16 bits before
-them, from as many 32-bit words as they touch, shifted into place once. Each state is then at a place known at compile time.
+A thread keeps the activations of 16 or 32 columns and goes down the rows; a row of a tile is 16 weights, 4 q bits (q: four
+times the bits per weight) and the 16 bits before them, from as many 32-bit words as they touch, shifted into place once.
+Each state is then at a place known at compile time.
 Up to 3 bits per weight its value is computed: one multiplication, one sum of four bytes (an instruction of its own on NVIDIA
 and AMD alike) onto the bits of 1.0, so that the sum already is a float32 near 1; what that adds is the same for all rows, a
 multiple of the sum of the activations. Above, a table of 4096 float16 numbers is read.
@@ -10,6 +13,7 @@ multiple of the sum of the activations. Above, a table of 4096 float16 numbers i
 The kernels read the stored order as it is. Activations come as float32 [batch, 16, tiles across] (`rotate.py`).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +25,7 @@ from nstf.kernels.formats import trellis
 from nstf.kernels.formats.scales import matrix_shape
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.memo import per_encoded
-from nstf.kernels.triton.gemm import sum_spec
-from nstf.kernels.triton.gemv import launch
+from nstf.kernels.triton.gemv import lanes_of, launch, multiples, processors_of, sum_spec
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Bytes are summed with this weight into the mantissa of 1.0: the largest, for the finest steps.
@@ -33,45 +36,47 @@ LARGEST_BATCH = 8
 
 
 @triton.jit
-def _aligned(
-    codes,
-    at,
-    index,
-    shift,
-    N: tl.constexpr,
-    QUARTER: tl.constexpr,
-    PLAIN: tl.constexpr,
-    mask,
-    MASKED: tl.constexpr,
-):
-    """32 bits of a tile from bit 32 (index + N) + shift on; the stream is circular."""
-    here = at + tl.max_contiguous((index + N) % (2 * QUARTER), [1, 1, 1, 1])
-    if MASKED:
-        low = tl.load(codes + here, mask=mask, other=0)
-    else:
-        low = tl.load(codes + here)
-    if PLAIN:
-        return low
-    there = at + tl.max_contiguous((index + (N + 1)) % (2 * QUARTER), [1, 1, 1, 1])
-    if MASKED:
-        high = tl.load(codes + there, mask=mask, other=0)
-    else:
-        high = tl.load(codes + there)
-    # Two shifts: by 32 at once would be undefined when the shift is 0.
-    return (low >> shift) | ((high << 1) << (31 - shift))
+def _words(codes, at, r, QUARTER: tl.constexpr, COUNT: tl.constexpr, mask, MASKED: tl.constexpr):
+    """The words that hold a row of a tile and the 16 bits before it. at: the tile's first word; r: row of the tile."""
+    first = (r * (4 * QUARTER) + (64 * QUARTER - 16)) // 32
+    found = ()
+    for i in tl.static_range(COUNT):
+        # The stream is circular. The hint keeps one layout for all loads: a row of a tile to a thread.
+        here = at + tl.max_contiguous((first + i) % (2 * QUARTER), [1, 1, 1, 1])
+        if MASKED:
+            found = found + (tl.load(codes + here, mask=mask, other=0),)
+        else:
+            found = found + (tl.load(codes + here),)
+    return found
 
 
 @triton.jit
-def _value(v0, v1, v2, v3, table, C: tl.constexpr, QUARTER: tl.constexpr, DOT4: tl.constexpr):
+def _aligned(words, r, QUARTER: tl.constexpr, COUNT: tl.constexpr):
+    """Those words from the first of the 16 bits on; as they are where all rows begin at bit 16."""
+    if (4 * QUARTER) % 32 == 0:
+        return words
+    else:
+        shift = ((r * (4 * QUARTER) + (64 * QUARTER - 16)) % 32).to(tl.uint32)
+        found = ()
+        for i in tl.static_range(COUNT):
+            if i + 1 < COUNT:
+                # Two shifts: by 32 at once would be undefined when the shift is 0.
+                found = found + ((words[i] >> shift) | ((words[i + 1] << 1) << (31 - shift)),)
+            else:
+                found = found + (words[i] >> shift,)
+        return found
+
+
+@triton.jit
+def _value(words, table, C: tl.constexpr, QUARTER: tl.constexpr, DOT4: tl.constexpr):
     """The value of column C of a row, times a unit and plus a centre where it is computed."""
-    FIRST: tl.constexpr = ((C + 1) * QUARTER) // 4
-    S: tl.constexpr = FIRST % 32
-    low = v0 if FIRST < 32 else (v1 if FIRST < 64 else (v2 if FIRST < 96 else v3))
-    state = low >> S
+    AT: tl.constexpr = ((C + 1) * QUARTER) // 4 + (16 if (4 * QUARTER) % 32 == 0 else 0)
+    S: tl.constexpr = AT % 32
+    state = words[AT // 32] >> S
     if S > 16:
-        high = v1 if FIRST < 32 else (v2 if FIRST < 64 else v3)
-        state = state | (high << (32 - S))
-    state = state & 0xFFFF
+        state = state | (words[AT // 32 + 1] << (32 - S))
+    if S != 16:
+        state = state & 0xFFFF
     if QUARTER <= 12:
         product = state * 0xA7491E23
         if DOT4 == 1:
@@ -101,86 +106,81 @@ def _value(v0, v1, v2, v3, table, C: tl.constexpr, QUARTER: tl.constexpr, DOT4: 
 
 
 @triton.jit
-def _row_bits(codes, at, r, QUARTER: tl.constexpr, mask, MASKED: tl.constexpr):
-    """The 16 bits before a row of a tile and its 4 q, in up to four words. at: the tile's first word; r: row of the tile."""
-    BASE_FIXED: tl.constexpr = (4 * QUARTER) % 32 == 0  # every row begins at the same place of a word
-    start = r * (4 * QUARTER) + (64 * QUARTER - 16)
-    index = start // 32
-    if BASE_FIXED:
-        shift = 16
-    else:
-        shift = (start % 32).to(tl.uint32)
-    SPAN: tl.constexpr = 16 + 4 * QUARTER
-    v0 = _aligned(codes, at, index, shift, 0, QUARTER, False, mask, MASKED)
-    v1 = v0
-    v2 = v0
-    v3 = v0
-    if SPAN > 32:
-        v1 = _aligned(codes, at, index, shift, 1, QUARTER, False, mask, MASKED)
-    if SPAN > 64:
-        v2 = _aligned(codes, at, index, shift, 2, QUARTER, False, mask, MASKED)
-    if SPAN > 96:
-        v3 = _aligned(codes, at, index, shift, 3, QUARTER, False, mask, MASKED)
-    return v0, v1, v2, v3
-
-
-@triton.jit
 def trellis_gemv_kernel(
     x,  # f32 [batch, 16, across]
     codes,  # u32: the section
     scale,  # f32 [rows of the matrix]
     members,  # i32 [rows]: the matrix's row of each row of the section
     table,  # f16 [4096]
-    y,  # [batch, rows of the matrix], or f32 [SPLIT, ...]
+    y,  # [batch, rows of the matrix], or f32 [programs along the columns, ...]
     rows,  # of the section
     out_rows,  # of the matrix
     across,
     batch,
     QUARTER: tl.constexpr,
+    COUNT: tl.constexpr,  # words of a row and what is before it
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
     DOT4: tl.constexpr,
     SECTIONED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN: tl.constexpr,
     RT: tl.constexpr,
     CT: tl.constexpr,
     B: tl.constexpr,
 ):
-    """y += for RT rows of tiles; a thread has the same row and columns in each of them, so that they share activations."""
+    """CT tiles across, down all rows, RT rows of tiles at a time: a thread keeps the activations of its columns."""
     r = tl.arange(0, 16)[:, None, None, None]
-    lane = tl.arange(0, CT)[None, :, None, None]
-    down = (tl.program_id(0) * RT + tl.arange(0, RT))[None, None, :, None]
+    # The zeros make every load one of [16, CT, ...]: in the layout of the codes, without exchange between threads.
+    ct = tl.program_id(1) * CT + tl.arange(0, CT)[None, :, None, None] + tl.zeros([16, 1, 1, 1], tl.int32)
     b = tl.arange(0, B)[None, None, None, :]
-    acc = tl.zeros([16, CT, RT, B], tl.float32)
+    below = tl.arange(0, RT)[None, None, :, None]
+    xs = ()
     ones = tl.zeros([16, CT, 1, B], tl.float32)
-    each = tl.cdiv(tl.cdiv(across, CT), SPLIT) * CT
-    first = tl.program_id(1) * each
-    for start in range(first, tl.minimum(first + each, across), CT):
-        ct = start + lane + tl.zeros([16, 1, 1, 1], tl.int32)
-        at = (down * across + ct) * (2 * QUARTER)
-        inside = (ct < across) & (down * 16 < rows)
-        v0, v1, v2, v3 = _row_bits(codes, at, r, QUARTER, inside, not EVEN)
+    for c in tl.static_range(16):
+        at_x = tl.max_contiguous((b * 16 + c) * across + ct, [1, 1, 1, 1])
+        some = tl.load(x + at_x, mask=(ct < across) & (b < batch), other=0.0)
+        ones += some
+        xs = xs + (some,)
+    ones *= CENTRE
+
+    step = tl.num_programs(0) * RT
+    first = tl.program_id(0) * RT
+    down = first + below
+    words = _words(
+        codes,
+        (down * across + ct) * (2 * QUARTER),
+        r,
+        QUARTER,
+        COUNT,
+        (ct < across) & (down * 16 < rows),
+        True,
+    )
+    for start in range(first, (rows + 15) // 16, step):
+        down = start + step + below
+        later = _words(
+            codes,
+            (down * across + ct) * (2 * QUARTER),
+            r,
+            QUARTER,
+            COUNT,
+            (ct < across) & (down * 16 < rows),
+            True,
+        )
+        bits = _aligned(words, r, QUARTER, COUNT)
+        acc = tl.zeros([16, CT, RT, B], tl.float32)
         for c in tl.static_range(16):
-            at_x = tl.max_contiguous((b * 16 + c) * across + ct, [1, 1, 1, 1])
-            if EVEN and B == 1:
-                some = tl.load(x + at_x)
-            else:
-                some = tl.load(x + at_x, mask=(ct < across) & (b < batch), other=0.0)
-            if QUARTER <= 12:
-                ones += some
-            acc += _value(v0, v1, v2, v3, table, c, QUARTER, DOT4) * some
-    if QUARTER <= 12:
-        acc -= ones * CENTRE
-    out = tl.sum(acc, axis=1) * UNIT
-    row = (tl.program_id(0) * RT + tl.arange(0, RT))[None, :, None] * 16 + tl.arange(0, 16)[:, None, None]
-    line = tl.arange(0, B)[None, None, :]
-    ok = (row < rows) & (line < batch)
-    if SECTIONED:
-        row = tl.load(members + row, mask=row < rows, other=0)
-    out *= tl.load(scale + row, mask=row < out_rows, other=0.0)
-    place = (tl.program_id(1) * batch + line) * out_rows + row
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=ok)
+            acc += _value(bits, table, c, QUARTER, DOT4) * xs[c]
+        if QUARTER <= 12:
+            acc -= ones
+        out = tl.sum(acc, axis=1) * UNIT
+        row = (start + tl.arange(0, RT))[None, :, None] * 16 + tl.arange(0, 16)[:, None, None]
+        line = tl.arange(0, B)[None, None, :]
+        ok = (row < rows) & (line < batch)
+        if SECTIONED:
+            row = tl.load(members + row, mask=row < rows, other=0)
+        out *= tl.load(scale + row, mask=row < out_rows, other=0.0)
+        place = (tl.program_id(1) * batch + line) * out_rows + row
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=ok)
+        words = later
 
 
 @triton.jit
@@ -197,6 +197,7 @@ def trellis_decode_kernel(
     cols,
     across,
     QUARTER: tl.constexpr,
+    COUNT: tl.constexpr,
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
     DOT4: tl.constexpr,
@@ -225,9 +226,9 @@ def trellis_decode_kernel(
     local = tl.maximum(local, 0)
     inside = (ct < across) & wanted
     tile = ((local // 16) * across + ct) * (2 * QUARTER)
-    v0, v1, v2, v3 = _row_bits(codes, tile, local % 16, QUARTER, inside, True)
+    bits = _aligned(_words(codes, tile, local % 16, QUARTER, COUNT, inside, True), local % 16, QUARTER, COUNT)
     for c in tl.static_range(16):
-        value = _value(v0, v1, v2, v3, table, c, QUARTER, DOT4)
+        value = _value(bits, table, c, QUARTER, DOT4)
         if QUARTER <= 12:
             value -= CENTRE
         k = ct * 16 + c
@@ -292,77 +293,72 @@ def dot4_of(arch: str) -> int:
     return 1 if arch.startswith("sm_") else 2
 
 
+def words_of(quarter_bits: int) -> int:
+    """The most 32-bit words that 4 q bits and the 16 before them touch, wherever a row begins."""
+    latest = 32 - math.gcd(4 * quarter_bits, 32) if quarter_bits % 8 else 16
+    return -(-(latest + 16 + 4 * quarter_bits) // 32)
+
+
 def trellis_specs(
-    rows: int,
+    params: trellis.Params,
     out_rows: int,
     cols: int,
-    quarter_bits: int,
-    sectioned: bool,
     batch: int,
     dtype: torch.dtype,
     arch: str,
     tile: dict[str, int] | None = None,
 ) -> list[KernelSpec]:
-    """The launches for one section: the product and, when the columns are split, the sum of its parts.
+    """The launches: one for each section and, when the columns take several programs, the sum of their parts.
 
-    Sections write to the same result, so a matrix of several is never split.
+    `tile` overrides the choice.
     """
-    across, down = trellis.tiles(cols), trellis.tiles(rows)
+    across = trellis.tiles(cols)
     b = triton.next_power_of_2(batch)
-    chosen = {"RT": 4 if b <= 2 else (2 if b == 4 else 1), "CT": 8, "WARPS": 4, "SPLIT": 1}
-    if not sectioned:
-        while (
-            triton.cdiv(down, chosen["RT"]) * chosen["SPLIT"] < 528
-            and across >= 16 * chosen["SPLIT"] * chosen["CT"]
-        ):
-            chosen["SPLIT"] *= 2
-    chosen |= tile or {}
-    computed = quarter_bits <= 12
-    split = chosen["SPLIT"]
-    even = across % chosen["CT"] == 0 and down % chosen["RT"] == 0
-    constants = {
-        "QUARTER": quarter_bits,
-        "UNIT": _UNIT if computed else 1.0,
-        "CENTRE": _CENTRE,
-        "DOT4": dot4_of(arch),
-        "SECTIONED": sectioned,
-        "SPLIT": split,
-        "EVEN": even,
-        "RT": chosen["RT"],
-        "CT": chosen["CT"],
-        "B": b,
-    }
-    integers = {"rows": rows, "out_rows": out_rows, "across": across, "batch": batch}
-    product = KernelSpec(
-        name=f"trellis{quarter_bits}_{pointer_type(dtype)[1:]}_b{b}r{chosen['RT']}c{chosen['CT']}x{split}"
-        + ("e" if even else "")
-        + ("s" if sectioned else ""),
-        fn=trellis_gemv_kernel,
-        signature={
-            "x": "*fp32",
-            "codes": "*u32",
-            "scale": "*fp32",
-            "members": "*i32",
-            "table": "*fp16",
-            "y": "*fp32" if split > 1 else pointer_type(dtype),
-            **dict.fromkeys(integers, "i32"),
-        },
-        constants=constants,
-        divisible=(
-            "x",
-            "scale",
-            "members",
-            "table",
-            "y",
-            *(n for n, size in integers.items() if size % 16 == 0),
-        ),
-        num_warps=chosen["WARPS"],
-        num_stages=1,
-        batch=batch,
-        kind="trellis_gemv",
-        grid=(triton.cdiv(down, chosen["RT"]), split, 1),
-    )
-    return [product] if split == 1 else [product, sum_spec(batch * out_rows, split, dtype)]
+    lanes = lanes_of(arch)
+    # Two tiles a thread for one row of activations: their 32 numbers stay in registers. One for more rows.
+    chosen = {"RT": 2 if b <= 2 else 1, "CT": 0, "WARPS": 4, "PROGRAMS": 0} | (tile or {})
+    rt, warps = chosen["RT"], chosen["WARPS"]
+    ct = chosen["CT"] or min(triton.next_power_of_2(across), warps * lanes // 16 * (2 if b == 1 else 1))
+    split = triton.cdiv(across, ct)
+    room = chosen["PROGRAMS"] or processors_of(arch) * max(1, 512 // (warps * lanes))
+    made = []
+    for rows, q in zip(trellis.section_rows(params, out_rows), params.quarter_bits, strict=True):
+        sizes = {"rows": rows, "out_rows": out_rows, "across": across, "batch": batch}
+        computed = q <= 12
+        spec = KernelSpec(
+            name=f"trellis{q}_{pointer_type(dtype)[1:]}_b{b}r{rt}c{ct}w{warps}"
+            + ("p" if split > 1 else "")
+            + ("s" if params.rows else ""),
+            fn=trellis_gemv_kernel,
+            signature={
+                "x": "*fp32",
+                "codes": "*u32",
+                "scale": "*fp32",
+                "members": "*i32",
+                "table": "*fp16",
+                "y": "*fp32" if split > 1 else pointer_type(dtype),
+                **dict.fromkeys(sizes, "i32"),
+            },
+            constants={
+                "QUARTER": q,
+                "COUNT": words_of(q),
+                "UNIT": _UNIT if computed else 1.0,
+                "CENTRE": _CENTRE,
+                "DOT4": dot4_of(arch),
+                "SECTIONED": bool(params.rows),
+                "RT": rt,
+                "CT": ct,
+                "B": b,
+            },
+            divisible=("x", "scale", "members", "table", "y", *multiples(sizes)),
+            num_warps=warps,
+            num_stages=1,
+            batch=batch,
+            kind="trellis_gemv",
+            grid=(min(triton.cdiv(trellis.tiles(rows), rt), triton.cdiv(room, split)), split, 1),
+        )
+        made.append(spec)
+    return made if split == 1 else [*made, sum_spec(batch * out_rows, split, dtype)]
 
 
 def trellis_gemv(
@@ -371,19 +367,17 @@ def trellis_gemv(
     """x f32 [batch, 16, across] -> y [batch, rows] of `dtype`. batch: at most LARGEST_BATCH."""
     batch = len(x)
     y = torch.empty(batch, prepared.rows, dtype=dtype, device=x.device)
-    for s in prepared.sections:
-        sectioned = s.members is not None
-        specs = trellis_specs(
-            s.rows, prepared.rows, prepared.cols, s.quarter_bits, sectioned, batch, dtype, arch, tile
-        )
-        out = y
-        if len(specs) > 1:
-            out = torch.empty(specs[0].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+    specs = trellis_specs(prepared.params, prepared.rows, prepared.cols, batch, dtype, arch, tile)
+    summed = len(specs) > len(prepared.sections)
+    parts = y
+    if summed:
+        parts = torch.empty(specs[-1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+    for s, spec in zip(prepared.sections, specs, strict=False):
         members = prepared.scales if s.members is None else s.members
         sizes = (s.rows, prepared.rows, prepared.across, batch)
-        launch(specs[0], x, s.codes.view(torch.uint32), prepared.scales, members, prepared.table, out, *sizes)
-        if len(specs) > 1:
-            launch(specs[1], out, y, y.numel())
+        launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, prepared.table, parts, *sizes)
+    if summed:
+        launch(specs[-1], parts, y, y.numel())
     return y
 
 
@@ -430,6 +424,7 @@ def trellis_decode_specs(
             },
             constants={
                 "QUARTER": q,
+                "COUNT": words_of(q),
                 "UNIT": _UNIT if q <= 12 else 1.0,
                 "CENTRE": _CENTRE,
                 "DOT4": dot4_of(arch),
