@@ -8,7 +8,16 @@ from nstf.kernels.triton.spec import KernelSpec
 # in a plain kernel (codes of a byte, converted one by one), on every target.
 MOST_VECTOR = 3.0
 
-READ_CODES = ("decode", "embed", "gemv", "gemm", "trellis_gemv", "trellis_decode", "trellis_embed")
+READ_WEIGHTS = (
+    "decode",
+    "embed",
+    "gemv",
+    "gemm",
+    "low_rank",
+    "trellis_gemv",
+    "trellis_decode",
+    "trellis_embed",
+)
 
 
 def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = None) -> Expected:
@@ -31,8 +40,8 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
         planes = tuple(int(plane) for plane in c["PLANES"])
         weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]
         return Expected(matrix=True, weights=weights, weight_bytes=weights * sum(planes) / 8)
-    # Kernels that read codes read them wide; those that read activations or sums take what there is.
-    return Expected(matrix=spec.kind.endswith("gemm"), wide_loads=spec.kind in READ_CODES)
+    # Kernels that read codes (or factors) read them wide; those that read activations or sums take what there is.
+    return Expected(matrix=spec.kind.endswith("gemm"), wide_loads=spec.kind in READ_WEIGHTS)
 
 
 def check(spec: KernelSpec, report: CodeReport, row: Architecture) -> list[str]:

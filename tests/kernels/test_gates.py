@@ -28,6 +28,7 @@ CASES = {
     "int4 decode": ("int4", 600),
     "trellis gemv": ("trellis", 1),
     "trellis decode": ("trellis", 600),
+    "low rank": ("low rank", 1),
 }
 MORE = {
     **{
@@ -53,6 +54,9 @@ def tree(name: str, samples: Any) -> Any:
         "mxfp4": lambda: leaf("mxfp4"),
         "grid4": lambda: leaf("grid", group=64),
         "trellis": lambda: leaf("trellis", quarter_bits=(10,)),
+        "low rank": lambda: node(
+            "low_rank", {"a": leaf("dense", dtype="float16"), "b": leaf("dense", dtype="float16")}, rank=64
+        ),
         "rotated": lambda: node("rotated", {"x": leaf("int", bits=4, group=128)}, block_in=128, seed=3),
     }[name]()
 
