@@ -50,6 +50,7 @@ class Architecture:
     matrix_shapes: tuple[tuple[int, int, int], ...]  # (m, n, k) of the 16-bit instructions [i]
     fp8: frozenset[str] = field(default_factory=frozenset)  # MLIR's names of those the matrix cores take [i]
     scaled_fp4: bool = False  # block-scaled 4-bit products are instructions [i]
+    bf16: bool = False  # the vector ALU adds and multiplies bfloat16; else matrix cores alone know it [i]
     cache_rate: int = 64  # bytes a unit gets from the second-level cache in a clock [a]
     latency_s: float = 8e-7  # of a load from memory under load [a]
     launch_s: float = 3e-6  # from one kernel's end to the next one's start [a]
@@ -202,6 +203,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             matrix_8bit=1978.9e12,
             matrix_shapes=((64, 8, 16), (16, 8, 16)),
             fp8=_OCP,
+            bf16=True,
             latency_s=6e-7,
         ),
     )

@@ -90,17 +90,22 @@ def inspect(asm: Mapping[str, Any], metadata: Mapping[str, Any], target: str) ->
     )
 
 
+# Rounding to bfloat16 in software after each: 4 to 6 instructions for one.
+_BF16 = re.compile(r"arith\.(?:add|sub|mul|div)f\b.*(?:x|: )bf16\b")
 _FP8 = re.compile(r"f8E\d\w*")
 
 
 def emulated(ttir: str, row: Architecture) -> tuple[str, ...]:
     """Number formats in the kernel's Triton IR that the target has no instruction for.
 
-    The compiler emulates them silently: 8-bit floats of the other flavour turn 300 instructions into 13000.
+    The compiler emulates them silently: 8-bit floats of the other flavour turn 300 instructions into 13000, and a
+    bfloat16 sum becomes a float32 one that is rounded by hand.
     """
     found = {word for word in _FP8.findall(ttir) if word not in row.fp8}
     if "tt.dot_scaled" in ttir and not row.scaled_fp4:
         found.add("dot_scaled")
+    if not row.bf16 and _BF16.search(ttir):
+        found.add("bf16 arithmetic")
     return tuple(sorted(found))
 
 

@@ -215,6 +215,10 @@ def test_a_report_comes_from_note_assembly_and_metadata() -> None:
         ("gfx1201", "f8E4M3FN f8E5M2", ()),
         ("gfx1100", "f8E5M2", ("f8E5M2",)),
         ("gfx950", "tt.dot_scaled", ()),
+        ("gfx942", "%1 = arith.subf %a, %b : tensor<64x32xbf16> loc(#1)", ("bf16 arithmetic",)),
+        ("gfx942", "%1 = arith.mulf %a, %b : bf16", ("bf16 arithmetic",)),
+        ("gfx942", "%1 = arith.subf %a, %b : tensor<64xf32>\n%2 = arith.truncf %1 : f32 to bf16", ()),
+        ("sm_90", "%1 = arith.subf %a, %b : tensor<64xbf16>", ()),
         ("sm_90", "tt.dot_scaled f8E4M3FN", ("dot_scaled",)),
     ],
 )

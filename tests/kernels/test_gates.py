@@ -41,7 +41,20 @@ MORE = {
     "trellis gemv 8": ("trellis", 8),
 }
 # (case, target or "*") -> parts of the misses that are known.
-KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {}
+SPILLS, NARROW, WORK = "spills", "no load of 16 bytes", "vector instructions for each weight"
+KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("int4 gemv", target): (WORK,) for target in ("gfx90a", "gfx942", "gfx950")},
+    **{
+        (f"{name} 256", target): (SPILLS,)
+        for name in ("int4 gemm", "int8", "fp8", "mxfp4", "grid4")
+        for target in ("gfx1100", "gfx1201", "sm_90")
+    },
+    ("grid4 1", "sm_90"): (SPILLS,),
+    ("int4 decode", "*"): (NARROW,),
+    ("trellis gemv", "*"): (NARROW,),
+    ("trellis gemv 8", "*"): (NARROW,),
+    ("trellis decode", "*"): (NARROW,),
+}
 
 
 def tree(name: str, samples: Any) -> Any:
