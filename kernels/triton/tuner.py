@@ -5,6 +5,7 @@ something slower than what runs without it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,8 +18,6 @@ from nstf.kernels.triton.spec import KernelSpec
 # Vector instructions to make a 16-bit number of a stored weight in gemm.py, without what does not depend on the number
 # of weights: counted in the code objects for gfx942 (batch 16). Tables of values take loads too.
 DECODE = {"int": 2.5, "fp": 3.0, "grid": 4.3}
-# From here the weights are scaled instead of the sums (gemm.py).
-SCALED_ROWS = 128
 
 
 def problem_of(layout: Layout, batch: int) -> Problem:
@@ -38,9 +37,20 @@ def tile_of(tiling: Tiling) -> dict[str, int]:
         "SPLIT": tiling.split_k,
         "WARPS": tiling.waves,
         "STAGES": tiling.stages,
-        "SWAP": 1,
-        "SCALE_WEIGHTS": int(tiling.block_m >= SCALED_ROWS),
     }
+
+
+def specs_with(
+    layout: Layout, batch: int, dtype: torch.dtype, row: Architecture, tiling: Tiling
+) -> list[KernelSpec]:
+    """The launches of a tiling, with AMD's options where it has matrix instructions."""
+    made = gemm_specs(layout, batch, dtype, row.target, tile_of(tiling))
+    if row.backend != "hip":
+        return made
+    options = {"kpack": tiling.kpack, "waves_per_eu": tiling.waves_per_eu}
+    if tiling.nonkdim:
+        options["matrix_instr_nonkdim"] = tiling.nonkdim
+    return [replace(spec, options=options) if spec.kind == "gemm" else spec for spec in made]
 
 
 def suits(layout: Layout) -> Callable[[Tiling], bool]:
@@ -54,7 +64,7 @@ def proposals(
 ) -> list[tuple[Tiling, list[KernelSpec]]]:
     """The short list with its launches, best first. Raises ValueError for a batch of 1: gemv.py has no tiles."""
     found = plan(problem_of(layout, batch), row, count, suits(layout))
-    return [(x.tiling, gemm_specs(layout, batch, dtype, row.target, tile_of(x.tiling))) for x in found]
+    return [(x.tiling, specs_with(layout, batch, dtype, row, x.tiling)) for x in found]
 
 
 def tune_gemm(
@@ -65,8 +75,10 @@ def tune_gemm(
     cache: TuningCache,
     seconds: Callable[[list[KernelSpec]], float],
     count: int = 4,
-) -> dict[str, int] | None:
-    """The `tile` for `gemm_specs` that measured best, or None for the kernel's own; remembered in `cache`.
+) -> Tiling | None:
+    """The tiling that measured best (`specs_with` makes its launches), or None for the kernel's own tile.
+
+    It is remembered in `cache` either way.
 
     seconds: runs launches on the GPU and gives their time (`triton.testing.do_bench`); it may raise RuntimeError
     for what the card cannot run.
@@ -75,11 +87,11 @@ def tune_gemm(
     best = tune(
         problem_of(layout, batch),
         row,
-        lambda tiling: seconds(gemm_specs(layout, batch, dtype, target, tile_of(tiling))),
+        lambda tiling: seconds(specs_with(layout, batch, dtype, row, tiling)),
         cache,
         count,
         suits(layout),
     )
     planned = cache.entries[problem_of(layout, batch).key(target)][1]
     own = seconds(gemm_specs(layout, batch, dtype, target))
-    return tile_of(best) if planned < own else None
+    return best if planned < own else None

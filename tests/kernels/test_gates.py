@@ -121,6 +121,11 @@ def test_every_format_keeps_its_promises(
     check((CASES | MORE)[name], name, ARCHITECTURES[target], samples, compiled, dtype)
 
 
+def test_the_known_misses_are_of_cases_and_targets_that_exist() -> None:
+    for name, target in KNOWN_MISSES:
+        assert name in CASES | MORE and target in (*ARCHITECTURES, "*"), (name, target)
+
+
 @pytest.mark.parametrize("target", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [16, 256])
 def test_what_the_planner_proposes_fits_and_its_model_is_near(
