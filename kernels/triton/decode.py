@@ -15,7 +15,7 @@ from nstf.kernels.triton.gemv import even_sizes, launch, layout_name, leaf_argum
 from nstf.kernels.triton.packed import LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-_ROWS = 16
+_ROWS = 64
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from nstf.kernels.triton.gemv import (
     launch,
     layout_name,
     leaf_arguments,
+    processors_of,
     scale_type,
     scale_value,
     sum_spec,
@@ -367,10 +368,10 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
     amd = not arch.startswith("sm_")
     span = RUN * (16 // min(b for b, _ in layout.planes))
     bm = max(16, min(WIDEST, triton.next_power_of_2(batch)))
-    bn = 64 if bm <= 64 else 128
+    bn = 64 if bm <= 16 else 128
 
     def stage_bytes() -> int:
-        return bm * span * dtype.itemsize + bn * span * layout.bits // 8
+        return int(bm * span * dtype.itemsize + bn * span * layout.bits // 8)
 
     # The shared memory of a program: 64 KiB on CDNA and RDNA, 227 KiB on Hopper, where two stages at least should fit.
     while stage_bytes() > (60_000 if amd else 100_000) and bm > 16:
@@ -378,8 +379,8 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
     while stage_bytes() > (60_000 if amd else 100_000) and bn > 32:
         bn //= 2
     programs = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
-    # Two programs for each of an H200's 132 multiprocessors; an MI300X has 304 compute units.
-    wanted = 608 if amd else 264
+    # Some six programs for each of an H200's 132 multiprocessors while they are small, one or two of the large ones.
+    wanted = processors_of(arch) * (5 if bm <= 16 else 1.5)
     split = 1
     while programs * split < wanted and split < 8:
         split *= 2
@@ -387,9 +388,9 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
         "BM": bm,
         "BN": bn,
         "SPLIT": split,
-        "WARPS": 4,
-        "STAGES": 2 if amd else max(2, min(4, int(220_000 / stage_bytes() + 0.4))),
+        "WARPS": 8 if bm >= 128 and not amd else 4,
+        "STAGES": 2 if amd else max(2, min(3 if bm <= 16 else 4, int(220_000 / stage_bytes() + 0.4))),
         "SWAP": 1,
         "CHUNKS": 1,
-        "SCALE_WEIGHTS": int(bm >= 128),
+        "SCALE_WEIGHTS": 0,
     }

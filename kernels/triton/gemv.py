@@ -1,3 +1,6 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
 """One row of activations times a packed matrix, from the codes: y = W x.
 
 A thread keeps the activations of its columns for as long as the kernel runs and goes down the rows, four words (16 bytes)
@@ -312,18 +315,23 @@ def gemv_specs(
 
 
 def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
-    """QUADS: fours of words side by side; some 32 columns a thread, so that registers hold their activations."""
+    """QUADS: fours of words side by side; some 64 columns a thread, so that registers hold their activations.
+
+    Few warps with much work each, since a program's warps meet once for every ROWS rows.
+    """
     lanes = lanes_of(arch)
     per_quad = 8 * (16 // bits)
     quads = layout.padded // per_quad
     wide = min(triton.next_power_of_2(quads), 32768 // triton.next_power_of_2(per_quad))
-    warps = max(1, min(512 // lanes, wide // lanes, wide * per_quad // (32 * lanes)))
+    warps = max(1, min(512 // lanes, wide // lanes, wide * per_quad // (64 * lanes)))
     warps = 1 << (warps.bit_length() - 1)
     each = max(1, wide // (warps * lanes))
+    # A register file holds 128 numbers for each of 512 threads: rows give way to activations and to many scales.
+    rows = 2 if warps * lanes > 256 or bits == 3 else 4
     return {
         "QUADS": wide,
         "WARPS": warps,
-        "ROWS": max(1, 4 // each),
+        "ROWS": max(1, min(rows, 8 // each)),
         "SPLIT": triton.cdiv(quads, wide),
         "PROGRAMS": 0,
     }

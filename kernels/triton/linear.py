@@ -5,7 +5,7 @@
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis.py up to eight rows, decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
-    low_rank, dense factors  low_rank.py up to eight rows
+    low_rank, dense factors  low_rank.py up to four rows
     add                      the one, then low_rank.py onto its result
     dense                    the library's product
 
@@ -36,9 +36,9 @@ NAME = "triton.linear"
 FORMATS = (*PACKED, "add", "dense", "low_rank", "rotated", "trellis")
 
 # Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
-GEMM_BATCH = 512
+GEMM_BATCH = 256
 TRELLIS_BATCH = 8
-LOW_RANK_BATCH, LOW_RANK_RANK = 8, 256
+LOW_RANK_BATCH, LOW_RANK_RANK = 4, 256
 # 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
 BLOCK_NUMEL = 1 << 25
 
@@ -220,7 +220,7 @@ def _blocks(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
     y = x.new_empty(len(x), out)
     for start in range(0, out, step):
         stop = min(out, start + step)
-        y[:, start:stop] = F.linear(x, some(slice(start, stop), x.dtype))
+        torch.mm(x, some(slice(start, stop), x.dtype).T, out=y[:, start:stop])
     return y
 
 

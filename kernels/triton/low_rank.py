@@ -1,9 +1,11 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
 """y = A (B x) for a few rows of activations in one launch, and the same added to what another product left in y.
 
 Every program takes a slice of the columns for t = B x, and all add up the slices' sums once they are there: a few hundred
-bytes a program that stay in the second-level cache. They wait for each other in between, so there may be no more programs than
-multiprocessors; their part of A is on its way meanwhile. A launch of its own for A would cost more than the wait.
+bytes a program that stay in the second-level cache. They wait for each other in between, so there may be no more programs
+than multiprocessors; their part of A is on its way meanwhile. A launch of its own for A would cost more than the wait.
 """
 
 from functools import cache
@@ -16,7 +18,7 @@ from torch import Tensor
 from nstf.kernels.triton.gemv import launch, multiples, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-LARGEST_BATCH = 8
+LARGEST_BATCH = 4
 LARGEST_RANK = 256
 _COLUMNS = 32
 _ROWS = 32
@@ -45,19 +47,22 @@ def low_rank_kernel(
     program = tl.program_id(0)
     r = tl.arange(0, R)
     if PHASE != 2:
-        for line in tl.static_range(B):
-            acc = tl.zeros([R, COLUMNS], tl.float32)
-            for first in range(program * COLUMNS, cols, PROGRAMS * COLUMNS):
-                k = first + tl.arange(0, COLUMNS)
+        accs = ()
+        for _ in tl.static_range(B):
+            accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
+        for first in range(program * COLUMNS, cols, PROGRAMS * COLUMNS):
+            k = first + tl.arange(0, COLUMNS)
+            inside = (r < rank)[:, None] & (k < cols)[None, :]
+            tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
+            grown = ()
+            for line in tl.static_range(B):
                 some = tl.load(x + line * cols + k, mask=(k < cols) & (line < batch), other=0.0).to(
                     tl.float32
                 )
-                inside = (r < rank)[:, None] & (k < cols)[None, :]
-                acc += (
-                    tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
-                    * some[None, :]
-                )
-            tl.store(parts + (program * B + line) * R + r, tl.sum(acc, axis=1))
+                grown = grown + (accs[line] + tile * some[None, :],)
+            accs = grown
+        for line in tl.static_range(B):
+            tl.store(parts + (program * B + line) * R + r, tl.sum(accs[line], axis=1))
     if PHASE != 1:
         row = program * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (r < rank)[None, :]

@@ -1,13 +1,13 @@
 """Packed leaves (int, grid, fp8, mxfp4) in the order the Triton kernels read them.
 
-Codes of 6 and 7 bits are split into planes of 4, 2 and 1 bits, low bits first; others are one plane. In a plane of b bits,
-chunk c of a row is 16 words of 2 J codes, J = floor(16 / b): ten codes of 3 bits a word, six of 5. Word i holds the columns
+Codes of 5 to 7 bits are split into planes of 4, 2 and 1 bits, low bits first; others are one plane. In a plane of b bits,
+chunk c of a row is 16 words of 2 J codes, J = floor(16 / b), so ten codes of 3 bits a word. Word i holds the columns
 
     k = c 32 J + j 32 + 2 i + h      at bit 16 h + j b      for j in 0..J-1, h in 0..1
 
 so that a thread's load of four words (16 bytes) meets eight neighbouring activations for each j, and the two halves of a
 word are neighbours, which is the pair a matrix core takes. Columns are padded to whole chunks of the narrowest plane (512
-columns for 1 bit, 256 for 2, 160 for 3, 128 for 4, 96 for 5, 64 for 8) with zero codes, which meet activations read as zero.
+columns for 1 bit, 256 for 2, 160 for 3, 128 for 4, 64 for 8) with zero codes, which meet activations read as zero.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class Packed:
 
 def planes_of(bits: int) -> tuple[tuple[int, int], ...]:
     """(bits, shift) of each plane, low bits first and widest first: 7 -> ((4, 0), (2, 4), (1, 6))."""
-    if bits not in (6, 7):
+    if bits not in (5, 6, 7):
         return ((bits, 0),)
     found, shift = [], 0
     for size in (4, 2, 1):
