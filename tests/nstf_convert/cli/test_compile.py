@@ -128,9 +128,15 @@ def test_without_triton_one_line_says_how_to_get_it(
     assert result.err.count("\n") == 1
 
 
-def test_an_artifact_without_kernels_is_unsupported(nstf, tiny, tmp_path: Path) -> None:
-    result = nstf("compile", tiny.same, "--target", "gfx942", "-o", tmp_path / "x.nstfk")
-    assert result.code == 6 and "nothing to compile" in result.err and not list(tmp_path.iterdir())
+def test_an_artifact_without_kernels_is_unsupported(nstf, tmp_path: Path) -> None:
+    from nstf.kernels.formats import EncodedTensor, Node, dense
+    from nstf.runtime.artifact import write_artifact
+
+    plain = EncodedTensor(Node("dense", dense.Params("float32")), (4, 8), {"values": torch.ones(4, 8)})
+    write_artifact(tmp_path / "m.nstf", {"w": plain}, {}, {})
+    result = nstf("compile", tmp_path / "m.nstf", "--target", "gfx942")
+    assert result.code == 6 and "nothing to compile" in result.err
+    assert [p.name for p in tmp_path.iterdir()] == ["m.nstf"]
 
 
 def test_a_kernel_that_fails_costs_that_kernel_alone(
