@@ -41,19 +41,33 @@ MORE = {
     "trellis gemv 8": ("trellis", 8),
 }
 # (case, target or "*") -> parts of the misses that are known.
-SPILLS, NARROW, WORK = "spills", "no load of 16 bytes", "vector instructions for each weight"
+SPILLS, NARROW, WORK, EMULATED = (
+    "spills",
+    "no load of 16 bytes",
+    "vector instructions for each weight",
+    "emulates bf16",
+)
+_CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
 KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
-    **{("int4 gemv", target): (WORK,) for target in ("gfx90a", "gfx942", "gfx950")},
+    **{(name, target): (WORK,) for name in ("int4 gemv", "rotated 1") for target in _CDNA},
+    **{(name, target): (SPILLS, WORK) for name in ("int4 gemv", "rotated 1") for target in (*_RDNA, "sm_90")},
     **{
-        (f"{name} 256", target): (SPILLS,)
-        for name in ("int4 gemm", "int8", "fp8", "mxfp4", "grid4")
-        for target in ("gfx1100", "gfx1201", "sm_90")
+        (f"{name} 1", target): (SPILLS,)
+        for name in ("int8", "int3 zeros", "grid4", "mxfp4", "fp8")
+        for target in ARCHITECTURES
     },
-    ("grid4 1", "sm_90"): (SPILLS,),
-    ("int4 decode", "*"): (NARROW,),
-    ("trellis gemv", "*"): (NARROW,),
-    ("trellis gemv 8", "*"): (NARROW,),
-    ("trellis decode", "*"): (NARROW,),
+    **{
+        (f"{name} 256", target): (SPILLS, EMULATED)
+        for name in ("int4 gemm", "int8", "fp8", "mxfp4", "grid4")
+        for target in (*_RDNA, "sm_90")
+    },
+    **{(f"{name} 256", target): (EMULATED,) for name in ("int4 gemm", "int8") for target in _CDNA},
+    **{
+        (f"{name} 16", target): (EMULATED,)
+        for name in ("int4 gemm", "int8", "rotated")
+        for target in (*_CDNA, *_RDNA)
+    },
+    **{(name, "*"): (NARROW,) for name in ("trellis gemv", "trellis gemv 8", "trellis decode")},
 }
 
 
