@@ -70,6 +70,11 @@ def test_the_peaks_follow_from_units_clock_and_instruction_set() -> None:
     # 163.4 TFLOP/s in float32 on the MI300X, with packed products, and 66.9 on the H200: the data sheets.
     assert architecture("gfx942").vector_rate * 4 == pytest.approx(163.4e12, rel=0.01)
     assert architecture("sm_90").vector_rate * 2 == pytest.approx(66.9e12, rel=0.01)
+    # In pairs 61.4 on the RX 7900 XTX and 48.7 on the RX 9070 XT.
+    assert architecture("gfx1100").vector_rate * 4 == pytest.approx(61.4e12, rel=0.01)
+    assert architecture("gfx1201").vector_rate * 4 == pytest.approx(48.7e12, rel=0.01)
+    # 8192 operations a clock of a unit of the MI355X in 8 bits.
+    assert architecture("gfx950").matrix_8bit == pytest.approx(8192 * 256 * 2.4e9, rel=0.01)
     for row in ROWS:
         assert row.matrix_8bit >= row.matrix_16bit > row.vector_rate
         assert row.wave == (64 if row.target.startswith("gfx9") else 32)
