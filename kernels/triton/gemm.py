@@ -379,11 +379,14 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
     while stage_bytes() > (60_000 if amd else 100_000) and bn > 32:
         bn //= 2
     programs = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
-    # Some six programs for each of an H200's 132 multiprocessors while they are small, one or two of the large ones.
-    wanted = processors_of(arch) * (5 if bm <= 16 else 1.5)
-    split = 1
-    while programs * split < wanted and split < 8:
-        split *= 2
+    processors, split = processors_of(arch), 1
+    if bm <= 32:
+        # Some five small programs for each multiprocessor.
+        while programs * split < processors * (5 if bm == 16 else 1.5) and split < 8:
+            split *= 2
+    else:
+        # As many as run at once: two on a multiprocessor, one of the largest.
+        split = max(1, min(8, processors * (2 if bm == 64 else 1) // programs))
     return {
         "BM": bm,
         "BN": bn,

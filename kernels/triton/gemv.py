@@ -315,25 +315,28 @@ def gemv_specs(
 
 
 def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
-    """QUADS: fours of words side by side; some 64 columns a thread, so that registers hold their activations.
+    """QUADS: fours of words side by side; 32 to 64 columns a thread, so that registers hold their activations.
 
-    Few warps with much work each, since a program's warps meet once for every ROWS rows.
+    From sweeps on an H200. Four warps as far as their registers last, since the warps of a program meet once for every ROWS
+    rows; eight for 8-bit codes, where only bytes in flight count.
     """
     lanes = lanes_of(arch)
     per_quad = 8 * (16 // bits)
     quads = layout.padded // per_quad
     wide = min(triton.next_power_of_2(quads), 32768 // triton.next_power_of_2(per_quad))
-    warps = max(1, min(512 // lanes, wide // lanes, wide * per_quad // (64 * lanes)))
-    warps = 1 << (warps.bit_length() - 1)
+    columns = wide * per_quad
+    warps = max(128 // lanes, columns // ((32 if bits == 8 else 64) * lanes))
+    warps = max(1, min(512 // lanes, wide // lanes, 1 << (warps.bit_length() - 1)))
     each = max(1, wide // (warps * lanes))
-    # A register file holds 128 numbers for each of 512 threads: rows give way to activations and to many scales.
-    rows = 2 if warps * lanes > 256 or bits == 3 else 4
+    rows = 2 if warps * lanes > 128 or bits == 3 else 4
+    # Threads that find room on a multiprocessor, by the registers that so many columns need.
+    threads = 768 if columns <= 32 * warps * lanes else 512
     return {
         "QUADS": wide,
         "WARPS": warps,
         "ROWS": max(1, min(rows, 8 // each)),
         "SPLIT": triton.cdiv(quads, wide),
-        "PROGRAMS": 0,
+        "PROGRAMS": processors_of(arch) * max(1, threads // (warps * lanes)),
     }
 
 
@@ -349,8 +352,6 @@ def _plane_spec(
     rows, quads, warps, split = tile["ROWS"], tile["QUADS"], tile["WARPS"], tile["SPLIT"]
     even = layout.cols == layout.padded and layout.cols == split * quads * 8 * (16 // bits)
     blocks = triton.cdiv(layout.rows, rows)
-    # As many programs as find room at once: about 16 warps of 128 registers a thread, 32 lanes wide.
-    room = tile["PROGRAMS"] or processors_of(arch) * max(1, 512 // (warps * lanes_of(arch)))
     sizes = {"rows": layout.rows, "cols": layout.cols, "width": layout.width(bits)}
     return KernelSpec(
         name=f"gemv_{layout_name(layout)}p{bits}a{shift}_{pointer_type(dtype)[1:]}_{pointer_type(out)[1:]}"
@@ -388,7 +389,7 @@ def _plane_spec(
         num_warps=warps,
         num_stages=1,
         kind="gemv",
-        grid=(min(blocks, triton.cdiv(room, split)), split, 1),
+        grid=(min(blocks, triton.cdiv(tile["PROGRAMS"], split)), split, 1),
     )
 
 

@@ -26,7 +26,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE
 from nstf.kernels.triton.packed import FORMATS as PACKED
-from nstf.kernels.triton.packed import layout_of, pack_leaf
+from nstf.kernels.triton.packed import compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -69,6 +69,14 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
         return None
     with torch.cuda.device(ids.device):
         return decoder(encoded, arch_of(ids.device))(ids, dtype)
+
+
+def resident(encoded: EncodedTensor) -> EncodedTensor:
+    """The same tensor as it should be kept on its device: packed codes in the kernels' order, instead of the stored one."""
+    device = next(iter(encoded.arrays.values())).device
+    if device.type != "cuda" or not available() or _warned(device.index or 0):
+        return encoded
+    return compact(encoded)
 
 
 def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> list[KernelSpec]:

@@ -11,13 +11,15 @@ columns for 1 bit, 256 for 2, 160 for 3, 128 for 4, 64 for 8) with zero codes, w
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import group_count, group_size
-from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.formats.tree import EncodedTensor, child_encoded
 from nstf.kernels.memo import per_encoded
 
 FORMATS = ("fp8", "grid", "int", "mxfp4")
@@ -30,6 +32,9 @@ INTEGER, FLOAT, TABLE = 0, 1, 2
 STORED, STEPS, EXPONENT = 0, 1, 2
 
 _CODES_AT_ONCE = 1 << 24
+_ALL = slice(0, None)
+# Nodes whose children are multiplied by as matrices of their own.
+_HOLDERS = ("add", "low_rank", "rotated")
 
 
 @dataclass(frozen=True)
@@ -141,20 +146,73 @@ def layout_of(encoded: EncodedTensor) -> Layout | None:
     )
 
 
+class PackedCodes(Tensor):
+    """Stored codes u8 [rows, bytes] of which only the kernels' words exist; any operation on them restores the bytes.
+
+    On a GPU the words take the place of the stored bytes, so that a matrix is not held twice; `decode`, `state_dict` and
+    moving to another device see what was stored.
+    """
+
+    words: Tensor
+    order: Layout
+
+    @staticmethod
+    def __new__(cls, words: Tensor, layout: Layout) -> "PackedCodes":
+        shape = (layout.rows, bitpack.packed_bytes(layout.cols, layout.bits))
+        codes: PackedCodes = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=torch.uint8, device=words.device, requires_grad=False
+        )
+        codes.words, codes.order = words, layout
+        return codes
+
+    def restored(self, rows: slice | Tensor = _ALL) -> Tensor:
+        """The stored bytes, of some rows or of all."""
+        return unpack_words(self.words, self.order, rows)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.slice.Tensor and len(args) == 4 and args[1] == 0:
+            return args[0].restored(slice(args[2], args[3]))
+        if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+            return args[0].restored(args[1][0])
+
+        def plain(value: Any) -> Any:
+            return value.restored() if isinstance(value, PackedCodes) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PackedCodes({list(self.shape)}, {self.order.bits} bits, {self.device})"
+
+
+def compact(encoded: EncodedTensor) -> EncodedTensor:
+    """The same tensor with the codes of its packed matrices as `PackedCodes`, wherever in the tree they are."""
+    arrays = dict(encoded.arrays)
+    for name in encoded.tree.children if encoded.tree.kind in _HOLDERS else ():
+        child = compact(child_encoded(encoded, name))
+        arrays |= {f"{name}.{path}": array for path, array in child.arrays.items()}
+    layout = layout_of(encoded)
+    codes = arrays.get("codes")
+    if layout is None or codes is None or isinstance(codes, PackedCodes) or _nan_codes(encoded):
+        return EncodedTensor(encoded.tree, encoded.shape, arrays)
+    arrays["codes"] = PackedCodes(pack_words(codes, layout), layout)
+    return EncodedTensor(encoded.tree, encoded.shape, arrays)
+
+
 @per_encoded
 def pack_leaf(encoded: EncodedTensor) -> Packed | None:
     """The leaf in the kernels' order, on its device; None for one they would not decode exactly (FP8 codes that are NaN)."""
     layout = layout_of(encoded)
-    if layout is None:
+    if layout is None or _nan_codes(encoded):
         return None
-    arrays, symmetric = encoded.arrays, layout.symmetric
-    if encoded.tree.kind == "fp8" and _has_nan(arrays["codes"], encoded.tree.params.variant):
-        return None
+    arrays, codes = encoded.arrays, encoded.arrays["codes"]
     return Packed(
         layout,
-        pack_words(arrays["codes"], layout),
+        codes.words if isinstance(codes, PackedCodes) else pack_words(codes, layout),
         arrays["scale_codes" if layout.scales == STEPS else "scale"].contiguous(),
-        None if symmetric else bitpack.unpack(arrays["zeros"], layout.bits, layout.groups),
+        None if layout.symmetric else bitpack.unpack(arrays["zeros"], layout.bits, layout.groups),
         arrays["scale_super"].float() / 256 if layout.scales == STEPS else None,
         arrays.get("table"),
     )
@@ -189,7 +247,42 @@ def _plane_words(codes: Tensor, bits: int) -> Tensor:
     return word.view(len(codes), -1)
 
 
-def _has_nan(codes: Tensor, variant: str) -> bool:
-    if variant == "e4m3fnuz":
+def unpack_words(words: Tensor, layout: Layout, rows: slice | Tensor = _ALL) -> Tensor:
+    """The inverse of `pack_words`, for some rows (a slice of step 1, or int64 indices) or for all: u8 [n, bytes]."""
+    planes = []
+    for bits, shift in layout.planes:
+        width, first = layout.width(bits), layout.start(shift)
+        planes.append(words[first : first + layout.rows * width].view(layout.rows, width)[rows])
+    count = len(planes[0])
+    out = torch.empty(
+        count, bitpack.packed_bytes(layout.cols, layout.bits), dtype=torch.uint8, device=words.device
+    )
+    step = max(1, _CODES_AT_ONCE // layout.padded)
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        codes = torch.zeros(stop - start, layout.padded, dtype=torch.uint8, device=words.device)
+        for (bits, shift), plane in zip(layout.planes, planes, strict=True):
+            codes |= _plane_codes(plane[start:stop], bits) << shift
+        out[start:stop] = bitpack.pack(codes[:, : layout.cols].contiguous(), layout.bits)
+    return out
+
+
+def _plane_codes(words: Tensor, bits: int) -> Tensor:
+    """i32 [rows, words] -> codes below 2**bits, u8 [rows, padded]."""
+    per_half = 16 // bits
+    word = words.reshape(len(words), -1, LANES)
+    fields = [
+        [(word >> (16 * half + j * bits)) & ((1 << bits) - 1) for half in range(2)] for j in range(per_half)
+    ]
+    each = torch.stack([torch.stack(halves, dim=-1) for halves in fields], dim=2)
+    return each.to(torch.uint8).view(len(words), -1)
+
+
+def _nan_codes(encoded: EncodedTensor) -> bool:
+    """FP8 codes that mean NaN, which the kernels would read as numbers."""
+    codes = encoded.arrays["codes"] if encoded.tree.kind == "fp8" else None
+    if codes is None or isinstance(codes, PackedCodes) or codes.is_meta:
+        return False
+    if encoded.tree.params.variant == "e4m3fnuz":
         return bool((codes == 0x80).any())
     return bool(((codes & 0x7F) == 0x7F).any())

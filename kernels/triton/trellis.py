@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
 """Trellis codes times up to eight rows of activations, and trellis codes to dense rows, on a GPU.
@@ -79,14 +79,14 @@ def _state(words, C: tl.constexpr, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def _sum_value(state, one, DOT4: tl.constexpr):
+def _sum_value(state, one, HARDWARE: tl.constexpr):
     """1 + 255 / 2^23 times the sum of the four bytes of the multiplied state."""
     product = state * 0xA7491E23
-    if DOT4 == 1:
+    if HARDWARE == 1:
         bits = tl.inline_asm_elementwise(
             "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [product, 0xFFFFFFFF, one], tl.uint32, True, 1
         )
-    elif DOT4 == 2:
+    elif HARDWARE == 2:
         bits = tl.inline_asm_elementwise(
             "v_dot4_u32_u8 $0, $1, $2, $3", "=v,v,v,v", [product, 0xFFFFFFFF, one], tl.uint32, True, 1
         )
@@ -97,14 +97,22 @@ def _sum_value(state, one, DOT4: tl.constexpr):
 
 
 @triton.jit
-def _quantile_value(state):
+def _quantile_value(state, HARDWARE: tl.constexpr):
     """The Gaussian quantile of the multiplied state, by a polynomial in log2 of 4 u (1 - u).
 
     Fitted to the 4096 levels: 6e-5 of the value, a tenth of what storing them as float16 changes.
     """
     near = ((((state * 25115) << 7) & 0x7FF800) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 + level / 4096
     u = near * 2.0 + (1 / 4096 - 3.0)
-    w = -tl.log2(1.0 - u * u)
+    rest = 1.0 - u * u
+    # tl.log2 is a subroutine of twenty instructions; there is one.
+    if HARDWARE == 1:
+        w = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [rest], tl.float32, True, 1)
+    elif HARDWARE == 2:
+        w = tl.inline_asm_elementwise("v_log_f32 $0, $1", "=v,v", [rest], tl.float32, True, 1)
+    else:
+        w = tl.log2(rest)
+    w = -w
     p = w * -1.9235076251788996e-06 + 9.515388228464872e-05
     p = p * w - 0.0016848844243213534
     p = p * w + 0.008936945348978043
@@ -129,7 +137,7 @@ def trellis_gemv_kernel(
     COUNT: tl.constexpr,  # words of a row and what is before it
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
-    DOT4: tl.constexpr,
+    HARDWARE: tl.constexpr,
     SECTIONED: tl.constexpr,
     RT: tl.constexpr,
     CT: tl.constexpr,
@@ -169,9 +177,9 @@ def trellis_gemv_kernel(
         for c in tl.static_range(16):
             state = _state(bits, c, QUARTER)
             if QUARTER <= 12:
-                value = _sum_value(state, one, DOT4)
+                value = _sum_value(state, one, HARDWARE)
             else:
-                value = _quantile_value(state)
+                value = _quantile_value(state, HARDWARE)
             grown = ()
             for line in tl.static_range(B):
                 grown = grown + (accs[line] + value * xs[line * 16 + c],)
@@ -208,7 +216,7 @@ def trellis_decode_kernel(
     COUNT: tl.constexpr,
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
-    DOT4: tl.constexpr,
+    HARDWARE: tl.constexpr,
     SECTIONED: tl.constexpr,
     INDEXED: tl.constexpr,
     BN: tl.constexpr,
@@ -239,7 +247,7 @@ def trellis_decode_kernel(
     for c in tl.static_range(16):
         state = _state(bits, c, QUARTER)
         if QUARTER <= 12:
-            value = _sum_value(state, 0x3F800000, DOT4) - CENTRE
+            value = _sum_value(state, 0x3F800000, HARDWARE) - CENTRE
         else:
             value = tl.load(table + (((state * 25115) & 0xFFFF) >> 4)).to(tl.float32)
         values = values + (tl.reshape(value * factor, [BN, CT]),)
@@ -306,8 +314,8 @@ def prepare(encoded: EncodedTensor) -> Prepared:
     return Prepared(params, tuple(sections), scales, _table().to(scales.device), rows, cols)
 
 
-def dot4_of(arch: str) -> int:
-    """How the four bytes of a word are summed: 1 PTX, 2 AMD's instruction, 0 plain integer arithmetic (the interpreter)."""
+def hardware_of(arch: str) -> int:
+    """Whose instructions for a sum of bytes and a logarithm: 1 NVIDIA's, 2 AMD's, 0 plain arithmetic (the interpreter)."""
     if triton.knobs.runtime.interpret:
         return 0
     return 1 if arch.startswith("sm_") else 2
@@ -335,8 +343,14 @@ def trellis_specs(
     across = trellis.tiles(cols)
     b = triton.next_power_of_2(batch)
     lanes = lanes_of(arch)
-    # Four tiles a thread for one row of activations: their 64 numbers stay in registers.
-    chosen = {"RT": 1, "CT": 0, "WARPS": 4, "PROGRAMS": 0} | (tile or {})
+    # Four tiles a thread for one row of activations: their 64 numbers stay in registers. Programs of one warp for several
+    # rows: a program's warps meet once for each of them.
+    chosen = {
+        "RT": 2 if b in (2, 8) else 1,
+        "CT": 0,
+        "WARPS": 64 // lanes if b == 1 else 1,
+        "PROGRAMS": 0,
+    } | (tile or {})
     rt, warps = chosen["RT"], chosen["WARPS"]
     ct = chosen["CT"] or min(triton.next_power_of_2(across), warps * lanes // 16 * max(1, 4 // b))
     split = triton.cdiv(across, ct)
@@ -364,7 +378,7 @@ def trellis_specs(
                 "COUNT": words_of(q),
                 "UNIT": _UNIT if computed else 1.0,
                 "CENTRE": _CENTRE,
-                "DOT4": dot4_of(arch),
+                "HARDWARE": hardware_of(arch),
                 "SECTIONED": bool(params.rows),
                 "RT": rt,
                 "CT": ct,
@@ -447,7 +461,7 @@ def trellis_decode_specs(
                 "COUNT": words_of(q),
                 "UNIT": _UNIT if q <= 12 else 1.0,
                 "CENTRE": _CENTRE,
-                "DOT4": dot4_of(arch),
+                "HARDWARE": hardware_of(arch),
                 "SECTIONED": sectioned,
                 "INDEXED": indexed,
                 "BN": bn,

@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
-import triton_cases  # noqa: E402
+import triton_cases
 
-from nstf.kernels.formats import EncodedTensor  # noqa: E402
-from nstf.kernels.registry import choose  # noqa: E402
-from nstf.kernels.triton import linear  # noqa: E402
-from nstf.kernels.triton.packed import FORMATS, layout_of, pack_leaf, planes_of  # noqa: E402
-from nstf.kernels.triton.spec import hollow, specs_for  # noqa: E402
+from nstf.kernels.formats import EncodedTensor, decode
+from nstf.kernels.registry import choose
+from nstf.kernels.triton import linear
+from nstf.kernels.triton.packed import FORMATS, PackedCodes, compact, layout_of, pack_leaf, planes_of
+from nstf.kernels.triton.spec import hollow, specs_for
 
 CASES = {case.name: case for case in triton_cases.cases()}
 
@@ -88,6 +88,27 @@ def test_packing_keeps_every_code(samples: ModuleType) -> None:
                 found |= ((words[at] >> (16 * (place % 2) + j * size)) & ((1 << size) - 1)) << shift
             assert found == int(codes[row, k]), (bits, row, k)
         assert packed.words.numel() == layout.words
+
+
+@pytest.mark.parametrize(
+    "name", ["int3", "int6_asymmetric", "int4_group_24", "grid", "fp8", "mxfp4", "rotated_both", "add"]
+)
+def test_codes_kept_as_words_alone_are_what_was_stored(name: str) -> None:
+    shape = (64, 128) if name in ("rotated_both", "add") else (7, 200)
+    encoded = triton_cases.encoded_of(triton_cases.Case(name, shape, 1))
+    kept = compact(encoded)
+    path = "x.codes" if name in ("rotated_both", "add") else "codes"
+    codes, stored = kept.arrays[path], encoded.arrays[path]
+    assert isinstance(codes, PackedCodes) and codes.shape == stored.shape and codes.dtype == stored.dtype
+    assert torch.equal(codes.clone(), stored) and torch.equal(codes[2:5], stored[2:5])
+    rows = torch.tensor([6, 0, 6])
+    assert torch.equal(codes[rows], stored[rows])
+    assert torch.equal(decode(kept), decode(encoded))
+    assert compact(kept).arrays[path] is codes
+    if path == "codes":
+        packed = pack_leaf(kept)
+        assert packed is not None and packed.words is codes.words
+        assert torch.equal(packed.words, pack_leaf(encoded).words)  # type: ignore[union-attr]
 
 
 def test_planes_hold_the_bits_of_a_code_once() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import leaf, node, random_encoded  # noqa: E402
+from conftest import leaf, node, random_encoded
 
-from nstf.kernels.formats import EncodedTensor, bitpack, decode  # noqa: E402
+from nstf.kernels.formats import EncodedTensor, bitpack, decode
 
 DENSE = leaf("dense", dtype="float16")
 FLOAT = leaf("dense", dtype="float32")
