@@ -50,22 +50,23 @@ SPILLS, NARROW, WORK, EMULATED = (
 _CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
 KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
     **{(name, target): (WORK,) for name in ("int4 gemv", "rotated 1") for target in _CDNA},
-    **{(name, target): (SPILLS, WORK) for name in ("int4 gemv", "rotated 1") for target in (*_RDNA, "sm_90")},
     **{
-        (f"{name} 1", target): (SPILLS,)
-        for name in ("int8", "int3 zeros", "grid4", "mxfp4", "fp8")
-        for target in ARCHITECTURES
+        (f"{name} {batch}", target): (SPILLS, EMULATED)
+        for name, batch in (
+            *(("int4 gemm", 256), ("int8", 256), ("fp8", 256), ("mxfp4", 256), ("grid4", 256)),
+            *(("int8", 1), ("fp8", 1), ("grid4", 1), ("int3 zeros", 1)),
+        )
+        for target in _RDNA
     },
     **{
-        (f"{name} 256", target): (SPILLS, EMULATED)
-        for name in ("int4 gemm", "int8", "fp8", "mxfp4", "grid4")
-        for target in (*_RDNA, "sm_90")
+        (name, target): (EMULATED,)
+        for name in ("int4 gemm 256", "int8 256", "int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
+        for target in _CDNA
     },
-    **{(f"{name} 256", target): (EMULATED,) for name in ("int4 gemm", "int8") for target in _CDNA},
     **{
-        (f"{name} 16", target): (EMULATED,)
-        for name in ("int4 gemm", "int8", "rotated")
-        for target in (*_CDNA, *_RDNA)
+        (name, target): (EMULATED,)
+        for name in ("int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
+        for target in _RDNA
     },
     **{(name, "*"): (NARROW,) for name in ("trellis gemv", "trellis gemv 8", "trellis decode")},
 }
