@@ -144,6 +144,7 @@ def gemv_kernel(
     FACTOR: tl.constexpr,
     AFTER: tl.constexpr,
     PLACES: tl.constexpr,  # the shift of each field
+    AMD: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     QUADS: tl.constexpr,
@@ -158,6 +159,9 @@ def gemv_kernel(
     FLUSH: tl.constexpr = J if (WHOLE or STEP % J == 0) else (STEP if J % STEP == 0 else 1)
     FLUSHES: tl.constexpr = J // FLUSH
 
+    if AMD:
+        # Into a vector register: with mask and ones both scalar, CDNA would take two instructions for `and-or`.
+        one = tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [one], tl.int32, True, 1)
     lane = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     four = tl.arange(0, 4)
     eight = tl.arange(0, 8)
@@ -329,6 +333,8 @@ def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
     warps = max(1, min(512 // lanes, wide // lanes, 1 << (warps.bit_length() - 1)))
     each = max(1, wide // (warps * lanes))
     rows = 2 if warps * lanes > 128 or bits == 3 else 4
+    if warps * lanes == 512 and not (layout.mode == INTEGER and layout.symmetric and bits < 8):
+        rows = 1
     # Threads that find room on a multiprocessor, by the registers that so many columns need.
     threads = 768 if columns <= 32 * warps * lanes else 512
     return {
@@ -380,6 +386,7 @@ def _plane_spec(
             "FACTOR": 2.0**60 if layout.exponent else 1.0,
             "AFTER": 2.0 ** (127 - layout.bias - 60) if layout.exponent else 1.0,
             "PLACES": places(bits) if layout.mode == INTEGER else (0,) * 2 * (16 // bits),
+            "AMD": arch.startswith("gfx") and not triton.knobs.runtime.interpret,
             "EVEN": even,
             "ROWS": rows,
             "QUADS": quads,
