@@ -18,7 +18,7 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 _ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["ids"])
 def decode_kernel(
     ids,  # i64 [count]: the rows wanted
     words,
@@ -155,7 +155,7 @@ def decode_rows(packed: Packed, rows: slice | Tensor, dtype: torch.dtype) -> Ten
     y = torch.empty(count, layout.cols, dtype=dtype, device=packed.words.device)
     if count:
         spec = decode_spec(layout, count, dtype, indexed)
-        ids = rows.contiguous() if isinstance(rows, Tensor) else packed.words
+        ids = rows.contiguous() if isinstance(rows, Tensor) else packed.words.view(torch.int64)
         arguments = (*leaf_arguments(packed), y, first, count, layout.rows, layout.cols, layout.padded)
         launch(spec, ids, *arguments)
     return y

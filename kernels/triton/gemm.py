@@ -90,7 +90,7 @@ def _pair16(t, zero, DTYPE: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr
     return pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def gemm_kernel(
     x,  # [batch, cols]
     words,  # i32: all planes

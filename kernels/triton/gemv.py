@@ -435,13 +435,19 @@ def gemv(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | 
 
 
 def leaf_arguments(packed: Packed) -> tuple[Tensor, ...]:
-    """words, scale, zeros, row_scale, table: what a matrix lacks is stood in for by its words, never read."""
+    """words, scale, zeros, row_scale, table: for what a matrix lacks stand its words, of the type stated and never read."""
     words = packed.words
 
-    def present(array: Tensor | None) -> Tensor:
-        return words if array is None else array
+    def present(array: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return words.view(dtype) if array is None else array
 
-    return (words, packed.scale, present(packed.zeros), present(packed.row_scale), present(packed.table))
+    return (
+        words,
+        packed.scale,
+        present(packed.zeros, torch.uint8),
+        present(packed.row_scale, torch.float32),
+        present(packed.table, torch.float16),
+    )
 
 
 def launch(spec: KernelSpec, *arguments: object) -> None:

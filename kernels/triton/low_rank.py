@@ -24,7 +24,7 @@ _COLUMNS = 32
 _ROWS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def low_rank_kernel(
     x,  # [batch, cols]
     a,  # [rows, rank]

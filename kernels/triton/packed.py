@@ -178,6 +178,11 @@ class PackedCodes(Tensor):
         if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
             return args[0].restored(args[1][0])
 
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"{func}: codes that are kept as words cannot be written to; load the tensor anew"
+            )
+
         def plain(value: Any) -> Any:
             return value.restored() if isinstance(value, PackedCodes) else value
 

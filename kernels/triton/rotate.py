@@ -29,7 +29,7 @@ def _signs(at, seed, SIDE: tl.constexpr):
     return 1.0 - 2.0 * ((v >> 16) & 1).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def rotate_kernel(
     x,  # [batch, size]
     y,  # [batch, size], or f32 [batch, 16, padded / 16]

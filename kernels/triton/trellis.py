@@ -121,7 +121,8 @@ def _quantile_value(state, HARDWARE: tl.constexpr):
     return p * u
 
 
-@triton.jit
+# Sections begin at any multiple of 8 bytes.
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["codes"])
 def trellis_gemv_kernel(
     x,  # f32 [batch, 16, across]
     codes,  # u32: the section
@@ -199,7 +200,7 @@ def trellis_gemv_kernel(
         words = later
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["codes", "ids"])
 def trellis_decode_kernel(
     ids,  # i64 [count]
     codes,  # u32: the section
@@ -407,7 +408,7 @@ def trellis_gemv(
     if summed:
         parts = torch.empty(specs[-1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
     for s, spec in zip(prepared.sections, specs, strict=False):
-        members = prepared.scales if s.members is None else s.members
+        members = s.codes if s.members is None else s.members
         sizes = (s.rows, prepared.rows, prepared.across, batch)
         launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, parts, *sizes, ONE)
     if summed:
@@ -425,9 +426,9 @@ def trellis_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype, a
     if count == 0:
         return y
     specs = trellis_decode_specs(prepared.params, prepared.rows, prepared.cols, count, dtype, indexed, arch)
-    ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.scales
+    ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.sections[0].codes.view(torch.int64)
     for s, spec in zip(prepared.sections, specs, strict=True):
-        place = prepared.scales if s.place is None else s.place
+        place = s.codes if s.place is None else s.place
         sizes = (first, count, prepared.rows, prepared.cols, prepared.across)
         launch(spec, ids, s.codes.view(torch.uint32), prepared.scales, place, prepared.table, y, *sizes)
     return y
@@ -467,7 +468,13 @@ def trellis_decode_specs(
                 "BN": bn,
                 "CT": ct,
             },
-            divisible=("scale", "place", "table", "y"),
+            divisible=(
+                "scale",
+                "place",
+                "table",
+                "y",
+                *multiples({n: integers[n] for n in ("rows", "cols", "across")}),
+            ),
             num_warps=4,
             num_stages=1,
             batch=count,
