@@ -22,6 +22,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 _MODULES = (
     "nstf.kernels.cpu.packed_linear",
     "nstf.kernels.cpu.trellis_linear",
+    "nstf.kernels.triton.linear",
     "nstf.kernels.torch.structured",
     "nstf.kernels.torch.reference",
 )

@@ -22,6 +22,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode
 from nstf.kernels.formats.dense import DTYPES
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.compiled import use_compiled
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
@@ -41,6 +42,7 @@ def load(
     attention: str = "full",
     verify: bool = True,
     engine: str = "auto",
+    kernels: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
@@ -48,6 +50,8 @@ def load(
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
     `model.generate` use the C++ engine on a CPU where it can, "exact" without its int8 activations, "off" never.
+    kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
+    does not match Triton and GPU, kernels are compiled at their first use.
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -65,6 +69,8 @@ def load(
     _fill(model, artifact, compute)
     _set_generation_config(model, artifact)
     plan = artifact.manifest.attention
+    if kernels is not None:
+        use_compiled(artifact, kernels)
     model.to(device)
     if attention == "planned":
         if not plan:

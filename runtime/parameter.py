@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map
 from nstf.kernels.formats import EncodedTensor, Node, decode
 from nstf.kernels.linear import linear
 from nstf.kernels.torch.rows import children_of, decode_rows, expert
+from nstf.kernels.triton.linear import resident
+from nstf.kernels.triton.linear import rows as rows_on_gpu
 
 
 class EncodedParameter(nn.Module):
@@ -31,14 +33,17 @@ class EncodedParameter(nn.Module):
         device = encoded.arrays[self.paths[0]].device
         # No bytes: it follows .to(dtype), .half() and so on, which the arrays themselves must not.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        self._encoded: EncodedTensor | None = encoded
+        # On a GPU what is kept is made at the first use, on the device.
+        self._encoded: EncodedTensor | None = None if device.type == "cuda" else encoded
 
     @property
     def encoded(self) -> EncodedTensor:
         """The tensor as it is stored, on the module's device; the same object until the module moves."""
         if self._encoded is None:
             arrays = {path: self._buffers[_buffer_name(path)] for path in self.paths}
-            self._encoded = EncodedTensor(self.tree, self.shape, arrays)  # type: ignore[arg-type]
+            self._encoded = resident(EncodedTensor(self.tree, self.shape, arrays))  # type: ignore[arg-type]
+            for path in self.paths:
+                self._buffers[_buffer_name(path)] = self._encoded.arrays[path]
         return self._encoded
 
     @property
@@ -161,9 +166,16 @@ def _getitem(weight: Any, index: Any) -> Any:
 
 
 def embedding(ids: Tensor, encoded: EncodedTensor, dtype: torch.dtype) -> Tensor:
-    """decode(encoded)[ids]: [*ids.shape, *shape[1:]], decoding each row asked for once."""
+    """decode(encoded)[ids]: [*ids.shape, *shape[1:]], decoding each row asked for once.
+
+    An id out of range raises IndexError; where a GPU's kernel looks the rows up, it gives NaN: to raise, the host would
+    have to wait for the device.
+    """
     size = encoded.shape[0]
     flat = ids.reshape(-1).to(torch.int64)
+    found = rows_on_gpu(encoded, flat, dtype)
+    if found is not None:
+        return found.reshape(*ids.shape, *encoded.shape[1:])
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < size:
         raise IndexError(f"index {int(flat.min())} or {int(flat.max())} is outside the {size} rows")
     if flat.numel() < 2:

@@ -15,7 +15,19 @@ import typer
 
 from nstf import __version__
 from nstf.errors import NstfError
-from nstf_convert.cli import bench, calibrate, convert, eval, export, generate, inspect, plan, profile, verify
+from nstf_convert.cli import (
+    bench,
+    calibrate,
+    compile,
+    convert,
+    eval,
+    export,
+    generate,
+    inspect,
+    plan,
+    profile,
+    verify,
+)
 from nstf_convert.cli.output import clean, setup_logging
 
 EPILOG = "Every command takes --json (results as JSON), --quiet (no progress) and --debug (full traceback)."
@@ -40,10 +52,11 @@ SUMMARIES = {
     "eval": "Measure the accuracy and apply gates.",
     "generate": "Generate text with an artifact.",
     "bench": "Measure tokens per second on this CPU.",
+    "compile": "Compile GPU kernels ahead of time.",
     "profile": "Show where the time of a model goes.",
     "export": "Decode into a Hugging Face folder.",
 }
-for module in (convert, calibrate, plan, inspect, verify, eval, generate, bench, profile, export):
+for module in (convert, calibrate, plan, inspect, verify, eval, generate, bench, compile, profile, export):
     name = module.__name__.rpartition(".")[2]
     app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,12 @@ def generate(
         bool, typer.Option("--exact", help="No int8 activations on the CPU: slower, as the file decodes.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of `nstf compile` for this GPU; its code runs there, so one that you trust."
+        ),
+    ] = None,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -53,7 +60,7 @@ def generate(
         torch.set_num_threads(threads)
     place = options.check_device(device)
     model: Any = nstf.runtime.load(
-        artifact, device=place, attention=attention, engine="exact" if exact else "auto"
+        artifact, device=place, attention=attention, engine="exact" if exact else "auto", kernels=kernels
     )
     tokenizer = nstf.runtime.load_tokenizer(artifact)
     start = time.monotonic()

@@ -110,7 +110,8 @@ def test_every_kernel_gives_what_decode_says(samples: ModuleType, shape: tuple[i
                     limit = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
                     error = relative_error(y, x, weight)
                     assert error < limit, (kernel.NAME, name, batch, dtype, error)
-    assert used == {kernel.NAME for kernel in kernels()} or shape in ((1, 1), (5, 33), (13, 96))
+    on_cpu = {kernel.NAME for kernel in kernels() if not kernel.NAME.startswith("triton.")}
+    assert used == on_cpu or shape in ((1, 1), (5, 33), (13, 96))
 
 
 def test_the_formats_tried_here_are_all_there_are(samples: ModuleType) -> None:

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-COMMANDS = ("convert", "calibrate", "plan", "inspect", "verify", "eval", "generate", "profile", "export")
+COMMANDS = tuple("convert calibrate plan inspect verify eval generate compile profile export".split())
 
 
 def test_the_command_line_does_not_import_torch():
@@ -35,7 +35,14 @@ def test_version_is_printed(nstf):
 
 @pytest.mark.parametrize(
     "command",
-    [("inspect",), ("verify",), ("generate", "-"), ("eval", "--reference", "."), ("export", "-o", "x")],
+    [
+        ("inspect",),
+        ("verify",),
+        ("generate", "-"),
+        ("eval", "--reference", "."),
+        ("export", "-o", "x"),
+        ("compile", "--target", "gfx942"),
+    ],
 )
 def test_a_missing_artifact_is_named(nstf, tmp_path, command):
     name, *rest = command

@@ -1,0 +1,49 @@
+"""What each kind of kernel promises of its code object: checked for every kernel and target, with no card."""
+
+from nstf.kernels.triton.architecture import Architecture
+from nstf.kernels.triton.code_object import CodeReport, Expected, misses
+from nstf.kernels.triton.spec import KernelSpec
+
+# Vector instructions for each weight of the 4-bit GEMV, products included. Unpacking alone took 4.6 to 5.2 of them
+# in a plain kernel (codes of a byte, converted one by one), on every target.
+MOST_VECTOR = 3.0
+
+READ_WEIGHTS = (
+    "decode",
+    "embed",
+    "gemv",
+    "gemm",
+    "low_rank",
+    "trellis_gemv",
+    "trellis_decode",
+    "trellis_embed",
+)
+
+
+def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = None) -> Expected:
+    """The promises of a kernel. Small helpers (sums of split products) promise nothing but no spills.
+
+    report: lets the weights of an iteration be told when the compiler put several iterations into one. Raises KeyError
+    for a GEMV or GEMM whose constants are not those this was written for: a gate must not be lost in silence.
+    """
+    c = spec.constants
+    if spec.kind == "gemv":
+        # A lane takes four words of each of its rows in an iteration.
+        bits = int(c["BITS"])
+        weights = int(c["ROWS"]) * int(c["QUADS"]) * 128 / bits
+        if report is not None and report.loop.is_loop:
+            loads = int(c["ROWS"]) * int(c["QUADS"]) / (row.wave * spec.num_warps)
+            weights *= max(1, round(report.loop.loads.get(16, 0) / loads))
+        limit = MOST_VECTOR if bits == 4 and c["MODE"] == 0 else None
+        return Expected(weights=weights, weight_bytes=weights * bits / 8, vector_per_weight=limit)
+    if spec.kind == "gemm":
+        planes = tuple(int(plane) for plane in c["PLANES"])
+        weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]
+        return Expected(matrix=True, weights=weights, weight_bytes=weights * sum(planes) / 8)
+    # Kernels that read codes (or factors) read them wide; those that read activations or sums take what there is.
+    return Expected(matrix=spec.kind.endswith("gemm"), wide_loads=spec.kind in READ_WEIGHTS)
+
+
+def check(spec: KernelSpec, report: CodeReport, row: Architecture) -> list[str]:
+    """The promises that a compiled kernel breaks, one line each."""
+    return misses(report, expected(spec, row, report))

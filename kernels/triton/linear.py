@@ -1,0 +1,288 @@
+"""Activations times an encoded matrix on an NVIDIA or AMD GPU, by the Triton kernel for its format and batch.
+
+    one row                  gemv.py, straight from the codes
+    up to GEMM_BATCH rows    gemm.py, on matrix cores
+    more                     decode.py a block of rows at a time, and the library's dense product
+    trellis                  trellis.py up to eight rows, decoded blocks above
+    rotated                  rotate.py before (and after) the product of what is stored
+    low_rank, dense factors  low_rank.py up to four rows
+    add                      the one, then low_rank.py onto its result
+    dense                    the library's product
+
+Where there is no suitable GPU, `available` and `supports` say no and the torch kernels run; `unsuitable` says why.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nstf.kernels.formats.dense import DTYPES
+from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.torch.rows import children_of
+from nstf.kernels.triton import AVAILABLE
+from nstf.kernels.triton.packed import FORMATS as PACKED
+from nstf.kernels.triton.packed import compact, layout_of, pack_leaf
+from nstf.kernels.triton.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.packed import Packed
+
+NAME = "triton.linear"
+FORMATS = (*PACKED, "add", "dense", "low_rank", "rotated", "trellis")
+
+# Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
+GEMM_BATCH = 256
+TRELLIS_BATCH = 8
+LOW_RANK_BATCH, LOW_RANK_RANK = 4, 256
+# 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
+BLOCK_NUMEL = 1 << 25
+
+
+def available() -> bool:
+    return AVAILABLE and torch.cuda.is_available()
+
+
+def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
+    """Matrices in the formats above on a GPU that Triton compiles for."""
+    if device.type != "cuda" or len(encoded.shape) != 2 or _warned(device.index or 0):
+        return False
+    return _known(encoded, batch) and _readable(encoded)
+
+
+def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """x: [batch, in] -> [batch, out] in x's dtype; sums in float32."""
+    with torch.cuda.device(x.device):
+        return _matmul(x, encoded, arch_of(x.device))
+
+
+def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """decode(encoded)[ids] as `dtype`, [n, in], for ids int64 [n] on the GPU; None when no kernel does it.
+
+    No round trip to the host, so it can be part of a captured graph: an id out of range gives a row of NaN.
+    """
+    if encoded.tree.kind not in (*PACKED, "trellis") or not supports(encoded, ids.device, len(ids)):
+        return None
+    with torch.cuda.device(ids.device):
+        return decoder(encoded, arch_of(ids.device))(ids, dtype)
+
+
+def resident(encoded: EncodedTensor) -> EncodedTensor:
+    """The same tensor as it should be kept on its device: packed codes in the kernels' order, instead of the stored one."""
+    device = next(iter(encoded.arrays.values())).device
+    if device.type != "cuda" or not available() or _warned(device.index or 0):
+        return encoded
+    return compact(encoded)
+
+
+def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> list[KernelSpec]:
+    """The launches `matmul` makes, in order, without those of torch's own libraries; [] when there are none."""
+    from nstf.kernels.triton.decode import decode_spec
+    from nstf.kernels.triton.gemm import gemm_specs
+    from nstf.kernels.triton.gemv import gemv_specs
+    from nstf.kernels.triton.low_rank import low_rank_specs
+    from nstf.kernels.triton.rotate import rotate_spec
+    from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
+
+    if len(encoded.shape) != 2 or not _known(encoded, batch):
+        return []
+    out, width = encoded.shape
+    kind = encoded.tree.kind
+    if kind == "dense":
+        return []
+    if kind in ("add", "low_rank"):
+        chain = children_of(encoded)["y"] if kind == "add" else encoded
+        first = specs(children_of(encoded)["x"], batch, dtype, arch) if kind == "add" else []
+        factors = DTYPES[chain.tree.children["a"].params.dtype]
+        rank = chain.tree.params.rank
+        return first + low_rank_specs(out, width, rank, batch, dtype, factors, kind == "add", arch)
+    leaf, before, after = encoded, [], []
+    inside = outside = dtype
+    if encoded.tree.kind == "rotated":
+        params, leaf = encoded.tree.params, children_of(encoded)["x"]
+        inside, tiled = _inside(leaf, batch, dtype)
+        outside = torch.float32 if params.block_out else dtype
+        before = [rotate_spec(batch, width, params.block_in, 0, dtype, inside, tiled)]
+        if params.block_out:
+            after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False)]
+    elif leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH:
+        before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True)]
+    if leaf.tree.kind == "trellis":
+        params = leaf.tree.params
+        if batch <= TRELLIS_BATCH:
+            made = trellis_specs(params, out, width, batch, outside, arch)
+        else:
+            made = trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
+    else:
+        layout = layout_of(leaf)
+        if layout is None:
+            return []
+        if batch == 1:
+            made = gemv_specs(layout, inside, arch, outside)
+        elif batch <= GEMM_BATCH:
+            made = gemm_specs(layout, batch, inside, arch, out=outside)
+        else:
+            made = [decode_spec(layout, min(out, _block(width)), inside, False)]
+    return [*before, *made, *after]
+
+
+def arch_of(device: torch.device) -> str:
+    """`gfx942`, `sm_90`; what the interpreter pretends to be on a CPU."""
+    return "sm_90" if device.type != "cuda" else _arch(device.index or 0)
+
+
+def unsuitable(index: int = 0) -> str:
+    """Why the kernels cannot run on a device; empty when they can."""
+    if not AVAILABLE:
+        return "triton is not installed"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    arch = _arch(index)
+    if torch.version.hip is None and int(arch.removeprefix("sm_")) < 75:
+        return f"{torch.cuda.get_device_name(index)} is {arch}; Triton compiles for sm_75 and later"
+    return ""
+
+
+def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torch.dtype], Tensor]:
+    """Rows of a leaf by a slice or by int64 ids."""
+    from nstf.kernels.triton.decode import decode_rows
+    from nstf.kernels.triton.trellis import prepare, trellis_rows
+
+    if encoded.tree.kind == "trellis":
+        prepared = prepare(encoded)
+        return lambda rows, dtype: trellis_rows(prepared, rows, dtype, arch)
+    packed = _packed(encoded)
+    return lambda rows, dtype: decode_rows(packed, rows, dtype)
+
+
+def _matmul(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
+    kind = encoded.tree.kind
+    if kind == "rotated":
+        return _rotated(x, encoded, arch)
+    if kind == "add":
+        children = children_of(encoded)
+        return _low_rank(x, children["y"], arch, _matmul(x, children["x"], arch))
+    if kind == "low_rank":
+        return _low_rank(x, encoded, arch)
+    if kind == "dense":
+        return F.linear(x, encoded.arrays["values"].to(x.dtype))
+    return _leaf(x, encoded, arch, x.dtype)
+
+
+def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None = None) -> Tensor:
+    from nstf.kernels.triton.low_rank import low_rank
+
+    a, b = (children_of(encoded)[name].arrays["values"] for name in ("a", "b"))
+    return low_rank(x, a, b, arch, into)
+
+
+def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
+    """S_o H_o (X (H_i S_i x)): the transforms in float32."""
+    from nstf.kernels.triton.rotate import rotate
+
+    params, leaf = encoded.tree.params, children_of(encoded)["x"]
+    inside, tiled = _inside(leaf, len(x), x.dtype)
+    outside = torch.float32 if params.block_out else x.dtype
+    y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, tiled)
+    return rotate(y, params, 1, x.dtype) if params.block_out else y
+
+
+def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+    """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for a trellis."""
+    if leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH:
+        return torch.float32, True
+    return (torch.float32 if batch == 1 else dtype), False
+
+
+def _leaf(x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, tiled: bool = False) -> Tensor:
+    from nstf.kernels.triton.gemm import gemm, gemm_specs
+    from nstf.kernels.triton.gemv import gemv, gemv_specs
+    from nstf.kernels.triton.rotate import rotate
+    from nstf.kernels.triton.trellis import prepare, trellis_gemv
+
+    batch = len(x)
+    if encoded.tree.kind == "trellis":
+        if batch <= TRELLIS_BATCH:
+            turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
+            return trellis_gemv(turned, prepare(encoded), out, arch)
+    elif batch == 1:
+        packed = _packed(encoded)
+        return gemv(x, packed, gemv_specs(packed.layout, x.dtype, arch, out), out)
+    elif batch <= GEMM_BATCH:
+        packed = _packed(encoded)
+        return gemm(x, packed, gemm_specs(packed.layout, batch, x.dtype, arch, out=out), out)
+    return _blocks(x, encoded, arch).to(out)
+
+
+def _blocks(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
+    """x W^T with W decoded a block of rows at a time."""
+    some = decoder(encoded, arch)
+    out, width = encoded.shape
+    step = _block(width)
+    if step >= out:
+        return F.linear(x, some(slice(0, out), x.dtype))
+    y = x.new_empty(len(x), out)
+    for start in range(0, out, step):
+        stop = min(out, start + step)
+        torch.mm(x, some(slice(start, stop), x.dtype).T, out=y[:, start:stop])
+    return y
+
+
+def _block(width: int) -> int:
+    return max(16, BLOCK_NUMEL // width // 16 * 16)
+
+
+def _packed(encoded: EncodedTensor) -> "Packed":
+    packed = pack_leaf(encoded)
+    if packed is None:
+        raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} is not a matrix these kernels read")
+    return packed
+
+
+def _known(encoded: EncodedTensor, batch: int) -> bool:
+    """Whether the tree is one of those above; the arrays are not looked at."""
+    kind, params = encoded.tree.kind, encoded.tree.params
+    if kind == "dense":
+        return DTYPES[params.dtype].is_floating_point
+    if kind == "rotated":
+        leaf = children_of(encoded)["x"]
+        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, "trellis") and _known(leaf, batch)
+    if kind == "low_rank":
+        factors = {
+            child.params.dtype if child.kind == "dense" else "" for child in encoded.tree.children.values()
+        }
+        fits = params.rank <= LOW_RANK_RANK and batch <= LOW_RANK_BATCH and params.lead == 1
+        return fits and len(factors) == 1 and factors <= {"bfloat16", "float16", "float32"}
+    if kind == "add":
+        children = children_of(encoded)
+        second = children["y"]
+        return second.tree.kind == "low_rank" and _known(second, batch) and _known(children["x"], batch)
+    return kind in (*PACKED, "trellis") and params.lead == 1
+
+
+def _readable(encoded: EncodedTensor) -> bool:
+    """False for a tree with a packed leaf that the kernels would not decode exactly."""
+    if encoded.tree.children:
+        return all(_readable(child) for child in children_of(encoded).values())
+    return encoded.tree.kind not in PACKED or pack_leaf(encoded) is not None
+
+
+@cache
+def _arch(index: int) -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def _warned(index: int) -> bool:
+    """True when the kernels cannot run on a device; says so once."""
+    reason = unsuitable(index)
+    if reason:
+        warnings.warn(f"encoded layers run on the slower torch path: {reason}", stacklevel=2)
+    return bool(reason)

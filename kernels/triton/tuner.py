@@ -1,0 +1,97 @@
+"""The planner's short list for the packed GEMM (gemm.py), and the measurement of it on a GPU.
+
+The kernel's own choice of a tile (`gemm_specs` without `tile`) is always measured too, so that tuning never ends with
+something slower than what runs without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from nstf.kernels.triton.architecture import Architecture, architecture
+from nstf.kernels.triton.gemm import gemm_specs
+from nstf.kernels.triton.packed import FLOAT, RUN, TABLE, Layout
+from nstf.kernels.triton.planner import Problem, Tiling, TuningCache, plan, tune
+from nstf.kernels.triton.spec import KernelSpec
+
+# Vector instructions to make a 16-bit number of a stored weight in gemm.py, without what does not depend on the number
+# of weights: counted in the code objects for gfx942 (batch 16). Tables of values take loads too.
+DECODE = {"int": 2.5, "fp": 3.0, "grid": 4.3}
+
+
+def problem_of(layout: Layout, batch: int) -> Problem:
+    """The planner's problem of a packed matrix: stored bits with scales and zero points, and the cost of decoding."""
+    kind = "grid" if layout.mode == TABLE else "fp" if layout.mode == FLOAT else "int"
+    scale_bits = 8 if layout.scales else 32 if layout.wide_scales else 16
+    bits = layout.bits + (scale_bits + (0 if layout.symmetric else layout.bits)) / layout.group
+    name = f"{kind}{layout.bits}{'' if layout.symmetric else 'z'}g{layout.group}"
+    return Problem(batch, layout.rows, layout.cols, bits, DECODE[kind], name)
+
+
+def tile_of(tiling: Tiling) -> dict[str, int]:
+    """The tiling in gemm.py's words."""
+    return {
+        "BM": tiling.block_m,
+        "BN": tiling.block_n,
+        "SPLIT": tiling.split_k,
+        "WARPS": tiling.waves,
+        "STAGES": tiling.stages,
+    }
+
+
+def specs_with(
+    layout: Layout, batch: int, dtype: torch.dtype, row: Architecture, tiling: Tiling
+) -> list[KernelSpec]:
+    """The launches of a tiling, with AMD's options where it has matrix instructions."""
+    made = gemm_specs(layout, batch, dtype, row.target, tile_of(tiling))
+    if row.backend != "hip":
+        return made
+    options = {"kpack": tiling.kpack, "waves_per_eu": tiling.waves_per_eu}
+    if tiling.nonkdim:
+        options["matrix_instr_nonkdim"] = tiling.nonkdim
+    return [replace(spec, options=options) if spec.kind == "gemm" else spec for spec in made]
+
+
+def suits(layout: Layout) -> Callable[[Tiling], bool]:
+    """Which tilings gemm.py does: on matrix cores, sums in registers, and as deep as a chunk of codes."""
+    depth = RUN * 16 // min(bits for bits, _ in layout.planes)
+    return lambda tiling: tiling.matrix and tiling.dataflow == "output" and tiling.block_k == depth
+
+
+def proposals(
+    layout: Layout, batch: int, dtype: torch.dtype, row: Architecture, count: int = 4
+) -> list[tuple[Tiling, list[KernelSpec]]]:
+    """The short list with its launches, best first. Raises ValueError for a batch of 1: gemv.py has no tiles."""
+    found = plan(problem_of(layout, batch), row, count, suits(layout))
+    return [(x.tiling, specs_with(layout, batch, dtype, row, x.tiling)) for x in found]
+
+
+def tune_gemm(
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    target: str,
+    cache: TuningCache,
+    seconds: Callable[[list[KernelSpec]], float],
+    count: int = 4,
+) -> Tiling | None:
+    """The tiling that measured best (`specs_with` makes its launches), or None for the kernel's own tile.
+
+    It is remembered in `cache` either way.
+
+    seconds: runs launches on the GPU and gives their time (`triton.testing.do_bench`); it may raise RuntimeError
+    for what the card cannot run.
+    """
+    row = architecture(target)
+    best = tune(
+        problem_of(layout, batch),
+        row,
+        lambda tiling: seconds(specs_with(layout, batch, dtype, row, tiling)),
+        cache,
+        count,
+        suits(layout),
+    )
+    planned = cache.entries[problem_of(layout, batch).key(target)][1]
+    own = seconds(gemm_specs(layout, batch, dtype, target))
+    return best if planned < own else None

@@ -1,0 +1,200 @@
+"""Every kernel compiled for every target and read: spills, matrix cores, wide loads, emulation, vector work a weight.
+
+No card is needed, and none is claimed to have run. What a kernel breaks today is listed in KNOWN_MISSES and in
+docs/gpu.md; anything else is a failure. The whole matrix of formats runs with -m slow.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+aot = pytest.importorskip("nstf.kernels.triton.aot")
+
+from nstf.kernels.triton import gates, planner, tuner  # noqa: E402
+from nstf.kernels.triton.architecture import ARCHITECTURES, Architecture  # noqa: E402
+from nstf.kernels.triton.code_object import CodeReport  # noqa: E402
+from nstf.kernels.triton.packed import layout_of  # noqa: E402
+from nstf.kernels.triton.spec import KernelSpec, hollow, specs_for  # noqa: E402
+
+SHAPE = (4096, 4096)
+# One of each kernel; the batch decides which kernel a format gets.
+CASES = {
+    "int4 gemv": ("int4", 1),
+    "int4 gemm 16": ("int4", 16),
+    "int4 gemm 256": ("int4", 256),
+    "int4 decode": ("int4", 600),
+    "trellis gemv": ("trellis", 1),
+    "trellis decode": ("trellis", 600),
+    "low rank": ("low rank", 1),
+}
+MORE = {
+    **{
+        f"{name} {batch}": (name, batch)
+        for name in ("int8", "fp8", "mxfp4", "grid4")
+        for batch in (1, 16, 256)
+    },
+    **{f"int3 zeros {batch}": ("int3 zeros", batch) for batch in (1, 16)},
+    **{f"rotated {batch}": ("rotated", batch) for batch in (1, 16)},
+    "trellis gemv 8": ("trellis", 8),
+}
+# (case, target or "*") -> parts of the misses that are known.
+SPILLS, NARROW, EMULATED = "spills", "no load of 16 bytes", "emulates bf16"
+_CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
+KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
+    # 3.02 with bfloat16 activations; 2.99 with float16.
+    ("int4 gemv", "gfx942"): ("3.02 vector",),
+    ("rotated 1", "gfx942"): ("3.02 vector",),
+    ("grid4 1", "sm_90"): (SPILLS,),
+    **{
+        (f"{name} {batch}", target): (SPILLS, EMULATED)
+        for name, batch in (
+            *(("int4 gemm", 256), ("int8", 256), ("fp8", 256), ("mxfp4", 256), ("grid4", 256)),
+            *(("int8", 1), ("fp8", 1), ("grid4", 1), ("int3 zeros", 1)),
+        )
+        for target in _RDNA
+    },
+    **{
+        (name, target): (EMULATED,)
+        for name in ("int4 gemm 256", "int8 256", "int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
+        for target in _CDNA
+    },
+    **{
+        (name, target): (EMULATED,)
+        for name in ("int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
+        for target in _RDNA
+    },
+    **{(name, "*"): (NARROW,) for name in ("trellis gemv", "trellis gemv 8", "trellis decode")},
+}
+
+
+def tree(name: str, samples: Any) -> Any:
+    leaf, node = samples.leaf, samples.node
+    return {
+        "int4": lambda: leaf("int", bits=4, group=128),
+        "int8": lambda: leaf("int", bits=8, group=64),
+        "int3 zeros": lambda: leaf("int", bits=3, group=64, symmetric=False),
+        "fp8": lambda: leaf("fp8"),
+        "mxfp4": lambda: leaf("mxfp4"),
+        "grid4": lambda: leaf("grid", group=64),
+        "trellis": lambda: leaf("trellis", quarter_bits=(10,)),
+        "low rank": lambda: node(
+            "low_rank", {"a": leaf("dense", dtype="float16"), "b": leaf("dense", dtype="float16")}, rank=64
+        ),
+        "rotated": lambda: node("rotated", {"x": leaf("int", bits=4, group=128)}, block_in=128, seed=3),
+    }[name]()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """compiled(spec, row) -> its report; each kernel is compiled once."""
+    known: dict[str, CodeReport] = {}
+
+    def report(spec: KernelSpec, row: Architecture) -> CodeReport:
+        key = aot.key(spec, row)
+        if key not in known:
+            known[key] = aot.compile_spec(spec, row).report(row.target)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield report
+
+
+def check(
+    case: tuple[str, int], name: str, row: Architecture, samples: Any, compiled: Any, dtype: torch.dtype
+) -> None:
+    specs = specs_for(tree(case[0], samples), SHAPE, case[1], dtype, row.target)
+    assert specs, "no kernel"
+    allowed = KNOWN_MISSES.get((name, row.target), ()) + KNOWN_MISSES.get((name, "*"), ())
+    wrong = []
+    for spec in specs:
+        report = compiled(spec, row)
+        assert report.loop.instructions > 0 and report.vector_registers > 0
+        found = gates.check(spec, report, row)
+        wrong += [f"{spec.name}: {line}" for line in found if not any(part in line for part in allowed)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_keeps_its_promises(name: str, target: str, samples: Any, compiled: Any) -> None:
+    check(CASES[name], name, ARCHITECTURES[target], samples, compiled, torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_every_format_keeps_its_promises(
+    name: str, dtype: torch.dtype, target: str, samples: Any, compiled: Any
+) -> None:
+    check((CASES | MORE)[name], name, ARCHITECTURES[target], samples, compiled, dtype)
+
+
+def test_the_known_misses_are_of_cases_and_targets_that_exist() -> None:
+    for name, target in KNOWN_MISSES:
+        assert name in CASES | MORE and target in (*ARCHITECTURES, "*"), (name, target)
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+@pytest.mark.parametrize("batch", [16, 256])
+def test_what_the_planner_proposes_fits_and_its_model_is_near(
+    target: str, batch: int, samples: Any, compiled: Any
+) -> None:
+    row = ARCHITECTURES[target]
+    layout = layout_of(hollow(tree("int4", samples), SHAPE))
+    assert layout is not None
+    ((tiling, specs),) = tuner.proposals(layout, batch, torch.float16, row, 1)
+    report = compiled(specs[0], row)
+    assert gates.check(specs[0], report, row) == []
+    problem = tuner.problem_of(layout, batch)
+    assert 0.75 < planner.registers(problem, tiling, row) / report.vector_registers < 2.5
+    assert report.lds_bytes <= row.lds_bytes_per_group
+    assert report.occupancy.groups_per_unit >= 1
+
+
+def test_the_tuner_keeps_the_kernels_own_tile_when_that_is_faster(samples: Any) -> None:
+    layout = layout_of(hollow(tree("int4", samples), SHAPE))
+    assert layout is not None
+    timed: list[str] = []
+
+    def seconds(own: float) -> Any:
+        def time(specs: list[KernelSpec]) -> float:
+            timed.append(specs[0].name)
+            return own if len(timed) == 5 else 1.0 + len(timed)
+
+        return time
+
+    cache = planner.TuningCache()
+    best = tuner.tune_gemm(layout, 16, torch.float16, "gfx942", cache, seconds(9.0))
+    assert best is not None and len(timed) == 5 and timed[0] != timed[4]
+    timed.clear()
+    assert tuner.tune_gemm(layout, 16, torch.float16, "gfx942", planner.TuningCache(), seconds(0.5)) is None
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1100"])
+def test_the_occupancy_of_registers_is_the_compilers(target: str, samples: Any) -> None:
+    import re
+
+    from nstf.kernels.triton.architecture import occupancy
+
+    row = ARCHITECTURES[target]
+    spec = specs_for(tree("int4", samples), SHAPE, 1, torch.float16, target)[0]
+    made = aot.compile_spec(spec, row)
+    said = re.search(r"; Occupancy: (\d+)", made.stages["amdgcn"])
+    assert said is not None
+    report = made.report(target)
+    assert occupancy(row, report.vector_registers, 0, row.simds).waves_per_simd == int(said.group(1))
+
+
+def test_the_attributes_make_wide_loads_and_buffer_operations(samples: Any, compiled: Any) -> None:
+    import dataclasses
+
+    row = ARCHITECTURES["gfx942"]
+    spec = specs_for(tree("int4", samples), SHAPE, 1, torch.float16, row.target)[0]
+    with_them, without = compiled(spec, row), compiled(dataclasses.replace(spec, divisible=()), row)
+    assert with_them.loop.streams and max(with_them.loop.loads) == 16
+    assert without.loop.wide_share < with_them.loop.wide_share

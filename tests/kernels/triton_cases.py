@@ -1,0 +1,180 @@
+"""Matrices, batches and kernels of the Triton tests; as a program, their errors as JSON.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreted kernels run in a process of their own: all of them in
+one, since importing torch and triton takes longer than most cases.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import leaf, node, random_encoded
+
+from nstf.kernels.formats import EncodedTensor, bitpack, decode
+
+DENSE = leaf("dense", dtype="float16")
+FLOAT = leaf("dense", dtype="float32")
+TREES = {
+    **{f"int{bits}": leaf("int", bits=bits, group=32) for bits in range(2, 9)},
+    **{f"int{bits}_row": leaf("int", bits=bits, group=0) for bits in (2, 4, 8)},
+    "int4_group_8": leaf("int", bits=4, group=8),
+    "int4_group_24": leaf("int", bits=4, group=24, symmetric=False),
+    "int4_group_96": leaf("int", bits=4, group=96),
+    "int4_group_128": leaf("int", bits=4, group=128),
+    "int3_asymmetric": leaf("int", bits=3, group=32, symmetric=False, scale_bits=8),
+    "int6_asymmetric": leaf("int", bits=6, group=64, symmetric=False),
+    "int8_asymmetric": leaf("int", bits=8, group=64, symmetric=False),
+    "int2_asymmetric_row": leaf("int", bits=2, group=0, symmetric=False, scale_bits=8),
+    "grid": leaf("grid", group=32),
+    "grid_row": leaf("grid", group=0, scale_bits=8),
+    "fp8": leaf("fp8"),
+    "fp8_fnuz": leaf("fp8", variant="e4m3fnuz", group=32, scale_bits=32),
+    "mxfp4": leaf("mxfp4"),
+    **{f"trellis{q}": leaf("trellis", quarter_bits=(q,)) for q in (4, 7, 8, 10, 12, 13, 16, 24)},
+    "trellis_sections": leaf("trellis", quarter_bits=(6, 9), rows=(7, 33)),
+    "rotated_trellis": node("rotated", {"x": leaf("trellis", quarter_bits=(8,))}, block_in=32, seed=5),
+    "rotated_both": node(
+        "rotated", {"x": leaf("int", bits=4, group=64)}, block_in=64, block_out=32, seed=3
+    ),
+    "low_rank": node("low_rank", {"a": DENSE, "b": DENSE}, rank=5),
+    "add": node(
+        "add",
+        {"x": leaf("int", bits=2, group=32), "y": node("low_rank", {"a": FLOAT, "b": FLOAT}, rank=3)},
+    ),
+    "dense": DENSE,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """x [batch, in] of `dtype` times a matrix of `shape`; `rows`: rows by index instead."""
+
+    tree: str
+    shape: tuple[int, int]
+    batch: int
+    dtype: str = "float32"
+    rows: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = "rows" if self.rows else self.dtype
+        return f"{self.tree}-{self.shape[0]}x{self.shape[1]}-{self.batch}-{kind}"
+
+    @property
+    def limit(self) -> float:
+        """The error allowed, relative to the sum of absolute products (rows: to the largest weight)."""
+        if self.rows:
+            return 1e-6
+        if self.dtype != "float32":
+            return {"float16": 3e-3, "bfloat16": 1.2e-2}[self.dtype]
+        if self.tree in ("trellis13", "trellis16", "trellis24"):
+            return 3e-4  # a polynomial instead of levels rounded to float16
+        # A code beside a one, in a sum of float32.
+        return 1e-4 if self.batch == 1 or "trellis" in self.tree else 4e-6
+
+
+def cases() -> Iterator[Case]:
+    packed = [name for name in TREES if name.startswith(("int", "grid", "fp8", "mxfp4"))]
+    for name in packed:
+        yield Case(name, (5, 200), 1)
+        yield Case(name, (5, 200), 3)
+    for name in ("int4_group_128", "int8_row", "int6", "mxfp4"):
+        yield Case(name, (40, 1024), 1, "float16")
+        yield Case(name, (40, 1024), 20, "float16")
+    yield Case("int4", (5, 200), 3, "bfloat16")
+    for name in ("int3", "int4_group_24", "int6_asymmetric", "grid_row", "fp8", "mxfp4"):
+        yield Case(name, (5, 200), 300)
+        yield Case(name, (5, 200), 0, rows=True)
+    for name in TREES:
+        if name.startswith("trellis"):
+            yield Case(name, (40, 72), 1)
+            yield Case(name, (40, 72), 0, rows=True)
+    for name in (
+        "trellis8",
+        "trellis_sections",
+        "rotated_trellis",
+        "rotated_both",
+        "low_rank",
+        "add",
+        "dense",
+    ):
+        shape = (40, 72) if name.startswith("trellis") else (64, 128)
+        yield Case(name, shape, 1, "float16")
+        yield Case(name, shape, 3)
+    yield Case("trellis_sections", (40, 72), 12)
+    yield Case("rotated_trellis", (64, 128), 12)
+
+
+def encoded_of(case: Case) -> EncodedTensor:
+    encoded = random_encoded(TREES[case.tree], case.shape)
+    if case.tree == "trellis_sections":  # random bits do not give sections the sizes that the tree states
+        second = torch.zeros(1, 40, dtype=torch.uint8)
+        second[0, torch.randperm(40, generator=torch.Generator().manual_seed(1))[:33]] = 1
+        return EncodedTensor(
+            encoded.tree, encoded.shape, {**encoded.arrays, "section": bitpack.pack(second, 1)[0]}
+        )
+    return encoded
+
+
+def on(device: str, encoded: EncodedTensor) -> EncodedTensor:
+    return EncodedTensor(
+        encoded.tree, encoded.shape, {name: array.to(device) for name, array in encoded.arrays.items()}
+    )
+
+
+def error_of(case: Case, device: str) -> float:
+    """What `Case.limit` bounds; infinite where an index out of range did not give NaN."""
+    from nstf.kernels.triton import linear
+
+    encoded = encoded_of(case)
+    weight = decode(encoded)
+    there = on(device, encoded)
+    if case.rows:
+        ids = torch.tensor([3, 0, case.shape[0] - 1, 3, case.shape[0], -1])
+        found = linear.decoder(there, linear.arch_of(torch.device(device)))(
+            ids.to(device), torch.float32
+        ).cpu()
+        if not bool(found[4:].isnan().all()):
+            return float("inf")
+        return float((found[:4] - weight[ids[:4]]).abs().max() / weight.abs().max())
+    x = torch.randn(case.batch, case.shape[1], generator=torch.Generator().manual_seed(case.batch))
+    x = x.to(getattr(torch, case.dtype))
+    return relative_error(linear.matmul(x.to(device), there).cpu(), x, weight)
+
+
+def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
+    exact = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    return float(((y.double() - exact).abs() / size.clamp_min(1e-30)).max())
+
+
+def main() -> None:
+    """Errors, and the names of the launches, of every case."""
+    from nstf.kernels.triton import decode as decode_module
+    from nstf.kernels.triton import gemm, gemv, low_rank, rotate, trellis
+
+    launched: list[str] = []
+    plain = gemv.launch
+
+    def launch(spec: Any, *arguments: object) -> None:
+        launched.append(spec.name)
+        plain(spec, *arguments)
+
+    for module in (decode_module, gemm, gemv, low_rank, rotate, trellis):
+        module.launch = launch  # type: ignore[attr-defined]
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    found = {}
+    for case in cases():
+        launched.clear()
+        found[case.name] = {"error": error_of(case, "cpu"), "launched": list(launched)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
