@@ -160,6 +160,29 @@ def test_a_launch_finds_the_installed_kernel_and_does_not_compile(
     assert hits == [True, False]
 
 
+def test_a_served_matrix_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jit: Any, samples: Any
+) -> None:
+    from nstf.kernels.triton import linear
+
+    target, shape = "gfx942", (64, 512)
+    encoded = samples.random_encoded(samples.leaf("int", bits=4, group=128), shape)
+    row, matrices = arch.architecture(target), [(encoded, shape)]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "build"))
+    specs = aot.specs_of(matrices, [1, 16], torch.float16, row)
+    compiled = [aot.compile_spec(spec, row) for spec in specs.values()]
+    side = side_file.parse(side_file.pack(compiled, row, [1, 16], "float16"), "test")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "server"))
+    assert side_file.install(side, matrices, target) == side_file.Installed(len(specs), 0)
+    driver, hits = jit(target, *(spec.fn for spec in specs.values()))
+    for batch in (1, 16):
+        linear._matmul(torch.zeros(batch, 512, dtype=torch.float16), encoded, target)
+    for spec in specs.values():
+        spec.fn.device_caches.clear()
+    assert len(driver.launches) >= len(specs) >= 2 and len(hits) == len(specs) and all(hits)
+
+
 def test_installed_metadata_is_that_of_a_compiled_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,8 @@ _CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
 KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
     # 3.02 with bfloat16 activations; 2.99 with float16.
     ("int4 gemv", "gfx942"): ("3.02 vector",),
-    ("rotated 1", "gfx942"): ("3.02 vector",),
+    **{("rotated 1", target): ("3.02 vector",) for target in ("gfx90a", "gfx942")},
+    **{("trellis gemv 8", target): (SPILLS,) for target in (*_RDNA, "sm_90")},
     ("grid4 1", "sm_90"): (SPILLS,),
     **{
         (f"{name} {batch}", target): (SPILLS, EMULATED)
