@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.engine_config import EngineConfig, read_config
+from nstf.runtime.skeleton import complete_config
 
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
@@ -34,18 +35,28 @@ _MATRICES = {
 class Engine:
     """A model ready to run on the CPU: matrices as views of the mapped file, a float16 cache of keys and values.
 
-    One sequence at a time; `position` tokens of it are in the cache.
+    One sequence at a time, for one caller at a time; `position` tokens of it are in the cache.
     """
 
     def __init__(self, artifact: Artifact, exact: bool = False) -> None:
         """Raises UnsupportedError for a model the engine does not run as transformers would."""
         if not available():
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
-        config = json.loads(artifact.file("config.json"))
-        self.config: EngineConfig = read_config(config)
+        if "config.json" not in artifact.file_names():
+            raise UnsupportedError(f"{artifact.path}: no config.json inside, which the CPU engine needs")
+        try:
+            stated = json.loads(artifact.file("config.json"))
+        except ValueError as error:
+            raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
+        if not isinstance(stated, dict):
+            raise CorruptError(f"{artifact.path}: its config.json is not an object")
+        self.config: EngineConfig = read_config(complete_config(stated))
         self.exact = exact
         self.position = 0
-        self._engine, self.kernels = _build(artifact, self.config, exact)
+        try:
+            self._engine, self.kernels = _build(artifact, self.config, exact)
+        except ValueError as error:
+            raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], exact: bool = False, verify: bool = True) -> "Engine":
@@ -140,16 +151,13 @@ def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, 
         kernels[name] = made[stored].kernel
         return made[stored]
 
-    def vector(name: str, required: bool = True) -> Tensor | None:
+    def vector(name: str) -> Tensor:
         if name not in names:
-            if required:
-                raise UnsupportedError(f"{artifact.path}: no tensor {name!r}, which the CPU engine needs")
-            return None
+            raise UnsupportedError(f"{artifact.path}: no tensor {name!r}, which the CPU engine needs")
         return decode(artifact.encoded(name)).to(torch.float32).reshape(-1).contiguous()
 
     def norm(name: str) -> Tensor:
         values = vector(name)
-        assert values is not None
         return values + 1 if config.family.unit_norms else values
 
     root = f"{prefix}model."
@@ -160,18 +168,16 @@ def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, 
             raise UnsupportedError(f"{artifact.path}: no tensor {head!r}, which the CPU engine needs")
         head = embedding
     engine = ext.Engine(config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"))
-    for cosines, sines in config.rotations:
-        engine.add_rotation(cosines, sines)
+    for frequencies in config.rotations:
+        engine.add_rotation(frequencies)
     known = {embedding, head, f"{root}norm.weight"}
     for i in range(config.shape["layers"]):
         at = f"{root}layers.{i}."
         layer: dict[str, Any] = {key: matrix(f"{at}{path}.weight") for key, path in _MATRICES.items()}
         known |= {f"{at}{path}.weight" for path in _MATRICES.values()}
-        for key in ("q", "k", "v", "o"):
-            bias = vector(f"{at}{_MATRICES[key]}.bias", required=False)
-            if bias is not None:
-                layer[f"{key}_bias"] = bias
-                known.add(f"{at}{_MATRICES[key]}.bias")
+        for key in config.biases:
+            layer[f"{key}_bias"] = vector(f"{at}{_MATRICES[key]}.bias")
+            known.add(f"{at}{_MATRICES[key]}.bias")
         for key, name in _norms(config).items():
             layer[key] = norm(f"{at}{name}.weight")
             known.add(f"{at}{name}.weight")

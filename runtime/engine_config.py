@@ -19,136 +19,146 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture differs from Llama."""
+    """How an architecture differs from Llama, and which keys of its config transformers reads."""
 
     qk_norm: bool = False
     out_norms: bool = False
     unit_norms: bool = False  # norms are stored less one
     scaled_embedding: bool = False
-    gelu: bool = False
+    activation: str = "hidden_act"
+    biases: str = "config"  # where q, k and v have them: as attention_bias says, always on q, k and v, never
+    windows: str = "none"  # none, all layers, or those that layer_types names
+    score_scalar: bool = False
+    logit_cap: bool = False
 
 
 _FAMILIES = {
     "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(qk_norm=True),
-    "gemma3_text": Family(qk_norm=True, out_norms=True, unit_norms=True, scaled_embedding=True, gelu=True),
-}
+    "mistral": Family(biases="never", windows="all"),
+    "qwen2": Family(biases="qkv", windows="layer_types"),
+    "qwen3": Family(qk_norm=True, windows="layer_types"),
+    "gemma3_text": Family(
+        qk_norm=True, out_norms=True, unit_norms=True, scaled_embedding=True, activation="hidden_activation",
+        windows="layer_types", score_scalar=True, logit_cap=True,
+    ),
+}  # fmt: skip
 _ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+# Keys that would change what is computed, and what they must be.
+_REFUSED = {
+    "attn_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "mlp_bias": (None, False),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None,),
+    "logits_scaling": (None,),
+    "embedding_multiplier": (None,),
+}
+_LARGEST_HEAD = 512  # of the C++ code's buffers
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The sizes of the model, and per layer its window (0: none) and its number in `rotations`, (cosines, sines) each
-    [context, head_size / 2]."""
+    """The sizes of the model, and per layer its window (0: none) and its number in `rotations`, the angles a position
+    turns by, [head_size / 2]. biases: the projections that have one."""
 
     family: Family
     shape: dict[str, Any]
     windows: tuple[int, ...]
     rotation_of: tuple[int, ...]
-    rotations: tuple[tuple[Tensor, Tensor], ...]
+    rotations: tuple[Tensor, ...]
     tied: bool
+    biases: tuple[str, ...]
 
 
 def read_config(config: Config) -> EngineConfig:
-    """The engine's view of a config.json. Raises UnsupportedError, naming what the engine does not do."""
+    """The engine's view of a config as transformers completes it (skeleton.complete_config).
+
+    Raises UnsupportedError, naming what the engine does not do.
+    """
     kind = config.get("model_type")
     family = _FAMILIES.get(str(kind))
     if family is None:
         raise UnsupportedError(f"the CPU engine does not run architecture {str(kind)[:40]!r}")
-    activation = config.get("hidden_act", config.get("hidden_activation", "silu"))
-    if family.gelu:
-        activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    for key, allowed in _REFUSED.items():
+        if config.get(key) not in allowed:
+            raise UnsupportedError(f"the CPU engine does not do {key} {str(config[key])[:40]!r}")
+    activation = config.get(family.activation)
     if activation not in _ACTIVATIONS:
         raise UnsupportedError(f"the CPU engine has no activation {str(activation)[:40]!r}")
-    if config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedError("the CPU engine does not cap attention scores")
     try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        head_size = int(config.get("head_dim") or hidden // heads)
-        layers = int(config["num_hidden_layers"])
-        context = int(config.get("max_position_embeddings") or 4096)
-        scalar = config.get("query_pre_attn_scalar")
-        shape = {
-            "hidden": hidden,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": int(config.get("num_key_value_heads") or heads),
-            "head_size": head_size,
-            "ffn": int(config["intermediate_size"]),
-            "vocab": int(config["vocab_size"]),
-            "context": context,
-            "epsilon": float(config.get("rms_norm_eps") or 1e-6),
-            "score_scale": float(scalar if scalar else head_size) ** -0.5,
-            # transformers rounds the square root to the embedding's dtype; it is exact in float32 there.
-            "embedding_scale": math.sqrt(hidden) if family.scaled_embedding else 1.0,
-            "logit_cap": float(config.get("final_logit_softcapping") or 0.0),
-            "gelu": _ACTIVATIONS[activation],
-        }
-    except (KeyError, TypeError, ValueError) as error:
+        return _read(config, family, _ACTIVATIONS[activation])
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UnsupportedError(f"the CPU engine cannot read this config.json ({error!r})") from error
-    windows = _windows(config, layers)
-    kinds = config.get("layer_types") or ["full_attention"] * layers
+
+
+def _read(config: Config, family: Family, gelu: bool) -> EngineConfig:
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    head_size = int(config.get("head_dim") or hidden // heads)
+    layers = int(config["num_hidden_layers"])
+    if not 0 < head_size <= _LARGEST_HEAD or head_size % 2:
+        raise UnsupportedError(f"the CPU engine has no heads of {head_size}")
+    scalar = float(config["query_pre_attn_scalar"]) if family.score_scalar else float(head_size)
+    shape = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": int(config["num_key_value_heads"]),
+        "head_size": head_size,
+        "ffn": int(config["intermediate_size"]),
+        "vocab": int(config["vocab_size"]),
+        "context": int(config["max_position_embeddings"]),
+        "epsilon": float(config["rms_norm_eps"]),
+        "score_scale": scalar**-0.5,
+        "embedding_scale": math.sqrt(hidden) if family.scaled_embedding else 1.0,
+        "logit_cap": float(config.get("final_logit_softcapping") or 0.0) if family.logit_cap else 0.0,
+        "gelu": gelu,
+    }
+    kinds = list(config["layer_types"]) if family.windows == "layer_types" else ["full_attention"] * layers
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedError(f"the CPU engine does not know layer types {sorted(set(kinds))}")
+    window = int(config.get("sliding_window") or 0)
+    if "sliding_attention" in kinds and not window:
+        raise UnsupportedError("config.json names sliding layers and no sliding_window")
+    slides = ["sliding_attention" in k or family.windows == "all" for k in kinds]
     names = sorted(set(kinds))
-    made = [_rotation(_rope(config, name), head_size, context) for name in names]
-    if len(made) > 1 and all(torch.equal(made[0][0], m[0]) for m in made):
-        made, kinds, names = made[:1], [names[0]] * layers, names[:1]
+    rotations = tuple(_frequencies(_rope(config, name), head_size, config) for name in names)
+    biased = {"qkv": ("q", "k", "v"), "never": ()}.get(
+        family.biases, ("q", "k", "v", "o") if config.get("attention_bias") else ()
+    )
     return EngineConfig(
         family,
         shape,
-        windows,
+        tuple(window if s else 0 for s in slides),
         tuple(names.index(k) for k in kinds),
-        tuple(made),
-        bool(config.get("tie_word_embeddings", True)),
+        rotations,
+        bool(config["tie_word_embeddings"]),
+        biased,
     )
 
 
-def _windows(config: Config, layers: int) -> tuple[int, ...]:
-    """Positions each layer sees, 0 for all of them."""
-    size = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise UnsupportedError(f"the CPU engine does not know layer types {sorted(set(kinds))}")
-        if "sliding_attention" in kinds and not size:
-            raise UnsupportedError("config.json names sliding layers and no sliding_window")
-        return tuple(int(size or 0) if k == "sliding_attention" else 0 for k in kinds)
-    if size and config.get("model_type") == "mistral":
-        return (int(size),) * layers
-    if size and config.get("use_sliding_window"):
-        raise UnsupportedError("the CPU engine needs layer_types to know which layers slide")
-    return (0,) * layers
+def _rope(config: Config, kind: str) -> Config:
+    """The rotary parameters of a kind of layer: one set for all, or one for each kind."""
+    stated = config["rope_parameters"]
+    own = stated.get(kind)
+    found: Config = own if isinstance(own, Mapping) else stated
+    return found
 
 
-def _rope(config: Config, kind: str) -> dict[str, Any]:
-    """The rotary parameters of a kind of layer, in the words of transformers 5, from either spelling."""
-    stated = config.get("rope_parameters")
-    if isinstance(stated, Mapping):
-        own = stated.get(kind)
-        return dict(own) if isinstance(own, Mapping) else dict(stated)
-    theta = float(config.get("rope_theta") or 10000.0)
-    if config.get("model_type") == "gemma3_text" and kind == "sliding_attention":
-        return {"rope_type": "default", "rope_theta": float(config.get("rope_local_base_freq") or 10000.0)}
-    scaling = config.get("rope_scaling") or {}
-    rope = dict(scaling) | {"rope_theta": scaling.get("rope_theta", theta)}
-    return rope | {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
-
-
-def _rotation(rope: Config, size: int, context: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [context, size / 2] (Su et al. 2021); linear and Llama 3's scaling of the frequencies."""
+def _frequencies(rope: Config, size: int, config: Config) -> Tensor:
+    """Angles per position [size / 2] (Su et al. 2021); linear and Llama 3's scaling of the frequencies."""
     kind = rope.get("rope_type", "default")
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedError("the CPU engine turns whole heads only")
-    inverse = 1.0 / float(rope.get("rope_theta", 10000.0)) ** (torch.arange(0, size, 2).float() / size)
+    inverse = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, size, 2).float() / size)
     if kind == "linear":
         inverse = inverse / float(rope["factor"])
     elif kind == "llama3":
-        inverse = _llama3(inverse, rope)
+        inverse = _llama3(
+            inverse, {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+        )
     elif kind != "default":
         raise UnsupportedError(f"the CPU engine does not know rope type {str(kind)[:40]!r}")
-    angles = torch.outer(torch.arange(context).float(), inverse)
-    return angles.cos().contiguous(), angles.sin().contiguous()
+    return inverse.contiguous()
 
 
 def _llama3(inverse: Tensor, rope: Config) -> Tensor:

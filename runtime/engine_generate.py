@@ -6,13 +6,14 @@ processors, caches handed in and everything else stay with transformers.
 
 import logging
 from collections.abc import Callable
+from threading import Lock
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nstf.errors import UnsupportedError
+from nstf.errors import NstfError
 
 _log = logging.getLogger("nstf")
 
@@ -57,35 +58,78 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "return_dict_in_generate": (None, False),
-    "cache_implementation": (None,),
+    # "hybrid" is what older files of Gemma say; transformers itself takes it for the default.
+    "cache_implementation": (None, "hybrid"),
 }
+
+
+# Settings that say nothing about the tokens, and those that are read.
+_IGNORED = {
+    "transformers_version", "_from_model_config", "bos_token_id", "pad_token_id", "eos_token_id", "max_length",
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "use_cache", "decoder_start_token_id",
+}  # fmt: skip
+
+
+class Slot:
+    """The engine of a model, once it was needed. A copy of the model has none: the engine is tied to its arrays."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.tried = False
+        self.lock = Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Slot":
+        return Slot()
+
+    def __reduce__(self) -> tuple[type["Slot"], tuple[()]]:
+        return Slot, ()
 
 
 def use_engine(model: Any, build: Callable[[], Any]) -> None:
     """Makes `model.generate` try the engine first. build: makes the Engine at the first call that can use it.
 
-    A model that the engine does not run keeps transformers' `generate`; `model.nstf_engine` then stays None.
+    A model that the engine does not run, or that was changed after loading (another parameter, a wrapped module, a
+    hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way.
     """
-    original = model.generate
-    state: dict[str, Any] = {"tried": False}
-
-    def engine() -> Any:
-        if not state["tried"]:
-            state["tried"] = True
-            try:
-                model.nstf_engine = build()
-            except UnsupportedError as error:
-                _log.debug("no engine: %s", error)
-        return model.nstf_engine
+    slot = model.nstf_engine = Slot()
+    before = _fingerprint(model)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = MethodType(type(self).generate, self)
         request = _request(self, args, kwargs)
-        if request is None or engine() is None:
-            return original(*args, **kwargs)
-        return _run(engine(), request)
+        if request is None or self is not model or _fingerprint(self) != before:
+            return plain(*args, **kwargs)
+        if not slot.lock.acquire(blocking=False):
+            return plain(*args, **kwargs)
+        try:
+            if not slot.tried:
+                slot.tried = True
+                try:
+                    slot.engine = build()
+                except (NstfError, ValueError, RuntimeError, MemoryError) as error:
+                    _log.debug("no engine: %s", error)
+            engine = slot.engine
+            if engine is None or request["ids"].shape[1] + request["new_tokens"] > engine.context:
+                return plain(*args, **kwargs)
+            return _run(engine, request)
+        finally:
+            slot.lock.release()
 
-    model.nstf_engine = None
     model.generate = MethodType(torch.no_grad()(generate), model)
+
+
+def _fingerprint(model: Any) -> tuple[Any, ...]:
+    """What must be as it was for the engine to compute what the modules would."""
+    return tuple(
+        (
+            id(module),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            "forward" in vars(module),
+            tuple((id(p), p._version) for p in module._parameters.values() if p is not None),
+        )
+        for module in model.modules()
+    )
 
 
 def _request(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -93,50 +137,59 @@ def _request(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     given = {k: v for k, v in kwargs.items() if v is not None}
     if len(args) > 1 or set(given) - _KNOWN or model.device.type != "cpu" or model.training:
         return None
-    ids = args[0] if args else given.get("input_ids", given.get("inputs"))
+    prompts = [*args, *(given[k] for k in ("input_ids", "inputs") if k in given)]
+    ids = prompts[0] if len(prompts) == 1 else None
     if (
         not isinstance(ids, Tensor)
         or ids.dim() != 2
         or len(ids) != 1
         or ids.shape[1] == 0
-        or ids.is_floating_point()
+        or ids.dtype != torch.int64
     ):
         return None
-    mask = given.get("attention_mask")
-    if mask is not None and not bool((mask == 1).all()):
-        return None
     config = model.generation_config
-    settings = {name: given.get(name, getattr(config, name, None)) for name in _PLAIN}
-    if any(value not in _PLAIN[name] for name, value in settings.items()):
+    settings = _settings(config, given)
+    if settings is None:
         return None
-    new_tokens = given.get(
-        "max_new_tokens", None if "max_length" in given else getattr(config, "max_new_tokens", None)
-    )
-    if new_tokens is None:
-        length = given.get("max_length", getattr(config, "max_length", None))
-        # transformers' own default is 20 tokens in all, with a warning of its own.
-        if length is None or ("max_length" not in given and length == 20):
+    mask, pad = given.get("attention_mask"), settings["pad_token_id"]
+    if mask is not None:
+        if not bool((mask == 1).all()):
             return None
-        new_tokens = length - ids.shape[1]
-    if new_tokens < 1:
+    elif pad is not None and bool((ids == pad).any()):
+        return None  # transformers infers a mask
+    # None given to switch the end off, one length beside the other: transformers knows what they mean together.
+    end = settings["eos_token_id"]
+    ends = end if isinstance(end, list | tuple) else [] if end is None else [end]
+    if any(type(t) is not int for t in ends) or ("eos_token_id" in kwargs and kwargs["eos_token_id"] is None):
         return None
-    end = given.get("eos_token_id", getattr(config, "eos_token_id", None))
-    stop = (
-        frozenset()
-        if end is None
-        else frozenset(int(t) for t in (end if isinstance(end, list | tuple) else [end]))
-    )
-    sample = bool(given.get("do_sample", config.do_sample))
-    chosen = {
-        name: given.get(name, getattr(config, name, None)) for name in ("temperature", "top_k", "top_p")
-    }
+    new_tokens = given.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    if type(new_tokens) is not int or new_tokens < 1 or "max_length" in given:
+        return None
     return {
         "ids": ids,
-        "new_tokens": int(new_tokens),
-        "stop": stop,
-        "choose": _sampler(chosen) if sample else None,
+        "new_tokens": new_tokens,
+        "stop": frozenset(ends),
+        "choose": _sampler(settings) if settings["do_sample"] else None,
         "streamer": given.get("streamer"),
     }
+
+
+def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings the engine reads, or None when any other is set."""
+    stated = config.to_dict()
+    usual = type(config)().to_dict()
+    for name, value in stated.items():
+        value = given.get(name, value)
+        allowed = _PLAIN.get(name, (None, usual.get(name)))
+        if name not in _IGNORED and value not in allowed:
+            return None
+    if any(given.get(n) not in _PLAIN[n] for n in ("num_beams", "num_return_sequences")):
+        return None
+    read = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id")
+    found = {name: given.get(name, getattr(config, name, None)) for name in read}
+    # What transformers puts in the place of settings that nobody stated.
+    defaults = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    return {k: defaults.get(k) if v is None else v for k, v in found.items()}
 
 
 def _sampler(settings: dict[str, Any]) -> Callable[[Tensor], int]:

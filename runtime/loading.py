@@ -81,7 +81,7 @@ def load(
             apply_plan(model, dict(plan))
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
-    elif engine != "off" and device.type == "cpu" and hasattr(model, "generate"):
+    elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         from nstf.runtime.engine import Engine
 
         # Its matrices are views of the same mapping: nothing is held twice.

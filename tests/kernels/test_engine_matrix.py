@@ -129,3 +129,19 @@ def test_what_is_no_matrix_is_refused(samples: ModuleType) -> None:
     matrix = engine_matrix.compile_matrix(samples.random_encoded(samples.leaf("dense"), (4, 4)))
     with pytest.raises(ValueError, match="no such row"):
         engine_matrix.decode_row(matrix, 4)
+
+
+def test_a_rotated_int_leaf_needs_nothing_that_ran_before(samples: ModuleType) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    inner = samples.leaf("int", bits=4, group=32)
+    tree = samples.node("rotated", {"x": inner}, block_in=32, seed=3)
+    encoded = EncodedTensor(
+        tree, (64, 192), {f"x.{k}": v for k, v in samples.random_encoded(inner, (64, 192)).arrays.items()}
+    )
+    x = torch.randn(1, 192, generator=torch.Generator().manual_seed(0))
+    matrix, weight = engine_matrix.compile_matrix(encoded), decode(encoded)
+    # A new thread has made room for nothing yet.
+    with ThreadPoolExecutor(1) as pool:
+        y = pool.submit(engine_matrix.matmul, x, matrix, 1).result()
+    assert error(y, x, weight) < INT8_ERROR

@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_the_modules(written: tuple[Path, Any]) -> No
         expected = plain.generate(ids, **arguments)
         found = exact.generate(ids, **arguments)
         same += bool(torch.equal(expected, found))
-    assert exact.nstf_engine is not None and exact.nstf_engine.position > 0
+    assert exact.nstf_engine.engine.position > 0
     # A random model's best two tokens can be as close as float16 keys are coarse: once in a while one may differ.
     assert same >= 4
 
@@ -123,7 +123,7 @@ def test_sampling_follows_torchs_seed_and_the_settings(tiny: ModuleType, tmp_pat
     greedy = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=-1)
     top = model.generate(ids, max_new_tokens=12, do_sample=True, temperature=3.0, top_k=1, eos_token_id=-1)
     assert torch.equal(greedy, top) and greedy.shape == (1, 17)
-    assert model.nstf_engine.position > 0
+    assert model.nstf_engine.engine.position > 0
 
 
 def test_generation_stops_at_the_end_token(tiny: ModuleType, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_the_engine_does_not_do_is_left_to_transformers(
     torch.manual_seed(0)
     expected = plain.generate(ids, max_new_tokens=4, pad_token_id=0, **arguments)
     found, expected = (r if isinstance(r, torch.Tensor) else r.sequences for r in (found, expected))
-    assert torch.equal(found, expected) and model.nstf_engine is None
+    assert torch.equal(found, expected) and model.nstf_engine.engine is None
 
 
 def test_batches_and_masks_are_left_to_transformers(tiny: ModuleType, tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ def test_batches_and_masks_are_left_to_transformers(tiny: ModuleType, tmp_path: 
     assert model.generate(ids, max_new_tokens=3, pad_token_id=0, eos_token_id=-1).shape == (2, 8)
     mask = torch.tensor([[0, 1, 1, 1, 1]])
     model.generate(ids[:1], attention_mask=mask, max_new_tokens=3, pad_token_id=0)
-    assert model.nstf_engine is None
+    assert model.nstf_engine.engine is None
 
 
 def test_other_architectures_keep_their_generate(tiny: ModuleType, tmp_path: Path) -> None:
     path = tiny.write(tmp_path, tiny.new_model("GPT2LMHeadModel"))
     model: Any = nstf.runtime.load(path)
     assert model.generate(ids_of(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > 5
-    assert model.nstf_engine is None
+    assert model.nstf_engine.engine is None
     with pytest.raises(UnsupportedError, match="does not run architecture 'gpt2'"):
         Engine.open(path)
 
@@ -184,7 +184,10 @@ def test_other_architectures_keep_their_generate(tiny: ModuleType, tmp_path: Pat
         ({"model_type": "mamba"}, "architecture 'mamba'"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer types"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "layer types"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": 1024}, "heads of 1024"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot read this config"),
         ({"hidden_size": None}, "cannot read this config"),
     ],
 )
@@ -222,3 +225,95 @@ def test_bad_tokens_are_one_clear_error(tiny: ModuleType, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=message):
             engine.forward(ids)
     assert engine.forward([3]).shape == (100,)
+
+
+def rewritten(
+    tiny: ModuleType, folder: Path, model: Any, changes: dict[str, Any], drop: tuple[str, ...]
+) -> Path:
+    """The model's artifact with another config.json."""
+    import json
+
+    from nstf.runtime.artifact import write_artifact
+
+    config = {k: v for k, v in tiny.config_json(model).items() if k not in drop} | changes
+    path = folder / "other.nstf"
+    write_artifact(path, tiny.encode_model(model), {"config.json": json.dumps(config).encode()}, {})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "drop"),
+    [
+        # As Gemma 3 was first published.
+        ("gemma 3", {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+         ("layer_types", "rope_parameters")),
+        ("gemma 3", {}, ("query_pre_attn_scalar",)),
+        ("mistral, sliding", {"layer_types": ["full_attention"] * 3}, ()),
+        ("llama", {"attention_bias": False, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 3}, ()),
+        ("llama", {"rope_theta": 500.0}, ("rope_parameters",)),
+    ],
+)  # fmt: skip
+def test_configs_mean_what_they_mean_to_transformers(
+    tiny: ModuleType, tmp_path: Path, name: str, changes: dict[str, Any], drop: tuple[str, ...]
+) -> None:
+    path = rewritten(tiny, tmp_path, build(name), changes, drop)
+    ids = ids_of(100)
+    try:
+        engine = Engine.open(path, exact=True)
+    except UnsupportedError as error:
+        assert "would ignore" in str(error)  # biases that the config does not ask for
+        return
+    plain: Any = nstf.runtime.load(path, engine="off")
+    with torch.no_grad():
+        expected = plain(ids[None]).logits[0]
+    found = engine.forward(ids, all_logits=True)
+    assert float((found - expected).abs().max()) < 0.01 * float(expected.std())
+
+
+def test_a_changed_model_is_left_to_transformers(tiny: ModuleType, tmp_path: Path) -> None:
+    import copy
+
+    path = tiny.write(tmp_path, build("llama"))
+    model: Any = nstf.runtime.load(path, engine="exact")
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    ids = ids_of(5)[None]
+    usual = model.generate(ids, **arguments)
+    position = model.nstf_engine.engine.position
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.generate(ids, **arguments), usual) and copied.nstf_engine.engine is None
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: -out)
+    assert not torch.equal(model.generate(ids, **arguments), usual)
+    handle.remove()
+    model.generate(ids[:, :3], **arguments)
+    assert model.nstf_engine.engine.position == position - 2
+
+
+def test_a_second_caller_does_not_disturb_the_first(tiny: ModuleType, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")), engine="exact")
+    prompts = [ids_of(40)[None, i * 5 : i * 5 + 5] for i in range(4)]
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
+
+    expected = [run(p) for p in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, prompts * 3))
+    assert sum(torch.equal(f, e) for f, e in zip(found, expected * 3, strict=True)) >= 11
+
+
+def test_beyond_the_context_transformers_goes_on(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")))
+    out = model.generate(ids_of(500)[None], max_new_tokens=30, do_sample=False, eos_token_id=-1)
+    assert out.shape == (1, 530)
+
+
+def test_unstated_top_k_is_that_of_transformers(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")))
+    torch.manual_seed(0)
+    drawn = {
+        int(model.generate(ids_of(3)[None], max_new_tokens=1, do_sample=True, temperature=1000.0)[0, -1])
+        for _ in range(150)
+    }
+    assert model.nstf_engine.engine is not None and 30 < len(drawn) <= 50

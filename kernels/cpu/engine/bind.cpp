@@ -101,7 +101,7 @@ class Engine {
         layer.rotation = nb::cast<int>(d["rotation"]);
         model_.add_layer(std::move(layer));
     }
-    void add_rotation(Floats cosines, Floats sines) { model_.add_rotation(copied(cosines), copied(sines)); }
+    void add_rotation(Floats frequencies) { model_.add_rotation(copied(frequencies)); }
 
     // Addresses: ids int64 [count], logits float32 [vocab] or [count, vocab].
     void run(uintptr_t ids, int64_t count, int64_t first, uintptr_t logits, bool all, int threads) {

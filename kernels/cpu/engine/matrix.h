@@ -16,7 +16,7 @@ namespace nstf::engine {
 
 // Activations as a kernel reads them; each kind of leaf uses the fields it needs.
 struct Input {
-    const float* x = nullptr;  // [batch, cols] as they came
+    const float* x = nullptr;  // [batch, cols] as they came, set by `reserve` of the leaves that read them so
     int64_t batch = 0;
     Buffer<float> floats;      // rotated, padded or reordered
     Buffer<int8_t> codes;

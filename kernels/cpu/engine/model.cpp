@@ -66,11 +66,11 @@ void Model::add_layer(Layer layer) {
     values_.emplace_back();
 }
 
-void Model::add_rotation(std::vector<float> cosines, std::vector<float> sines) {
-    const auto size = static_cast<size_t>(shape_.context * shape_.head_size / 2);
-    require(cosines.size() == size && sines.size() == size, "engine: the angles have another shape");
-    cosines_.push_back(std::move(cosines));
-    sines_.push_back(std::move(sines));
+void Model::add_rotation(std::vector<float> frequencies) {
+    require(static_cast<int64_t>(frequencies.size()) == shape_.head_size / 2, "engine: the angles have another shape");
+    frequencies_.push_back(std::move(frequencies));
+    cosines_.emplace_back();
+    sines_.emplace_back();
 }
 
 // The cache doubles when it is full, so that a short text does not pay for the longest one.
@@ -79,13 +79,26 @@ void Model::make_room(int64_t positions) {
     const int64_t context = (shape_.context + kBlock - 1) / kBlock * kBlock;
     const int64_t fresh = std::min(context, std::max<int64_t>({256, 2 * positions_, (positions + kBlock - 1) / kBlock * kBlock}));
     const int64_t before = positions_ * shape_.head_size, after = fresh * shape_.head_size;
-    for (auto* caches : {&keys_, &values_})
-        for (auto& cache : *caches) {
-            Buffer<uint16_t> grown(shape_.kv_heads * after);
-            for (int64_t h = 0; h < shape_.kv_heads && before > 0; ++h)
-                std::copy_n(cache.data() + h * before, before, grown.data() + h * after);
-            cache = std::move(grown);
-        }
+    // All memory first: a failure leaves everything as it was.
+    std::vector<Buffer<uint16_t>> grown;
+    for (size_t i = 0; i < 2 * layers_.size(); ++i) grown.emplace_back(shape_.kv_heads * after);
+    const int64_t half = shape_.head_size / 2;
+    for (size_t r = 0; r < frequencies_.size(); ++r) {
+        cosines_[r].resize(static_cast<size_t>(fresh * half));
+        sines_[r].resize(static_cast<size_t>(fresh * half));
+        for (int64_t t = positions_; t < fresh; ++t)
+            for (int64_t i = 0; i < half; ++i) {
+                const float angle = static_cast<float>(t) * frequencies_[r][static_cast<size_t>(i)];
+                cosines_[r][static_cast<size_t>(t * half + i)] = std::cos(angle);
+                sines_[r][static_cast<size_t>(t * half + i)] = std::sin(angle);
+            }
+    }
+    for (size_t i = 0; i < grown.size(); ++i) {
+        auto& cache = i < layers_.size() ? keys_[i] : values_[i - layers_.size()];
+        for (int64_t h = 0; h < shape_.kv_heads && before > 0; ++h)
+            std::copy_n(cache.data() + h * before, before, grown[i].data() + h * after);
+        cache = std::move(grown[i]);
+    }
     positions_ = fresh;
 }
 

@@ -27,8 +27,8 @@ class Model {
   public:
     Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm);
     void add_layer(Layer layer);
-    // cosines and sines: [context][head_size / 2].
-    void add_rotation(std::vector<float> cosines, std::vector<float> sines);
+    // Angles per position, [head_size / 2].
+    void add_rotation(std::vector<float> frequencies);
 
     // Runs tokens at positions first.. and fills the logits of the last one, [vocab], or of all, [count, vocab].
     void run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads);
@@ -46,7 +46,7 @@ class Model {
     Shared embedding_, head_;
     std::vector<float> final_norm_;
     std::vector<Layer> layers_;
-    std::vector<std::vector<float>> cosines_, sines_;
+    std::vector<std::vector<float>> frequencies_, cosines_, sines_;  // the tables: [positions][head_size / 2]
     int64_t positions_ = 0;  // that the cache has room for, in whole blocks
     std::vector<Buffer<uint16_t>> keys_, values_;  // a layer each: [kv head][position / 16][head_size][16], [kv head][position][head_size]
     Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_;

@@ -13,6 +13,20 @@
 #include <algorithm>
 #include <cmath>
 
+namespace nstf::engine {
+
+// Before the pragma: this runs on every processor.
+bool int8_available() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vbmi2") &&
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+}  // namespace nstf::engine
+
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,prefer-vector-width=512")
 
@@ -465,15 +479,6 @@ bool uniform(const PackedMatrix& w) {
 }
 
 }  // namespace
-
-bool int8_available() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
-           __builtin_cpu_supports("avx512vbmi2") &&
-           __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
 
 Shared packed_int8(const PackedView& view) {
     const PackedMatrix& w = view.w;

@@ -119,10 +119,10 @@ class RotatedLeaf : public Leaf {
     void reserve(const float* x, int64_t batch, Input& in) const override {
         leaf_->reserve(x, batch, in);
         // A kernel that reads activations as they are finds them turned.
-        if (in.x == x) in.x = in.floats.grow(batch * cols);
+        if (in.x != nullptr) in.x = in.floats.grow(batch * cols);
     }
     void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
-        if (in.x == in.floats.data()) {
+        if (in.x != nullptr) {
             for (int64_t b = first; b < end; ++b)
                 rotate(x + b * cols, signs_.data(), cols, block_, in.floats.data() + b * cols);
             return;
