@@ -17,8 +17,7 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import Artifact, open_artifact
-from nstf.runtime.engine_config import EngineConfig, read_config
-from nstf.runtime.skeleton import complete_config
+from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
@@ -50,7 +49,7 @@ class Engine:
             raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
         if not isinstance(stated, dict):
             raise CorruptError(f"{artifact.path}: its config.json is not an object")
-        self.config: EngineConfig = read_config(complete_config(stated))
+        self.config: EngineConfig = read_config(completed(stated))
         self.exact = exact
         self.position = 0
         try:

@@ -70,8 +70,35 @@ class EngineConfig:
     biases: tuple[str, ...]
 
 
+_LLAMA_KEYS = frozenset(
+    "num_attention_heads hidden_size head_dim num_hidden_layers num_key_value_heads intermediate_size vocab_size "
+    "max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings attention_bias mlp_bias".split()
+)
+
+
+def completed(config: Config) -> Config:
+    """The config with every key its class has, as transformers completes it.
+
+    A Llama whose config has them in today's spelling, as those of GGUF files, does without: importing transformers takes
+    longer than loading such a model. Raises UnsupportedError when transformers refuses the config.
+    """
+    rope = config.get("rope_parameters")
+    if (
+        config.get("model_type") == "llama"
+        and config.keys() >= _LLAMA_KEYS
+        and not config.keys() & {"rope_theta", "rope_scaling"}
+        and isinstance(rope, Mapping)
+        and rope.keys() >= {"rope_type", "rope_theta"}
+        and None not in (config["head_dim"], config["num_key_value_heads"])
+    ):
+        return {"hidden_act": "silu", **config}
+    from nstf.runtime.skeleton import complete_config
+
+    return complete_config(config)
+
+
 def read_config(config: Config) -> EngineConfig:
-    """The engine's view of a config as transformers completes it (skeleton.complete_config).
+    """The engine's view of a `completed` config.
 
     Raises UnsupportedError, naming what the engine does not do.
     """

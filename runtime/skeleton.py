@@ -45,7 +45,9 @@ def build_skeleton(
     import transformers
 
     given: dict[str, Any] = harmless(config)
-    model_class = _model_class(given, architecture)
+    stated = given.get("architectures")
+    name = architecture or (stated[0] if isinstance(stated, list) and stated else None)
+    model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
         with _default_dtype(dtype), _parameters_on_meta(), torch.no_grad():
@@ -66,21 +68,17 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises UnsupportedError when transformers does not know the architecture or refuses the config.
     """
     given: dict[str, Any] = harmless(config)
-    model_class = _model_class(given, None)
     try:
-        complete: dict[str, Any] = _config_class(given, model_class).from_dict(given).to_dict()
+        # Not the model's class: importing that takes another second.
+        complete: dict[str, Any] = _config_class(given, None).from_dict(given).to_dict()
+    except UnsupportedError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"transformers refuses this config: {type(error).__name__}: {reason}"
         ) from error
     return complete
-
-
-def _model_class(given: Mapping[str, Any], architecture: str | None) -> Any:
-    stated = given.get("architectures")
-    name = architecture or (stated[0] if isinstance(stated, list) and stated else None)
-    return _named_class(name) if name else _auto_class(given.get("model_type"))
 
 
 def harmless(value: Any, depth: int = 0) -> Any:

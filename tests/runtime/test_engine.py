@@ -317,3 +317,22 @@ def test_unstated_top_k_is_that_of_transformers(tiny: ModuleType, tmp_path: Path
         for _ in range(150)
     }
     assert model.nstf_engine.engine is not None and 30 < len(drawn) <= 50
+
+
+def test_a_complete_llama_config_means_the_same_without_transformers() -> None:
+    from nstf.runtime.engine_config import completed
+    from nstf.runtime.skeleton import complete_config
+
+    config = build("llama").config.to_dict() | {"head_dim": 8}
+    del config["hidden_act"]
+    assert completed(config) == {"hidden_act": "silu", **config}
+    short, long = read_config(completed(config)), read_config(complete_config(config))
+    assert (short.shape, short.windows, short.biases, short.tied) == (
+        long.shape,
+        long.windows,
+        long.biases,
+        long.tied,
+    )
+    assert torch.equal(short.rotations[0], long.rotations[0])
+    older = {k: v for k, v in config.items() if k != "rope_parameters"} | {"rope_theta": 500.0}
+    assert completed(older)["rope_parameters"]["rope_theta"] == 500.0
