@@ -46,7 +46,8 @@ sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
 	    "$$($(SANITIZE)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/shared.pth"
 	@$(SANITIZE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
-	    --force-reinstall -C build-dir=$(SANITIZE)/build -C cmake.define.NSTF_SANITIZE=ON -C install.strip=false .
+	    --force-reinstall --config-settings=build-dir=$(SANITIZE)/build --config-settings=install.strip=false \
+	    --config-settings=cmake.define.NSTF_SANITIZE=ON .
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/runtime/test_engine.py
