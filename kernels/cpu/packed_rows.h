@@ -1,5 +1,6 @@
 // The row kernels, for one instruction set. packed_linear.cpp includes this file once per set, inside a namespace and
-// with the compiler told to use that set, so there is no include guard and no #include here.
+// with the compiler told to use that set, so there is no include guard, and nothing but halves.h, which is of the same
+// kind, is included here.
 //
 // A row is read in chunks of PARTS * LANES codes. Activations are put in chunk order once per call (for 4-bit
 // codes: the even columns of the chunk, then the odd ones), so that unpacking a chunk is a load, a shift and two
@@ -220,14 +221,7 @@ static inline Vec from_float8(const uint8_t* p) {
 }
 #endif
 
-static inline void halves_to_floats(const uint16_t* in, int64_t count, float* out) {
-    int64_t i = 0;
-#if NSTF_ISA >= 2
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-#endif
-    for (; i < count; ++i) out[i] = half_to_float(in[i]);
-}
+#include "halves.h"
 
 // Codes of `bits` bits, as floats.
 static inline void unpack(const uint8_t* in, int64_t in_bytes, int bits, int64_t count, float* __restrict out) {

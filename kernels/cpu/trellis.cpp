@@ -9,6 +9,7 @@
 #include <nanobind/ndarray.h>
 
 #include "parallel.h"
+#include "trellis_tile.h"
 
 namespace nb = nanobind;
 
@@ -318,49 +319,30 @@ void trellis_viterbi(Targets targets, int quarter_bits, Vector codebook, Codes c
     nstf::parallel_for(threads, (tiles + 1) / 2, one);
 }
 
-// The values of one tile; `ring`: room for the stream with two bytes before it, where the first states reach back to.
-INLINE void decode_tile(const uint8_t* in, int64_t bytes, const Steps& steps, const float* codebook, uint8_t* ring,
-                        float* to) {
-    ring[0] = in[bytes - 2], ring[1] = in[bytes - 1];
-    std::memcpy(ring + 2, in, size_t(bytes));
-    int end = 0;
-    for (int t = 0; t < TILE; t++) {
-        end += steps.at(t);  // the state is bits [end - 16, end) of the stream, [end, end + 16) of the ring
-        uint32_t word;
-        std::memcpy(&word, ring + (end >> 3), 4);
-        to[t] = codebook[word >> (end & 7) & 0xffff];
-    }
-}
-
-constexpr int RING = 8 * 24 + 8;
-
 void trellis_decode(ConstCodes codes, int quarter_bits, Vector codebook, Values out, int threads) {
     check(quarter_bits, threads, codebook, int64_t(codes.shape(1)));
     int64_t tiles = int64_t(codes.shape(0)), bytes = 8 * quarter_bits;
     require(int64_t(out.shape(1)) == TILE && int64_t(out.shape(0)) == tiles, "trellis: a tile has 256 weights");
     nb::gil_scoped_release release;
-    Steps steps(quarter_bits);
     constexpr int64_t BLOCK = 64;
     auto one = [&](int64_t block) {
-        uint8_t ring[RING];
         for (int64_t i = block * BLOCK; i < std::min(tiles, (block + 1) * BLOCK); i++)
-            decode_tile(codes.data() + i * bytes, bytes, steps, codebook.data(), ring, out.data() + i * TILE);
+            nstf::decode_tile(codes.data() + i * bytes, quarter_bits, codebook.data(), out.data() + i * TILE);
     };
     nstf::parallel_for(threads, (tiles + BLOCK - 1) / BLOCK, one);
 }
 
 // y[b][r] = sum over columns of value * x, for the 16 rows of a row of tiles; the weights are decoded a tile at a time.
 template <int LANES>
-INLINE void multiply_row(const uint8_t* codes, int64_t across, int64_t bytes, const Steps& steps, const float* codebook,
+INLINE void multiply_row(const uint8_t* codes, int64_t across, int64_t bytes, const float* codebook,
                          const float* x, int64_t batch, int64_t width, float* sums) {
     using vf = typename Register<LANES>::Float;
     constexpr int SIDE = 16, PARTS = SIDE / LANES;
-    uint8_t ring[RING];
     float values[TILE] __attribute__((aligned(64)));
     vf* total = reinterpret_cast<vf*>(sums);  // [batch][row]
     for (int64_t i = 0; i < batch * SIDE; i++) total[i] = vf{};
     for (int64_t tile = 0; tile < across; tile++) {
-        decode_tile(codes + tile * bytes, bytes, steps, codebook, ring, values);
+        nstf::decode_tile(codes + tile * bytes, int(bytes / 8), codebook, values);
         for (int64_t b = 0; b < batch; b++) {
             vf in[PARTS];
             std::memcpy(in, x + b * width + tile * SIDE, sizeof in);
@@ -376,23 +358,22 @@ INLINE void multiply_row(const uint8_t* codes, int64_t across, int64_t bytes, co
     }
 }
 
-using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const Steps&, const float*, const float*, int64_t, int64_t,
+using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const float*, const float*, int64_t, int64_t,
                           float*);
 #if defined(__x86_64__)
 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw"))) void multiply_avx512(
-    const uint8_t* codes, int64_t across, int64_t bytes, const Steps& s, const float* c, const float* x, int64_t batch,
+    const uint8_t* codes, int64_t across, int64_t bytes, const float* c, const float* x, int64_t batch,
     int64_t width, float* sums) {
-    multiply_row<16>(codes, across, bytes, s, c, x, batch, width, sums);
+    multiply_row<16>(codes, across, bytes, c, x, batch, width, sums);
 }
-__attribute__((target("avx2,fma"))) void multiply_avx2(const uint8_t* codes, int64_t across, int64_t bytes,
-                                                       const Steps& s, const float* c, const float* x, int64_t batch,
+__attribute__((target("avx2,fma"))) void multiply_avx2(const uint8_t* codes, int64_t across, int64_t bytes, const float* c, const float* x, int64_t batch,
                                                        int64_t width, float* sums) {
-    multiply_row<8>(codes, across, bytes, s, c, x, batch, width, sums);
+    multiply_row<8>(codes, across, bytes, c, x, batch, width, sums);
 }
 #endif
-void multiply_plain(const uint8_t* codes, int64_t across, int64_t bytes, const Steps& s, const float* c, const float* x,
+void multiply_plain(const uint8_t* codes, int64_t across, int64_t bytes, const float* c, const float* x,
                     int64_t batch, int64_t width, float* sums) {
-    multiply_row<4>(codes, across, bytes, s, c, x, batch, width, sums);
+    multiply_row<4>(codes, across, bytes, c, x, batch, width, sums);
 }
 
 Multiply multiply_machine(int most_lanes) {
@@ -411,13 +392,12 @@ void trellis_matmul(Tiles codes, int quarter_bits, Vector codebook, Targets x, V
     require(width == across * 16 && int64_t(out.shape(0)) == batch && int64_t(out.shape(1)) == down * 16,
             "trellis: activations or results have another shape");
     nb::gil_scoped_release release;
-    Steps steps(quarter_bits);
     Multiply multiply = multiply_machine(most_lanes);
     auto one = [&](int64_t row) {
         static thread_local Buffer<float> sums;
         static thread_local int64_t held = 0;
         if (held < batch) sums = buffer<float>((held = batch) * TILE);
-        multiply(codes.data() + row * across * bytes, across, bytes, steps, codebook.data(), x.data(), batch, width,
+        multiply(codes.data() + row * across * bytes, across, bytes, codebook.data(), x.data(), batch, width,
                  sums.get());
         for (int64_t b = 0; b < batch; b++)
             std::memcpy(out.data() + b * down * 16 + row * 16, sums.get() + b * 16, 16 * sizeof(float));

@@ -1,5 +1,6 @@
 // What a transformer does beside its matrices, for one instruction set: ops.cpp includes this file once per set, so there is
-// no include guard and no #include here. Loops are plain; the compiler turns them into vectors of the set's width.
+// no include guard, and nothing but halves.h, which is of the same kind, is included here. Loops are plain; the compiler
+// turns them into vectors of the set's width.
 
 // Twelve multiplications: as exact as a float needs for an activation, and a loop of it becomes vectors.
 static inline float fast_exp(float x) {
@@ -61,14 +62,7 @@ static void rope(float* x, const float* cosine, const float* sine, int64_t size)
     }
 }
 
-static void halves(const uint16_t* in, int64_t count, float* out) {
-    int64_t i = 0;
-#if NSTF_ISA >= 2
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-#endif
-    for (; i < count; ++i) out[i] = half_to_float(in[i]);
-}
+#include "../halves.h"
 
 static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* out) {
     for (int64_t i = 0; i < count; ++i) {
@@ -140,7 +134,7 @@ static void attend(const float* q, int64_t q_stride, int64_t tokens, int64_t hea
     const int64_t from = (window > 0 && first - window + 1 > 0 ? first - window + 1 : 0) / kKeys * kKeys;
     auto query = [&](int64_t i) { return q + i / heads * q_stride + i % heads * size; };
     for (int64_t j = from; j < last; j += kKeys) {
-        halves(keys + j * size, size * kKeys, room);
+        halves_to_floats(keys + j * size, size * kKeys, room);
         int64_t i = 0;
         for (; i + 8 <= count; i += 8) {
             const float* eight[8];
@@ -177,7 +171,7 @@ static void attend(const float* q, int64_t q_stride, int64_t tokens, int64_t hea
     float spare[512] = {};  // heads are no larger
     for (int64_t j = from; j < last; j += kKeys) {
         const int64_t rows = std::min(kKeys, last - j);
-        halves(values + j * size, size * rows, room);
+        halves_to_floats(values + j * size, size * rows, room);
         for (int64_t i = 0; i < count; i += 2) {
             const int64_t k = std::min(i + 1, count - 1);
             const float* weights[2] = {scores + i * length + j, scores + k * length + j};

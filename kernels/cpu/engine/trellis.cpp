@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "../trellis_tile.h"
 #include "leaves.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -19,20 +20,6 @@ namespace nstf::engine {
 namespace {
 
 constexpr int64_t kSide = 16, kTile = kSide * kSide;
-
-// The 16 bits that end where each code ends.
-void decode_tile(const uint8_t* codes, int quarter_bits, const float* codebook, float* out) {
-    const int bytes = 8 * quarter_bits;
-    uint8_t ring[8 * 24 + 8];
-    ring[0] = codes[bytes - 2], ring[1] = codes[bytes - 1];
-    std::memcpy(ring + 2, codes, static_cast<size_t>(bytes));
-    for (int t = 0; t < kTile; ++t) {
-        const int end = (t + 1) * quarter_bits / 4;  // of the stream, so 16 less in the ring
-        uint32_t word;
-        std::memcpy(&word, ring + (end >> 3), 4);
-        out[t] = codebook[word >> (end & 7) & 0xffff];
-    }
-}
 
 class Trellis : public Leaf {
   public:
