@@ -86,7 +86,7 @@ def dense_leaf(dtype: str = "bfloat16") -> Leaf:
     params = dense.Params(dtype)
 
     def leaf(name: str, factor: Tensor, metric: Tensor | None) -> EncodedTensor:
-        values = factor.to(dense.DTYPES[dtype]).contiguous()
+        values = factor.to(dense.torch_dtype(dtype)).contiguous()
         return EncodedTensor(Node(dense.KIND, params), tuple(factor.shape), {"values": values})
 
     return leaf
@@ -94,7 +94,7 @@ def dense_leaf(dtype: str = "bfloat16") -> Leaf:
 
 def dense_bytes(dtype: str = "bfloat16") -> BytesOf:
     """bytes_of for `dense_leaf(dtype)`."""
-    size = dense.DTYPES[dtype].itemsize
+    size = dense.torch_dtype(dtype).itemsize
     return lambda shape: math.prod(shape) * size
 
 

@@ -49,7 +49,7 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
     """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
     form = levels(params)
-    bytes_of = form.values.to(fmt.DTYPES[params.variant]).view(torch.uint8)
+    bytes_of = form.values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
     scale_dtype = torch.float16 if params.scale_bits == 16 else torch.float32
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:

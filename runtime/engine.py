@@ -2,22 +2,33 @@
 
 `Engine.open(path)` maps the file; `forward` gives logits, `generate` continues tokens. `nstf.runtime.load` gives models
 whose `generate` uses it where it can (runtime/engine_generate.py).
+
+Nothing here imports torch before logits are asked for as a tensor: a process that writes its first token greedily has no
+need of it, and importing it would take ten times as long as that token.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import dataclasses
+import json
+import math
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.engine_matrix import available, compile_matrix
+from nstf.kernels.cpu.engine_matrix import available, compile_matrix, decode_row
 from nstf.kernels.formats import decode
+from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.digests import start_verifying
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
@@ -37,8 +48,11 @@ class Engine:
     One sequence at a time, for one caller at a time; `position` tokens of it are in the cache.
     """
 
-    def __init__(self, artifact: Artifact, exact: bool = False) -> None:
-        """Raises UnsupportedError for a model the engine does not run as transformers would."""
+    def __init__(self, artifact: Artifact, exact: bool = False, threads: int | None = None) -> None:
+        """threads: None for as many as torch uses.
+
+        Raises UnsupportedError for a model the engine does not run as transformers would.
+        """
         if not available():
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
         if "config.json" not in artifact.file_names():
@@ -51,6 +65,7 @@ class Engine:
             raise CorruptError(f"{artifact.path}: its config.json is not an object")
         self.config: EngineConfig = read_config(completed(stated))
         self.exact = exact
+        self.threads = threads
         self.position = 0
         try:
             self._engine, self.kernels = _build(artifact, self.config, exact)
@@ -58,12 +73,17 @@ class Engine:
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], exact: bool = False, verify: bool = True) -> "Engine":
+    def open(cls, path: str | os.PathLike[str], exact: bool = False, verify: bool = True) -> Engine:
         """The engine of an artifact. exact: no int8 activations. verify: check every SHA-256 first.
 
         Raises UnsupportedError, CorruptError, UsageError.
         """
-        return cls(open_artifact(path, verify=verify), exact)
+        artifact = open_artifact(path)
+        wait = start_verifying(artifact) if verify else None
+        engine = cls(artifact, exact)
+        if wait is not None:
+            wait()
+        return engine
 
     @property
     def context(self) -> int:
@@ -88,7 +108,11 @@ class Engine:
 
         Raises UsageError for no tokens, tokens that do not exist and sequences longer than the context.
         """
-        tokens = torch.as_tensor(ids, dtype=torch.int64).reshape(-1).contiguous()
+        logits = torch.frombuffer(self._run(ids, all_logits), dtype=torch.float32)
+        return logits.reshape(-1, self.vocab) if all_logits else logits
+
+    def _run(self, ids: Sequence[int] | Tensor, all_logits: bool = False) -> array[float]:
+        tokens = _integers(ids)
         count = len(tokens)
         if count == 0:
             raise UsageError("there are no tokens to run")
@@ -96,12 +120,11 @@ class Engine:
             raise UsageError(
                 f"{self.position + count} tokens do not fit the model's context of {self.context}"
             )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab:
+        if min(tokens) < 0 or max(tokens) >= self.vocab:
             raise UsageError(f"a token is outside the vocabulary of {self.vocab}")
-        logits = torch.empty((count, self.vocab) if all_logits else (self.vocab,))
-        self._engine.run(
-            tokens.data_ptr(), count, self.position, logits.data_ptr(), all_logits, torch.get_num_threads()
-        )
+        logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
+        threads = self.threads or usual_threads()
+        self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
         self.position += count
         return logits
 
@@ -117,19 +140,47 @@ class Engine:
         choose: logits [vocab] -> token; the likeliest when None.
         """
         self.reset()
-        room = self.context - len(torch.as_tensor(ids).reshape(-1))
-        logits = self.forward(ids)
-        for i in range(min(max_new_tokens, room)):
-            token = greedy(logits) if choose is None else choose(logits)
+        tokens = _integers(ids)
+        count = min(max_new_tokens, self.context - len(tokens))
+        for i in range(count):
+            logits = self._run(tokens)
+            token = (
+                ext.argmax(logits)
+                if choose is None
+                else choose(torch.frombuffer(logits, dtype=torch.float32))
+            )
             yield token
-            if token in stop or i + 1 == min(max_new_tokens, room):
+            if token in stop or i + 1 == count:
                 return
-            logits = self.forward([token])
+            tokens = array("q", [token])
 
 
 def greedy(logits: Tensor) -> int:
     """The likeliest token. Not by torch: its threads would go on looking for work while the engine's start on theirs."""
-    return int(logits.numpy().argmax())
+    return ext.argmax(logits)
+
+
+def usual_threads() -> int:
+    """torch's number of threads where torch is in use, and what it would be where it is not."""
+    if "torch" in sys.modules:
+        return torch.get_num_threads()
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    if stated.isdecimal() and int(stated):
+        return int(stated)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _integers(ids: Sequence[int] | Tensor) -> array[int]:
+    flat = (
+        ids
+        if isinstance(ids, list | tuple | array)
+        else torch.as_tensor(ids, dtype=torch.int64).reshape(-1).tolist()
+    )
+    return array("q", flat)
+
+
+def _address(values: array[Any]) -> int:
+    return values.buffer_info()[0]
 
 
 def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, dict[str, str]]:
@@ -146,18 +197,23 @@ def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, 
     def matrix(name: str) -> Any:
         stored = artifact.stored_name(name)
         if stored not in made:
-            made[stored] = compile_matrix(artifact.encoded(name), exact)
+            made[stored] = compile_matrix(artifact.views(name), exact)
         kernels[name] = made[stored].kernel
         return made[stored]
 
-    def vector(name: str) -> Tensor:
+    def vector(name: str) -> array[float]:
         if name not in names:
             raise UnsupportedError(f"{artifact.path}: no tensor {name!r}, which the CPU engine needs")
-        return decode(artifact.encoded(name)).to(torch.float32).reshape(-1).contiguous()
+        encoded = artifact.views(name)
+        if encoded.tree.kind != "dense":
+            return array("f", decode(artifact.encoded(name)).float().reshape(-1).tolist())
+        return decode_row(
+            compile_matrix(dataclasses.replace(encoded, shape=(1, math.prod(encoded.shape)))), 0
+        )
 
-    def norm(name: str) -> Tensor:
+    def norm(name: str) -> array[float]:
         values = vector(name)
-        return values + 1 if config.family.unit_norms else values
+        return array("f", [v + 1 for v in values]) if config.family.unit_norms else values
 
     root = f"{prefix}model."
     embedding = f"{root}embed_tokens.weight"

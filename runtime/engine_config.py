@@ -4,13 +4,13 @@ One entry of `_FAMILIES` per architecture of the Llama family; a model it does n
 caller uses the module path.
 """
 
+from __future__ import annotations
+
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from nstf.errors import UnsupportedError
 
@@ -65,36 +65,72 @@ class EngineConfig:
     shape: dict[str, Any]
     windows: tuple[int, ...]
     rotation_of: tuple[int, ...]
-    rotations: tuple[Tensor, ...]
+    rotations: tuple[array[float], ...]
     tied: bool
     biases: tuple[str, ...]
 
 
-_LLAMA_KEYS = frozenset(
-    "num_attention_heads hidden_size head_dim num_hidden_layers num_key_value_heads intermediate_size vocab_size "
-    "max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings attention_bias mlp_bias".split()
-)
+# What a config has to state, and what transformers takes where it is silent; any other family is left to transformers.
+_STATED = (
+    "num_attention_heads hidden_size num_hidden_layers intermediate_size vocab_size max_position_embeddings rms_norm_eps "
+    "tie_word_embeddings"
+).split()
+_ALSO_STATED = {
+    "llama": (),
+    "mistral": ("sliding_window",),
+    "qwen2": (),
+    "qwen3": ("head_dim",),
+}
+_ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def completed(config: Config) -> Config:
-    """The config with every key its class has, as transformers completes it.
+    """The config with every key that is read here, as transformers completes it.
 
-    A Llama whose config has them in today's spelling, as those of GGUF files, does without: importing transformers takes
-    longer than loading such a model. Raises UnsupportedError when transformers refuses the config.
+    Llama, Mistral and Qwen, whose configs state nearly everything, do without transformers: importing it takes longer than
+    loading such a model. Raises UnsupportedError when transformers refuses the config.
     """
-    rope = config.get("rope_parameters")
-    if (
-        config.get("model_type") == "llama"
-        and config.keys() >= _LLAMA_KEYS
-        and not config.keys() & {"rope_theta", "rope_scaling"}
-        and isinstance(rope, Mapping)
-        and rope.keys() >= {"rope_type", "rope_theta"}
-        and None not in (config["head_dim"], config["num_key_value_heads"])
-    ):
-        return {"hidden_act": "silu", **config}
+    found = _completed(config)
+    if found is not None:
+        return found
     from nstf.runtime.skeleton import complete_config
 
     return complete_config(config)
+
+
+def _completed(config: Config) -> Config | None:
+    """The config completed by what its family's class does, or None where that is not all there is to it."""
+    kind = config.get("model_type")
+    rope = _rope_parameters(config)
+    if kind not in _ALSO_STATED or rope is None or "partial_rotary_factor" in config:
+        return None
+    if any(config.get(k) is None for k in _STATED) or any(k not in config for k in _ALSO_STATED[kind]):
+        return None
+    full = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")} | {
+        "rope_parameters": rope
+    }
+    full["hidden_act"] = config.get("hidden_act") or "silu"
+    full["attention_bias"] = bool(config.get("attention_bias"))
+    if config.get("num_key_value_heads") is None:
+        full["num_key_value_heads"] = config["num_attention_heads"]
+    if kind.startswith("qwen") and config.get("layer_types") is None:
+        if config.get("use_sliding_window"):
+            return None
+        full["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    return full
+
+
+def _rope_parameters(config: Config) -> dict[str, Any] | None:
+    """The rotary parameters in today's spelling, from today's or the older ones; None for kinds that need more."""
+    stated = config.get("rope_parameters")
+    if stated is None:
+        stated = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    elif config.keys() & {"rope_theta", "rope_scaling"}:
+        return None
+    if not isinstance(stated, Mapping) or stated.get("rope_theta") is None:
+        return None
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    return {**stated, "rope_type": kind} if kind in _ROPE_TYPES else None
 
 
 def read_config(config: Config) -> EngineConfig:
@@ -171,29 +207,30 @@ def _rope(config: Config, kind: str) -> Config:
     return found
 
 
-def _frequencies(rope: Config, size: int, config: Config) -> Tensor:
+def _frequencies(rope: Config, size: int, config: Config) -> array[float]:
     """Angles per position [size / 2] (Su et al. 2021); linear and Llama 3's scaling of the frequencies."""
     kind = rope.get("rope_type", "default")
     if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedError("the CPU engine turns whole heads only")
-    inverse = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, size, 2).float() / size)
+    inverse = [float(rope["rope_theta"]) ** (-i / size) for i in range(0, size, 2)]
     if kind == "linear":
-        inverse = inverse / float(rope["factor"])
+        inverse = [f / float(rope["factor"]) for f in inverse]
     elif kind == "llama3":
-        inverse = _llama3(
-            inverse, {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
-        )
+        stated = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+        inverse = [_llama3(f, stated) for f in inverse]
     elif kind != "default":
         raise UnsupportedError(f"the CPU engine does not know rope type {str(kind)[:40]!r}")
-    return inverse.contiguous()
+    return array("f", inverse)
 
 
-def _llama3(inverse: Tensor, rope: Config) -> Tensor:
+def _llama3(inverse: float, rope: Config) -> float:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones stay, those between change smoothly."""
     factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     old = float(rope["original_max_position_embeddings"])
     wavelength = 2 * math.pi / inverse
+    if wavelength > old / low:
+        return inverse / factor
+    if wavelength < old / high:
+        return inverse
     smooth = (old / wavelength - low) / (high - low)
-    between = (1 - smooth) * inverse / factor + smooth * inverse
-    out = torch.where(wavelength > old / low, inverse / factor, inverse)
-    return torch.where((wavelength <= old / low) & (wavelength >= old / high), between, out)
+    return (1 - smooth) * inverse / factor + smooth * inverse

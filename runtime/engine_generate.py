@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError
+from nstf.runtime.engine_text import WITHOUT_EFFECT
 
 _log = logging.getLogger("nstf")
 
@@ -61,13 +62,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # "hybrid" is what older files of Gemma say; transformers itself takes it for the default.
     "cache_implementation": (None, "hybrid"),
 }
-
-
-# Settings that say nothing about the tokens, and those that are read.
-_IGNORED = {
-    "transformers_version", "_from_model_config", "bos_token_id", "pad_token_id", "eos_token_id", "max_length",
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "use_cache", "decoder_start_token_id",
-}  # fmt: skip
 
 
 class Slot:
@@ -181,7 +175,7 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     for name, value in stated.items():
         value = given.get(name, value)
         allowed = _PLAIN.get(name, (None, usual.get(name)))
-        if name not in _IGNORED and value not in allowed:
+        if name not in WITHOUT_EFFECT and value not in allowed:
             return None
     if any(given.get(n) not in _PLAIN[n] for n in ("num_beams", "num_return_sequences")):
         return None

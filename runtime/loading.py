@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf.kernels.formats import decode
-from nstf.kernels.formats.dense import DTYPES
+from nstf.kernels.formats import decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.engine_generate import use_engine
@@ -142,7 +141,8 @@ class DecodedTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         encoded = self._artifact.encoded(name)
         values = decode(encoded)
-        source = DTYPES.get(self._artifact.record(name).dtype, torch.float32)
+        stated = self._artifact.record(name).dtype
+        source = dense.torch_dtype(stated) if stated in dense.DTYPES else torch.float32
         dtype = self._dtype or source
         return values.to(dtype) if values.is_floating_point() and dtype.is_floating_point else values
 
@@ -169,7 +169,8 @@ def _config(artifact: Artifact) -> dict[str, Any]:
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype by object or torch's name. Raises UsageError."""
-    found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype.removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    found = dense.torch_dtype(name) if name in dense.DTYPES else None
     if found is None or not found.is_floating_point:
         raise UsageError(f"dtype {str(dtype)[:40]!r} is not one of float32, bfloat16, float16, float64")
     return found

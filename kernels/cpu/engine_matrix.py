@@ -4,15 +4,19 @@ Kinds the engine has no kernel for (CP, Tucker, tensor train, permutations, unus
 float32.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from array import array
+from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.packed_linear import packed
-from nstf.kernels.formats import rotated, trellis
-from nstf.kernels.formats.tree import EncodedTensor, child_encoded, decode
+from nstf.kernels.cpu.packed_linear import packed, stored_bits
+from nstf.kernels.formats import trellis
+from nstf.kernels.formats.tree import EncodedTensor, array_specs, child_encoded, decode
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PACKED = ("fp8", "grid", "int", "mxfp4")
 _DENSE = ("float32", "float16", "bfloat16")
@@ -24,7 +28,7 @@ def available() -> bool:
 
 
 def compile_matrix(encoded: EncodedTensor, exact: bool = False) -> Any:
-    """A matrix [rows, cols] as the engine's `EngineMatrix`, which keeps the arrays alive.
+    """A matrix [rows, cols] as the engine's `EngineMatrix`, which keeps the arrays (tensors or memoryviews) alive.
 
     exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them.
     Raises ValueError for a tensor that is no matrix.
@@ -49,10 +53,8 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False) -> Any:
     if kind == "add":
         return ext.engine_sum(*(compile_matrix(child_encoded(encoded, n), exact) for n in ("x", "y")))
     if kind == "dense" and params.dtype in _DENSE:
-        values = arrays["values"].contiguous()
-        narrow = values.view(torch.int16) if params.dtype != "float32" else values
-        return ext.engine_dense(rows, cols, narrow, params.dtype)
-    return ext.engine_dense(rows, cols, decode(encoded).to(torch.float32).contiguous(), "float32")
+        return ext.engine_dense(rows, cols, stored_bits(arrays["values"]), params.dtype)
+    return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
 
 
 def _has_whole_blocks(params: Any, cols: int) -> bool:
@@ -61,30 +63,43 @@ def _has_whole_blocks(params: Any, cols: int) -> bool:
 
 
 def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
-    params, arrays = encoded.tree.params, dict(encoded.arrays)
+    params, arrays = encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
-    sections = [
-        (codes.reshape(-1), q, trellis.codebook(q), members.to(torch.int32))
-        for codes, q, members in trellis.sections(params, arrays, rows, cols)
-    ]
-    return ext.engine_trellis(rows, cols, sections, trellis.read_scales(params, arrays).contiguous(), exact)
+    return ext.engine_trellis(
+        rows,
+        cols,
+        list(params.quarter_bits),
+        list(params.rows),
+        stored_bits(arrays["codes"]),
+        stored_bits(arrays.get("section")),
+        trellis.section_bits(params),
+        stored_bits(arrays["scale_codes" if params.scale_bits == 8 else "scale"]),
+        stored_bits(arrays["scale_super"]),
+        trellis.quantiles() if max(params.quarter_bits) > trellis.MOST_SUMMED else None,
+        exact,
+    )
 
 
 def _rotated(encoded: EncodedTensor, exact: bool) -> Any:
     params = encoded.tree.params
-    rows, cols = encoded.shape
     made = compile_matrix(child_encoded(encoded, "x"), exact)
     if params.block_in:
-        # Matrices with the same blocks and signs share the rotation of their activations.
-        number = params.seed << 8 | params.block_in
-        made = ext.engine_rotated(made, _signs(cols, params.seed, 0), params.block_in, number)
+        made = ext.engine_rotated(made, params.seed, params.block_in)
     if params.block_out:
-        made = ext.engine_rotated_rows(made, _signs(rows, params.seed, 1), params.block_out)
+        made = ext.engine_rotated_rows(made, params.seed, params.block_out)
     return made
 
 
-def _signs(size: int, seed: int, side: int) -> Tensor:
-    return rotated.signs(size, seed, side).contiguous()
+def _decoded(encoded: EncodedTensor) -> Tensor:
+    """The dense matrix, float32, also of arrays that are memoryviews."""
+    specs = array_specs(encoded.tree, encoded.shape)
+    arrays = {
+        name: torch.frombuffer(a, dtype=specs[name].dtype).reshape(specs[name].shape)
+        if isinstance(a, memoryview)
+        else a
+        for name, a in encoded.arrays.items()
+    }
+    return decode(EncodedTensor(encoded.tree, encoded.shape, arrays)).to(torch.float32).contiguous()
 
 
 def matmul(x: Tensor, matrix: Any, threads: int | None = None) -> Tensor:
@@ -95,8 +110,8 @@ def matmul(x: Tensor, matrix: Any, threads: int | None = None) -> Tensor:
     return y
 
 
-def decode_row(matrix: Any, row: int) -> Tensor:
+def decode_row(matrix: Any, row: int) -> array[float]:
     """One row, float32 [cols]. Raises ValueError for a row that is not there."""
-    out = torch.empty(matrix.shape[1])
-    matrix.decode_at(row, out.data_ptr())
+    out = array("f", bytes(4 * matrix.shape[1]))
+    matrix.decode_at(row, out.buffer_info()[0])
     return out

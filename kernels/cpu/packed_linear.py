@@ -4,14 +4,17 @@ Small batches multiply straight from the codes. Large ones (a prompt) decode a b
 product to torch: above `FUSED_BATCH` its blocked GEMM is faster than unpacking the codes once per four tokens.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.lazy import torch
 from nstf.kernels.memo import per_encoded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "cpu.packed_linear"
 FORMATS = ("fp8", "grid", "int", "mxfp4")
@@ -77,18 +80,21 @@ def compile_leaf(encoded: EncodedTensor, isa: str = "") -> Any:
         encoded.shape[1],
         min(group, encoded.shape[1]),
         bits,
-        arrays["codes"].contiguous(),
-        _bits(scale),
-        super_scale=_bits(arrays.get("scale_super")),
-        zeros=arrays.get("zeros"),
-        table=_bits(arrays.get("table")),
+        stored_bits(arrays["codes"]),
+        stored_bits(scale),
+        super_scale=stored_bits(arrays.get("scale_super")),
+        zeros=stored_bits(arrays.get("zeros")),
+        table=stored_bits(arrays.get("table")),
         isa=isa,
     )
 
 
-def _bits(array: Tensor | None) -> Tensor | None:
-    """float16 as its bits: array libraries differ in how they name that type."""
-    if array is None:
-        return None
+def stored_bits(array: Any) -> Any:
+    """A stored array for the extension: float16 and bfloat16 as their bits, since libraries differ in how they name them.
+
+    A memoryview of a file has them so already.
+    """
+    if array is None or isinstance(array, memoryview):
+        return array
     array = array.contiguous()
-    return array.view(torch.uint16) if array.dtype == torch.float16 else array
+    return array.view(torch.uint16) if array.dtype in (torch.float16, torch.bfloat16) else array

@@ -1,11 +1,15 @@
 """`add`: the sum of two encodings of the same shape, for instance a 2-bit grid and a low-rank correction."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "add"
 

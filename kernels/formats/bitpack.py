@@ -6,8 +6,15 @@ are zero. Eight codes of b bits fill exactly b bytes, which is the unit both dir
 word per unit).
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _CHUNK = 1 << 22  # codes per step: bounds the int64 words to 4 MiB however large the tensor is
 

@@ -3,13 +3,17 @@
 Canonical polyadic decomposition (Hitchcock 1927); the weights of the terms are folded into the factors.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape, check_shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "cp"
 

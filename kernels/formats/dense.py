@@ -1,22 +1,20 @@
 """`dense`: the tensor itself, in a stated dtype."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from nstf.kernels.formats.tree import ITEM_BYTES, ArraySpec, Shape
+from nstf.kernels.lazy import torch
 
-from nstf.kernels.formats.tree import ArraySpec, Shape
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "dense"
 
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+DTYPES = tuple(ITEM_BYTES)
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,17 @@ class Params:
             raise ValueError(f"dtype {self.dtype[:40]!r} is not one of {', '.join(DTYPES)}")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a stored one. Raises ValueError for another name."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name[:40]!r} is not one of {', '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     """`values`: the tensor, in its own shape."""
-    return {"values": ArraySpec(DTYPES[params.dtype], shape)}
+    return {"values": ArraySpec(params.dtype, shape)}
 
 
 def children(params: Params, shape: Shape) -> dict[str, Shape]:
@@ -40,7 +46,7 @@ def children(params: Params, shape: Shape) -> dict[str, Shape]:
 
 
 def code_bits(params: Params, shape: Shape) -> int:
-    return math.prod(shape) * DTYPES[params.dtype].itemsize * 8
+    return math.prod(shape) * ITEM_BYTES[params.dtype] * 8
 
 
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
@@ -53,19 +59,19 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
 
 def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     """What tuning leaves alone: nothing, or integers."""
-    return {} if DTYPES[params.dtype].is_floating_point else {"values": arrays["values"]}
+    return {} if torch_dtype(params.dtype).is_floating_point else {"values": arrays["values"]}
 
 
 def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values; {} when they are integers."""
-    return {"values": arrays["values"].float()} if DTYPES[params.dtype].is_floating_point else {}
+    return {"values": arrays["values"].float()} if torch_dtype(params.dtype).is_floating_point else {}
 
 
 def retuned(
     params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The arrays with other values, rounded to the stored dtype."""
-    return {"values": values["values"].to(DTYPES[params.dtype])} if "values" in values else arrays
+    return {"values": values["values"].to(torch_dtype(params.dtype))} if "values" in values else arrays
 
 
 def decode_tuned(

@@ -4,10 +4,10 @@
 (bias 8, largest value 240, no negative zero, NaN at 0x80 only): the same byte stands for half the value.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.scales import (
     check_group,
@@ -23,10 +23,13 @@ from nstf.kernels.formats.scales import (
     store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "fp8"
 
-DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 
 
@@ -42,8 +45,8 @@ class Params:
     lead: int = 1
 
     def __post_init__(self) -> None:
-        if self.variant not in DTYPES:
-            raise ValueError(f"variant must be one of {', '.join(DTYPES)}, not {self.variant[:40]!r}")
+        if self.variant not in LARGEST:
+            raise ValueError(f"variant must be one of {', '.join(LARGEST)}, not {self.variant[:40]!r}")
         check_group(self.group)
         check_scale_bits(self.scale_bits, (16, 32))
         check_lead(self.lead)
@@ -53,7 +56,7 @@ def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     """`codes` u8 [rows, cols] (the bits of the fp8 value) and `scale` [rows, groups]."""
     rows, cols = matrix_shape(shape, params.lead)
     groups = group_count(cols, params.group)
-    return {"codes": ArraySpec(torch.uint8, (rows, cols)), **scale_specs(rows, groups, params.scale_bits)}
+    return {"codes": ArraySpec("uint8", (rows, cols)), **scale_specs(rows, groups, params.scale_bits)}
 
 
 def children(params: Params, shape: Shape) -> dict[str, Shape]:
@@ -65,22 +68,27 @@ def code_bits(params: Params, shape: Shape) -> int:
     return rows * cols * 8
 
 
+def torch_dtype(variant: str) -> torch.dtype:
+    """torch's dtype of a variant."""
+    return torch.float8_e4m3fn if variant == "e4m3fn" else torch.float8_e4m3fnuz
+
+
 def values_of_codes(variant: str) -> Tensor:
     """The value of every byte: float32 [256], NaN where the type says so."""
-    return torch.arange(256, dtype=torch.uint8).view(DTYPES[variant]).float()
+    return torch.arange(256, dtype=torch.uint8).view(torch_dtype(variant)).float()
 
 
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """scale * fp8 value, float32 of `shape`."""
     _, cols = matrix_shape(shape, params.lead)
-    values = arrays["codes"].view(DTYPES[params.variant]).float()
+    values = arrays["codes"].view(torch_dtype(params.variant)).float()
     values *= per_column(read_scales(arrays, params.scale_bits), params.group, cols)
     return values.reshape(shape)
 
 
 def fixed(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     """What tuning leaves alone: the fp8 values at scale 1."""
-    return {"units": narrow(arrays["codes"].view(DTYPES[params.variant]).float())}
+    return {"units": narrow(arrays["codes"].view(torch_dtype(params.variant)).float())}
 
 
 def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str, Tensor]:

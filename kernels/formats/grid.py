@@ -1,10 +1,9 @@
 """`grid`: 4-bit codes into a table of 16 values per tensor, with one scale per group of a row."""
 
-from dataclasses import dataclass
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import (
@@ -14,12 +13,14 @@ from nstf.kernels.formats.scales import (
     group_count,
     matrix_shape,
     per_column,
-    per_group,
     read_scales,
     scale_specs,
     store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "grid"
 
@@ -46,8 +47,8 @@ def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     """`table` f16 [16], `codes` u8 [rows, ceil(cols/2)], and the scales."""
     rows, cols = matrix_shape(shape, params.lead)
     return {
-        "table": ArraySpec(torch.float16, (params.levels,)),
-        "codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, 4))),
+        "table": ArraySpec("float16", (params.levels,)),
+        "codes": ArraySpec("uint8", (rows, bitpack.packed_bytes(cols, 4))),
         **scale_specs(rows, group_count(cols, params.group), params.scale_bits),
     }
 
@@ -96,24 +97,7 @@ def decode_tuned(
     children: dict[str, Tensor],
 ) -> Tensor:
     """`decode` with the scales and levels of `values`, differentiable in both."""
-    out: Tensor = _ScaledTable.apply(values["scale"], values["table"], fixed["codes"], params.group)  # type: ignore[no-untyped-call]
+    from nstf.kernels.gradients import ScaledTable  # a class of torch's: defining it imports torch
+
+    out: Tensor = ScaledTable.apply(values["scale"], values["table"], fixed["codes"], params.group)  # type: ignore[no-untyped-call]
     return out.reshape(shape)
-
-
-class _ScaledTable(torch.autograd.Function):
-    """scale * table[code]; the graph keeps the codes only."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: Tensor, table: Tensor, codes: Tensor, group: int) -> Tensor:
-        ctx.save_for_backward(scale, table, codes)
-        ctx.group = group
-        return table[codes.int()] * per_column(scale, group, codes.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        scale, table, codes = ctx.saved_tensors
-        grad = grad.float()
-        for_scale = per_group(grad * table[codes.int()], ctx.group, scale.shape[1])
-        weighted = (grad * per_column(scale, ctx.group, codes.shape[1])).reshape(-1)
-        for_table = torch.bincount(codes.reshape(-1).int(), weighted, minlength=len(table))
-        return for_scale, for_table.to(table.dtype), None, None

@@ -1,9 +1,9 @@
 """`int`: integer codes on a uniform grid with one scale (and zero point) per group of a row."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import (
@@ -20,6 +20,9 @@ from nstf.kernels.formats.scales import (
     store_scales,
 )
 from nstf.kernels.formats.tree import ArraySpec, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "int"
 
@@ -50,10 +53,10 @@ def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     asymmetric."""
     rows, cols = matrix_shape(shape, params.lead)
     groups = group_count(cols, params.group)
-    specs = {"codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, params.bits)))}
+    specs = {"codes": ArraySpec("uint8", (rows, bitpack.packed_bytes(cols, params.bits)))}
     specs |= scale_specs(rows, groups, params.scale_bits)
     if not params.symmetric:
-        specs["zeros"] = ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(groups, params.bits)))
+        specs["zeros"] = ArraySpec("uint8", (rows, bitpack.packed_bytes(groups, params.bits)))
     return specs
 
 

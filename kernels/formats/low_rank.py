@@ -1,12 +1,16 @@
 """`low_rank`: a matrix as the product of two thin ones, W = A B."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "low_rank"
 

@@ -4,14 +4,18 @@ An element is E2M1 (sign, 2 exponent bits, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3,
 a block's scale is E8M0, 2**(code - 127), with 255 for NaN. Codes are packed low nibble first.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import check_lead, group_count, matrix_shape, per_column
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "mxfp4"
 
@@ -34,8 +38,8 @@ def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     """`codes` u8 [rows, ceil(cols/2)] and `scale` u8 [rows, ceil(cols/32)]."""
     rows, cols = matrix_shape(shape, params.lead)
     return {
-        "codes": ArraySpec(torch.uint8, (rows, bitpack.packed_bytes(cols, 4))),
-        "scale": ArraySpec(torch.uint8, (rows, group_count(cols, BLOCK))),
+        "codes": ArraySpec("uint8", (rows, bitpack.packed_bytes(cols, 4))),
+        "scale": ArraySpec("uint8", (rows, group_count(cols, BLOCK))),
     }
 
 

@@ -1,10 +1,14 @@
 """`permute`: a tensor stored with its axes in another order (Conv1D of GPT-2, [experts, in, out] stacks)."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "permute"
 

@@ -5,15 +5,19 @@ diagonal matrices H of orthonormal Hadamard blocks (symmetric, their own inverse
 need only divide the axis, so that widths such as 576 = 9 x 64 work.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.scales import check_lead, matrix_shape
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "rotated"
 

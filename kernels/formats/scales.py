@@ -1,12 +1,15 @@
 """What the leaf formats share: the matrix view of a tensor, groups along the columns, and stored scales."""
 
-import math
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_lead(lead: int) -> None:
@@ -57,10 +60,10 @@ def scale_specs(rows: int, groups: int, scale_bits: int) -> dict[str, ArraySpec]
     row."""
     if scale_bits == 8:
         return {
-            "scale_codes": ArraySpec(torch.uint8, (rows, groups)),
-            "scale_super": ArraySpec(torch.float16, (rows,)),
+            "scale_codes": ArraySpec("uint8", (rows, groups)),
+            "scale_super": ArraySpec("float16", (rows,)),
         }
-    dtype = torch.float32 if scale_bits == 32 else torch.float16
+    dtype = "float32" if scale_bits == 32 else "float16"
     return {"scale": ArraySpec(dtype, (rows, groups))}
 
 
@@ -107,27 +110,9 @@ def scaled(scale: Tensor, units: Tensor, group: int) -> Tensor:
 
     Computed in float32, or for `units` in bfloat16 in that. The graph keeps `units` as it is given, not a float32 copy.
     """
-    return _Scaled.apply(scale, units, group)  # type: ignore[no-any-return, no-untyped-call]
+    from nstf.kernels.gradients import Scaled  # a class of torch's: defining it imports torch
 
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scale: Tensor, units: Tensor, group: int) -> Tensor:
-        ctx.save_for_backward(units)
-        ctx.group, ctx.groups, ctx.dtype = group, scale.shape[1], scale.dtype
-        work = units.dtype if units.dtype == torch.bfloat16 else torch.float32
-        rows, cols = units.shape
-        size, scale = group_size(cols, group), scale.to(work)
-        if size * ctx.groups != cols:
-            return units.to(work) * per_column(scale, group, cols)
-        return (units.to(work).view(rows, ctx.groups, size) * scale.unsqueeze(2)).view(rows, cols)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (units,) = ctx.saved_tensors
-        work = units.dtype if units.dtype == torch.bfloat16 else torch.float32
-        product = grad.to(work) * units.to(work)
-        return per_group(product, ctx.group, ctx.groups).to(ctx.dtype), None, None
+    return Scaled.apply(scale, units, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def per_group(values: Tensor, group: int, groups: int) -> Tensor:

@@ -3,14 +3,18 @@
 Oseledets 2011, "Tensor-train decomposition".
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "tensor_train"
 

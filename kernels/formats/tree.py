@@ -12,6 +12,8 @@ A format is a module of this package with these names:
 Array names inside one encoded tensor are paths: `codes` at the root, `a.codes` in child `a`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import importlib
 import math
@@ -20,10 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import torch
-from torch import Tensor
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -41,16 +45,28 @@ class UnknownKindError(FormatError):
     """A kind this version does not have: the file may come from a newer one."""
 
 
+# Bytes of an element of a stored array, by torch's name of its dtype.
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ArraySpec:
-    """The dtype and shape a stored array must have."""
+    """The dtype, by torch's name, and the shape a stored array must have."""
 
-    dtype: torch.dtype
+    dtype_name: str
     shape: Shape
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class Node:
 
     kind: str
     params: Any
-    children: Mapping[str, "Node"] = field(default_factory=dict)
+    children: Mapping[str, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -180,13 +196,13 @@ def child_encoded(encoded: EncodedTensor, name: str) -> EncodedTensor:
     return EncodedTensor(encoded.tree.children[name], shape, arrays)
 
 
-def decode(encoded: EncodedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The dense tensor an encoding stands for, computed in float32 and returned as `dtype`."""
+def decode(encoded: EncodedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The dense tensor an encoding stands for, computed in float32 and returned as `dtype` (None: float32)."""
     module = format_of(encoded.tree.kind)
     children = {name: decode(child_encoded(encoded, name)) for name in encoded.tree.children}
     own = {key: a for key, a in encoded.arrays.items() if "." not in key}
     result: Tensor = module.decode(encoded.tree.params, encoded.shape, own, children)
-    return result.reshape(encoded.shape).to(dtype)
+    return result.reshape(encoded.shape).to(dtype or torch.float32)
 
 
 def node_to_json(node: Node) -> dict[str, Any]:
@@ -219,7 +235,7 @@ def node_from_json(data: object, depth: int = 0) -> Node:
 
 def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
     """An instance of the dataclass `cls`; strict: no unknown key, no missing key, exact JSON types."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields, types = {f.name: f for f in dataclasses.fields(cls)}, _types(cls)
     unknown = sorted(set(given) - set(fields))
     if unknown:
         raise FormatError(
@@ -231,7 +247,7 @@ def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
             if f.default is dataclasses.MISSING:
                 raise FormatError(f"{where}: key {name!r} is missing")
             continue
-        values[name] = _typed(given[name], f.type, f"{where}.{name}")
+        values[name] = _typed(given[name], types[name], f"{where}.{name}")
     try:
         return cls(**values)
     except FormatError:
@@ -240,8 +256,13 @@ def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
         raise FormatError(f"{where}: {error}") from error
 
 
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
 def _typed(value: Any, kind: Any, where: str) -> Any:
-    if kind in (tuple[int, ...], "tuple[int, ...]", "Shape"):
+    if kind == tuple[int, ...]:
         if not isinstance(value, list) or len(value) > 64 or any(type(v) is not int for v in value):
             raise FormatError(f"{where} must be a list of integers")
         return tuple(value)

@@ -9,19 +9,24 @@ Rows differ in how much their errors matter, by orders of magnitude in an embedd
 sections of rows, each with its own rate; the section of every row is stored, and a section's rows keep their order.
 """
 
+from __future__ import annotations
+
 import math
+import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "trellis"
 
@@ -29,6 +34,7 @@ SIDE = 16  # rows and columns of a tile
 TILE = SIDE * SIDE
 STATE_BITS = 16
 MAX_SECTIONS = 16
+MOST_SUMMED = 12  # quarter bits up to which values are sums of bytes
 
 # Odd multipliers that did best among 140 random ones on N(0, 1) (benchmarks/trellis.py).
 _SUM_MULTIPLIER = 0xA7491E23
@@ -68,13 +74,13 @@ def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
     rows, cols = matrix_shape(shape, params.lead)
     sizes = section_rows(params, rows)
     size = sum(tiles(n) * tiles(cols) * 8 * q for n, q in zip(sizes, params.quarter_bits, strict=True))
-    specs = {"codes": ArraySpec(torch.uint8, (size,)), "scale_super": ArraySpec(torch.float32, (1,))}
+    specs = {"codes": ArraySpec("uint8", (size,)), "scale_super": ArraySpec("float32", (1,))}
     if params.scale_bits == 8:
-        specs["scale_codes"] = ArraySpec(torch.uint8, (rows,))
+        specs["scale_codes"] = ArraySpec("uint8", (rows,))
     else:
-        specs["scale"] = ArraySpec(torch.float16, (rows,))
+        specs["scale"] = ArraySpec("float16", (rows,))
     if params.rows:
-        specs["section"] = ArraySpec(torch.uint8, (bitpack.packed_bytes(rows, _section_bits(params)),))
+        specs["section"] = ArraySpec("uint8", (bitpack.packed_bytes(rows, section_bits(params)),))
     return specs
 
 
@@ -127,7 +133,7 @@ def sections(
     sizes, codes, at = section_rows(params, rows), arrays["codes"], 0
     number = None
     if params.rows:
-        number = bitpack.unpack(arrays["section"][None], _section_bits(params), rows)[0].to(torch.int64)
+        number = bitpack.unpack(arrays["section"][None], section_bits(params), rows)[0].to(torch.int64)
         counts = torch.bincount(number, minlength=len(sizes)).tolist()
         if counts != list(sizes):
             raise FormatError(f"trellis: sections have {counts[:9]} rows, the tree says {list(sizes)}")
@@ -198,7 +204,7 @@ def codebook(quarter_bits: int) -> Tensor:
     Up to 3 bits the four bytes of a product are added up: three integer instructions, and as good as any. Above, where
     its steps and its range are too coarse, quantiles of a Gaussian at a multiple of the state.
     """
-    return _sums() if quarter_bits <= 12 else _quantiles()
+    return _sums() if quarter_bits <= MOST_SUMMED else _quantiles()
 
 
 @cache
@@ -212,13 +218,25 @@ def _sums() -> Tensor:
 def _quantiles() -> Tensor:
     # A multiple of the state modulo 2^16 spreads the successors of every state evenly over the quantiles.
     state = torch.arange(1 << STATE_BITS, dtype=torch.int64)
-    levels = 1 << _QUANTILE_BITS
-    normal = NormalDist()
-    table = torch.tensor([normal.inv_cdf((i + 0.5) / levels) for i in range(levels)], dtype=torch.float64)
-    return table.half().float()[((state * _QUANTILE_MULTIPLIER) & 0xFFFF) >> (STATE_BITS - _QUANTILE_BITS)]
+    return torch.tensor(quantiles())[
+        ((state * _QUANTILE_MULTIPLIER) & 0xFFFF) >> (STATE_BITS - _QUANTILE_BITS)
+    ]
 
 
-def _section_bits(params: Params) -> int:
+@cache
+def quantiles() -> array[float]:
+    """The 4096 quantiles of the standard normal distribution that are values above 3 bits, rounded to float16."""
+    from statistics import NormalDist  # here: files without such rates do without its import
+
+    levels, normal = 1 << _QUANTILE_BITS, NormalDist()
+    # Symmetric, and half of it computed: the inverse of the distribution costs a microsecond.
+    upper = [normal.inv_cdf((i + 0.5) / levels) for i in range(levels // 2, levels)]
+    halves = struct.unpack(f"{levels // 2}e", struct.pack(f"{levels // 2}e", *upper))
+    return array("f", [-v for v in reversed(halves)] + list(halves))
+
+
+def section_bits(params: Params) -> int:
+    """Bits of a stored section's number."""
     return max(1, (len(params.rows) - 1).bit_length())
 
 

@@ -3,13 +3,17 @@
 Tucker 1966; an axis whose rank is its full size has no factor (partial Tucker, "Tucker-2" for convolutions).
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "tucker"
 

@@ -11,15 +11,19 @@ through its `decode`:
 Names inside a tree are paths, as for arrays: `scale` at the root, `a.scale` in child `a`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import EncodedTensor, Node, child_encoded, decode, format_of, join
+from nstf.kernels.lazy import torch
 
-Values = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Values = Mapping[str, "Tensor"]
 
 # Quantities that multiply codes: they are tuned by factors. All others are tuned by differences.
 SCALES = ("scale",)
@@ -70,7 +74,7 @@ class Prepared:
         """The dense tensor, float32, differentiable in `values` (all of `tunable`'s)."""
         return _decode(self.tree, self.shape, self.fixed, values)
 
-    def widened(self) -> "Prepared":
+    def widened(self) -> Prepared:
         """The same, decoding in float32 whatever it was prepared for."""
         low = torch.bfloat16
         return Prepared(
@@ -93,11 +97,12 @@ class Prepared:
 
 
 def prepare(
-    encoded: EncodedTensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    encoded: EncodedTensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Prepared:
     """Unpacks the fixed part of a tensor once: one to four bytes a weight on `device`.
 
-    dtype: bfloat16 keeps what scales multiply in it, to decode in it: faster, and as exact as its arithmetic.
+    dtype: bfloat16 keeps what scales multiply in it, to decode in it: faster, and as exact as its arithmetic; None is
+    float32.
     """
     fixed = {path: value.to(device) for path, value in _fixed(encoded).items()}
     if dtype == torch.bfloat16:

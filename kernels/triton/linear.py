@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nstf.kernels.formats.dense import DTYPES
+from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE
@@ -97,7 +97,7 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     if kind in ("add", "low_rank"):
         chain = children_of(encoded)["y"] if kind == "add" else encoded
         first = specs(children_of(encoded)["x"], batch, dtype, arch) if kind == "add" else []
-        factors = DTYPES[chain.tree.children["a"].params.dtype]
+        factors = torch_dtype(chain.tree.children["a"].params.dtype)
         rank = chain.tree.params.rank
         return first + low_rank_specs(out, width, rank, batch, dtype, factors, kind == "add", arch)
     leaf, before, after = encoded, [], []
@@ -247,7 +247,7 @@ def _known(encoded: EncodedTensor, batch: int) -> bool:
     """Whether the tree is one of those above; the arrays are not looked at."""
     kind, params = encoded.tree.kind, encoded.tree.params
     if kind == "dense":
-        return DTYPES[params.dtype].is_floating_point
+        return torch_dtype(params.dtype).is_floating_point
     if kind == "rotated":
         leaf = children_of(encoded)["x"]
         return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, "trellis") and _known(leaf, batch)

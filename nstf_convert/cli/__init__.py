@@ -1,48 +1,26 @@
 """The `nstf` command: arguments to dataclasses, errors to exit codes.
 
-One file per sub-command. Nothing here or there imports torch or transformers at the top: `nstf --help` must
-answer at once, and importing torch alone takes seconds.
+One file per sub-command, imported when it is the one that runs. Nothing here or there imports torch or transformers at
+the top: `nstf --help` must answer at once, and importing torch alone takes seconds.
 """
 
 import errno
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
 from nstf import __version__
 from nstf.errors import NstfError
-from nstf_convert.cli import (
-    bench,
-    calibrate,
-    compile,
-    convert,
-    eval,
-    export,
-    generate,
-    inspect,
-    plan,
-    profile,
-    verify,
-)
 from nstf_convert.cli.output import clean, setup_logging
 
 EPILOG = "Every command takes --json (results as JSON), --quiet (no progress) and --debug (full traceback)."
 RESUMABLE = ("calibrate", "plan", "convert")
 
-app = typer.Typer(
-    name="nstf",
-    help="A checkpoint and a byte budget in, one measured .nstf file out.",
-    epilog=EPILOG,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 SUMMARIES = {
     "convert": "Convert a model under a byte budget.",
     "calibrate": "Measure a model on text, once for many budgets.",
@@ -56,9 +34,27 @@ SUMMARIES = {
     "profile": "Show where the time of a model goes.",
     "export": "Decode into a Hugging Face folder.",
 }
-for module in (convert, calibrate, plan, inspect, verify, eval, generate, bench, compile, profile, export):
-    name = module.__name__.rpartition(".")[2]
-    app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(getattr(module, name))
+
+
+def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
+    """The command with these sub-commands: only the one that is about to run has to be imported."""
+    app = typer.Typer(
+        name="nstf",
+        help="A checkpoint and a byte budget in, one measured .nstf file out.",
+        epilog=EPILOG,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(common_options)
+    for name in names:
+        module = importlib.import_module(f"nstf_convert.cli.{name}")
+        app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(
+            getattr(module, name)
+        )
+    return app
 
 
 def show_version(wanted: bool) -> None:
@@ -68,8 +64,7 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
-def options(
+def common_options(
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version),
@@ -92,7 +87,8 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
     setup_logging(quiet, debug)
     try:
-        code = app(words, prog_name="nstf", standalone_mode=False)
+        named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
+        code = application(named)(words, prog_name="nstf", standalone_mode=False)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -132,7 +128,7 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
 
 def _usage(error: BaseException, words: Sequence[str]) -> str:
     message = clean(error.format_message())  # type: ignore[attr-defined]
-    command = next((w for w in words if w in RESUMABLE or w in _command_names()), None)
+    command = next((w for w in words if w in SUMMARIES), None)
     return (
         f"{message[:1].lower()}{message[1:].rstrip('.')}; see nstf {command + ' ' if command else ''}--help"
     )
@@ -149,7 +145,3 @@ def _interrupted(words: Sequence[str]) -> str:
     if any(w in RESUMABLE for w in words[:1]):
         return "interrupted; run the same command again and it goes on where it stopped"
     return "interrupted"
-
-
-def _command_names() -> list[str]:
-    return [c.name for c in app.registered_commands if c.name]

@@ -1,13 +1,15 @@
 """`nstf generate`: streams text from an artifact."""
 
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nstf.errors import UsageError
+from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json
@@ -52,20 +54,25 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
-    import torch
-
-    import nstf.runtime
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    place = options.check_device(device)
-    model: Any = nstf.runtime.load(
-        artifact, device=place, attention=attention, engine="exact" if exact else "auto", kernels=kernels
-    )
-    tokenizer = nstf.runtime.load_tokenizer(artifact)
     start = time.monotonic()
     pieces = []
-    for piece in nstf.runtime.stream(model, tokenizer, text, max_new_tokens, temperature, chat, seed):
+    plain = device == "cpu" and attention == "full" and not (temperature or chat or kernels)
+    made = _by_engine(artifact, text, max_new_tokens, exact, threads) if plain else None
+    if made is None:
+        made = _by_transformers(
+            artifact,
+            text,
+            max_new_tokens,
+            temperature,
+            chat,
+            seed,
+            attention,
+            exact,
+            device,
+            kernels,
+            threads,
+        )
+    for piece in made:
         pieces.append(piece)
         if not json:
             sys.stdout.write(piece)
@@ -75,3 +82,47 @@ def generate(
         print_json({"prompt": text, "text": "".join(pieces), "seconds": seconds})
     else:
         typer.echo("")
+
+
+def _by_engine(
+    artifact: Path, prompt: str, max_new_tokens: int, exact: bool, threads: int | None
+) -> Iterator[str] | None:
+    """The text without torch and transformers, or None for a file that needs them."""
+    from nstf.runtime import engine_text
+
+    pieces = engine_text.stream(artifact, prompt, max_new_tokens, exact, threads)
+    try:
+        first = next(pieces, "")
+    except UnsupportedError:
+        return None
+    return itertools.chain([first], pieces)
+
+
+def _by_transformers(
+    artifact: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    chat: bool,
+    seed: int,
+    attention: str,
+    exact: bool,
+    device: str,
+    kernels: Path | None,
+    threads: int | None,
+) -> Iterator[str]:
+    import torch
+
+    import nstf.runtime
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model: Any = nstf.runtime.load(
+        artifact,
+        device=options.check_device(device),
+        attention=attention,
+        engine="exact" if exact else "auto",
+        kernels=kernels,
+    )
+    tokenizer = nstf.runtime.load_tokenizer(artifact)
+    yield from nstf.runtime.stream(model, tokenizer, prompt, max_new_tokens, temperature, chat, seed)

@@ -152,7 +152,7 @@ def estimates(unit: Unit, inner: Tensor, stats: Stats, wanted: Sequence[Recipe])
     out = []
     for recipe in wanted:
         if recipe.method == "dense":
-            dtype = dense.DTYPES[recipe.params["dtype"]]
+            dtype = dense.torch_dtype(recipe.params["dtype"])
             out.append(loss(sample, sample.to(dtype).to(torch.float32), sampled))
         else:
             out.append(recipes.estimate(recipe, sample, sampled, 1))

@@ -138,7 +138,7 @@ class Encoder:
 
     def kept(self, unit: Unit) -> EncodedTensor:
         """The tensor as it is in the checkpoint."""
-        value = self._source(unit.name).to(dense.DTYPES[unit.dtype])
+        value = self._source(unit.name).to(dense.torch_dtype(unit.dtype))
         return recipes.encode(
             Recipe("dense", {"dtype": unit.dtype}), value, Stats(), max(1, len(unit.shape) - 1)
         )

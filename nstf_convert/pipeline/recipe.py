@@ -77,7 +77,9 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
     if recipe.method == "dense":
         params = dense.Params(recipe.params["dtype"])
         return EncodedTensor(
-            Node(dense.KIND, params), shape, {"values": weight.to(dense.DTYPES[params.dtype]).contiguous()}
+            Node(dense.KIND, params),
+            shape,
+            {"values": weight.to(dense.torch_dtype(params.dtype)).contiguous()},
         )
     if recipe.method == "add":
         # The correction takes the directions that matter most first; what is left has a smaller range to round.

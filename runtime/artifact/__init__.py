@@ -7,11 +7,23 @@ verify(path)                                 every SHA-256
 parse_header(path)                           the header of any safetensors file
 """
 
-from nstf.runtime.artifact.header import TensorEntry, parse_header
-from nstf.runtime.artifact.manifest import FileRecord, Manifest, Shared, TensorRecord
-from nstf.runtime.artifact.reader import Artifact, open_artifact
-from nstf.runtime.artifact.verify import Verified, verify
-from nstf.runtime.artifact.writer import Source, artifact_size, write_artifact
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nstf.runtime.artifact.digests import Verified, verify
+    from nstf.runtime.artifact.header import TensorEntry, parse_header
+    from nstf.runtime.artifact.manifest import FileRecord, Manifest, Shared, TensorRecord
+    from nstf.runtime.artifact.reader import Artifact, open_artifact
+    from nstf.runtime.artifact.writer import Source, artifact_size, write_artifact
+
+# Imported when asked for: the writer and the digests are needed by few who open a file. The module of `verify` has another
+# name, since importing it would put it in the place of the function.
+_WHERE = {
+    "TensorEntry": "header", "parse_header": "header", "FileRecord": "manifest", "Manifest": "manifest",
+    "Shared": "manifest", "TensorRecord": "manifest", "Artifact": "reader", "open_artifact": "reader",
+    "Verified": "digests", "verify": "digests", "Source": "writer", "artifact_size": "writer", "write_artifact": "writer",
+}  # fmt: skip
 
 __all__ = [
     "Artifact",
@@ -28,3 +40,11 @@ __all__ = [
     "verify",
     "write_artifact",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        found = getattr(importlib.import_module(f"nstf.runtime.artifact.{_WHERE[name]}"), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module 'nstf.runtime.artifact' has no attribute {name!r}")

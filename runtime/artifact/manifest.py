@@ -135,7 +135,7 @@ def expected_arrays(manifest: Manifest, file_bytes: Mapping[str, int]) -> dict[s
             except FormatError as error:
                 raise FormatError(f"tensor {short(name)}: {error}") from error
             for path, spec in specs.items():
-                dtype = SAFETENSORS_NAMES[str(spec.dtype).removeprefix("torch.")]
+                dtype = SAFETENSORS_NAMES[spec.dtype_name]
                 arrays[array_name(name, path)] = (dtype, spec.shape)
     for name in manifest.files:
         arrays[FILE_PREFIX + name] = ("U8", (file_bytes[name],))

@@ -4,18 +4,20 @@ The file is memory-mapped; a tensor's arrays are views of the mapping until some
 is private and copy-on-write: writing into a tensor by mistake neither crashes nor changes the file.
 """
 
+from __future__ import annotations
+
 import hashlib
 import mmap
 import os
+import struct
 import zlib
 from pathlib import Path
 from types import TracebackType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from nstf.errors import NstfError, UsageError
 from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import manifest as mf
 from nstf.runtime.artifact.header import (
     TORCH_NAMES,
@@ -26,7 +28,14 @@ from nstf.runtime.artifact.header import (
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, Manifest, TensorRecord
 
-_DTYPES = {name: getattr(torch, word) for name, word in TORCH_NAMES.items() if hasattr(torch, word)}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What `memoryview` calls the elements; where it has no word, their bits.
+_VIEWS = {
+    "BOOL": "?", "U8": "B", "I8": "b", "I16": "h", "U16": "H", "I32": "i", "U32": "I", "I64": "q", "U64": "Q",
+    "F16": "H", "BF16": "H", "F32": "f", "F64": "d",
+}  # fmt: skip
 # Without MAP_NORESERVE the kernel would refuse to map a file larger than memory and swap.
 _MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -95,6 +104,12 @@ class Artifact:
         arrays = {key: self._array(mf.array_name(stored, key)) for key in sorted(self._keys.get(stored, ()))}
         return EncodedTensor(record.tree, record.shape, arrays)
 
+    def views(self, name: str) -> EncodedTensor:
+        """As `encoded`, with memoryviews in the place of tensors, float16 and bfloat16 as uint16: needs no torch."""
+        record, stored = self.record(name), self.stored_name(name)
+        arrays = {key: self._view(mf.array_name(stored, key)) for key in self._keys.get(stored, ())}
+        return EncodedTensor(record.tree, record.shape, cast("dict[str, Tensor]", arrays))
+
     def file_names(self) -> list[str]:
         """The names of the files inside, sorted."""
         return sorted(self.manifest.files)
@@ -125,7 +140,7 @@ class Artifact:
         # under them.
         self._mapping = None
 
-    def __enter__(self) -> "Artifact":
+    def __enter__(self) -> Artifact:
         return self
 
     def __exit__(
@@ -140,12 +155,25 @@ class Artifact:
 
     def _array(self, name: str) -> Tensor:
         entry, mapping = self.entries[name], self._open_mapping()
-        dtype = _DTYPES[entry.dtype]
+        dtype: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         if entry.start % dtype.itemsize:  # never in a file of our writer
             copied = bytearray(mapping[entry.start : entry.end])
             return torch.frombuffer(copied, dtype=dtype).reshape(entry.shape)
         count = (entry.end - entry.start) // dtype.itemsize
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+    def stored_bytes(self, array: str) -> memoryview:
+        """The bytes of an array, by its name in the file."""
+        entry = self.entries[array]
+        return memoryview(self._open_mapping())[entry.start : entry.end]
+
+    def _view(self, name: str) -> memoryview:
+        entry, whole = self.entries[name], self.stored_bytes(name)
+        word = _VIEWS.get(entry.dtype, "B")
+        if entry.start % struct.calcsize(word):  # never in a file of our writer
+            whole = memoryview(bytes(whole))
+        view: memoryview = whole.cast("B").cast(word, list(entry.shape))  # type: ignore[call-overload]
+        return view
 
 
 def open_artifact(path: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
@@ -157,7 +185,7 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False) -> Arti
     raw, size = read_header(path)
     manifest, entries = parse_structure(raw, size, path)
     if verify:
-        from nstf.runtime.artifact.verify import verify as verify_file
+        from nstf.runtime.artifact.digests import verify as verify_file
 
         verify_file(path)
     try:

@@ -6,6 +6,8 @@ time, path, host or thread count is stored. `safetensors.save_file` neither fsyn
 (safetensors#782): `atomic_file` does both.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import hashlib
@@ -14,13 +16,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from nstf.errors import NstfError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, check
+from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import manifest as mf
 from nstf.runtime.artifact.atomic_file import replacing
 from nstf.runtime.artifact.header import (
@@ -31,6 +31,9 @@ from nstf.runtime.artifact.header import (
     parse_header_bytes,
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, FileRecord, Manifest, Shared, TensorRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, 
                 found = error(engine_matrix.matmul(x, matrix, 2), x, weight)
                 assert found < (1e-5 if exact else INT8_ERROR), (shape, exact, batch)
             row = engine_matrix.decode_row(matrix, shape[0] - 1)
-            torch.testing.assert_close(row, weight[-1], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(torch.tensor(row), weight[-1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("block_in", [0, 32, 64])
@@ -94,7 +94,9 @@ def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact
         for batch in BATCHES:
             x = torch.randn(batch, 192, generator=torch.Generator().manual_seed(batch))
             assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < (1e-5 if exact else INT8_ERROR)
-        torch.testing.assert_close(engine_matrix.decode_row(matrix, 5), weight[5], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(engine_matrix.decode_row(matrix, 5)), weight[5], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["int4 g32 sym", "int3 g64 asym", "grid g32", "trellis 8", "trellis 18"])

@@ -31,7 +31,7 @@ def test_encoding_a_decoded_tensor_again_changes_nothing(module, params):
 @pytest.mark.parametrize("variant", ["e4m3fn", "e4m3fnuz"])
 def test_fp8_codes_are_the_bytes_of_the_torch_cast(variant):
     """Weights on the type's own values with the largest in every row: scale 1, code = the cast's byte."""
-    dtype = fp8_format.DTYPES[variant]
+    dtype = fp8_format.torch_dtype(variant)
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[torch.isfinite(values)].reshape(1, -1)
     encoded = fp8.encode(values, fp8.Params(variant))
@@ -49,7 +49,7 @@ def test_fp8_rounds_like_the_torch_cast(variant):
     encoded = fp8.encode(weight, fp8.Params(variant))
     scale = encoded.arrays["scale"].float()
     cast = (weight / scale).clamp(-fp8_format.LARGEST[variant], fp8_format.LARGEST[variant])
-    cast = cast.to(fp8_format.DTYPES[variant]).float() * scale
+    cast = cast.to(fp8_format.torch_dtype(variant)).float() * scale
     assert torch.allclose(decode(encoded), cast, rtol=1e-6, atol=0)
 
 

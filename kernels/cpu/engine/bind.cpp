@@ -1,8 +1,8 @@
 // The engine for Python. Matrices keep the arrays they point into alive through Python objects held beside them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 
 #include "leaves.h"
 #include "model.h"
+#include "stored.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,8 +20,8 @@ namespace nstf::engine {
 namespace {
 
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using Tiles = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+using Stored = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 struct Held {  // a matrix, and what must live as long
     Shared matrix;
@@ -40,25 +41,24 @@ Held packed(nb::object linear, bool exact) {
     return {made ? made : packed_exact(*view), {linear}};
 }
 
-Held make_trellis(int64_t rows, int64_t cols, nb::list sections, Floats scales, bool exact) {
-    std::vector<TrellisSection> found;
-    Held held;
-    for (nb::handle item : sections) {
-        auto [codes, quarter_bits, codebook, members] = nb::cast<std::tuple<Tiles, int, Floats, Rows>>(item);
-        const int64_t down = (static_cast<int64_t>(members.size()) + 15) / 16, across = (cols + 15) / 16;
-        if (quarter_bits < 4 || quarter_bits > 24 || codebook.size() != 65536 ||
-            static_cast<int64_t>(codes.size()) != down * across * 8 * quarter_bits)
-            throw std::invalid_argument("trellis: a section has another shape");
-        for (size_t i = 0; i < members.size(); ++i)
-            if (members.data()[i] < 0 || members.data()[i] >= rows) throw std::invalid_argument("trellis: no such row");
-        found.push_back({codes.data(), quarter_bits, codebook.data(), {members.data(), members.data() + members.size()}});
-        held.keep.push_back(nb::borrow(item));
-    }
-    held.matrix = trellis(rows, cols, std::move(found), copied(scales), exact);
-    return held;
+// scale: uint8 or float16's bits [rows]; top: the value they are relative to.
+Held make_trellis(int64_t rows, int64_t cols, std::vector<int> quarter_bits, std::vector<int64_t> section_rows, Bytes codes,
+                  std::optional<Bytes> numbers, int number_bits, Stored scale, Floats top, std::optional<Floats> quantiles,
+                  bool exact) {
+    if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2) ||
+        (quantiles && quantiles->size() != 4096))
+        throw std::invalid_argument("trellis: scales or quantiles of another size");
+    StoredTrellis stored{rows, cols, std::move(quarter_bits), std::move(section_rows), codes.data(),
+                         static_cast<int64_t>(codes.size()), numbers ? numbers->data() : nullptr,
+                         numbers ? static_cast<int64_t>(numbers->size()) : 0, number_bits,
+                         quantiles ? quantiles->data() : nullptr};
+    std::vector<float> scales = scale.itemsize() == 1
+                                    ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
+                                    : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
+    return {trellis(rows, cols, sections(stored), std::move(scales), exact), {nb::cast(codes)}};
 }
 
-Held make_dense(int64_t rows, int64_t cols, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> values, const std::string& type) {
+Held make_dense(int64_t rows, int64_t cols, Stored values, const std::string& type) {
     const Number number = type == "float32" ? Number::kFloat : type == "float16" ? Number::kHalf : Number::kBfloat;
     if (static_cast<int64_t>(values.size()) != rows * cols || values.itemsize() != (number == Number::kFloat ? 4u : 2u))
         throw std::invalid_argument("dense: another size");
@@ -143,16 +143,23 @@ void bind_engine(nb::module_& m) {
             h.matrix->decode(row, reinterpret_cast<float*>(out));
         });
     m.def("engine_packed", &packed, "linear"_a, "exact"_a);
-    m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "sections"_a, "scales"_a, "exact"_a);
+    m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
+          "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);
     m.def("engine_dense", &make_dense, "rows"_a, "cols"_a, "values"_a, "type"_a);
     m.def("engine_low_rank", [](const Held& a, const Held& b) { return pair(a, b, low_rank); });
     m.def("engine_sum", [](const Held& a, const Held& b) { return pair(a, b, sum); });
-    m.def("engine_rotated", [](const Held& x, Floats signs, int block, uintptr_t id) {
-        return Held{rotated(x.matrix, copied(signs), block, id), x.keep};
+    m.def("engine_rotated", [](const Held& x, uint32_t seed, int block) {
+        // Matrices with the same blocks and signs share the rotation of their activations.
+        const uintptr_t id = static_cast<uintptr_t>(seed) << 8 | static_cast<uintptr_t>(block);
+        return Held{rotated(x.matrix, rotation_signs(x.matrix->cols, seed, 0), block, id), x.keep};
     });
-    m.def("engine_rotated_rows", [](const Held& x, Floats signs, int block) {
-        return Held{rotated_rows(x.matrix, copied(signs), block), x.keep};
+    m.def("engine_rotated_rows", [](const Held& x, uint32_t seed, int block) {
+        return Held{rotated_rows(x.matrix, rotation_signs(x.matrix->rows, seed, 1), block), x.keep};
     });
+    m.def("argmax", [](Floats values) {
+        if (values.size() == 0) throw std::invalid_argument("argmax of nothing");
+        return std::max_element(values.data(), values.data() + values.size()) - values.data();
+    }, "Index of the first largest value.");
     m.def("engine_int8", &int8_available, "Whether this processor has the kernels with int8 activations.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>())

@@ -2,15 +2,18 @@
 
 import hashlib
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nstf.errors import NstfError
 from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.artifact.manifest import TensorRecord
-from nstf.runtime.artifact.reader import open_artifact, read_structure
+from nstf.runtime.artifact.reader import Artifact, open_artifact, read_structure
 
 CHUNK_BYTES = 1 << 20
+LARGE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,30 @@ def verify(path: str | os.PathLike[str]) -> Verified:
             artifact.file(name)
     shared = sum(not isinstance(record, TensorRecord) for record in manifest.tensors.values())
     return Verified(len(manifest.tensors), shared, len(entries), len(manifest.files), size_bytes)
+
+
+def start_verifying(artifact: Artifact) -> Callable[[], None]:
+    """Checks every SHA-256 of an open artifact in a thread, over its mapping: the pages are in memory afterwards.
+
+    The function given back waits for the end and raises CorruptError that names the first array that differs.
+    """
+    digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
+    wrong: list[str] = []
+
+    def check(names: list[str]) -> None:
+        wrong.extend(n for n in names if hashlib.sha256(artifact.stored_bytes(n)).hexdigest() != digests[n])
+
+    # hashlib lets other threads run while it reads, but gets its turn back between arrays only when they let it: the thread
+    # takes the large ones, largest first, and leaves the small ones to who waits.
+    sizes = {name: entry.end - entry.start for name, entry in artifact.entries.items()}
+    large = sorted((n for n, size in sizes.items() if size >= LARGE_BYTES), key=lambda n: -sizes[n])
+    thread = threading.Thread(target=check, args=(large,), daemon=True)
+    thread.start()
+
+    def wait() -> None:
+        check(sorted(set(sizes) - set(large)))
+        thread.join()
+        if wrong:
+            raise corrupt(artifact.path, f"array {short(wrong[0])} differs from its SHA-256")
+
+    return wait

@@ -1,0 +1,120 @@
+"""Greedy text from a file by the CPU engine and the `tokenizers` library alone: no torch, no transformers.
+
+Importing those two takes ten times as long as the first token of a small model. What they would do differently from this
+short way (special classes of tokenizers, settings that change what is chosen) is refused here and left to them.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.runtime.artifact.digests import start_verifying
+from nstf.runtime.artifact.reader import Artifact, open_artifact
+from nstf.runtime.engine import Engine
+
+# Classes of transformers that take tokenizer.json as it is, and the settings that change nothing then.
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NEUTRAL = {
+    "backend", "is_local", "local_files_only", "model_max_length", "tokenizer_class", "padding_side", "truncation_side",
+    "model_input_names", "chat_template", "name_or_path", "special_tokens_map_file", *_SPECIAL_TOKENS,
+}  # fmt: skip
+
+# Settings of a GenerationConfig that do not change which token is the likeliest.
+WITHOUT_EFFECT = frozenset(
+    "transformers_version _from_model_config bos_token_id pad_token_id eos_token_id max_length max_new_tokens do_sample "
+    "temperature top_k top_p use_cache decoder_start_token_id".split()
+)
+
+
+def stream(
+    path: str | os.PathLike[str],
+    prompt: str,
+    max_new_tokens: int = 128,
+    exact: bool = False,
+    threads: int | None = None,
+    verify: bool = True,
+) -> Iterator[str]:
+    """The likeliest continuation of `prompt` in pieces, each as soon as its characters are certain.
+
+    exact: no int8 activations. threads: None for as many as there are processors. verify: check every SHA-256 of the file
+    before the first piece.
+
+    Raises UsageError for a prompt without tokens, CorruptError, and UnsupportedError before the first piece for a file that
+    needs transformers: `nstf.runtime.load` runs it.
+    """
+    with open_artifact(path) as artifact:
+        wait = start_verifying(artifact) if verify else lambda: None
+        stop = _stops(artifact)
+        tokenizer = _tokenizer(artifact)
+        engine = Engine(artifact, exact, threads)
+        ids = tokenizer.encode(prompt).ids
+        wait()
+    if not ids:
+        raise UsageError("the prompt has no tokens; give a text to continue")
+    if len(ids) + max_new_tokens > engine.context:
+        raise UnsupportedError("text beyond the model's context is left to transformers")
+    from tokenizers.decoders import DecodeStream
+
+    pieces, new, printed = DecodeStream(skip_special_tokens=True), [], 0
+    for token in engine.generate(ids, max_new_tokens, stop):
+        new.append(token)
+        piece = pieces.step(tokenizer, token)
+        if piece:
+            printed += len(piece)
+            yield piece
+    # A character that was never finished.
+    rest = tokenizer.decode(new, skip_special_tokens=True)[printed:]
+    if rest:
+        yield rest
+
+
+def _tokenizer(artifact: Artifact) -> Any:
+    """The `tokenizers.Tokenizer` that does what transformers' tokenizer of this file would."""
+    names = artifact.file_names()
+    if "tokenizer.json" not in names or "tokenizer_config.json" not in names:
+        raise UnsupportedError(f"{artifact.path}: no tokenizer.json with its settings inside")
+    settings = _json(artifact, "tokenizer_config.json")
+    unknown = sorted(set(settings) - _NEUTRAL)
+    if unknown or settings.get("tokenizer_class") not in _CLASSES:
+        what = f"setting {unknown[0]!r}" if unknown else f"class {settings.get('tokenizer_class')!r}"
+        raise UnsupportedError(f"{artifact.path}: a tokenizer of {what} is left to transformers")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(artifact.file("tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise UnsupportedError(f"{artifact.path}: its tokenizer.json cannot be read ({error})") from error
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    if any(settings.get(key) is not None and settings[key] not in special for key in _SPECIAL_TOKENS):
+        raise UnsupportedError(f"{artifact.path}: special tokens that tokenizer.json lacks")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _stops(artifact: Artifact) -> frozenset[int]:
+    """The tokens that end a text."""
+    if "generation_config.json" not in artifact.file_names():
+        raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
+    settings = _json(artifact, "generation_config.json")
+    others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT and v is not None)
+    if others:
+        raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")
+    end = settings.get("eos_token_id")
+    found = end if isinstance(end, list) else [] if end is None else [end]
+    if any(type(token) is not int for token in found):
+        raise UnsupportedError(f"{artifact.path}: its eos_token_id is no token")
+    return frozenset(found)
+
+
+def _json(artifact: Artifact, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(artifact.file(name))
+    except ValueError as error:
+        raise CorruptError(f"{artifact.path}: its {name} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CorruptError(f"{artifact.path}: its {name} is not an object")
+    return found
