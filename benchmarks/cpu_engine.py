@@ -190,6 +190,40 @@ def peak_memory(artifact: Path, prompt: int, threads: int) -> dict[str, int]:
     return {"above_torch": found[1][0] - found[0][0], "cache": found[1][1]}
 
 
+HOLDING = """
+import sys, time
+from nstf.runtime.engine import Engine
+start = time.perf_counter()
+engine = Engine.open(sys.argv[1], verify=False)
+seconds = time.perf_counter() - start
+next(engine.generate([1, 2, 3], 1))
+print(seconds, flush=True)
+sys.stdin.read()
+"""
+
+
+def processes(artifact: Path, count: int) -> dict[str, float]:
+    """Seconds to open the engine, and bytes of all of `count` processes that hold it at once (Linux: their shares of what
+    they share, Pss)."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDING, str(artifact)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    seconds = [float(process.stdout.readline()) for process in running if process.stdout]
+    held = 0
+    for process in running:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        held += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    for process in running:
+        process.communicate()
+    return {"open": statistics.median(seconds), "bytes": held}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -305,6 +339,13 @@ def start_and_memory(arguments: argparse.Namespace, simple: Path | None) -> dict
             f"{path.name}: peak {memory['above_torch'] / 2**20:.0f} MiB above Python with torch, "
             f"{over / 2**20:+.0f} MiB beside file and cache"
         )
+        if Path("/proc/self/smaps_rollup").exists():
+            one, four = processes(path, 1), processes(path, 4)
+            found["memory"][path.name] |= {"one_process": one, "four_processes": four}
+            print(
+                f"{path.name}: opened in {one['open'] * 1000:.0f} ms; one process holds {one['bytes'] / 2**20:.0f} MiB, "
+                f"four at once {four['bytes'] / 2**20:.0f} MiB in all"
+            )
     if simple is not None:
         for gguf in arguments.gguf:
             command = [str(simple), "-m", str(gguf), "-n", "1", PROMPT_TEXT]
