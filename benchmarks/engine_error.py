@@ -3,8 +3,8 @@
     python benchmarks/engine_error.py MODEL --text heldout.txt [--formats int4_g32 fp8 ...] [--json FILE]
 
 Every matrix of the model is rounded to the format (to the nearest, uncalibrated: what is measured is the engine, not the
-format), written to a file, and run three ways: by the modules, by the engine with float32 activations (`--exact`), and by the
-engine as it comes. Printed for each: the largest difference of a logit from the modules' and the mean KLD in nats, over a
+format), written to a file, and run three ways: by the modules, by the engine with float32 activations (`--exact`), and as
+the engine comes. Printed for each: the largest difference of a logit from the modules' and the mean KLD in nats, over a
 window read in one piece; then the KLD of int8 activations token by token, after half the window.
 """
 
