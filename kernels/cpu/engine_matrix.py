@@ -1,18 +1,21 @@
 """Encoded matrices for the C++ engine (kernels/cpu/engine): trees of its own kinds over the file's arrays, nothing repacked.
 
-Kinds the engine has no kernel for (CP, Tucker, tensor train, permutations, unusual groups) are decoded once and held as
-float32.
+What the engine cannot read as it is stored is decoded once and held as float32: decompositions whose axes mix rows and
+columns, groups that do not divide a row, FP8 with codes that mean NaN, and inside a decomposition whatever is no plain leaf.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.packed_linear import packed, stored_bits
-from nstf.kernels.formats import trellis
-from nstf.kernels.formats.tree import EncodedTensor, array_specs, child_encoded, decode
+from nstf.kernels.formats import bitpack, dense, trellis
+from nstf.kernels.formats.scales import read_scales
+from nstf.kernels.formats.tree import EncodedTensor, Node, array_specs, child_encoded, decode
 from nstf.kernels.lazy import torch
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _PACKED = ("fp8", "grid", "int", "mxfp4")
 _DENSE = ("float32", "float16", "bfloat16")
+_CHAINS = ("cp", "tensor_train", "tucker")
 
 
 def available() -> bool:
@@ -27,10 +31,12 @@ def available() -> bool:
     return hasattr(ext, "Engine")
 
 
-def compile_matrix(encoded: EncodedTensor, exact: bool = False) -> Any:
+def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "") -> Any:
     """A matrix [rows, cols] as the engine's `EngineMatrix`, which keeps the arrays (tensors or memoryviews) alive.
 
-    exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them.
+    exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them. way: how a
+    CP, Tucker or tensor train is multiplied: `steps` (through its factors) or `decoded` (once, now); by the counted work
+    when empty.
     Raises ValueError for a tensor that is no matrix.
     """
     if len(encoded.shape) != 2:
@@ -42,16 +48,30 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False) -> Any:
             leaf = packed(encoded)
             if leaf is not None:
                 return ext.engine_packed(leaf, exact)
+        if kind in ("int", "grid"):
+            short = _short_rows(encoded)
+            if short is not None:
+                return ext.engine_reshaped(short, rows, cols)
         if kind == "trellis":
             return _trellis(encoded, exact)
         if kind == "rotated":
-            return _rotated(encoded, exact)
+            return _rotated(encoded, exact, way)
         if kind == "low_rank":
             return ext.engine_low_rank(
-                *(compile_matrix(child_encoded(encoded, n), exact) for n in ("a", "b"))
+                *(compile_matrix(child_encoded(encoded, n), exact, way) for n in ("a", "b"))
             )
     if kind == "add":
-        return ext.engine_sum(*(compile_matrix(child_encoded(encoded, n), exact) for n in ("x", "y")))
+        return ext.engine_sum(*(compile_matrix(child_encoded(encoded, n), exact, way) for n in ("x", "y")))
+    if kind in _CHAINS:
+        made = _chain(encoded, exact, way)
+        if made is not None:
+            return made
+    if kind == "permute":
+        stored = child_encoded(encoded, "x")
+        if params.dims == (0, 1):
+            return compile_matrix(stored, exact, way)
+        # Its rows are decoded and added up, which no int8 kernel does.
+        return ext.engine_transposed(compile_matrix(stored, True, way))
     if kind == "dense" and params.dtype in _DENSE:
         return ext.engine_dense(rows, cols, stored_bits(arrays["values"]), params.dtype)
     return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
@@ -60,6 +80,66 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False) -> Any:
 def _has_whole_blocks(params: Any, cols: int) -> bool:
     group = getattr(params, "group", 32)
     return group % 32 == 0 or group >= cols
+
+
+def _chain(encoded: EncodedTensor, exact: bool, way: str) -> Any:
+    """A decomposition by its factors, or None when no prefix of its view's axes makes the rows."""
+    kind, params = encoded.tree.kind, encoded.tree.params
+    axes = range(len(params.view))
+    names = {
+        "cp": [f"factor{i}" for i in axes],
+        "tucker": ["core", *(f"factor{i}" for i in axes)],
+        "tensor_train": [f"core{i}" for i in axes],
+    }[kind]
+    parts = [
+        compile_matrix(_as_matrix(child_encoded(encoded, n)), exact, way)
+        if n in encoded.tree.children
+        else None
+        for n in names
+    ]
+    ranks = [params.rank] if kind == "cp" else list(params.ranks)
+    return ext.engine_chain(kind, encoded.shape[0], encoded.shape[1], list(params.view), ranks, parts, way)
+
+
+def _as_matrix(encoded: EncodedTensor) -> EncodedTensor:
+    """The same values in the same order as a matrix: of the rows in which a leaf is stored, decoded for other kinds."""
+    tree, shape = encoded.tree, encoded.shape
+    if len(shape) == 2 and getattr(tree.params, "lead", 1) == 1:
+        return encoded
+    if tree.kind in (*_PACKED, "trellis", "low_rank"):
+        lead = tree.params.lead
+        node = Node(tree.kind, dataclasses.replace(tree.params, lead=1), tree.children)
+        return EncodedTensor(node, (math.prod(shape[:lead]), math.prod(shape[lead:])), encoded.arrays)
+    matrix = (math.prod(shape[:-1]), shape[-1])
+    if tree.kind == "dense":
+        return EncodedTensor(tree, matrix, encoded.arrays)
+    return EncodedTensor(Node("dense", dense.Params("float32")), matrix, {"values": _decoded(encoded)})
+
+
+def _short_rows(encoded: EncodedTensor) -> Any:
+    """A matrix whose groups the row kernels cannot read, with every group as a row of its own: [rows * groups, group].
+
+    None where groups do not divide a row or do not begin at whole bytes. 8-bit scales become float32, zero points bytes.
+    """
+    kind, params, arrays = encoded.tree.kind, encoded.tree.params, _tensors(encoded)
+    rows, cols = encoded.shape
+    group, bits = params.group, params.bits if kind == "int" else 4
+    if cols % group or group * bits % 8:
+        return None
+    scale = arrays["scale"].view(torch.uint16) if params.scale_bits == 16 else read_scales(dict(arrays), 8)
+    zeros = bitpack.unpack(arrays["zeros"], bits, cols // group) if "zeros" in arrays else None
+    table = arrays["table"].view(torch.uint16) if "table" in arrays else None
+    leaf = ext.PackedLinear(
+        kind,
+        group,
+        group,
+        bits,
+        arrays["codes"].reshape(rows * cols // group, -1),
+        scale.reshape(-1, 1).contiguous(),
+        zeros=None if zeros is None else zeros.reshape(-1, 1).contiguous(),
+        table=table,
+    )
+    return ext.engine_packed(leaf, True)
 
 
 def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
@@ -80,9 +160,9 @@ def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
     )
 
 
-def _rotated(encoded: EncodedTensor, exact: bool) -> Any:
+def _rotated(encoded: EncodedTensor, exact: bool, way: str) -> Any:
     params = encoded.tree.params
-    made = compile_matrix(child_encoded(encoded, "x"), exact)
+    made = compile_matrix(child_encoded(encoded, "x"), exact, way)
     if params.block_in:
         made = ext.engine_rotated(made, params.seed, params.block_in)
     if params.block_out:
@@ -90,16 +170,21 @@ def _rotated(encoded: EncodedTensor, exact: bool) -> Any:
     return made
 
 
-def _decoded(encoded: EncodedTensor) -> Tensor:
-    """The dense matrix, float32, also of arrays that are memoryviews."""
+def _tensors(encoded: EncodedTensor) -> dict[str, Tensor]:
+    """The arrays as tensors, also those that are memoryviews."""
     specs = array_specs(encoded.tree, encoded.shape)
-    arrays = {
+    return {
         name: torch.frombuffer(a, dtype=specs[name].dtype).reshape(specs[name].shape)
         if isinstance(a, memoryview)
         else a
         for name, a in encoded.arrays.items()
     }
-    return decode(EncodedTensor(encoded.tree, encoded.shape, arrays)).to(torch.float32).contiguous()
+
+
+def _decoded(encoded: EncodedTensor) -> Tensor:
+    """The dense tensor, float32."""
+    values = decode(EncodedTensor(encoded.tree, encoded.shape, _tensors(encoded)))
+    return values.to(torch.float32).contiguous()
 
 
 def matmul(x: Tensor, matrix: Any, threads: int | None = None) -> Tensor:

@@ -84,6 +84,62 @@ def test_logits_are_those_of_the_modules(written: tuple[Path, Any]) -> None:
     assert float((fast.forward(ids, all_logits=True) - expected).square().mean().sqrt()) < 0.03 * size
 
 
+def decomposed(tiny: ModuleType, model: Any) -> dict[str, Any]:
+    """Every matrix of the model as CP, Tucker or tensor train with int8 factors; the model gets the decoded values."""
+    from nstf.kernels.formats import decode
+    from nstf.quantizers.stats import Stats
+    from nstf_convert.pipeline import recipe as recipes
+
+    factor = recipes.Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True})
+    how: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {
+        (100, 32): ("tensor_train", {"ranks": [8, 30], "view": [10, 10, 32]}),
+        (32, 32): ("tucker", {"ranks": [4, 7, 30], "view": [4, 8, 32]}),
+        (16, 32): ("cp", {"rank": 14, "view": [16, 32]}),
+        (48, 32): ("tensor_train", {"ranks": [5, 30, 7], "view": [6, 8, 4, 8]}),
+        (32, 48): ("cp", {"rank": 120, "view": [4, 8, 6, 8]}),
+    }
+    tensors = tiny.encode_model(model)
+    for name, encoded in tensors.items():
+        if len(encoded.shape) != 2:
+            continue
+        method, params = how[encoded.shape]
+        parts = {"factor": factor}
+        stored = recipes.encode(recipes.Recipe(method, params, parts), decode(encoded), Stats(None), 1)
+        tensors[name] = stored
+        model.get_parameter(name).data.copy_(decode(stored))
+    return tensors
+
+
+@pytest.mark.parametrize("way", ["steps", ""])
+def test_a_decomposed_model_gives_the_logits_of_the_modules(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    import json
+    from functools import partial
+
+    from nstf.runtime import engine
+    from nstf.runtime.artifact import write_artifact
+
+    # So small a model's matrices cost less decoded.
+    monkeypatch.setattr(engine, "compile_matrix", partial(engine.compile_matrix, way=way))
+    model = build("llama")
+    files = {"config.json": json.dumps(tiny.config_json(model)).encode()}
+    path = tmp_path / "model.nstf"
+    write_artifact(path, decomposed(tiny, model), files, {})
+    ids = ids_of(60)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    size = float(expected.std())
+    found = Engine.open(path, exact=True)
+    kinds = {kernel.partition("(")[0] for kernel in found.kernels.values()}
+    assert kinds == ({"cp", "tucker", "tensor_train"} if way else {"dense"})
+    assert float((found.forward(ids[:50], all_logits=True) - expected[:50]).abs().max()) < 0.01 * size
+    for i in range(50, 60):
+        torch.testing.assert_close(found.forward([int(ids[i])]), expected[i], atol=0.01 * size, rtol=0)
+    fast = Engine.open(path)
+    assert float((fast.forward(ids, all_logits=True) - expected).square().mean().sqrt()) < 0.06 * size
+
+
 def test_greedy_tokens_are_those_of_the_modules(written: tuple[Path, Any]) -> None:
     path, _ = written
     plain = nstf.runtime.load(path, engine="off")

@@ -71,6 +71,25 @@ Held pair(const Held& a, const Held& b, Shared (*make)(Shared, Shared)) {
     return held;
 }
 
+Held make_chain(const std::string& kind, int64_t rows, int64_t cols, const std::vector<int64_t>& view,
+                const std::vector<int64_t>& ranks, nb::list parts, const std::string& way) {
+    const Decomposition which = kind == "cp"       ? Decomposition::kCp
+                                : kind == "tucker" ? Decomposition::kTucker
+                                                   : Decomposition::kTrain;
+    std::vector<Shared> matrices;
+    Held held;
+    for (nb::handle part : parts) {
+        matrices.push_back(nullptr);
+        if (part.is_none()) continue;
+        const Held& own = nb::cast<const Held&>(part);
+        matrices.back() = own.matrix;
+        held.keep.insert(held.keep.end(), own.keep.begin(), own.keep.end());
+    }
+    const Way how = way == "steps" ? Way::kSteps : way == "decoded" ? Way::kDecoded : Way::kBest;
+    held.matrix = chain(which, rows, cols, view, ranks, matrices, how);
+    return held;
+}
+
 void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int threads) {
     nb::gil_scoped_release release;
     m.matrix->multiply(reinterpret_cast<const float*>(x), batch, reinterpret_cast<float*>(y), m.matrix->rows, std::max(1, threads));
@@ -160,6 +179,15 @@ void bind_engine(nb::module_& m) {
         if (values.size() == 0) throw std::invalid_argument("argmax of nothing");
         return std::max_element(values.data(), values.data() + values.size()) - values.data();
     }, "Index of the first largest value.");
+    m.def("engine_transposed", [](const Held& x) { return Held{transposed(x.matrix), x.keep}; });
+    m.def("engine_reshaped", [](const Held& x, int64_t rows, int64_t cols) {
+        return Held{reshaped(x.matrix, rows, cols), x.keep};
+    });
+    m.def("engine_chain", [](const std::string& kind, int64_t rows, int64_t cols, const std::vector<int64_t>& view,
+                             const std::vector<int64_t>& ranks, nb::list parts, const std::string& way) -> nb::object {
+        Held held = make_chain(kind, rows, cols, view, ranks, parts, way);
+        return held.matrix == nullptr ? nb::none() : nb::cast(std::move(held));
+    });
     m.def("engine_int8", &int8_available, "Whether this processor has the kernels with int8 activations.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>())

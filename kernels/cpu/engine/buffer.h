@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace nstf::engine {
 
@@ -42,6 +43,31 @@ class Buffer {
   private:
     T* data_ = nullptr;
     int64_t size_ = 0;
+};
+
+// Room for `count` numbers until the end of a scope, from what the thread used before: decoding may go through several
+// levels of factors, and each has its own.
+class Scratch {
+  public:
+    explicit Scratch(int64_t count) {
+        auto& spare = spares();
+        if (!spare.empty()) {
+            buffer_ = std::move(spare.back());
+            spare.pop_back();
+        }
+        buffer_.grow(count);
+    }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { spares().push_back(std::move(buffer_)); }
+    float* data() const { return buffer_.data(); }
+
+  private:
+    static std::vector<Buffer<float>>& spares() {
+        thread_local std::vector<Buffer<float>> kept;
+        return kept;
+    }
+    Buffer<float> buffer_;
 };
 
 }  // namespace nstf::engine

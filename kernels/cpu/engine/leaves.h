@@ -36,6 +36,20 @@ Shared rotated(Shared x, std::vector<float> signs, int block, uintptr_t id);
 // The same on the side of the rows: W = S H X.
 Shared rotated_rows(Shared x, std::vector<float> signs, int block);
 
+// The transpose of a stored matrix.
+Shared transposed(Shared x);
+// A stored matrix with as many values, in the same order, read as [rows, cols].
+Shared reshaped(Shared x, int64_t rows, int64_t cols);
+
+// CP, Tucker decomposition or tensor train of a matrix read as a tensor of shape `view`. parts: the factors; the core and a
+// factor or null for every axis; the cores. ranks: one, one per axis, one per inner bond. A prefix of the view's axes must
+// make the rows, else null. Throws std::invalid_argument for parts that do not fit.
+enum class Decomposition { kCp, kTucker, kTrain };
+// How it is multiplied: as costs least, factor by factor, or decoded once.
+enum class Way { kBest, kSteps, kDecoded };
+Shared chain(Decomposition kind, int64_t rows, int64_t cols, const std::vector<int64_t>& view,
+             const std::vector<int64_t>& ranks, const std::vector<Shared>& parts, Way way);
+
 // In place: blocks of x times the orthonormal Hadamard matrix.
 void hadamard(float* x, int64_t size, int block);
 

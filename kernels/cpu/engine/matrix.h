@@ -35,6 +35,10 @@ class Matrix {
     virtual void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) = 0;
     // Row `row`, decoded.
     virtual void decode(int64_t row, float* out) const = 0;
+    // `count` rows from `first`, decoded: [count, cols].
+    virtual void decode_rows(int64_t first, int64_t count, float* out) const {
+        for (int64_t i = 0; i < count; ++i) decode(first + i, out + i * cols);
+    }
     // What runs, for reports.
     virtual std::string kernel() const = 0;
 };

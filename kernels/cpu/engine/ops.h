@@ -1,5 +1,5 @@
 // What a transformer does beside its matrices, for one instruction set: ops.cpp includes this file once per set, so there is
-// no include guard, and nothing but halves.h, which is of the same kind, is included here. Loops are plain; the compiler
+// no include guard, and only files of the same kind are included here. Loops are plain; the compiler
 // turns them into vectors of the set's width.
 
 // Twelve multiplications: as exact as a float needs for an activation, and a loop of it becomes vectors.
@@ -63,6 +63,7 @@ static void rope(float* x, const float* cosine, const float* sine, int64_t size)
 }
 
 #include "../halves.h"
+#include "products.h"
 
 static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* out) {
     for (int64_t i = 0; i < count; ++i) {
@@ -245,4 +246,5 @@ static void attend_one(const float* q, int64_t size, int64_t position, int64_t w
 constexpr auto attend_one = nullptr;
 #endif
 
-static const Ops kOps = {rms_norm, add, gated, rope, to_halves, attend, attend_one};
+static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, attend,
+                           attend_one, products, mixtures, multiply_add};

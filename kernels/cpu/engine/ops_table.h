@@ -11,12 +11,19 @@ struct Ops {
     void (*gated)(float* gate, const float* up, int64_t size, bool gelu);
     void (*rope)(float* x, const float* cosine, const float* sine, int64_t size);
     void (*to_halves)(const float* in, int64_t count, int64_t step, uint16_t* out);
+    void (*from_halves)(const uint16_t* in, int64_t count, float* out);
     void (*attend)(const float* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t size, int64_t first,
                    int64_t window, float scale, const uint16_t* keys, const uint16_t* values, float* out,
                    int64_t out_stride, float* scores, float* room);
     // Null where heads that share keys had better be worked on together.
     void (*attend_one)(const float* q, int64_t size, int64_t position, int64_t window, float scale,
                        const uint16_t* keys, const uint16_t* values, float* out, float* scores);
+    // Of products.h.
+    void (*products)(const float* x, int64_t batch, int64_t x_stride, const float* w, int64_t rows, int64_t cols, float* y,
+                     int64_t stride);
+    void (*mixtures)(const float* x, int64_t batch, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
+                     int64_t cols, float* y, int64_t stride);
+    void (*multiply_add)(const float* a, const float* b, int64_t size, float* y);
 };
 
 const Ops& ops();

@@ -26,6 +26,7 @@ class PackedExact : public Leaf {
         view_.matmul(w, in.x, batch, y + first, 1);
     }
     void decode(int64_t row, float* out) const override { view_.decode(view_.w, row, 1, out, 1); }
+    void decode_rows(int64_t first, int64_t count, float* out) const override { view_.decode(view_.w, first, count, out, 1); }
     std::string kernel() const override { return "packed float32"; }
 
   private:

@@ -6,6 +6,7 @@
 #include "../half.h"
 #include "../parallel.h"
 #include "leaves.h"
+#include "ops_table.h"
 
 namespace nstf::engine {
 namespace {
@@ -18,35 +19,35 @@ class Dense : public Leaf {
     void reserve(const float* x, int64_t, Input& in) const override { in.x = x; }
     void prepare(const float*, int64_t, int64_t, Input&) const override {}
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
-        thread_local Buffer<float> room;
-        float* row = room.grow(cols);
-        for (int64_t r = first; r < end; ++r) {
-            const float* w = row;
-            if (type_ == Number::kFloat) w = static_cast<const float*>(values_) + r * cols;
-            else decode(r, row);
-            for (int64_t b = 0; b < batch; ++b) {
-                const float* x = in.x + b * cols;
-                float total = 0;
-#pragma omp simd reduction(+ : total)
-                for (int64_t k = 0; k < cols; ++k) total += w[k] * x[k];
-                y[b * stride + r] = total;
-            }
+        if (type_ == Number::kFloat) {
+            const float* w = static_cast<const float*>(values_) + first * cols;
+            return ops().products(in.x, batch, cols, w, end - first, cols, y + first, stride);
+        }
+        // Some rows at a time, so that they are still in the first cache when they are used.
+        const int64_t panel = std::max<int64_t>(4, kPanel / cols / 4 * 4);
+        Scratch room(std::min(panel, end - first) * cols);
+        for (int64_t r = first; r < end; r += panel) {
+            const int64_t count = std::min(panel, end - r);
+            decode_rows(r, count, room.data());
+            ops().products(in.x, batch, cols, room.data(), count, cols, y + r, stride);
         }
     }
-    void decode(int64_t row, float* out) const override {
+    void decode(int64_t row, float* out) const override { decode_rows(row, 1, out); }
+    void decode_rows(int64_t first, int64_t count, float* out) const override {
+        const int64_t size = count * cols;
         if (type_ == Number::kFloat) {
-            std::copy_n(static_cast<const float*>(values_) + row * cols, cols, out);
+            std::copy_n(static_cast<const float*>(values_) + first * cols, size, out);
             return;
         }
-        const uint16_t* in = static_cast<const uint16_t*>(values_) + row * cols;
-        if (type_ == Number::kHalf)
-            for (int64_t k = 0; k < cols; ++k) out[k] = half_to_float(in[k]);
+        const uint16_t* in = static_cast<const uint16_t*>(values_) + first * cols;
+        if (type_ == Number::kHalf) ops().from_halves(in, size, out);
         else
-            for (int64_t k = 0; k < cols; ++k) out[k] = bfloat_to_float(in[k]);
+            for (int64_t k = 0; k < size; ++k) out[k] = bfloat_to_float(in[k]);
     }
     std::string kernel() const override { return "dense"; }
 
   private:
+    static constexpr int64_t kPanel = 1 << 12;
     const void* values_;
     Number type_;
 };
