@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from nstf import decomposers
-from nstf.decomposers.factors import lead_for
 from nstf.decomposers.views import views
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.kernels.formats import EncodedTensor, Node, array_specs

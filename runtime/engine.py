@@ -30,6 +30,7 @@ from nstf.runtime.engine_config import EngineConfig, completed, read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+KV_CACHES = ("float16", "int8")
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
     "q": "self_attn.q_proj",
@@ -43,16 +44,24 @@ _MATRICES = {
 
 
 class Engine:
-    """A model ready to run on the CPU: matrices as views of the mapped file, a float16 cache of keys and values.
+    """A model ready to run on the CPU: matrices as views of the mapped file, a cache of keys and values.
 
     One sequence at a time, for one caller at a time; `position` tokens of it are in the cache.
     """
 
-    def __init__(self, artifact: Artifact, exact: bool = False, threads: int | None = None) -> None:
-        """threads: None for as many as torch uses.
+    def __init__(
+        self,
+        artifact: Artifact,
+        exact: bool = False,
+        threads: int | None = None,
+        kv_cache: str = "float16",
+    ) -> None:
+        """threads: None for as many as torch uses. kv_cache: what keys and values are kept as, `float16` or `int8`.
 
-        Raises UnsupportedError for a model the engine does not run as transformers would.
+        Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache.
         """
+        if kv_cache not in KV_CACHES:
+            raise UsageError(f"KV cache {str(kv_cache)[:40]!r} is not one of {', '.join(KV_CACHES)}")
         if not available():
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
         if "config.json" not in artifact.file_names():
@@ -68,19 +77,26 @@ class Engine:
         self.threads = threads
         self.position = 0
         try:
-            self._engine, self.kernels = _build(artifact, self.config, exact)
+            self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
         except ValueError as error:
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], exact: bool = False, verify: bool = True) -> Engine:
-        """The engine of an artifact. exact: no int8 activations. verify: check every SHA-256 first.
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        exact: bool = False,
+        verify: bool = True,
+        kv_cache: str = "float16",
+    ) -> Engine:
+        """The engine of an artifact. exact: no int8 activations. verify: check every SHA-256 first. kv_cache: what keys
+        and values are kept as, `float16` or `int8`.
 
         Raises UnsupportedError, CorruptError, UsageError.
         """
         artifact = open_artifact(path)
         wait = start_verifying(artifact) if verify else None
-        engine = cls(artifact, exact)
+        engine = cls(artifact, exact, kv_cache=kv_cache)
         if wait is not None:
             wait()
         return engine
@@ -183,7 +199,7 @@ def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
 
 
-def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, dict[str, str]]:
+def _build(artifact: Artifact, config: EngineConfig, exact: bool, kv_cache: str) -> tuple[Any, dict[str, str]]:
     """The C++ engine, and the kernel of every matrix by tensor name."""
     names = set(artifact.names())
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)
@@ -222,7 +238,9 @@ def _build(artifact: Artifact, config: EngineConfig, exact: bool) -> tuple[Any, 
         if not config.tied:
             raise UnsupportedError(f"{artifact.path}: no tensor {head!r}, which the CPU engine needs")
         head = embedding
-    engine = ext.Engine(config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"))
+    engine = ext.Engine(
+        config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"), kv_cache == "int8"
+    )
     for frequencies in config.rotations:
         engine.add_rotation(frequencies)
     known = {embedding, head, f"{root}norm.weight"}

@@ -108,7 +108,12 @@ def engine_int8() -> bool: ...
 
 class Engine:
     def __init__(
-        self, shape: dict[str, Any], embedding: EngineMatrix, head: EngineMatrix, final_norm: Any
+        self,
+        shape: dict[str, Any],
+        embedding: EngineMatrix,
+        head: EngineMatrix,
+        final_norm: Any,
+        int8_cache: bool,
     ) -> None: ...
     def add_layer(self, layer: dict[str, Any]) -> None: ...
     def add_rotation(self, frequencies: Any) -> None: ...

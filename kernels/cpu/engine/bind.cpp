@@ -97,8 +97,10 @@ void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int thread
 
 class Engine {
   public:
-    Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm)
-        : model_(shape(d), embedding.matrix, head.matrix, copied(final_norm)), keep_(embedding.keep) {
+    Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm, bool int8_cache)
+        : model_(shape(d), embedding.matrix, head.matrix, copied(final_norm),
+                 int8_cache ? CacheType::kInt8 : CacheType::kHalf),
+          keep_(embedding.keep) {
         keep_.insert(keep_.end(), head.keep.begin(), head.keep.end());
     }
 
@@ -190,7 +192,8 @@ void bind_engine(nb::module_& m) {
     });
     m.def("engine_int8", &int8_available, "Whether this processor has the kernels with int8 activations.");
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>())
+        .def(nb::init<const nb::dict&, const Held&, const Held&, Floats, bool>(), "shape"_a, "embedding"_a, "head"_a,
+             "final_norm"_a, "int8_cache"_a)
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)

@@ -12,7 +12,6 @@ namespace {
 
 // Tokens of a prompt that go through the layers together: enough to make unpacking cheap, few enough for the caches.
 constexpr int64_t kTogether = 128;
-constexpr int64_t kBlock = 16;       // positions of a block of keys
 constexpr int64_t kAttendTokens = 8;  // tokens that share a pass over the keys
 
 void require(bool good, const char* what) {
@@ -30,8 +29,9 @@ void fits(const Shared& m, int64_t rows, int64_t cols) {
 
 }  // namespace
 
-Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm)
-    : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)) {
+Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache)
+    : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)),
+      cache_(cache, shape.kv_heads, shape.head_size) {
     const Shape& s = shape_;
     require(s.hidden > 0 && s.heads > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_size > 0 &&
                 s.head_size % 2 == 0 && s.head_size <= 512 && s.ffn > 0 && s.context > 0,
@@ -62,8 +62,7 @@ void Model::add_layer(Layer layer) {
     sized(layer.k_bias, s.kv_heads * s.head_size);
     sized(layer.v_bias, s.kv_heads * s.head_size);
     layers_.push_back(std::move(layer));
-    keys_.emplace_back();
-    values_.emplace_back();
+    cache_.add_layer();
 }
 
 void Model::add_rotation(std::vector<float> frequencies) {
@@ -73,37 +72,20 @@ void Model::add_rotation(std::vector<float> frequencies) {
     sines_.emplace_back();
 }
 
-// The cache doubles when it is full, so that a short text does not pay for the longest one.
 void Model::make_room(int64_t positions) {
-    if (positions <= positions_) return;
-    const int64_t context = (shape_.context + kBlock - 1) / kBlock * kBlock;
-    const int64_t fresh = std::min(context, std::max<int64_t>({256, 2 * positions_, (positions + kBlock - 1) / kBlock * kBlock}));
-    const int64_t before = positions_ * shape_.head_size, after = fresh * shape_.head_size;
-    // All memory first: a failure leaves everything as it was.
-    std::vector<Buffer<uint16_t>> grown;
-    for (size_t i = 0; i < 2 * layers_.size(); ++i) grown.emplace_back(shape_.kv_heads * after);
-    const int64_t half = shape_.head_size / 2;
-    for (size_t r = 0; r < frequencies_.size(); ++r) {
+    cache_.make_room(positions, shape_.context);
+    const int64_t half = shape_.head_size / 2, fresh = cache_.positions();
+    for (size_t r = 0; r < frequencies_.size() && turned_ < fresh; ++r) {
         cosines_[r].resize(static_cast<size_t>(fresh * half));
         sines_[r].resize(static_cast<size_t>(fresh * half));
-        for (int64_t t = positions_; t < fresh; ++t)
+        for (int64_t t = turned_; t < fresh; ++t)
             for (int64_t i = 0; i < half; ++i) {
                 const float angle = static_cast<float>(t) * frequencies_[r][static_cast<size_t>(i)];
                 cosines_[r][static_cast<size_t>(t * half + i)] = std::cos(angle);
                 sines_[r][static_cast<size_t>(t * half + i)] = std::sin(angle);
             }
     }
-    for (size_t i = 0; i < grown.size(); ++i) {
-        auto& cache = i < layers_.size() ? keys_[i] : values_[i - layers_.size()];
-        for (int64_t h = 0; h < shape_.kv_heads && before > 0; ++h)
-            std::copy_n(cache.data() + h * before, before, grown[i].data() + h * after);
-        cache = std::move(grown[i]);
-    }
-    positions_ = fresh;
-}
-
-int64_t Model::cache_bytes() const {
-    return static_cast<int64_t>(layers_.size()) * 2 * positions_ * shape_.kv_heads * shape_.head_size * 2;
+    turned_ = fresh;
 }
 
 void Model::run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads) {
@@ -157,8 +139,7 @@ void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t f
     add_bias(k, layer.k_bias, count);
     add_bias(v, layer.v_bias, count);
 
-    const int64_t half = s.head_size / 2, per_head = positions_ * s.head_size;
-    uint16_t *keys = keys_[index].data(), *values = values_[index].data();
+    const int64_t half = s.head_size / 2;
     const auto rotation = static_cast<size_t>(layer.rotation);
     for (int64_t t = 0; t < count; ++t) {
         const int64_t at = first + t;
@@ -166,13 +147,13 @@ void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t f
         auto turn = [&](float* head, const std::vector<float>& norm) {
             if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
             op.rope(head, cosine, sine, s.head_size);
+            cache_.turn(head);
         };
         for (int64_t h = 0; h < s.heads; ++h) turn(q + t * q_size + h * s.head_size, layer.q_norm);
         for (int64_t h = 0; h < s.kv_heads; ++h) {
             float* key = k + t * kv_size + h * s.head_size;
             turn(key, layer.k_norm);
-            op.to_halves(key, s.head_size, kBlock, keys + h * per_head + at / kBlock * kBlock * s.head_size + at % kBlock);
-            op.to_halves(v + t * kv_size + h * s.head_size, s.head_size, 1, values + h * per_head + at * s.head_size);
+            cache_.store(index, h, at, key, v + t * kv_size + h * s.head_size);
         }
     }
 
@@ -180,21 +161,16 @@ void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t f
     auto task = [&](int64_t i) {
         // The longest passes first.
         const int64_t h = i % s.kv_heads, t = (blocks - 1 - i / s.kv_heads) * kAttendTokens;
-        const int64_t tokens = std::min(kAttendTokens, count - t), length = (first + count + 2 * kBlock);
-        thread_local Buffer<float> scores, room;
-        op.attend(q + t * q_size + h * group * s.head_size, q_size, tokens, group, s.head_size, first + t, layer.window,
-                  s.score_scale, keys + h * per_head, values + h * per_head,
-                  mixed + t * q_size + h * group * s.head_size, q_size, scores.grow(tokens * group * length),
-                  room.grow(kBlock * s.head_size));
+        const int64_t tokens = std::min(kAttendTokens, count - t), at = t * q_size + h * group * s.head_size;
+        cache_.attend(index, h, q + at, q_size, tokens, group, first + t, layer.window, s.score_scale, mixed + at, q_size);
     };
     auto one = [&](int64_t h) {
-        thread_local Buffer<float> scores;
-        op.attend_one(q + h * s.head_size, s.head_size, first, layer.window, s.score_scale, keys + h / group * per_head,
-                      values + h / group * per_head, mixed + h * s.head_size, scores.grow(first + 2 * kBlock));
+        const int64_t at = h * s.head_size;
+        cache_.attend_one(index, h / group, q + at, first, layer.window, s.score_scale, mixed + at);
     };
     const int64_t work = count * (first + count) * q_size;
     const int workers = work < (1 << 16) ? 1 : threads;
-    if (count == 1 && op.attend_one != nullptr) parallel_for(workers, s.heads, one);
+    if (count == 1 && cache_.attends_alone()) parallel_for(workers, s.heads, one);
     else parallel_for(workers, s.kv_heads * blocks, task);
 
     layer.o->multiply(mixed, count, out, s.hidden, threads);

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cache.h"
 #include "matrix.h"
 
 namespace nstf::engine {
@@ -25,7 +26,7 @@ struct Layer {
 
 class Model {
   public:
-    Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm);
+    Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache);
     void add_layer(Layer layer);
     // Angles per position, [head_size / 2].
     void add_rotation(std::vector<float> frequencies);
@@ -33,7 +34,7 @@ class Model {
     // Runs tokens at positions first.. and fills the logits of the last one, [vocab], or of all, [count, vocab].
     void run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads);
 
-    int64_t cache_bytes() const;
+    int64_t cache_bytes() const { return cache_.bytes(); }
     const Shape& shape() const { return shape_; }
 
   private:
@@ -47,8 +48,8 @@ class Model {
     std::vector<float> final_norm_;
     std::vector<Layer> layers_;
     std::vector<std::vector<float>> frequencies_, cosines_, sines_;  // the tables: [positions][head_size / 2]
-    int64_t positions_ = 0;  // that the cache has room for, in whole blocks
-    std::vector<Buffer<uint16_t>> keys_, values_;  // a layer each: [kv head][position / 16][head_size][16], [kv head][position][head_size]
+    int64_t turned_ = 0;  // positions the tables have angles for
+    Cache cache_;
     Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_;
 };
 
