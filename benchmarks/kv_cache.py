@@ -60,7 +60,9 @@ def divergence(artifact: Artifact, ids: list[int], windows: int) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="held-out texts for the KLD")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 1800])
@@ -88,13 +90,18 @@ def main() -> None:
                 print(f"{path.name}: its context holds no {positions} positions")
                 continue
             base, other = (cache_bytes(artifact, cache, positions) for cache in KV_CACHES)
-            print(f"{path.name}, {positions} positions: {base:,} bytes float16, {other:,} int8, {other / base:.3f}")
+            print(
+                f"{path.name}, {positions} positions: {base:,} bytes float16, {other:,} int8, {other / base:.3f}"
+            )
         if arguments.text:
             tokenizer = Tokenizer.from_str(artifact.file("tokenizer.json").decode())
         for text in arguments.text:
             ids = tokenizer.encode(text.read_text()).ids
             prompt, alone = divergence(artifact, ids, arguments.windows)
-            print(f"{path.name}, {text.name}: KLD {prompt:.6f} of a prompt, {alone:.6f} token by token", flush=True)
+            print(
+                f"{path.name}, {text.name}: KLD {prompt:.6f} of a prompt, {alone:.6f} token by token",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

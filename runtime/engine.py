@@ -75,6 +75,7 @@ class Engine:
         self.config: EngineConfig = read_config(completed(stated))
         self.exact = exact
         self.threads = threads
+        self.kv_cache = kv_cache
         self.position = 0
         try:
             self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
@@ -199,7 +200,9 @@ def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
 
 
-def _build(artifact: Artifact, config: EngineConfig, exact: bool, kv_cache: str) -> tuple[Any, dict[str, str]]:
+def _build(
+    artifact: Artifact, config: EngineConfig, exact: bool, kv_cache: str
+) -> tuple[Any, dict[str, str]]:
     """The C++ engine, and the kernel of every matrix by tensor name."""
     names = set(artifact.names())
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)

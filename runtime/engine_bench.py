@@ -50,6 +50,7 @@ def measure(
     repetitions: int = 3,
     exact: bool = False,
     threads: int | None = None,
+    kv_cache: str = "float16",
 ) -> Speed:
     """Runs a prompt of `prompt` tokens and decodes `new` more, some times.
 
@@ -60,7 +61,7 @@ def measure(
         torch.set_num_threads(threads)
     try:
         start = time.perf_counter()
-        engine = Engine(artifact, exact)
+        engine = Engine(artifact, exact, kv_cache=kv_cache)
         loaded = time.perf_counter() - start
         if prompt + new > engine.context:
             raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {engine.context}")
@@ -94,4 +95,6 @@ def bytes_per_token(artifact: Artifact, engine: Engine, position: int) -> int:
     heads = {artifact.stored_name(n) for n in artifact.names() if n.endswith("lm_head.weight")} or tables
     weights = sum(artifact.encoded(name).size_bytes for name in stored - (tables - heads))
     seen = sum(min(position, w) if w else position for w in engine.config.windows)
-    return int(weights + seen * 2 * shape["kv_heads"] * shape["head_size"] * 2)
+    # A number a byte and a float32 scale, or two bytes a number.
+    head = shape["head_size"] + 4 if engine.kv_cache == "int8" else 2 * shape["head_size"]
+    return int(weights + seen * 2 * shape["kv_heads"] * head)

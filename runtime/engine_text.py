@@ -36,11 +36,12 @@ def stream(
     exact: bool = False,
     threads: int | None = None,
     verify: bool = True,
+    kv_cache: str = "float16",
 ) -> Iterator[str]:
     """The likeliest continuation of `prompt` in pieces, each as soon as its characters are certain.
 
     exact: no int8 activations. threads: None for as many as there are processors. verify: check every SHA-256 of the file
-    before the first piece.
+    before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`.
 
     Raises UsageError for a prompt without tokens, CorruptError, and UnsupportedError before the first piece for a file that
     needs transformers: `nstf.runtime.load` runs it.
@@ -49,7 +50,7 @@ def stream(
         wait = start_verifying(artifact) if verify else lambda: None
         stop = _stops(artifact)
         tokenizer = _tokenizer(artifact)
-        engine = Engine(artifact, exact, threads)
+        engine = Engine(artifact, exact, threads, kv_cache)
         ids = tokenizer.encode(prompt).ids
         wait()
     if not ids:

@@ -22,6 +22,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
+from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
@@ -42,6 +43,7 @@ def load(
     verify: bool = True,
     engine: str = "auto",
     kernels: str | os.PathLike[str] | None = None,
+    kv_cache: str = "float16",
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
@@ -50,7 +52,8 @@ def load(
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
     `model.generate` use the C++ engine on a CPU where it can, "exact" without its int8 activations, "off" never.
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
-    does not match Triton and GPU, kernels are compiled at their first use.
+    does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
+    as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs).
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -59,6 +62,8 @@ def load(
         raise UsageError(f"attention {attention!r} is not one of {', '.join(_ATTENTION)}")
     if engine not in _ENGINE:
         raise UsageError(f"engine {engine!r} is not one of {', '.join(_ENGINE)}")
+    if kv_cache not in KV_CACHES:
+        raise UsageError(f"kv_cache {kv_cache!r} is not one of {', '.join(KV_CACHES)}")
     device = torch.device(device)
     artifact = open_artifact(path, verify=verify)
     config = _config(artifact)
@@ -81,10 +86,8 @@ def load(
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
     elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
-        from nstf.runtime.engine import Engine
-
         # Its matrices are views of the same mapping: nothing is held twice.
-        use_engine(model, lambda: Engine(artifact, exact=engine == "exact"))
+        use_engine(model, lambda: Engine(artifact, exact=engine == "exact", kv_cache=kv_cache))
     return model
 
 

@@ -21,6 +21,7 @@ def bench(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after it.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs; medians are printed.")] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="No int8 activations.")] = False,
+    kv_cache: options.KvCache = "float16",
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -29,11 +30,12 @@ def bench(
     Example: nstf bench model.nstf --prompt 512 --tokens 128 --threads 2
     """
     options.check_file(artifact)
+    options.check_kv_cache(kv_cache)
     from nstf.runtime.artifact import open_artifact
     from nstf.runtime.engine_bench import measure
 
     with open_artifact(artifact) as opened:
-        found = measure(opened, prompt, tokens, repetitions, exact, threads)
+        found = measure(opened, prompt, tokens, repetitions, exact, threads, kv_cache)
     if json:
         print_json(found.to_json())
         return

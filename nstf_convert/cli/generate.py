@@ -41,6 +41,7 @@ def generate(
             help="A file of `nstf compile` for this GPU; its code runs there, so one that you trust."
         ),
     ] = None,
+    kv_cache: options.KvCache = "float16",
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -51,13 +52,14 @@ def generate(
     options.check_file(artifact)
     if attention not in ATTENTION:
         raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
+    options.check_kv_cache(kv_cache)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
     start = time.monotonic()
     pieces = []
     plain = device == "cpu" and attention == "full" and not (temperature or chat or kernels)
-    made = _by_engine(artifact, text, max_new_tokens, exact, threads) if plain else None
+    made = _by_engine(artifact, text, max_new_tokens, exact, threads, kv_cache) if plain else None
     if made is None:
         made = _by_transformers(
             artifact,
@@ -71,6 +73,7 @@ def generate(
             device,
             kernels,
             threads,
+            kv_cache,
         )
     for piece in made:
         pieces.append(piece)
@@ -85,12 +88,12 @@ def generate(
 
 
 def _by_engine(
-    artifact: Path, prompt: str, max_new_tokens: int, exact: bool, threads: int | None
+    artifact: Path, prompt: str, max_new_tokens: int, exact: bool, threads: int | None, kv_cache: str
 ) -> Iterator[str] | None:
     """The text without torch and transformers, or None for a file that needs them."""
     from nstf.runtime import engine_text
 
-    pieces = engine_text.stream(artifact, prompt, max_new_tokens, exact, threads)
+    pieces = engine_text.stream(artifact, prompt, max_new_tokens, exact, threads, kv_cache=kv_cache)
     try:
         first = next(pieces, "")
     except UnsupportedError:
@@ -110,6 +113,7 @@ def _by_transformers(
     device: str,
     kernels: Path | None,
     threads: int | None,
+    kv_cache: str,
 ) -> Iterator[str]:
     import torch
 
@@ -123,6 +127,7 @@ def _by_transformers(
         attention=attention,
         engine="exact" if exact else "auto",
         kernels=kernels,
+        kv_cache=kv_cache,
     )
     tokenizer = nstf.runtime.load_tokenizer(artifact)
     yield from nstf.runtime.stream(model, tokenizer, prompt, max_new_tokens, temperature, chat, seed)

@@ -99,6 +99,10 @@ Fuse = Annotated[
     bool, typer.Option("--fuse", help="One format for q/k/v and for gate/up, as fused kernels ask.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; all cores by default.")]
+KvCache = Annotated[
+    str,
+    typer.Option(help="What the CPU engine keeps keys and values as: float16, or int8 in half the memory."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output.")]
 
@@ -124,6 +128,14 @@ def check_file(path: Path) -> None:
         raise UsageError(f"{path} is a folder: give an .nstf file")
     if not path.exists():
         raise UsageError(f"no such file: {path}")
+
+
+def check_kv_cache(value: str) -> None:
+    """Raises UsageError for what the CPU engine does not keep keys and values as."""
+    from nstf.runtime.engine import KV_CACHES
+
+    if value not in KV_CACHES:
+        raise UsageError(f"--kv-cache {value!r}: choose one of {', '.join(KV_CACHES)}")
 
 
 def check_device(name: str) -> str:

@@ -75,9 +75,8 @@ def check(matrix: Any, weight: Tensor, limit: float) -> None:
         assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < limit, batch
     for row in {0, len(weight) // 2, len(weight) - 1}:
         size = float(weight.abs().max())
-        torch.testing.assert_close(
-            engine_matrix.decode_row(matrix, row), weight[row], rtol=1e-5, atol=1e-6 * size
-        )
+        found = torch.tensor(engine_matrix.decode_row(matrix, row))
+        torch.testing.assert_close(found, weight[row], rtol=1e-5, atol=1e-6 * size)
 
 
 @pytest.mark.parametrize("name", CHAINS)

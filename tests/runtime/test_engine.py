@@ -39,14 +39,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> Any:
+def build(name: str, **own: Any) -> Any:
     import transformers
 
     architecture, changes = MODELS[name]
     config_class = {"Gemma3ForCausalLM": "Gemma3TextConfig"}.get(
         architecture, architecture.replace("ForCausalLM", "Config")
     )
-    config = getattr(transformers, config_class)(**{**GROUPED, **changes})
+    config = getattr(transformers, config_class)(**{**GROUPED, **changes, **own})
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config).eval()
     for parameter in model.parameters():
@@ -167,6 +167,67 @@ def test_the_cache_grows_without_forgetting(tiny: ModuleType, tmp_path: Path) ->
     before.forward(ids[:10])
     assert before.cache_bytes < parts.cache_bytes
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_int8_cache_gives_nearly_the_same_logits(written: tuple[Path, Any]) -> None:
+    path, _ = written
+    ids = ids_of(150)
+    expected = Engine.open(path, exact=True).forward(ids, all_logits=True)
+    size = float(expected.std())
+    prompt, parts = (Engine.open(path, exact=True, kv_cache="int8") for _ in range(2))
+    found = prompt.forward(ids, all_logits=True)
+    assert 0 < float((found - expected).square().mean().sqrt()) < 0.02 * size
+    # One token at a time goes another way through the same bytes, with queries and weights of 14 bits.
+    parts.forward(ids[:100])
+    for i in range(100, 150):
+        torch.testing.assert_close(parts.forward([int(ids[i])]), found[i], atol=0.005 * size, rtol=0)
+
+
+def test_an_int8_cache_grows_and_takes_half_the_memory(tiny: ModuleType, tmp_path: Path) -> None:
+    changed = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = build("llama", **changed)
+    path = tiny.write(tmp_path, model)
+    ids = ids_of(400)
+    engines = [Engine.open(path, exact=True, kv_cache=kind) for kind in ("float16", "int8", "int8")]
+    expected = [engine.forward(ids) for engine in engines]
+    engines[2].reset()
+    for start in range(0, 400, 50):
+        found = engines[2].forward(ids[start : start + 50])
+    torch.testing.assert_close(found, expected[1], atol=1e-4, rtol=1e-4)
+    assert (
+        engines[2].cache_bytes * 32 == engines[0].cache_bytes * 20
+    )  # 16 numbers of 2 bytes; 16 bytes and a scale
+
+
+@pytest.mark.parametrize("size", [2, 6, 16, 30, 80, 256, 512])
+def test_an_int8_cache_for_heads_of_any_even_size(tiny: ModuleType, tmp_path: Path, size: int) -> None:
+    model = build("llama", head_dim=size, num_hidden_layers=1)
+    path = tiny.write(tmp_path, model)
+    ids = ids_of(70)
+    plain, engine = Engine.open(path, exact=True), Engine.open(path, exact=True, kv_cache="int8")
+    expected = plain.forward(ids, all_logits=True)
+    assert float((engine.forward(ids[:50], all_logits=True) - expected[:50]).abs().max()) < 0.05 * float(
+        expected.std()
+    )
+    for i in range(50, 70):
+        found = engine.forward([int(ids[i])])
+        torch.testing.assert_close(found, expected[i], atol=0.05 * float(expected.std()), rtol=0)
+
+
+def test_a_loaded_model_generates_with_an_int8_cache(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, build("llama"))
+    model: Any = nstf.runtime.load(path, engine="exact", kv_cache="int8")
+    ids = ids_of(9)[None]
+    found = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    engine = model.nstf_engine.engine
+    assert engine.kv_cache == "int8" and found.shape == (1, 21)
+    assert found[0, 9:].tolist() == list(Engine.open(path, exact=True, kv_cache="int8").generate(ids[0], 12))
+    for refused in (
+        lambda: nstf.runtime.load(path, kv_cache="int4"),
+        lambda: Engine.open(path, kv_cache="int4"),
+    ):
+        with pytest.raises(UsageError, match=r"'int4' is not one of float16, int8"):
+            refused()
 
 
 def test_sampling_follows_torchs_seed_and_the_settings(tiny: ModuleType, tmp_path: Path) -> None:
