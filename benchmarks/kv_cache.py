@@ -37,7 +37,8 @@ def decode_rate(engine: Engine, context: int, tokens: int) -> float:
 def cache_bytes(artifact: Artifact, cache: str, positions: int) -> int:
     """Bytes of keys and values once `positions` tokens have been seen."""
     engine = Engine(artifact, kv_cache=cache)
-    engine.forward(torch.zeros(positions, dtype=torch.int64))
+    engine.position = positions - 1  # what was there does not matter here
+    engine.forward([0])
     return engine.cache_bytes
 
 

@@ -96,7 +96,7 @@ def decomposed(tiny: ModuleType, model: Any) -> dict[str, Any]:
         (32, 32): ("tucker", {"ranks": [4, 7, 30], "view": [4, 8, 32]}),
         (16, 32): ("cp", {"rank": 14, "view": [16, 32]}),
         (48, 32): ("tensor_train", {"ranks": [5, 30, 7], "view": [6, 8, 4, 8]}),
-        (32, 48): ("cp", {"rank": 120, "view": [4, 8, 6, 8]}),
+        (32, 48): ("cp", {"rank": 20, "view": [4, 8, 6, 8]}),
     }
     tensors = tiny.encode_model(model)
     for name, encoded in tensors.items():

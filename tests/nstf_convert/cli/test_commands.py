@@ -213,8 +213,19 @@ def test_bench_prints_rates_and_the_share_of_the_bandwidth(nstf, tiny):
     assert stored < data["bytes_per_token"] < stored + 10_000
     shown = nstf(*words)
     assert shown.code == 0 and "tokens a second" in shown.out and "GB/s" in shown.out
+    narrow = nstf(*words, "--kv-cache", "int8", "--json").json
+    assert stored < narrow["bytes_per_token"] < data["bytes_per_token"]
     too_long = nstf("bench", tiny.coarse, "--prompt", 1_000_000)
     assert too_long.code == 2 and "do not fit the model's context" in too_long.err
+
+
+def test_generate_with_an_int8_cache(nstf, tiny):
+    pytest.importorskip("nstf.kernels.cpu._ext")
+    words = ("generate", tiny.same, "the cat", "--max-new-tokens", 5, "--exact", "--json")
+    assert nstf(*words, "--kv-cache", "int8").json["text"]
+    for command in (words, ("bench", tiny.coarse)):
+        refused = nstf(*command, "--kv-cache", "int4")
+        assert refused.code == 2 and "--kv-cache 'int4': choose one of float16, int8" in refused.err
 
 
 def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):
