@@ -66,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="held-out texts for the KLD")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 1800])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[64, 1800])
     parser.add_argument("--memory-at", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)

@@ -95,23 +95,23 @@ struct Step {
     }
 };
 
-// What a product costs, in float32 multiplications with an addition: a byte from memory takes as long as one of them on each
-// of two cores of the machine this was measured on, one through an int8 kernel as long as a quarter, and a step
-// as some thousands for its handing over.
+// What one row of activations costs, in float32 multiplications with an addition: a byte from memory takes as long as one of
+// them on each of two cores of the machine this was measured on, one through an int8 kernel for several rows as
+// long as a quarter, and a step as some thousands for handing it over.
 struct Work {
     static constexpr double kByte = 1, kNarrow = 0.25, kStep = 10000;
-    static double of(const std::vector<Step>& steps, double batch) {
+    static double of(const std::vector<Step>& steps) {
         double total = 0;
         for (const Step& s : steps) {
             total += kStep;
             if (s.kind == Step::kRotate) {
-                total += batch * static_cast<double>(s.in());
+                total += static_cast<double>(s.in());
                 continue;
             }
             const double values = static_cast<double>(s.factor->rows * s.factor->cols);
-            const bool narrow = s.kind == Step::kProduct && s.factor->narrow() && batch * static_cast<double>(s.times) >= 4;
-            // Its bytes (at least one a value counts what unpacking costs), then the products.
-            total += values * kByte + batch * static_cast<double>(s.times) * values * (narrow ? kNarrow : 1);
+            const bool narrow = s.kind == Step::kProduct && s.factor->narrow() && s.times >= 4;
+            // Its bytes, at least one a value for what unpacking costs, then the products.
+            total += values * kByte + static_cast<double>(s.times) * values * (narrow ? kNarrow : 1);
         }
         return total;
     }
@@ -138,7 +138,8 @@ class Chain : public Matrix {
         const int64_t most = std::clamp<int64_t>(kTogether / widest_, 1, batch);
         for (int64_t b = 0; b < batch; b += most) {
             const int64_t count = std::min(most, batch - b);
-            const float* found = run(steps_, x + b * cols, count, threads, false);
+            const float* found = pass(steps_, x + b * cols, count, threads, false, first_.grow(count * widest_),
+                                      second_.grow(count * widest_));
             for (int64_t i = 0; i < count; ++i) std::copy_n(found + i * rows, rows, y + (b + i) * stride);
         }
     }
@@ -171,7 +172,7 @@ class Chain : public Matrix {
     // Whether W itself, decoded and read from memory, costs less than the steps.
     bool better_decoded() const {
         const double values = static_cast<double>(rows * cols);
-        return values * (1 + 4 * Work::kByte) < Work::of(steps_, 1);
+        return values * (1 + 4 * Work::kByte) < Work::of(steps_);
     }
 
   private:
@@ -284,6 +285,7 @@ class Chain : public Matrix {
         }
         std::copy(now.begin(), now.end(), out);
     }
+
     // All steps, from x to one of two rooms.
     static const float* pass(const std::vector<Step>& steps, const float* x, int64_t batch, int threads, bool exact, float* a,
                              float* b) {
@@ -293,9 +295,6 @@ class Chain : public Matrix {
             std::swap(a, b);
         }
         return x;
-    }
-    const float* run(const std::vector<Step>& steps, const float* x, int64_t batch, int threads, bool exact) {
-        return pass(steps, x, batch, threads, exact, first_.grow(batch * widest_), second_.grow(batch * widest_));
     }
 
     Decomposition kind_;
@@ -316,50 +315,7 @@ size_t split_of(const std::vector<int64_t>& view, int64_t rows) {
     return 0;
 }
 
-class Transposed : public Matrix {
-  public:
-    explicit Transposed(Shared x) : Matrix(x->cols, x->rows), x_(x, x->rows, x->cols) {}
-    void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* out = stride == rows ? y : room_.grow(batch * rows);
-        x_.multiply_transposed(x, batch, out, threads);
-        for (int64_t b = 0; b < batch && out != y; ++b) std::copy_n(out + b * rows, rows, y + b * stride);
-    }
-    void decode(int64_t row, float* out) const override {
-        Scratch line(x_.cols);
-        for (int64_t k = 0; k < cols; ++k) {
-            x_.decode(k, 1, line.data());
-            out[k] = line.data()[row];
-        }
-    }
-    std::string kernel() const override { return "transposed " + x_.kernel(); }
-
-  private:
-    Factor x_;
-    Buffer<float> room_;
-};
-
-class Reshaped : public Matrix {
-  public:
-    Reshaped(Shared x, int64_t rows, int64_t cols) : Matrix(rows, cols), x_(std::move(x), rows, cols) {}
-    void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* out = stride == rows ? y : room_.grow(batch * rows);
-        x_.multiply(x, batch, out, threads, false);
-        for (int64_t b = 0; b < batch && out != y; ++b) std::copy_n(out + b * rows, rows, y + b * stride);
-    }
-    void decode(int64_t row, float* out) const override { x_.decode(row, 1, out); }
-    void decode_rows(int64_t first, int64_t count, float* out) const override { x_.decode(first, count, out); }
-    std::string kernel() const override { return x_.kernel() + " by panels"; }
-
-  private:
-    Factor x_;
-    Buffer<float> room_;
-};
-
 }  // namespace
-
-Shared transposed(Shared x) { return std::make_shared<Transposed>(std::move(x)); }
-
-Shared reshaped(Shared x, int64_t rows, int64_t cols) { return std::make_shared<Reshaped>(std::move(x), rows, cols); }
 
 Shared chain(Decomposition kind, int64_t rows, int64_t cols, const std::vector<int64_t>& view,
              const std::vector<int64_t>& ranks, const std::vector<Shared>& parts, Way way) {
