@@ -53,7 +53,7 @@ struct Sixteen {
 // What queries and weights are rounded to: 512 products of it and a byte still fit 32 bits.
 constexpr float kSteps = 8191;
 
-// Between what is read and what is fetched: the processor's own prefetcher stops at every page.
+// Between what is read and what is fetched, values after keys: the processor's own prefetcher stops at every page.
 constexpr int64_t kAheadBytes = 4096;
 
 // `count` numbers as 16-bit ones; returns their scale.
@@ -108,14 +108,17 @@ static void attend_int8(const float* q, int64_t q_stride, int64_t tokens, int64_
 static void attend_one_int8(const float* q, int64_t size, int64_t position, int64_t window, float scale,
                             const Int8Head& head, float* out, float* scores) {
     const int64_t start = window > 0 && position + 1 > window ? position + 1 - window : 0, from = start / kKeys * kKeys;
+    const int64_t end = (position / kKeys + 1) * kKeys * size;  // bytes of keys, and of values
     int16_t wide[512];  // heads are no larger
     const float by = to_wide(q, size, wide) * scale;
     for (int64_t j = from; j <= position; j += kKeys) {
         const int8_t* k = head.keys + j * size;
+        const int64_t ahead = j * size + kAheadBytes;
+        const int8_t* next = ahead < end ? head.keys + ahead : head.values + from * size + (ahead - end);
         Sixteen even, odd;
         int64_t p = 0;
         for (; p + 2 <= size / 2; p += 2) {
-            __builtin_prefetch(k + p * 32 + kAheadBytes, 0, 2);
+            __builtin_prefetch(next + p * 32, 0, 2);
             even.add(k + p * 32, pair_at(wide + 2 * p));
             odd.add(k + p * 32 + 32, pair_at(wide + 2 * p + 2));
         }
@@ -136,11 +139,12 @@ static void attend_one_int8(const float* q, int64_t size, int64_t position, int6
         for (int64_t l = 0; l < kKeys; ++l) weights[l] = scores[j + l] * head.value_scales[j + l];
         const float step = to_wide(weights, kKeys, wide);
         const int8_t* v = head.values + j * size;
+        const int64_t ahead = j * size + kAheadBytes < end ? kAheadBytes : 0;
         int64_t d = 0;
         for (; d + 16 <= size; d += 16) {
             Sixteen sum;
             for (int64_t p = 0; p < kKeys / 2; ++p) {
-                if (d % 32 == 0) __builtin_prefetch(v + (p * size + d) * 2 + kAheadBytes, 0, 2);
+                if (d % 32 == 0) __builtin_prefetch(v + (p * size + d) * 2 + ahead, 0, 2);
                 sum.add(v + (p * size + d) * 2, pair_at(wide + 2 * p));
             }
             float sums[16];

@@ -78,4 +78,5 @@ static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* ou
 }
 
 static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, attend,
-                         attend_one, to_int8, attend_int8, attend_one_int8, products, mixtures, multiply_add};
+                         attend_one, to_int8, attend_int8, attend_one_int8, products, mixtures, multiply_add,
+                         hadamard};

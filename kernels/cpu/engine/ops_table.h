@@ -39,6 +39,7 @@ struct Ops {
     void (*mixtures)(const float* x, int64_t batch, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
                      int64_t cols, float* y, int64_t stride);
     void (*multiply_add)(const float* a, const float* b, int64_t size, float* y);
+    void (*hadamard)(float* x, int64_t size, int block);
 };
 
 const Ops& ops();

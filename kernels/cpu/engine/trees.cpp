@@ -209,23 +209,7 @@ void require(bool good, const char* what) {
 
 }  // namespace
 
-void hadamard(float* x, int64_t size, int block) {
-    const float by = 1.0f / std::sqrt(static_cast<float>(block));
-    for (float* at = x; at < x + size; at += block) {
-        for (int half = 1; half < block; half *= 2)
-            for (int i = 0; i < block; i += 2 * half) {
-                float *a = at + i, *b = at + i + half;
-#pragma omp simd
-                for (int j = 0; j < half; ++j) {
-                    const float u = a[j], v = b[j];
-                    a[j] = u + v;
-                    b[j] = u - v;
-                }
-            }
-#pragma omp simd
-        for (int i = 0; i < block; ++i) at[i] *= by;
-    }
-}
+void hadamard(float* x, int64_t size, int block) { ops().hadamard(x, size, block); }
 
 Shared dense(int64_t rows, int64_t cols, const void* values, Number type) {
     return std::make_shared<Dense>(rows, cols, values, type);
