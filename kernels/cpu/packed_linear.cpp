@@ -18,11 +18,11 @@
 #include <vector>
 
 #include "half.h"
+#include "isa.h"
 #include "packed_matrix.h"
 #include "parallel.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define NSTF_X86 1
+#if NSTF_X86
 #include <immintrin.h>
 #endif
 
@@ -70,26 +70,25 @@ struct Variant {
     DecodeFn decode;
 };
 
+// The row kernels of this processor, fastest first.
 std::vector<Variant> variants() {
     std::vector<Variant> found;
 #if NSTF_X86
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        found.push_back({"avx512", avx512::matmul, avx512::decode});
-    if (avx2) found.push_back({"avx2", avx2::matmul, avx2::decode});
+    const Isa best = isas().front();
+    if (has_avx512(best)) found.push_back({"avx512", avx512::matmul, avx512::decode});
+    if (has_avx2(best)) found.push_back({"avx2", avx2::matmul, avx2::decode});
 #endif
     found.push_back({"portable", portable::matmul, portable::decode});
     return found;
 }
 
-const Variant& variant(const std::string& name) {
+// The one named, or the one of the instruction set in use.
+const Variant& variant(std::string wanted) {
     static const std::vector<Variant> all = variants();
+    if (wanted.empty()) wanted = has_avx512(isa()) ? "avx512" : has_avx2(isa()) ? "avx2" : "portable";
     for (const Variant& v : all)
-        if (name.empty() || name == v.name) return v;
-    throw std::invalid_argument("no row kernel '" + name + "' on this processor");
+        if (wanted == v.name) return v;
+    throw std::invalid_argument("no row kernel '" + wanted + "' on this processor");
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -163,7 +162,7 @@ class PackedLinear {
 
     // For the engine, which keeps this object alive.
     uintptr_t view() {
-        view_ = {w_, variant_.matmul, variant_.decode};
+        view_ = {w_, variant_.matmul, variant_.decode, variant_.name};
         return reinterpret_cast<uintptr_t>(&view_);
     }
 

@@ -36,6 +36,7 @@ struct PackedView {
     PackedMatrix w;
     MatmulFn matmul = nullptr;
     DecodeFn decode = nullptr;
+    const char* isa = "";  // that they are written for
 };
 
 }  // namespace nstf

@@ -190,7 +190,14 @@ void bind_engine(nb::module_& m) {
         Held held = make_chain(kind, rows, cols, view, ranks, parts, way);
         return held.matrix == nullptr ? nb::none() : nb::cast(std::move(held));
     });
-    m.def("engine_int8", &int8_available, "Whether this processor has the kernels with int8 activations.");
+    m.def("engine_int8", &int8_available, "Whether there are kernels with int8 activations for the instruction set in use.");
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (nstf::Isa i : nstf::isas()) names.emplace_back(nstf::name(i));
+        return names;
+    }, "The instruction sets of this processor that kernels are written for, best first.");
+    m.def("isa", [] { return std::string(nstf::name(nstf::isa())); }, "The one kernels are chosen for.");
+    m.def("use_isa", &nstf::use_isa, "isa"_a, "Chooses kernels for another one from here on; \"\": the best.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const nb::dict&, const Held&, const Held&, Floats, bool>(), "shape"_a, "embedding"_a, "head"_a,
              "final_norm"_a, "int8_cache"_a)

@@ -1,12 +1,13 @@
 // The kinds of matrices; each has its file. They point into arrays that the owner of the matrix keeps alive.
 #pragma once
 
+#include "../isa.h"
 #include "../packed_matrix.h"
 #include "matrix.h"
 
 namespace nstf::engine {
 
-// Whether the int8 kernels exist for this processor (AVX-512 with VNNI, VBMI and VBMI2).
+// Whether there are int8 kernels for the instruction set in use.
 bool int8_available();
 
 // Packed codes, computed in float32 as `decode` defines them.

@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "../half.h"
+#include "../isa.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define NSTF_X86 1
+#if NSTF_X86
 #include <immintrin.h>
 #endif
 
@@ -41,13 +41,8 @@ namespace avx512 {
 
 const Ops& ops() {
 #if NSTF_X86
-    __builtin_cpu_init();
-    static const bool narrow = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                               __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-    static const bool wide = narrow && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (wide) return avx512::kOps;
-    if (narrow) return avx2::kOps;
+    if (has_avx512(isa())) return avx512::kOps;
+    if (has_avx2(isa())) return avx2::kOps;
 #endif
     return portable::kOps;
 }

@@ -27,7 +27,7 @@ class PackedExact : public Leaf {
     }
     void decode(int64_t row, float* out) const override { view_.decode(view_.w, row, 1, out, 1); }
     void decode_rows(int64_t first, int64_t count, float* out) const override { view_.decode(view_.w, first, count, out, 1); }
-    std::string kernel() const override { return "packed float32"; }
+    std::string kernel() const override { return std::string("packed float32, ") + view_.isa; }
 
   private:
     PackedView view_;

@@ -465,7 +465,7 @@ Shared trellis(int64_t rows, int64_t cols, std::vector<TrellisSection> sections,
     if (static_cast<int64_t>(scales.size()) != rows || sections.empty())
         throw std::invalid_argument("trellis: scales or sections are missing");
 #if NSTF_VNNI
-    if (!exact && int8_available())
+    if (!exact && isa() == Isa::kAvx512Vbmi)
         return std::make_shared<TrellisInt8>(rows, cols, std::move(sections), std::move(scales));
 #endif
     (void)exact;

@@ -1,0 +1,64 @@
+// What the int8 kernels of all instruction sets share that needs none of them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "leaves.h"
+
+namespace nstf::engine {
+
+constexpr int64_t kChunk = 64, kBlock = 32;  // columns unpacked at a time; columns of a sum of activations
+constexpr int kPanel = 16;                   // rows that are unpacked side by side
+constexpr int64_t kSeveral = 4;              // rows of activations from which that pays
+// Bytes between what is read and what is fetched into the second cache. The processor's own prefetcher loses its way
+// between rows and stops at every page: on a matrix larger than the caches this is worth a factor of 2.5.
+constexpr int64_t kAhead = 4096;
+// Bytes that are read beyond the end of what is needed, at most.
+constexpr int64_t kBeyond = 64;
+
+// The largest value of a table.
+inline float largest(const PackedMatrix& w) {
+    float top = 0;
+    for (float v : w.table) top = std::max(top, std::fabs(v));
+    return top;
+}
+
+// A table of 16 values rounded to int8, and `moved` up.
+inline void round_table(const PackedMatrix& w, int moved, uint8_t* bytes) {
+    const float top = largest(w);
+    for (int i = 0; i < 16; ++i)
+        bytes[i] = static_cast<uint8_t>(moved + (top > 0 ? std::lround(w.table[i] / top * 127) : 0));
+}
+
+// Whether the table is that of plain integers, from -8.
+inline bool uniform(const PackedMatrix& w) {
+    for (int i = 0; i < 16; ++i)
+        if (w.table[i] != static_cast<float>(i - 8)) return false;
+    return true;
+}
+
+// `bytes` bytes from `p`, which is `p` itself where kBeyond more may be read.
+inline const uint8_t* readable(const uint8_t* p, int64_t bytes, const uint8_t* end, uint8_t* room) {
+    if (p + bytes + kBeyond <= end) return p;
+    std::memcpy(room, p, static_cast<size_t>(std::min<int64_t>(bytes, end - p)));
+    return room;
+}
+
+// The leaf of a matrix in one instruction set; each of the files packed_int8_*.cpp holds some.
+using MakeInt8 = Shared (*)(const PackedView&);
+#if NSTF_X86
+Shared packed_int8_avx512_vbmi(const PackedView&);
+Shared packed_int8_avx512_vnni(const PackedView&);
+Shared packed_int8_avx2_vnni(const PackedView&);
+Shared packed_int8_avx2(const PackedView&);
+#elif defined(__aarch64__)
+Shared packed_int8_neon(const PackedView&);
+#if NSTF_DOTPROD
+Shared packed_int8_neon_dot(const PackedView&);
+#endif
+#endif
+
+}  // namespace nstf::engine

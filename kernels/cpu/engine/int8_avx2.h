@@ -1,0 +1,194 @@
+// The pieces of packed_int8.h in AVX2. NSTF_VNNI: AVX-VNNI is there too, which adds up products of unsigned and signed bytes in
+// 32 bits. Without it products are added in pairs of 16 bits, which holds them for codes of up to 7 bits; wider codes are
+// signed, and their signs go to the activations.
+
+using Bytes = __m256i;
+using Ints = __m256i;
+using Narrow = __m256i;
+using Floats = __m256;
+constexpr int LANES = 8, TOKENS = 4;
+constexpr bool SIGNED = !NSTF_VNNI;
+constexpr uintptr_t KEY = 6;
+
+inline Floats zero_floats() { return _mm256_setzero_ps(); }
+inline Floats set(float f) { return _mm256_set1_ps(f); }
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline __m256i first_mask(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline void store_first(float* p, Floats v, int count) { _mm256_maskstore_ps(p, first_mask(count), v); }
+inline Floats first_lanes(Floats v, int count) { return _mm256_and_ps(v, _mm256_castsi256_ps(first_mask(count))); }
+inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats negative_fma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
+inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+inline Floats gathered(const float* p, const int32_t* index) {
+    return _mm256_i32gather_ps(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
+}
+inline __m256i words_of_bytes(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline Floats floats_of_bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(words_of_bytes(p)); }
+inline Floats powers_of_bytes(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(words_of_bytes(p), 23)); }
+inline Floats floats_of_halves(const uint8_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline float sum_of(Floats v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+// The sums over the lanes of four vectors.
+inline void store_four_sums(float* p, const Floats* v) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+inline Bytes load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_bytes(void* p, Bytes v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+inline Bytes four_bytes(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+#if NSTF_VNNI
+inline Ints widened(Narrow v) { return v; }
+template <bool WIDE>
+inline Narrow first(Bytes w, Bytes x) {
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, x);
+}
+template <bool WIDE>
+inline Narrow more(Narrow sum, Bytes w, Bytes x) {
+    return _mm256_dpbusd_avx_epi32(sum, w, x);
+}
+#else
+inline Ints widened(Narrow v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+// |w| is at most 128 and |x| 127, so a sum of two products is at most 32512.
+template <bool WIDE>
+inline Narrow first(Bytes w, Bytes x) {
+    if (WIDE) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_maddubs_epi16(w, x);
+}
+template <bool WIDE>
+inline Narrow more(Narrow sum, Bytes w, Bytes x) {
+    return _mm256_add_epi16(sum, first<WIDE>(w, x));
+}
+#endif
+// How many sums of two products of codes of `bits` bits 16 bits hold.
+inline constexpr int run_of(int bits) {
+    return NSTF_VNNI || bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+}
+
+// The scales of the two blocks of a chunk, in the lanes that belong to each: half a vector, or vector k.
+template <bool EVEN_ODD>
+inline Floats block_scales(const float* s, int k) {
+    if (EVEN_ODD) return _mm256_blend_ps(_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1), 0xf0);
+    return _mm256_broadcast_ss(s + k);
+}
+
+// Codes of `bits` bits in their own order, 64 from 8 * bits bytes; reads up to 12 more.
+struct Spread {
+    // Kept as bytes: 16 codes a half, of which the even ones are shifted to the lower byte of a pair and the odd ones to the
+    // upper one. Each lies in two bytes. There is no shift of 16 bits by different amounts; products do for it.
+    __m256i even, odd, even_by, odd_by, mask;
+    __m128i right;
+    int half;
+    explicit Spread(int bits) : half(2 * bits) {
+        alignas(32) uint8_t pick[2][32];
+        alignas(32) uint16_t by[2][16];
+        for (int i = 0; i < 32; ++i) {
+            const int bit = i % 16 * bits;
+            pick[i % 2][i / 2 * 2] = static_cast<uint8_t>(bit / 8);
+            pick[i % 2][i / 2 * 2 + 1] = static_cast<uint8_t>(std::min(15, bit / 8 + 1));
+            // The even ones to the top, from where all are shifted down alike.
+            by[i % 2][i / 2] = static_cast<uint16_t>(1 << (i % 2 == 0 ? 16 - bits - bit % 8 : 8 - bit % 8));
+        }
+        even = load_bytes(pick[0]), odd = load_bytes(pick[1]);
+        even_by = load_bytes(by[0]), odd_by = load_bytes(by[1]);
+        mask = _mm256_set1_epi16(static_cast<int16_t>(((1 << bits) - 1) << 8));
+        right = _mm_cvtsi32_si128(16 - bits);
+    }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        for (int i = 0; i < 2; ++i, p += 2 * half) {
+            const __m256i v = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + half)), 1);
+            const __m256i low = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(v, even), even_by), right);
+            const __m256i high = _mm256_and_si256(_mm256_mullo_epi16(_mm256_shuffle_epi8(v, odd), odd_by), mask);
+            out[i] = _mm256_or_si256(low, high);
+        }
+    }
+};
+
+struct Nibbles {
+    static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    explicit Nibbles(const PackedMatrix&) {}
+    static int64_t bytes(int) { return 32; }
+    static constexpr int run() { return run_of(4); }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        const __m256i both = load_bytes(p), mask = _mm256_set1_epi8(15);
+        out[0] = _mm256_and_si256(both, mask);
+        out[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    }
+};
+struct Levels {  // a table of 16 values, rounded to int8
+    static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    Nibbles codes;
+    __m256i table;
+    explicit Levels(const PackedMatrix& w) : codes(w) {
+        alignas(16) uint8_t rounded[16];
+        round_table(w, SIGNED ? 0 : 128, rounded);
+        table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(rounded)));
+    }
+    static int64_t bytes(int) { return 32; }
+    static constexpr int run() { return run_of(8); }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        codes(p, out);
+        for (int i = 0; i < 2; ++i) out[i] = _mm256_shuffle_epi8(table, out[i]);
+    }
+};
+struct EightBits {
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    explicit EightBits(const PackedMatrix&) {}
+    static int64_t bytes(int) { return 64; }
+    static constexpr int run() { return run_of(8); }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        for (int i = 0; i < 2; ++i) {
+            out[i] = load_bytes(p + 32 * i);
+            if (SIGNED) out[i] = _mm256_xor_si256(out[i], _mm256_set1_epi8(-128));
+        }
+    }
+};
+struct OddBits {
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    Spread spread;
+    int together;
+    explicit OddBits(const PackedMatrix& w) : spread(w.bits), together(run_of(w.bits)) {}
+    static int64_t bytes(int bits) { return 8 * bits; }
+    int run() const { return together; }
+    void operator()(const uint8_t* p, Bytes* out) const { spread(p, out); }
+};
+
+// 8 vectors of 8 numbers, transposed.
+inline void transpose(__m256i* v) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; ++k) {
+            v[i + 2 * k] = _mm256_unpacklo_epi64(t[i + k], t[i + 2 + k]);
+            v[i + 2 * k + 1] = _mm256_unpackhi_epi64(t[i + k], t[i + 2 + k]);
+        }
+    for (int k = 0; k < 4; ++k) {
+        t[k] = _mm256_permute2x128_si256(v[k], v[4 + k], 0x20);
+        t[4 + k] = _mm256_permute2x128_si256(v[k], v[4 + k], 0x31);
+    }
+    std::copy_n(t, 8, v);
+}
+
+#include "int8_quantise.h"

@@ -1,0 +1,241 @@
+// The pieces of packed_int8.h in AVX-512 with VNNI. NSTF_VBMI: VBMI is there too, which picks bytes and bits from all over a
+// vector; without it (Cascade Lake) odd widths take seven instructions instead of two.
+
+using Bytes = __m512i;
+using Ints = __m512i;
+using Narrow = __m512i;
+using Floats = __m512;
+constexpr int LANES = 16, TOKENS = 8;
+constexpr bool SIGNED = false;
+constexpr uintptr_t KEY = 2;
+
+inline Floats zero_floats() { return _mm512_setzero_ps(); }
+inline Floats set(float f) { return _mm512_set1_ps(f); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline void store_first(float* p, Floats v, int count) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1 << count) - 1), v);
+}
+inline Floats first_lanes(Floats v, int count) { return _mm512_maskz_mov_ps(static_cast<__mmask16>((1 << count) - 1), v); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats negative_fma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Floats gathered(const float* p, const int32_t* index) {
+    return _mm512_i32gather_ps(_mm512_loadu_si512(index), p, 4);
+}
+inline __m512i words_of_bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Floats floats_of_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(words_of_bytes(p)); }
+inline Floats powers_of_bytes(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(words_of_bytes(p), 23)); }
+inline Floats floats_of_halves(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline float sum_of(Floats v) { return _mm512_reduce_add_ps(v); }
+inline __m256 folded(Floats v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
+// The sums over the lanes of four vectors.
+inline void store_four_sums(float* p, const Floats* v) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(folded(v[0]), folded(v[1])), _mm256_hadd_ps(folded(v[2]), folded(v[3])));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
+inline Bytes four_bytes(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints widened(Narrow v) { return v; }
+template <bool WIDE>
+inline Narrow first(Bytes w, Bytes x) {
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x);
+}
+template <bool WIDE>
+inline Narrow more(Narrow sum, Bytes w, Bytes x) {
+    return _mm512_dpbusd_epi32(sum, w, x);
+}
+
+// The scales of the two blocks of a chunk, in the lanes that belong to each.
+template <bool EVEN_ODD>
+inline Floats block_scales(const float* s, int) {
+    constexpr __mmask16 second = EVEN_ODD ? 0xf0f0 : 0xff00;
+    return _mm512_mask_mov_ps(_mm512_set1_ps(s[0]), second, _mm512_set1_ps(s[1]));
+}
+
+// Codes of `bits` bits in their own order, 64 from 8 * bits bytes.
+#if NSTF_VBMI
+struct Spread {
+    __m512i bytes, shifts, mask;
+    __mmask64 read;
+    explicit Spread(int bits) {
+        // Every eight of them lie in `bits` bytes.
+        alignas(64) uint8_t index[64], shift[64];
+        for (int i = 0; i < 64; ++i) {
+            index[i] = static_cast<uint8_t>(std::min(63, i / 8 * bits + i % 8));
+            shift[i] = static_cast<uint8_t>(i % 8 * bits);
+        }
+        bytes = load_bytes(index);
+        shifts = load_bytes(shift);
+        mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
+        read = bits == 8 ? ~__mmask64{0} : (__mmask64{1} << (8 * bits)) - 1;
+    }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        const __m512i v = _mm512_permutexvar_epi8(bytes, _mm512_maskz_loadu_epi8(read, p));
+        out[0] = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, v), mask);
+    }
+};
+#else
+struct Spread {
+    __m512i words, even, odd, right, left, mask;
+    __mmask64 read;
+    explicit Spread(int bits) {
+        // 16 codes a quarter: its 2 * bits bytes start with a word of four bytes or in the middle of one. Each code lies in two
+        // bytes, those of the even ones are shifted into the lower byte of a pair and those of the odd ones into the upper one.
+        alignas(64) uint8_t pick[2][64];
+        alignas(64) uint16_t shift[2][32];
+        alignas(64) int32_t word[16];
+        for (int i = 0; i < 64; ++i) {
+            const int lane = i / 16, start = lane * 2 * bits % 4, bit = i % 16 * bits;
+            pick[i % 2][i / 2 * 2] = static_cast<uint8_t>(start + bit / 8);
+            pick[i % 2][i / 2 * 2 + 1] = static_cast<uint8_t>(std::min(15, start + bit / 8 + 1));
+            shift[i % 2][i / 2] = static_cast<uint16_t>(i % 2 == 0 ? bit % 8 : 8 - bit % 8);
+        }
+        for (int i = 0; i < 16; ++i) word[i] = std::min(15, i / 4 * 2 * bits / 4 + i % 4);
+        words = load_bytes(word);
+        even = load_bytes(pick[0]), odd = load_bytes(pick[1]);
+        right = load_bytes(shift[0]), left = load_bytes(shift[1]);
+        mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
+        read = bits == 8 ? ~__mmask64{0} : (__mmask64{1} << (8 * bits)) - 1;
+    }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        const __m512i v = _mm512_permutexvar_epi32(words, _mm512_maskz_loadu_epi8(read, p));
+        const __m512i low = _mm512_srlv_epi16(_mm512_shuffle_epi8(v, even), right);
+        const __m512i high = _mm512_sllv_epi16(_mm512_shuffle_epi8(v, odd), left);
+        // Bytes of low and high in turn.
+        const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xff), low, high, 0xca);
+        out[0] = _mm512_and_si512(both, mask);
+    }
+};
+#endif
+
+struct Nibbles {
+    static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0), mask = _mm512_set1_epi8(15);
+    explicit Nibbles(const PackedMatrix&) {}
+    static int64_t bytes(int) { return 32; }
+    static constexpr int run() { return 8; }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        out[0] = _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), mask);
+    }
+};
+struct Levels {  // a table of 16 values, rounded to int8 and moved up by 128
+    static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    Nibbles codes;
+    __m512i table;
+    explicit Levels(const PackedMatrix& w) : codes(w) {
+        alignas(16) uint8_t rounded[16];
+        round_table(w, 128, rounded);
+        table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(rounded)));
+    }
+    static int64_t bytes(int) { return 32; }
+    static constexpr int run() { return 8; }
+    void operator()(const uint8_t* p, Bytes* out) const {
+        codes(p, out);
+        out[0] = _mm512_shuffle_epi8(table, out[0]);
+    }
+};
+struct EightBits {
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    explicit EightBits(const PackedMatrix&) {}
+    static int64_t bytes(int) { return 64; }
+    static constexpr int run() { return 8; }
+    void operator()(const uint8_t* p, Bytes* out) const { out[0] = load_bytes(p); }
+};
+struct OddBits {
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    Spread spread;
+    explicit OddBits(const PackedMatrix& w) : spread(w.bits) {}
+    static int64_t bytes(int bits) { return 8 * bits; }
+    static constexpr int run() { return 8; }
+    void operator()(const uint8_t* p, Bytes* out) const { spread(p, out); }
+};
+
+// 64 activations: their codes, their scales (a lane for each of the 16 sums of a chunk, or one a block) and the sums of the
+// two blocks.
+template <bool EVEN_ODD>
+inline void quantise(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
+    __m512 v[4], top[4];
+    for (int i = 0; i < 4; ++i) {
+        v[i] = _mm512_loadu_ps(x + 16 * i);
+        __m512 m = _mm512_abs_ps(v[i]);
+        m = _mm512_max_ps(m, _mm512_permute_ps(m, 0xb1));
+        m = _mm512_max_ps(m, _mm512_permute_ps(m, 0x4e));
+        top[i] = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0xb1));  // of eight columns
+    }
+    if (!fine)
+        for (int i = 0; i < 4; i += 2) {
+            const __m512 m = _mm512_max_ps(top[i], top[i + 1]);
+            top[i] = top[i + 1] = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0x4e));
+        }
+    __m512i q = _mm512_setzero_si512();
+    __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    alignas(64) float eight[8];
+    for (int i = 0; i < 4; ++i) {
+        const __m512 scale = _mm512_mul_ps(top[i], _mm512_set1_ps(1.0f / 127));
+        const __mmask16 some = _mm512_cmp_ps_mask(top[i], _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
+        const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(127.0f), top[i]);
+        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+        total[i / 2] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(rounded), scale, total[i / 2]);
+        const __m128i bytes = _mm512_cvtepi32_epi8(rounded);
+        q = i == 0 ? _mm512_castsi128_si512(bytes) : i == 1 ? _mm512_inserti32x4(q, bytes, 1)
+            : i == 2 ? _mm512_inserti32x4(q, bytes, 2) : _mm512_inserti32x4(q, bytes, 3);
+        eight[2 * i] = _mm512_cvtss_f32(scale);
+        eight[2 * i + 1] = _mm512_cvtss_f32(_mm512_shuffle_f32x4(scale, scale, 2));
+    }
+    if (EVEN_ODD) {
+        // Pairs of 16 bits hold an even column and the odd one after it.
+        const __m256i even = _mm512_cvtepi16_epi8(q), odd = _mm512_cvtepi16_epi8(_mm512_srli_epi16(q, 8));
+        q = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+    }
+    _mm512_storeu_si512(codes, q);
+    sums[0] = _mm512_reduce_add_ps(total[0]);
+    sums[1] = _mm512_reduce_add_ps(total[1]);
+    if (!fine) {
+        scales[0] = eight[0];
+        scales[1] = eight[4];
+    } else {
+        __m512 lanes = _mm512_broadcast_f32x8(_mm256_load_ps(eight));
+        if (!EVEN_ODD)
+            lanes = _mm512_permutexvar_ps(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), lanes);
+        _mm512_storeu_ps(scales, lanes);
+    }
+}
+
+// 16 vectors of 16 numbers, transposed.
+inline void transpose(__m512i* v) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int k = 0; k < 2; ++k) {
+            v[i + 2 * k] = _mm512_unpacklo_epi64(t[i + k], t[i + 2 + k]);
+            v[i + 2 * k + 1] = _mm512_unpackhi_epi64(t[i + k], t[i + 2 + k]);
+        }
+    for (int k = 0; k < 4; ++k) {
+        const __m512i a = _mm512_shuffle_i32x4(v[k], v[4 + k], 0x88), b = _mm512_shuffle_i32x4(v[k], v[4 + k], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(v[8 + k], v[12 + k], 0xdd);
+        t[k] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[8 + k] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[4 + k] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[12 + k] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    std::copy_n(t, 16, v);
+}

@@ -1,0 +1,318 @@
+// Packed codes times activations rounded to int8, for one instruction set: the packed_int8_*.cpp include this file once per set,
+// inside a namespace, after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h), so there is no include guard and
+// nothing is included here.
+//
+// 64 codes at a time become bytes, and one instruction or two multiply each four of them with four activations and add them up.
+// One row of activations: a row of codes is read as it is stored; a scale of activations covers 8 columns. Several
+// rows: 16 rows of codes are unpacked side by side once, and each activation meets all 16; its scale covers 32 columns.
+// Codes are unsigned, so their zero points are taken off at the end, times the sums of the activations of a block of 32.
+// (Where eight-bit codes must be signed, 128 was taken off them, and is taken off their zero points.)
+//
+// The pieces of a set. Bytes, Ints, Floats: vectors of one size, LANES of Ints and Floats. A chunk is PARTS vectors of bytes.
+// Nibbles, Levels, EightBits, OddBits: how a chunk of codes becomes bytes, and in which order: EVEN_ODD, the 32 even columns and
+// then the odd ones. WIDE codes take eight bits. first, more, widened: sums of products, of which run() may be added before they
+// are widened to Ints.
+
+constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
+
+// The rows of a vector of scales: LANES at a time, and nothing beyond the last.
+inline void row_scales(const PackedMatrix& w, int64_t r, float* out, uint8_t* room) {
+    const int64_t n = w.groups, size = w.scale_kind == Scale::kFloat ? 4 : w.scale_kind == Scale::kHalf ? 2 : 1;
+    const uint8_t* all = static_cast<const uint8_t*>(w.scale);
+    const uint8_t* in = readable(all + r * n * size, n * size, all + w.rows * n * size, room);
+    Floats step = zero_floats();
+    if (w.scale_kind == Scale::kSteps) step = set(half_to_float(w.super_[r]) * (1.0f / 256));
+    for (int64_t g = 0; g < n; g += LANES) {
+        Floats s;
+        if (w.scale_kind == Scale::kSteps) s = fma(floats_of_bytes(in + g), step, step);
+        else if (w.scale_kind == Scale::kHalf) s = floats_of_halves(in + 2 * g);
+        else if (w.scale_kind == Scale::kFloat) s = load(reinterpret_cast<const float*>(in + 4 * g));
+        else s = powers_of_bytes(in + g);  // the codes of a subnormal power and of NaN are left to the exact kernel
+        if (n - g < LANES) s = first_lanes(s, static_cast<int>(n - g));
+        store(out + g, s);
+    }
+}
+
+template <class Codes>
+class PackedInt8 : public Leaf {
+  public:
+    explicit PackedInt8(const PackedView& view)
+        : Leaf(view.w.rows, view.w.cols), view_(view), w_(view_.w), codes_(w_), zero_codes_(w_.bits),
+          chunks_((cols + kChunk - 1) / kChunk), blocks_(2 * chunks_), padded_((blocks_ + 15) / 16 * 16),
+          chunk_bytes_(Codes::bytes(w_.bits)) {
+        centre_ = static_cast<float>((Codes::TABLE ? 128 : 1 << (w_.bits - 1)) - MOVED);
+        factor_ = Codes::TABLE ? largest(w_) / 127 : 1.0f;
+        group_of_.resize(static_cast<size_t>(padded_));
+        for (size_t j = 0; j < group_of_.size(); ++j)
+            group_of_[j] = static_cast<int32_t>(std::min(w_.groups - 1, static_cast<int64_t>(j) * kBlock / w_.group));
+    }
+
+    uintptr_t key() const override { return KEY + (Codes::EVEN_ODD ? 0 : 1); }
+    int64_t unit() const override { return kPanel; }
+    void decode(int64_t row, float* out) const override { view_.decode(w_, row, 1, out, 1); }
+    std::string kernel() const override { return std::string("packed int8 x int8, ") + name(SELF); }
+
+    void reserve(const float*, int64_t batch, Input& in) const override {
+        in.batch = batch;
+        in.stride = chunks_ * kChunk;
+        in.scales_stride = batch < kSeveral ? chunks_ * FINE : blocks_;
+        in.sums_stride = padded_;
+        in.codes.grow(batch * in.stride);
+        in.scales.grow(batch * in.scales_stride);
+        in.sums.grow(batch * in.sums_stride);
+    }
+
+    void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
+        const bool fine = in.batch < kSeveral;
+        alignas(64) float last[kChunk] = {};  // a chunk that is not whole
+        const int64_t rest = cols % kChunk;
+        for (int64_t b = first; b < end; ++b) {
+            float* sums = in.sums.data() + b * in.sums_stride;
+            std::fill_n(sums, in.sums_stride, 0.0f);
+            for (int64_t c = 0; c < chunks_; ++c) {
+                const float* from = x + b * cols + c * kChunk;
+                if ((c + 1) * kChunk > cols) {
+                    std::copy_n(from, rest, last);
+                    from = last;
+                }
+                quantise<Codes::EVEN_ODD>(from, fine, in.codes.data() + b * in.stride + c * kChunk,
+                                          in.scales.data() + b * in.scales_stride + c * (fine ? FINE : 2), sums + 2 * c);
+            }
+        }
+    }
+
+    void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
+        Room& room = Room::mine(*this);
+        if (batch >= kSeveral) {
+            for (int64_t r = first; r < end; r += kPanel)
+                panel(in, batch, r, static_cast<int>(std::min<int64_t>(kPanel, end - r)), room, y, stride);
+            return;
+        }
+        int64_t r = first;
+        for (; r + 4 <= end; r += 4) rows<4>(in, batch, r, room, y, stride);
+        for (; r < end; ++r) rows<1>(in, batch, r, room, y, stride);
+    }
+
+  private:
+    // What is taken off codes of eight bits so that they are signed bytes.
+    static constexpr int MOVED = Codes::WIDE && SIGNED ? 128 : 0;
+    // Vectors of sums of a chunk: with the even columns in one half and the odd ones in the other, parts of the same columns' scale
+    // are added.
+    static constexpr int SUMS = Codes::EVEN_ODD && PARTS > 1 ? PARTS / 2 : PARTS;
+    static constexpr int FINE = SUMS * LANES;  // scales of a chunk of one row of activations, a lane each
+
+    // What a thread works in: scales and zero points of up to 16 rows by block, and copies of the last rows.
+    struct Room {
+        Buffer<float> groups, scales, zeros;
+        Buffer<uint8_t> copies, panel, small;
+        static Room& mine(const PackedInt8& m) {
+            thread_local Room room;
+            room.groups.grow((m.w_.groups + 15) / 16 * 16 + 64);
+            room.scales.grow(kPanel * m.padded_);
+            room.zeros.grow(kPanel * m.padded_);
+            room.copies.grow(kPanel * (m.w_.row_bytes + kBeyond + m.chunk_bytes_));
+            room.small.grow(std::max(4 * m.w_.groups, m.w_.zero_bytes) + kChunk + kBeyond);
+            return room;
+        }
+    };
+
+    // Scales of a row by block, and where the matrix has zero points those times them; returns the row's codes.
+    const uint8_t* row(int64_t r, int slot, Room& room) const {
+        float *groups = room.groups.data(), *scales = room.scales.data() + slot * padded_;
+        const bool same = w_.group == kBlock;
+        row_scales(w_, r, same ? scales : groups, room.small.data());
+        if (!same)
+            for (int64_t j = 0; j < padded_; j += LANES) store(scales + j, gathered(groups, group_of_.data() + j));
+        if (w_.zeros != nullptr) zero_points(r, room.zeros.data() + slot * padded_, scales, groups, room);
+        const uint8_t* codes = w_.codes + r * w_.row_bytes;
+        if (codes + chunks_ * chunk_bytes_ + kBeyond <= w_.codes_end) return codes;
+        uint8_t* copy = room.copies.data() + slot * (w_.row_bytes + kBeyond + chunk_bytes_);
+        std::copy_n(codes, w_.row_bytes, copy);
+        return copy;
+    }
+
+    // Zero points of a row times its scales, by block.
+    void zero_points(int64_t r, float* zeros, const float* scales, float* groups, Room& room) const {
+        const uint8_t* all = w_.zeros;
+        const uint8_t* in = readable(all + r * w_.zero_bytes, w_.zero_bytes, all + w_.rows * w_.zero_bytes, room.small.data());
+        alignas(64) uint8_t points[kChunk];
+        const Floats moved = set(MOVED);
+        for (int64_t g = 0; g < w_.groups; g += kChunk) {
+            Bytes parts[PARTS];
+            zero_codes_(in + g / 8 * w_.bits, parts);
+            for (int p = 0; p < PARTS; ++p) store_bytes(points + p * 4 * LANES, parts[p]);
+            for (int64_t i = 0; i < std::min<int64_t>(kChunk, w_.groups - g); i += LANES)
+                store(groups + g + i, sub(floats_of_bytes(points + i), moved));
+        }
+        const int64_t direct = w_.group == kBlock ? w_.groups / LANES * LANES : 0;  // blocks that are groups
+        for (int64_t j = 0; j < padded_; j += LANES) {
+            const Floats z = j < direct ? load(groups + j) : gathered(groups, group_of_.data() + j);
+            store(zeros + j, mul(z, load(scales + j)));
+        }
+    }
+
+    template <int R>
+    void rows(const Input& in, int64_t batch, int64_t r, Room& room, float* y, int64_t stride) const {
+        const uint8_t* codes[R];
+        for (int i = 0; i < R; ++i) codes[i] = row(r + i, i, room);
+        const float *scales = room.scales.data(), *zeros = room.zeros.data();
+        const Floats factor = set(factor_);
+        for (int64_t b = 0; b < batch; ++b) {
+            const int8_t* q = in.codes.data() + b * in.stride;
+            const float* fine = in.scales.data() + b * in.scales_stride;
+            Floats total[R];
+            for (int i = 0; i < R; ++i) total[i] = zero_floats();
+            for (int64_t c = 0; c < chunks_; ++c) {
+                Bytes x[PARTS];
+                for (int p = 0; p < PARTS; ++p) x[p] = load_bytes(q + c * kChunk + p * 4 * LANES);
+                // Rows lie one after the other, so what is R rows of this chunk further on in memory comes later.
+                for (int64_t i = 0; i < R * chunk_bytes_; i += 64)
+                    __builtin_prefetch(codes[0] + kAhead + c * R * chunk_bytes_ + i, 0, 2);
+                Floats by[SUMS];
+                for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
+                for (int i = 0; i < R; ++i) {
+                    Bytes w[PARTS];
+                    codes_(codes[i] + c * chunk_bytes_, w);
+                    const float* s = scales + i * padded_ + 2 * c;
+                    for (int k = 0; k < SUMS; ++k) {
+                        const Floats scale = mul(by[k], block_scales<Codes::EVEN_ODD>(s, k));
+                        total[i] = fma(to_floats(products(w, x, k)), scale, total[i]);
+                    }
+                }
+            }
+            const float* sums = in.sums.data() + b * in.sums_stride;
+            // Without zero points of its own, the middle of a format is that of every group.
+            const float* by_block = w_.zeros == nullptr ? scales : zeros;
+            const Floats middle = set(w_.zeros == nullptr ? centre_ : 1.0f);
+            for (int i = 0; i < R; ++i) {
+                Floats lost = zero_floats();
+                for (int64_t j = 0; j < blocks_; j += LANES) lost = fma(load(by_block + i * padded_ + j), load(sums + j), lost);
+                total[i] = mul(negative_fma(lost, middle, total[i]), factor);
+            }
+            if (R == 4) {
+                store_four_sums(y + b * stride + r, total);
+            } else {
+                for (int i = 0; i < R; ++i) y[b * stride + r + i] = sum_of(total[i]);
+            }
+        }
+    }
+
+    // Vector k of the sums of products of a chunk.
+    static Ints products(const Bytes* w, const Bytes* x, int k) {
+        if constexpr (SUMS == PARTS) {
+            return widened(first<Codes::WIDE>(w[k], x[k]));
+        } else if constexpr (Codes::WIDE && SIGNED) {
+            return add_ints(widened(first<true>(w[k], x[k])), widened(first<true>(w[k + SUMS], x[k + SUMS])));
+        } else {
+            return widened(more<Codes::WIDE>(first<Codes::WIDE>(w[k], x[k]), w[k + SUMS], x[k + SUMS]));
+        }
+    }
+
+    // `count` rows of codes for all activations.
+    void panel(const Input& in, int64_t batch, int64_t r, int count, Room& room, float* y, int64_t stride) const {
+        uint8_t* panel = room.panel.grow(chunks_ * 1024 + blocks_ * 128);  // [word of four codes][16 rows]
+        float* scales = reinterpret_cast<float*>(panel + chunks_ * 1024);  // [block][16], then the zero points
+        float* zeros = scales + blocks_ * kPanel;
+        const uint8_t* rows[kPanel];
+        for (int i = 0; i < kPanel; ++i) rows[i] = row(r + std::min(i, count - 1), i, room);
+        for (int64_t c = 0; c < chunks_; ++c)
+            for (int h = 0; h < ROW_BLOCKS; ++h) {
+                Bytes v[PARTS][LANES];
+                for (int i = 0; i < LANES; ++i) {
+                    Bytes parts[PARTS];
+                    codes_(rows[h * LANES + i] + c * chunk_bytes_, parts);
+                    for (int p = 0; p < PARTS; ++p) v[p][i] = parts[p];
+                }
+                for (int p = 0; p < PARTS; ++p) {
+                    transpose(v[p]);
+                    for (int i = 0; i < LANES; ++i)
+                        store_bytes(panel + c * 1024 + (p * LANES + i) * 64 + h * 4 * LANES, v[p][i]);
+                }
+            }
+        for (int64_t j = 0; j < blocks_; ++j)
+            for (int i = 0; i < kPanel; ++i) {
+                const float scale = factor_ * room.scales.data()[i * padded_ + j];
+                scales[j * kPanel + i] = scale;
+                zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[i * padded_ + j];
+            }
+        for (int h = 0; h * LANES < count; ++h) {
+            const Panel part = {panel + h * 4 * LANES, scales + h * LANES, zeros + h * LANES, std::min(LANES, count - h * LANES)};
+            float* to = y + r + h * LANES;
+            switch (codes_.run()) {
+                case 8: all_tokens<8>(in, batch, part, to, stride); break;
+                case 4: all_tokens<4>(in, batch, part, to, stride); break;
+                case 2: all_tokens<2>(in, batch, part, to, stride); break;
+                default: all_tokens<1>(in, batch, part, to, stride);
+            }
+        }
+    }
+
+    struct Panel {  // LANES rows of one, or `count`
+        const uint8_t* codes;
+        const float *scales, *zeros;
+        int count;
+    };
+
+    template <int RUN>
+    void all_tokens(const Input& in, int64_t batch, const Panel& panel, float* y, int64_t stride) const {
+        int64_t b = 0;
+        for (; b + TOKENS <= batch; b += TOKENS) tokens<TOKENS, RUN>(in, b, panel, y + b * stride, stride);
+        if (TOKENS > 4)
+            for (; b + 4 <= batch; b += 4) tokens<4, RUN>(in, b, panel, y + b * stride, stride);
+        for (; b < batch; ++b) tokens<1, RUN>(in, b, panel, y + b * stride, stride);
+    }
+
+    template <int T, int RUN>
+    void tokens(const Input& in, int64_t b, const Panel& panel, float* y, int64_t stride) const {
+        const int8_t* q[T];
+        const float *by[T], *sums[T];
+        Floats total[T];
+        for (int t = 0; t < T; ++t) {
+            q[t] = in.codes.data() + (b + t) * in.stride;
+            by[t] = in.scales.data() + (b + t) * in.scales_stride;
+            sums[t] = in.sums.data() + (b + t) * in.sums_stride;
+            total[t] = zero_floats();
+        }
+        for (int64_t j = 0; j < blocks_; ++j) {
+            const int half = static_cast<int>(j % 2);
+            Ints sum[T];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i += RUN) {
+                Narrow part[T];
+#pragma GCC unroll 8
+                for (int k = i; k < i + RUN; ++k) {
+                    // The words of this block among the 16 of its chunk.
+                    const int64_t d = Codes::EVEN_ODD ? (k & 3) + 4 * half + (k >> 2) * 8 : k + 8 * half;
+                    const Bytes w = load_bytes(panel.codes + j / 2 * 1024 + d * 64);
+                    for (int t = 0; t < T; ++t) {
+                        const Bytes x = four_bytes(q[t] + j / 2 * kChunk + d * 4);
+                        part[t] = k == i ? first<Codes::WIDE>(w, x) : more<Codes::WIDE>(part[t], w, x);
+                    }
+                }
+                for (int t = 0; t < T; ++t) sum[t] = i == 0 ? widened(part[t]) : add_ints(sum[t], widened(part[t]));
+            }
+            const Floats s = load(panel.scales + j * kPanel), z = load(panel.zeros + j * kPanel);
+            for (int t = 0; t < T; ++t) {
+                total[t] = fma(mul(to_floats(sum[t]), set(by[t][j])), s, total[t]);
+                total[t] = negative_fma(z, set(sums[t][j]), total[t]);
+            }
+        }
+        for (int t = 0; t < T; ++t) store_first(y + t * stride, total[t], panel.count);
+    }
+
+    PackedView view_;
+    const PackedMatrix& w_;
+    Codes codes_;
+    Spread zero_codes_;
+    int64_t chunks_, blocks_, padded_, chunk_bytes_;
+    float centre_, factor_;
+    std::vector<int32_t> group_of_;
+};
+
+inline Shared make(const PackedView& view) {
+    const PackedMatrix& w = view.w;
+    if (w.code == Code::kBytes) return std::make_shared<PackedInt8<EightBits>>(view);
+    if (w.code == Code::kBits) return std::make_shared<PackedInt8<OddBits>>(view);
+    if (uniform(w)) return std::make_shared<PackedInt8<Nibbles>>(view);
+    return std::make_shared<PackedInt8<Levels>>(view);
+}
