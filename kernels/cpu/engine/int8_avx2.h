@@ -24,9 +24,6 @@ inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats negative_fma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
-inline Floats gathered(const float* p, const int32_t* index) {
-    return _mm256_i32gather_ps(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)), 4);
-}
 inline __m256i words_of_bytes(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
@@ -84,9 +81,9 @@ inline constexpr int run_of(int bits) {
 
 // The scales of the two blocks of a chunk, in the lanes that belong to each: half a vector, or vector k.
 template <bool EVEN_ODD>
-inline Floats block_scales(const float* s, int k) {
-    if (EVEN_ODD) return _mm256_blend_ps(_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1), 0xf0);
-    return _mm256_broadcast_ss(s + k);
+inline Floats block_scales(const float* s, const float* t, int k) {
+    if (EVEN_ODD) return _mm256_blend_ps(_mm256_broadcast_ss(s), _mm256_broadcast_ss(t), 0xf0);
+    return _mm256_broadcast_ss(k == 0 ? s : t);
 }
 
 // Codes of `bits` bits in their own order, 64 from 8 * bits bytes; reads up to 12 more.

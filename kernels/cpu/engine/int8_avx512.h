@@ -22,9 +22,6 @@ inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats negative_fma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
-inline Floats gathered(const float* p, const int32_t* index) {
-    return _mm512_i32gather_ps(_mm512_loadu_si512(index), p, 4);
-}
 inline __m512i words_of_bytes(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -61,9 +58,9 @@ inline Narrow more(Narrow sum, Bytes w, Bytes x) {
 
 // The scales of the two blocks of a chunk, in the lanes that belong to each.
 template <bool EVEN_ODD>
-inline Floats block_scales(const float* s, int) {
+inline Floats block_scales(const float* s, const float* t, int) {
     constexpr __mmask16 second = EVEN_ODD ? 0xf0f0 : 0xff00;
-    return _mm512_mask_mov_ps(_mm512_set1_ps(s[0]), second, _mm512_set1_ps(s[1]));
+    return _mm512_mask_mov_ps(_mm512_set1_ps(*s), second, _mm512_set1_ps(*t));
 }
 
 // Codes of `bits` bits in their own order, 64 from 8 * bits bytes.

@@ -27,10 +27,6 @@ inline Floats sub(Floats a, Floats b) { return vsubq_f32(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 inline Floats negative_fma(Floats a, Floats b, Floats c) { return vfmsq_f32(c, a, b); }
 inline Floats to_floats(Ints v) { return vcvtq_f32_s32(v); }
-inline Floats gathered(const float* p, const int32_t* index) {
-    const float four[4] = {p[index[0]], p[index[1]], p[index[2]], p[index[3]]};
-    return vld1q_f32(four);
-}
 inline uint32x4_t words_of_bytes(const uint8_t* p) {
     uint32_t four;
     std::memcpy(&four, p, 4);
@@ -88,8 +84,8 @@ inline constexpr int run_of(int bits) {
 
 // The scale of the block of vector k of the sums of a chunk.
 template <bool EVEN_ODD>
-inline Floats block_scales(const float* s, int k) {
-    return vdupq_n_f32(s[EVEN_ODD ? k : k / 2]);
+inline Floats block_scales(const float* s, const float* t, int k) {
+    return vdupq_n_f32((EVEN_ODD ? k : k / 2) == 0 ? *s : *t);
 }
 
 // Codes of `bits` bits in their own order, 64 from 8 * bits bytes; reads up to 12 more.

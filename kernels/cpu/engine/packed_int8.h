@@ -42,9 +42,8 @@ class PackedInt8 : public Leaf {
           chunk_bytes_(Codes::bytes(w_.bits)) {
         centre_ = static_cast<float>((Codes::TABLE ? 128 : 1 << (w_.bits - 1)) - MOVED);
         factor_ = Codes::TABLE ? largest(w_) / 127 : 1.0f;
-        group_of_.resize(static_cast<size_t>(padded_));
-        for (size_t j = 0; j < group_of_.size(); ++j)
-            group_of_[j] = static_cast<int32_t>(std::min(w_.groups - 1, static_cast<int64_t>(j) * kBlock / w_.group));
+        for (int64_t j = 0; j < blocks_; ++j)
+            group_of_.push_back(static_cast<int32_t>(std::min(w_.groups - 1, j * kBlock / w_.group)));
     }
 
     uintptr_t key() const override { return KEY + (Codes::EVEN_ODD ? 0 : 1); }
@@ -88,9 +87,8 @@ class PackedInt8 : public Leaf {
                 panel(in, batch, r, static_cast<int>(std::min<int64_t>(kPanel, end - r)), room, y, stride);
             return;
         }
-        int64_t r = first;
-        for (; r + 4 <= end; r += 4) rows<4>(in, batch, r, room, y, stride);
-        for (; r < end; ++r) rows<1>(in, batch, r, room, y, stride);
+        if (w_.group == kBlock) all_rows<true>(in, in.sums.data(), batch, first, end, room, y, stride);
+        else all_rows<false>(in, group_sums(in, batch, room), batch, first, end, room, y, stride);
     }
 
   private:
@@ -101,29 +99,26 @@ class PackedInt8 : public Leaf {
     static constexpr int SUMS = Codes::EVEN_ODD && PARTS > 1 ? PARTS / 2 : PARTS;
     static constexpr int FINE = SUMS * LANES;  // scales of a chunk of one row of activations, a lane each
 
-    // What a thread works in: scales and zero points of up to 16 rows by block, and copies of the last rows.
+    // What a thread works in: scales and zero points of up to 16 rows by group, sums of activations, and copies of the last rows.
     struct Room {
-        Buffer<float> groups, scales, zeros;
+        Buffer<float> scales, zeros, sums;
         Buffer<uint8_t> copies, panel, small;
         static Room& mine(const PackedInt8& m) {
             thread_local Room room;
-            room.groups.grow((m.w_.groups + 15) / 16 * 16 + 64);
             room.scales.grow(kPanel * m.padded_);
             room.zeros.grow(kPanel * m.padded_);
+            room.sums.grow(kSeveral * m.padded_);
             room.copies.grow(kPanel * (m.w_.row_bytes + kBeyond + m.chunk_bytes_));
             room.small.grow(std::max(4 * m.w_.groups, m.w_.zero_bytes) + kChunk + kBeyond);
             return room;
         }
     };
 
-    // Scales of a row by block, and where the matrix has zero points those times them; returns the row's codes.
+    // Scales of a row by group, and where the matrix has zero points those times them; returns the row's codes.
     const uint8_t* row(int64_t r, int slot, Room& room) const {
-        float *groups = room.groups.data(), *scales = room.scales.data() + slot * padded_;
-        const bool same = w_.group == kBlock;
-        row_scales(w_, r, same ? scales : groups, room.small.data());
-        if (!same)
-            for (int64_t j = 0; j < padded_; j += LANES) store(scales + j, gathered(groups, group_of_.data() + j));
-        if (w_.zeros != nullptr) zero_points(r, room.zeros.data() + slot * padded_, scales, groups, room);
+        float *scales = room.scales.data() + slot * padded_, *zeros = room.zeros.data() + slot * padded_;
+        row_scales(w_, r, scales, room.small.data());
+        if (w_.zeros != nullptr) zero_points(r, scales, zeros, room.small.data());
         const uint8_t* codes = w_.codes + r * w_.row_bytes;
         if (codes + chunks_ * chunk_bytes_ + kBeyond <= w_.codes_end) return codes;
         uint8_t* copy = room.copies.data() + slot * (w_.row_bytes + kBeyond + chunk_bytes_);
@@ -131,10 +126,10 @@ class PackedInt8 : public Leaf {
         return copy;
     }
 
-    // Zero points of a row times its scales, by block.
-    void zero_points(int64_t r, float* zeros, const float* scales, float* groups, Room& room) const {
+    // Zero points of a row times its scales, by group.
+    void zero_points(int64_t r, const float* scales, float* zeros, uint8_t* room) const {
         const uint8_t* all = w_.zeros;
-        const uint8_t* in = readable(all + r * w_.zero_bytes, w_.zero_bytes, all + w_.rows * w_.zero_bytes, room.small.data());
+        const uint8_t* in = readable(all + r * w_.zero_bytes, w_.zero_bytes, all + w_.rows * w_.zero_bytes, room);
         alignas(64) uint8_t points[kChunk];
         const Floats moved = set(MOVED);
         for (int64_t g = 0; g < w_.groups; g += kChunk) {
@@ -142,51 +137,70 @@ class PackedInt8 : public Leaf {
             zero_codes_(in + g / 8 * w_.bits, parts);
             for (int p = 0; p < PARTS; ++p) store_bytes(points + p * 4 * LANES, parts[p]);
             for (int64_t i = 0; i < std::min<int64_t>(kChunk, w_.groups - g); i += LANES)
-                store(groups + g + i, sub(floats_of_bytes(points + i), moved));
-        }
-        const int64_t direct = w_.group == kBlock ? w_.groups / LANES * LANES : 0;  // blocks that are groups
-        for (int64_t j = 0; j < padded_; j += LANES) {
-            const Floats z = j < direct ? load(groups + j) : gathered(groups, group_of_.data() + j);
-            store(zeros + j, mul(z, load(scales + j)));
+                store(zeros + g + i, mul(sub(floats_of_bytes(points + i), moved), load(scales + g + i)));
         }
     }
 
-    template <int R>
-    void rows(const Input& in, int64_t batch, int64_t r, Room& room, float* y, int64_t stride) const {
+    // Sums of activations by group, of all rows of them.
+    const float* group_sums(const Input& in, int64_t batch, Room& room) const {
+        float* out = room.sums.data();
+        std::fill_n(out, batch * padded_, 0.0f);
+        for (int64_t b = 0; b < batch; ++b)
+            for (int64_t j = 0; j < blocks_; ++j)
+                out[b * padded_ + group_of_[static_cast<size_t>(j)]] += in.sums.data()[b * padded_ + j];
+        return out;
+    }
+
+    template <bool SAME>
+    void all_rows(const Input& in, const float* sums, int64_t batch, int64_t r, int64_t end, Room& room, float* y,
+                  int64_t stride) const {
+        for (; r + 4 <= end; r += 4) rows<4, SAME>(in, sums, batch, r, room, y, stride);
+        for (; r < end; ++r) rows<1, SAME>(in, sums, batch, r, room, y, stride);
+    }
+
+    // R rows of codes times each row of activations. SAME: the groups are the blocks. sums: of activations by group.
+    template <int R, bool SAME>
+    void rows(const Input& in, const float* sums, int64_t batch, int64_t r, Room& room, float* y, int64_t stride) const {
         const uint8_t* codes[R];
         for (int i = 0; i < R; ++i) codes[i] = row(r + i, i, room);
         const float *scales = room.scales.data(), *zeros = room.zeros.data();
         const Floats factor = set(factor_);
+        // Copies, which the compiler knows to stay as they are.
+        const Codes unpack = codes_;
+        const int64_t chunks = chunks_, chunk_bytes = chunk_bytes_, padded = padded_;
+        const int32_t* group_of = group_of_.data();
         for (int64_t b = 0; b < batch; ++b) {
             const int8_t* q = in.codes.data() + b * in.stride;
             const float* fine = in.scales.data() + b * in.scales_stride;
             Floats total[R];
             for (int i = 0; i < R; ++i) total[i] = zero_floats();
-            for (int64_t c = 0; c < chunks_; ++c) {
+            for (int64_t c = 0; c < chunks; ++c) {
                 Bytes x[PARTS];
                 for (int p = 0; p < PARTS; ++p) x[p] = load_bytes(q + c * kChunk + p * 4 * LANES);
                 // Rows lie one after the other, so what is R rows of this chunk further on in memory comes later.
-                for (int64_t i = 0; i < R * chunk_bytes_; i += 64)
-                    __builtin_prefetch(codes[0] + kAhead + c * R * chunk_bytes_ + i, 0, 2);
+                for (int64_t i = 0; i < R * chunk_bytes; i += 64)
+                    __builtin_prefetch(codes[0] + kAhead + c * R * chunk_bytes + i, 0, 2);
                 Floats by[SUMS];
                 for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
+                const int64_t g0 = SAME ? 2 * c : group_of[2 * c], g1 = SAME ? 2 * c + 1 : group_of[2 * c + 1];
                 for (int i = 0; i < R; ++i) {
                     Bytes w[PARTS];
-                    codes_(codes[i] + c * chunk_bytes_, w);
-                    const float* s = scales + i * padded_ + 2 * c;
+                    unpack(codes[i] + c * chunk_bytes, w);
+                    const float* s = scales + i * padded;
                     for (int k = 0; k < SUMS; ++k) {
-                        const Floats scale = mul(by[k], block_scales<Codes::EVEN_ODD>(s, k));
+                        const Floats scale = mul(by[k], block_scales<Codes::EVEN_ODD>(s + g0, s + g1, k));
                         total[i] = fma(to_floats(products(w, x, k)), scale, total[i]);
                     }
                 }
             }
-            const float* sums = in.sums.data() + b * in.sums_stride;
             // Without zero points of its own, the middle of a format is that of every group.
-            const float* by_block = w_.zeros == nullptr ? scales : zeros;
+            const float* lost_by = w_.zeros == nullptr ? scales : zeros;
             const Floats middle = set(w_.zeros == nullptr ? centre_ : 1.0f);
+#pragma GCC unroll 4
             for (int i = 0; i < R; ++i) {
                 Floats lost = zero_floats();
-                for (int64_t j = 0; j < blocks_; j += LANES) lost = fma(load(by_block + i * padded_ + j), load(sums + j), lost);
+                for (int64_t g = 0; g < w_.groups; g += LANES)
+                    lost = fma(load(lost_by + i * padded + g), load(sums + b * padded + g), lost);
                 total[i] = mul(negative_fma(lost, middle, total[i]), factor);
             }
             if (R == 4) {
@@ -231,9 +245,10 @@ class PackedInt8 : public Leaf {
             }
         for (int64_t j = 0; j < blocks_; ++j)
             for (int i = 0; i < kPanel; ++i) {
-                const float scale = factor_ * room.scales.data()[i * padded_ + j];
+                const int64_t g = i * padded_ + group_of_[static_cast<size_t>(j)];
+                const float scale = factor_ * room.scales.data()[g];
                 scales[j * kPanel + i] = scale;
-                zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[i * padded_ + j];
+                zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[g];
             }
         for (int h = 0; h * LANES < count; ++h) {
             const Panel part = {panel + h * 4 * LANES, scales + h * LANES, zeros + h * LANES, std::min(LANES, count - h * LANES)};
@@ -306,7 +321,7 @@ class PackedInt8 : public Leaf {
     Spread zero_codes_;
     int64_t chunks_, blocks_, padded_, chunk_bytes_;
     float centre_, factor_;
-    std::vector<int32_t> group_of_;
+    std::vector<int32_t> group_of_;  // of a block
 };
 
 inline Shared make(const PackedView& view) {
