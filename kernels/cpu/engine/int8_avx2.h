@@ -6,7 +6,7 @@ using Bytes = __m256i;
 using Ints = __m256i;
 using Narrow = __m256i;
 using Floats = __m256;
-constexpr int LANES = 8, TOKENS = 4;
+constexpr int LANES = 8, TOKENS = 4, BLOCKS = 2;
 constexpr bool SIGNED = !NSTF_VNNI;
 constexpr uintptr_t KEY = 6;
 
@@ -50,7 +50,12 @@ inline Bytes four_bytes(const int8_t* p) {
     std::memcpy(&four, p, 4);
     return _mm256_set1_epi32(four);
 }
-inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+// Sums in the order they are written: the compiler's own, a tree, needs more registers than there are.
+inline __m256i in_turn(__m256i sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+inline Ints add_ints(Ints a, Ints b) { return in_turn(_mm256_add_epi32(a, b)); }
 #if NSTF_VNNI
 inline Ints widened(Narrow v) { return v; }
 template <bool WIDE>
@@ -71,7 +76,7 @@ inline Narrow first(Bytes w, Bytes x) {
 }
 template <bool WIDE>
 inline Narrow more(Narrow sum, Bytes w, Bytes x) {
-    return _mm256_add_epi16(sum, first<WIDE>(w, x));
+    return in_turn(_mm256_add_epi16(sum, first<WIDE>(w, x)));
 }
 #endif
 // How many sums of two products of codes of `bits` bits 16 bits hold.

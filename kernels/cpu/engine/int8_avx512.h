@@ -5,7 +5,7 @@ using Bytes = __m512i;
 using Ints = __m512i;
 using Narrow = __m512i;
 using Floats = __m512;
-constexpr int LANES = 16, TOKENS = 8;
+constexpr int LANES = 16, TOKENS = 8, BLOCKS = 1;
 constexpr bool SIGNED = false;
 constexpr uintptr_t KEY = 2;
 

@@ -4,7 +4,7 @@
 using Bytes = int8x16_t;
 using Ints = int32x4_t;
 using Floats = float32x4_t;
-constexpr int LANES = 4, TOKENS = NSTF_DOT ? 8 : 4;
+constexpr int LANES = 4, TOKENS = 4, BLOCKS = 2;
 constexpr bool SIGNED = true;
 constexpr uintptr_t KEY = 2;
 

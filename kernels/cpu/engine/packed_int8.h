@@ -9,6 +9,7 @@
 // (Where eight-bit codes must be signed, 128 was taken off them, and is taken off their zero points.)
 //
 // The pieces of a set. Bytes, Ints, Floats: vectors of one size, LANES of Ints and Floats. A chunk is PARTS vectors of bytes.
+// TOKENS rows of activations meet BLOCKS times LANES rows of codes at once.
 // Nibbles, Levels, EightBits, OddBits: how a chunk of codes becomes bytes, and in which order: EVEN_ODD, the 32 even columns and
 // then the odd ones. WIDE codes take eight bits. first, more, widened: sums of products, of which run() may be added before they
 // are widened to Ints.
@@ -250,9 +251,9 @@ class PackedInt8 : public Leaf {
                 scales[j * kPanel + i] = scale;
                 zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[g];
             }
-        for (int h = 0; h * LANES < count; ++h) {
-            const Panel part = {panel + h * 4 * LANES, scales + h * LANES, zeros + h * LANES, std::min(LANES, count - h * LANES)};
-            float* to = y + r + h * LANES;
+        for (int i = 0; i < count; i += LANES * BLOCKS) {
+            const Panel part = {panel + 4 * i, scales + i, zeros + i, count - i};
+            float* to = y + r + i;
             switch (codes_.run()) {
                 case 8: all_tokens<8>(in, batch, part, to, stride); break;
                 case 4: all_tokens<4>(in, batch, part, to, stride); break;
@@ -262,7 +263,7 @@ class PackedInt8 : public Leaf {
         }
     }
 
-    struct Panel {  // LANES rows of one, or `count`
+    struct Panel {  // some rows of one
         const uint8_t* codes;
         const float *scales, *zeros;
         int count;
@@ -281,38 +282,47 @@ class PackedInt8 : public Leaf {
     void tokens(const Input& in, int64_t b, const Panel& panel, float* y, int64_t stride) const {
         const int8_t* q[T];
         const float *by[T], *sums[T];
-        Floats total[T];
+        Floats total[T][BLOCKS];
         for (int t = 0; t < T; ++t) {
             q[t] = in.codes.data() + (b + t) * in.stride;
             by[t] = in.scales.data() + (b + t) * in.scales_stride;
             sums[t] = in.sums.data() + (b + t) * in.sums_stride;
-            total[t] = zero_floats();
+            for (Floats& v : total[t]) v = zero_floats();
         }
         for (int64_t j = 0; j < blocks_; ++j) {
             const int half = static_cast<int>(j % 2);
-            Ints sum[T];
+            Ints sum[T][BLOCKS];
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i += RUN) {
-                Narrow part[T];
+                Narrow part[T][BLOCKS];
 #pragma GCC unroll 8
                 for (int k = i; k < i + RUN; ++k) {
                     // The words of this block among the 16 of its chunk.
                     const int64_t d = Codes::EVEN_ODD ? (k & 3) + 4 * half + (k >> 2) * 8 : k + 8 * half;
-                    const Bytes w = load_bytes(panel.codes + j / 2 * 1024 + d * 64);
+                    Bytes w[BLOCKS];
+                    for (int h = 0; h < BLOCKS; ++h) w[h] = load_bytes(panel.codes + j / 2 * 1024 + d * 64 + h * 4 * LANES);
                     for (int t = 0; t < T; ++t) {
                         const Bytes x = four_bytes(q[t] + j / 2 * kChunk + d * 4);
-                        part[t] = k == i ? first<Codes::WIDE>(w, x) : more<Codes::WIDE>(part[t], w, x);
+                        for (int h = 0; h < BLOCKS; ++h)
+                            part[t][h] = k == i ? first<Codes::WIDE>(w[h], x) : more<Codes::WIDE>(part[t][h], w[h], x);
                     }
                 }
-                for (int t = 0; t < T; ++t) sum[t] = i == 0 ? widened(part[t]) : add_ints(sum[t], widened(part[t]));
+                for (int t = 0; t < T; ++t)
+                    for (int h = 0; h < BLOCKS; ++h)
+                        sum[t][h] = i == 0 ? widened(part[t][h]) : add_ints(sum[t][h], widened(part[t][h]));
             }
-            const Floats s = load(panel.scales + j * kPanel), z = load(panel.zeros + j * kPanel);
-            for (int t = 0; t < T; ++t) {
-                total[t] = fma(mul(to_floats(sum[t]), set(by[t][j])), s, total[t]);
-                total[t] = negative_fma(z, set(sums[t][j]), total[t]);
+            for (int h = 0; h < BLOCKS; ++h) {
+                const Floats s = load(panel.scales + j * kPanel + h * LANES), z = load(panel.zeros + j * kPanel + h * LANES);
+                for (int t = 0; t < T; ++t) {
+                    total[t][h] = fma(mul(to_floats(sum[t][h]), set(by[t][j])), s, total[t][h]);
+                    total[t][h] = negative_fma(z, set(sums[t][j]), total[t][h]);
+                }
             }
         }
-        for (int t = 0; t < T; ++t) store_first(y + t * stride, total[t], panel.count);
+        for (int t = 0; t < T; ++t)
+            for (int h = 0; h < BLOCKS; ++h)
+                if (const int count = std::min(LANES, panel.count - h * LANES); count > 0)
+                    store_first(y + t * stride + h * LANES, total[t][h], count);
     }
 
     PackedView view_;
