@@ -2,6 +2,8 @@
 
     python benchmarks/cpu_engine.py model.nstf other.nstf --gguf Q4_0.gguf Q4_K_M.gguf --cache CACHE [--eager]
 
+--isa runs ours as on a processor that has no more than that; --llama-bench then names a llama.cpp built for the same.
+
 llama.cpp comes from the sdist of llama-cpp-python (pinned in peers/llama_cpp.py) and is built into CACHE for this processor,
 without AMX when its AMX build does not run here; --llama-bench and --llama-simple name built ones. Every round runs each
 file once, so that a busy neighbour hits all of them; rates are medians over rounds. --eager adds torch eager in float32 and
@@ -236,12 +238,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--exact", action="store_true", help="ours without int8 activations")
+    parser.add_argument("--isa", default="", help="ours with the kernels of another instruction set: avx2, ...")
     parser.add_argument("--cache", type=Path, default=Path("out/cpu_engine"))
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-simple", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    ext.use_isa(arguments.isa)
     bench = simple = None
     if arguments.gguf:
         try:
@@ -300,7 +304,7 @@ def report(
     median = {n: tuple(statistics.median(x) for x in zip(*found, strict=True)) for n, found in rates.items()}
     peers = [p.name for p in arguments.gguf if p.name in median]
     print(
-        f"{arguments.threads} threads, medians of {arguments.rounds} rounds; "
+        f"{arguments.threads} threads, {ext.isa()}, medians of {arguments.rounds} rounds; "
         f"prompt {arguments.prompt}, {arguments.tokens} tokens decoded"
     )
     print(

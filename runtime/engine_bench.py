@@ -25,6 +25,7 @@ class Speed:
     """
 
     threads: int
+    isa: str  # the instruction set kernels were chosen for
     prompt_tokens: int
     new_tokens: int
     load_seconds: float
@@ -82,7 +83,7 @@ def measure(
     finally:
         torch.set_num_threads(before)
     return Speed(
-        active, prompt, new, loaded, statistics.median(prefill), statistics.median(decode),
+        active, ext.isa(), prompt, new, loaded, statistics.median(prefill), statistics.median(decode),
         bytes_per_token(artifact, engine, prompt + new // 2), bandwidth, dict(Counter(engine.kernels.values())),
     )  # fmt: skip
 

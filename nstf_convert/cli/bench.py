@@ -53,6 +53,7 @@ def show(path: "Path", found: "Speed") -> None:
             ("bytes per token", format_bytes(found.bytes_per_token)),
             ("read bandwidth measured", f"{found.bandwidth / 1e9:.1f} GB/s"),
             ("share of it that decoding reached", f"{found.share_of_bandwidth:.2f}"),
+            ("instruction set", found.isa),
             ("kernels", ", ".join(f"{n} {k}" for k, n in sorted(found.kernels.items()))),
         ],
     )

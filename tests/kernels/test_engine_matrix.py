@@ -1,5 +1,7 @@
-"""The engine's matrices against `decode`: every format, exact and with int8 activations, one row of activations and many."""
+"""The engine's matrices against `decode`: every format, exact and with int8 activations, one row of activations and many, with
+the kernels of every instruction set this processor has."""
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +16,18 @@ pytestmark = pytest.mark.skipif(not engine_matrix.available(), reason="the exten
 
 SHAPES = ((1, 1), (13, 97), (40, 160), (33, 577), (20, 64))
 BATCHES = (1, 2, 5, 13)
-HAS_INT8 = engine_matrix.available() and ext.engine_int8()
+ISAS = ext.isas() if engine_matrix.available() else []
 
 # Activations in 8 bits, a scale for every 8 to 32 columns: half a percent of a product on average, some times that at most.
 INT8_ERROR = 0.03
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    ext.use_isa(request.param)
+    yield request.param
+    ext.use_isa("")
 
 
 def trees(samples: ModuleType) -> dict[str, Any]:
@@ -56,7 +66,7 @@ def error(y: Tensor, x: Tensor, weight: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, name: str) -> None:
+def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, name: str, isa: str) -> None:
     tree = trees(samples)[name]
     for shape in SHAPES:
         encoded = samples.random_encoded(tree, shape)
@@ -74,7 +84,7 @@ def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, 
 @pytest.mark.parametrize("block_in", [0, 32, 64])
 @pytest.mark.parametrize("block_out", [0, 32])
 @pytest.mark.parametrize("exact", [True, False])
-def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact: bool) -> None:
+def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact: bool, isa: str) -> None:
     for inner in (
         samples.leaf("trellis", quarter_bits=(9, 20), rows=(40, 24)),
         samples.leaf("int", bits=4, group=32),
@@ -100,7 +110,9 @@ def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact
 
 
 @pytest.mark.parametrize("name", ["int4 g32 sym", "int3 g64 asym", "grid g32", "trellis 8", "trellis 18"])
-def test_the_result_does_not_depend_on_the_number_of_threads(samples: ModuleType, name: str) -> None:
+def test_the_result_does_not_depend_on_the_number_of_threads(
+    samples: ModuleType, name: str, isa: str
+) -> None:
     matrix = engine_matrix.compile_matrix(samples.random_encoded(trees(samples)[name], (700, 256)))
     for batch in (1, 9):
         x = torch.randn(batch, 256, generator=torch.Generator().manual_seed(0))
@@ -108,17 +120,50 @@ def test_the_result_does_not_depend_on_the_number_of_threads(samples: ModuleType
         assert all(torch.equal(results[0], y) for y in results)
 
 
-@pytest.mark.skipif(not HAS_INT8, reason="no VNNI instructions here")
-def test_exact_says_so_and_is_closer(samples: ModuleType) -> None:
+def test_kernels_name_their_instruction_set_and_exact_is_closer(samples: ModuleType, isa: str) -> None:
+    if not ext.engine_int8():
+        assert isa == "portable"
+        return
     encoded = samples.random_encoded(samples.leaf("int", bits=4, group=32), (64, 256))
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
     exact, fast = (engine_matrix.compile_matrix(encoded, e) for e in (True, False))
-    assert (exact.kernel, fast.kernel) == ("packed float32", "packed int8 x int8")
+    # AVX-512 without VNNI: its own kernels in float32, those of AVX2 in int8.
+    assert exact.kernel == f"packed float32, {isa.partition('-')[0]}"
+    assert fast.kernel == f"packed int8 x int8, {'avx2' if isa == 'avx512' else isa}"
     weight = decode(encoded)
     assert error(engine_matrix.matmul(x, exact), x, weight) < error(engine_matrix.matmul(x, fast), x, weight)
 
 
-def test_zero_activations_give_zero(samples: ModuleType) -> None:
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("code", [0, 255])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sums_at_the_end_of_their_range_do_not_overflow(
+    samples: ModuleType, bits: int, code: int, sign: float, isa: str
+) -> None:
+    encoded = samples.random_encoded(samples.leaf("int", bits=bits, group=32), (20, 160))
+    encoded.arrays["codes"].fill_(code)
+    matrix, weight = engine_matrix.compile_matrix(encoded), decode(encoded)
+    for batch in BATCHES:
+        x = torch.full((batch, 160), sign)  # equal activations lose nothing in int8
+        assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+
+
+def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> None:
+    encoded = samples.random_encoded(samples.leaf("grid", group=32, scale_bits=8), (20, 160))
+    encoded.arrays["table"].copy_(torch.tensor([1.0, -1.0]).repeat(8))
+    matrix, weight = engine_matrix.compile_matrix(encoded), decode(encoded)
+    for batch in BATCHES:
+        x = weight[0].sign().repeat(batch, 1)  # every product is positive
+        assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+
+
+def test_an_instruction_set_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="no instruction set 'avx1024' here; there are .*portable"):
+        ext.use_isa("avx1024")
+    assert ext.isa() == ISAS[0]
+
+
+def test_zero_activations_give_zero(samples: ModuleType, isa: str) -> None:
     for name in ("int4 g32 asym", "grid g32", "trellis 8", "trellis 20", "int8 g32 sym"):
         matrix = engine_matrix.compile_matrix(samples.random_encoded(trees(samples)[name], (20, 64)))
         for batch in (1, 6):

@@ -1,6 +1,7 @@
 """The C++ engine against the module path: logits, windows, caches, greedy tokens, and what it leaves to transformers."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 import nstf.runtime
 from nstf.errors import UnsupportedError, UsageError
+from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.engine import Engine
@@ -66,7 +68,15 @@ def ids_of(count: int) -> torch.Tensor:
     return torch.randint(3, 100, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def test_logits_are_those_of_the_modules(written: tuple[Path, Any]) -> None:
+@pytest.fixture(params=ext.isas() if available() else [])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of this processor in turn."""
+    ext.use_isa(request.param)
+    yield request.param
+    ext.use_isa("")
+
+
+def test_logits_are_those_of_the_modules(written: tuple[Path, Any], isa: str) -> None:
     path, model = written
     ids = ids_of(150)
     with torch.no_grad():

@@ -1,0 +1,125 @@
+// Trellis codes: a row of tiles (16 rows of the matrix) at a time, each tile decoded into the first cache and used at once.
+//
+// Two ways to a tile's values. The exact one, here, looks each state up in the codebook. The others compute, for the codes of up to
+// 3 bits whose values are sums of the four bytes of a product, the bytes themselves, and multiply them or their sums with
+// integer activations.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../trellis_tile.h"
+#include "leaves.h"
+
+namespace nstf::engine {
+
+constexpr int64_t kSide = 16, kTile = kSide * kSide;
+constexpr int kMostSummed = 12;  // quarter bits up to which values are sums of bytes
+// The hashes of a state: its product's bytes, or its level (kernels/formats/trellis.py).
+constexpr uint32_t kMultiplier = 0xA7491E23, kLevelMultiplier = 25115;
+
+class Trellis : public Leaf {
+  public:
+    Trellis(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales)
+        : Leaf(rows, cols), sections_(std::move(sections)), scales_(std::move(scales)),
+          across_((cols + kSide - 1) / kSide) {
+        where_.resize(static_cast<size_t>(rows));
+        for (size_t s = 0; s < sections_.size(); ++s) {
+            starts_.push_back(places_);
+            const auto& members = sections_[s].rows;
+            for (size_t i = 0; i < members.size(); ++i)
+                where_[static_cast<size_t>(members[i])] = places_ + static_cast<int64_t>(i);
+            places_ += (static_cast<int64_t>(members.size()) + kSide - 1) / kSide * kSide;
+        }
+    }
+
+    uintptr_t key() const override { return 4; }
+    int64_t places() const override { return places_; }
+    int64_t unit() const override { return kSide; }
+    std::string kernel() const override { return "trellis float32"; }
+
+    void reserve(const float*, int64_t batch, Input& in) const override {
+        in.batch = batch;
+        in.stride = across_ * kSide;
+        in.floats.grow(batch * in.stride);
+    }
+    void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
+        for (int64_t b = first; b < end; ++b) {
+            float* to = in.floats.data() + b * in.stride;
+            std::copy_n(x + b * cols, cols, to);
+            std::fill(to + cols, to + in.stride, 0.0f);
+        }
+    }
+    void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
+        for (int64_t place = first; place < end; place += kSide) {
+            const Tiles row = tiles(place);
+            thread_local Buffer<float> weights;
+            float* w = weights.grow(kSide * in.stride);
+            decode_row(row, w, in.stride);
+            for (int64_t b = 0; b < batch; ++b) {
+                const float* x = in.floats.data() + b * in.stride;
+                for (int i = 0; i < row.count; ++i) {
+                    const float* wi = w + i * in.stride;
+                    float total = 0;
+#pragma omp simd reduction(+ : total)
+                    for (int64_t k = 0; k < in.stride; ++k) total += wi[k] * x[k];
+                    const int32_t r = row.rows[i];
+                    y[b * stride + r] = total * scales_[static_cast<size_t>(r)];
+                }
+            }
+        }
+    }
+    void decode(int64_t row, float* out) const override {
+        const int64_t place = where_[static_cast<size_t>(row)];
+        const Tiles tile_row = tiles(place / kSide * kSide);
+        float values[kTile];
+        for (int64_t t = 0; t < across_; ++t) {
+            decode_tile(tile_row.codes + t * tile_row.bytes(), tile_row.section->quarter_bits,
+                        tile_row.section->codebook, values);
+            for (int64_t k = 0; k < std::min(kSide, cols - t * kSide); ++k)
+                out[t * kSide + k] = values[place % kSide * kSide + k] * scales_[static_cast<size_t>(row)];
+        }
+    }
+
+  protected:
+    struct Tiles {  // a row of tiles
+        const TrellisSection* section;
+        const uint8_t *codes, *end;  // its first byte, and the section's last one's successor
+        const int32_t* rows;         // of the matrix
+        int count;
+        int64_t bytes() const { return 8 * section->quarter_bits; }
+    };
+
+    Tiles tiles(int64_t place) const {
+        size_t s = sections_.size() - 1;
+        while (starts_[s] > place) --s;
+        const TrellisSection& section = sections_[s];
+        const int64_t at = place - starts_[s];
+        const int64_t bytes = across_ * 8 * section.quarter_bits;
+        const int64_t down = (static_cast<int64_t>(section.rows.size()) + kSide - 1) / kSide;
+        return {&section, section.codes + at / kSide * bytes, section.codes + down * bytes, section.rows.data() + at,
+                static_cast<int>(std::min<int64_t>(kSide, static_cast<int64_t>(section.rows.size()) - at))};
+    }
+
+    // [16][stride] at scale 1.
+    void decode_row(const Tiles& row, float* out, int64_t stride) const {
+        float values[kTile];
+        for (int64_t t = 0; t < across_; ++t) {
+            decode_tile(row.codes + t * row.bytes(), row.section->quarter_bits, row.section->codebook, values);
+            for (int i = 0; i < kSide; ++i) std::copy_n(values + i * kSide, kSide, out + i * stride + t * kSide);
+        }
+    }
+
+    std::vector<TrellisSection> sections_;
+    std::vector<float> scales_;
+    int64_t across_, places_ = 0;
+    std::vector<int64_t> starts_, where_;
+};
+
+#if NSTF_X86
+Shared trellis_avx512(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales);
+Shared trellis_avx2(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales);
+#endif
+
+}  // namespace nstf::engine
