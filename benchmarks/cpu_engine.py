@@ -238,7 +238,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--exact", action="store_true", help="ours without int8 activations")
-    parser.add_argument("--isa", default="", help="ours with the kernels of another instruction set: avx2, ...")
+    parser.add_argument(
+        "--isa", default="", help="ours with the kernels of another instruction set: avx2, ..."
+    )
     parser.add_argument("--cache", type=Path, default=Path("out/cpu_engine"))
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-simple", type=Path)

@@ -1,5 +1,5 @@
-"""The engine's matrices against `decode`: every format, exact and with int8 activations, one row of activations and many, with
-the kernels of every instruction set this processor has."""
+"""The engine's matrices against `decode`: every format, exact and with int8 activations, one row of activations and many,
+with the kernels of every instruction set this processor has."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -158,7 +158,7 @@ def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> 
 
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
-    with pytest.raises(ValueError, match="no instruction set 'avx1024' here; there are .*portable"):
+    with pytest.raises(ValueError, match=r"no instruction set 'avx1024' here; there are .*portable"):
         ext.use_isa("avx1024")
     assert ext.isa() == ISAS[0]
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = ("engine/packed_int8.cpp", "engine/packed_int8_neon.cpp", "engine/matrix.cpp", "parallel.cpp", "isa.cpp")
+SOURCES = (
+    "engine/packed_int8.cpp",
+    "engine/packed_int8_neon.cpp",
+    "engine/matrix.cpp",
+    "parallel.cpp",
+    "isa.cpp",
+)
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 pytestmark = [

@@ -12,6 +12,10 @@
 #include "../trellis_tile.h"
 #include "leaves.h"
 
+#if NSTF_X86
+#include <immintrin.h>
+#endif
+
 namespace nstf::engine {
 
 constexpr int64_t kSide = 16, kTile = kSide * kSide;
@@ -117,7 +121,43 @@ class Trellis : public Leaf {
     std::vector<int64_t> starts_, where_;
 };
 
+// A tile that may be read 16 bytes beyond its end: the last one of a section is copied.
+constexpr int kRoom = 8 * 24 + 64;
+inline const uint8_t* readable(const uint8_t* codes, int64_t bytes, const uint8_t* end, uint8_t* room) {
+    if (codes + bytes + 16 <= end) return codes;
+    std::memcpy(room, codes, static_cast<size_t>(bytes));
+    return room;
+}
+
+// Where the states of a row of a tile lie, 32 bits a state: 16 bytes of the stream hold them all. They begin two bytes before the
+// row's own codes, for the first row at the end of the tile.
+struct RowWindows {
+    // By the parity of the row: with an odd number of half bytes a row, every other row starts in the middle of one. Kept as
+    // bytes: containers of vectors would be compiled without their instruction set.
+    uint8_t pick[2][64];
+    int32_t shift[2][16];
+    int quarter_bits;
+    explicit RowWindows(int q) : quarter_bits(q) {
+        for (int odd = 0; odd < 2; ++odd) {
+            const int start = 4 * odd * q & 7;
+            for (int i = 0; i < 16; ++i) {
+                const int bit = start + (i + 1) * q / 4;  // from the byte that holds the 16 bits before the row's first code
+                for (int k = 0; k < 4; ++k) pick[odd][4 * i + k] = static_cast<uint8_t>(k < 3 ? bit / 8 + k : 0x80);
+                shift[odd][i] = bit % 8;
+            }
+        }
+    }
+};
+
 #if NSTF_X86
+// 16 bytes of a circular stream of `size`, from two before `at`. Reads up to 16 bytes beyond it.
+inline __m128i window(const uint8_t* codes, int64_t at, int64_t size) {
+    if (at > 0) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at - 2));
+    uint16_t seam;
+    std::memcpy(&seam, codes + size - 2, 2);
+    return _mm_insert_epi16(_mm_slli_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), 2), seam, 0);
+}
+
 Shared trellis_avx512(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales);
 Shared trellis_avx2(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales);
 #endif

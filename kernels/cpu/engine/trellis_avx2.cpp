@@ -1,5 +1,6 @@
 // Trellis codes in AVX2. Up to 3 bits: the sums of the four bytes of each product, 16 bits each, times activations of 16 bits:
-// 16 weights take 16 instructions. Above: the codebook.
+// 16 weights take 16 instructions. Above: the codebook, by a table of
+// its 4096 values.
 #include "trellis.h"
 
 #if NSTF_X86
@@ -7,6 +8,7 @@
 #include <immintrin.h>
 
 #include <cmath>
+#include <stdexcept>
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi2")
@@ -33,13 +35,9 @@ struct PairWindows {
             by[i] = static_cast<uint16_t>(1 << (16 - (bit - 8 * byte)));  // shifts of 1 to 8 bits
         }
     }
-    // 16 bytes of the circular stream of `size` bytes that rows 2 r and 2 r + 1 lie in. Reads up to 16 bytes beyond the tile.
+    // The bytes that rows 2 r and 2 r + 1 lie in, twice.
     static __m256i bytes(const uint8_t* codes, int r, int step, int64_t size) {
-        if (r > 0) return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + r * step - 2)));
-        uint16_t seam;
-        std::memcpy(&seam, codes + size - 2, 2);
-        const __m128i rest = _mm_slli_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), 2);
-        return _mm256_broadcastsi128_si256(_mm_insert_epi16(rest, seam, 0));
+        return _mm256_broadcastsi128_si256(window(codes, r * step, size));
     }
     // Of one of the two rows: the sums of the bytes of its states' products.
     __m256i sums(__m256i bytes, int row) const {
@@ -55,12 +53,43 @@ struct PairWindows {
     }
 };
 
+// The eight states of half a row of a tile, a lane each, with other bits above their 16.
+struct Windows : RowWindows {
+    using RowWindows::RowWindows;
+    __m256i states(__m128i bytes, int r, int half) const {
+        return _mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), load(pick[r & 1] + 32 * half)),
+                                 load(shift[r & 1] + 8 * half));
+    }
+};
+
+// The codebook above 3 bits by level, of which a multiple of the state's upper 12 bits is: small enough for the first cache.
+struct Levels {
+    alignas(64) float values[4096];
+    explicit Levels(const float* codebook) {
+        for (uint32_t i = 0; i < 65536; ++i) values[level(i)] = codebook[i];
+    }
+    static uint32_t level(uint32_t state) { return (state * kLevelMultiplier & 0xffff) >> 4; }
+    bool holds(const float* codebook) const {
+        for (uint32_t i = 0; i < 65536; ++i)
+            if (values[level(i)] != codebook[i]) return false;
+        return true;
+    }
+    __m256 operator()(__m256i states) const {
+        const __m256i product = _mm256_mullo_epi16(states, _mm256_set1_epi32(kLevelMultiplier));
+        return _mm256_i32gather_ps(values, _mm256_srli_epi32(product, 4), 4);
+    }
+};
+
 // Activations: int16 per 16 columns; its scale; and 510 times the sum over all columns.
 class TrellisAvx2 : public Trellis {
   public:
     TrellisAvx2(int64_t rows, int64_t cols, std::vector<TrellisSection> sections, std::vector<float> scales)
         : Trellis(rows, cols, std::move(sections), std::move(scales)) {
-        for (const TrellisSection& s : sections_) windows_.emplace_back(std::min(s.quarter_bits, kMostSummed));
+        for (const TrellisSection& s : sections_) {
+            windows_.emplace_back(s.quarter_bits);
+            pairs_.emplace_back(std::min(s.quarter_bits, kMostSummed));
+            if (s.quarter_bits > kMostSummed) levels_ = &levels(s.codebook);
+        }
     }
     uintptr_t key() const override { return 8; }
     std::string kernel() const override {
@@ -101,21 +130,25 @@ class TrellisAvx2 : public Trellis {
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         for (int64_t place = first; place < end; place += kSide) {
             const Tiles row = tiles(place);
-            const PairWindows& windows = windows_[static_cast<size_t>(row.section - sections_.data())];
-            if (batch > 1) several(in, batch, row, windows, y, stride);
-            else if (row.section->quarter_bits <= kMostSummed) summed(in, row, windows, y);
-            else Trellis::run(in, batch, place, place + kSide, y, stride);
+            const size_t s = static_cast<size_t>(row.section - sections_.data());
+            if (batch > 1) several(in, batch, row, s, y, stride);
+            else if (row.section->quarter_bits <= kMostSummed) summed(in, row, pairs_[s], y);
+            else looked_up(in, row, windows_[s], y);
         }
     }
 
   private:
-    // A tile that may be read 16 bytes beyond its end: the last one of a section is copied.
-    static const uint8_t* readable(const uint8_t* codes, int64_t bytes, const uint8_t* end, uint8_t* room) {
-        if (codes + bytes + 16 <= end) return codes;
-        std::memcpy(room, codes, static_cast<size_t>(bytes));
-        return room;
+    // One table does for all; throws std::invalid_argument for a codebook that is not the one of all rates above 3 bits.
+    static const Levels& levels(const float* codebook) {
+        static const Levels found(codebook);
+        if (!found.holds(codebook)) throw std::invalid_argument("trellis: not the codebook of this rate");
+        return found;
     }
-    static constexpr int kRoom = 8 * 24 + 64;
+    static float sum_of(__m256 v) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+    }
 
     void summed(const Input& in, const Tiles& row, const PairWindows& windows, float* y) const {
         const int64_t bytes = row.bytes();
@@ -138,24 +171,49 @@ class TrellisAvx2 : public Trellis {
         }
         for (int i = 0; i < row.count; ++i) {
             const int32_t r = row.rows[i];
-            __m128 s = _mm_add_ps(_mm256_castps256_ps128(total[i]), _mm256_extractf128_ps(total[i], 1));
-            s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-            s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
-            y[r] = (_mm_cvtss_f32(s) - in.sums.data()[0]) * scales_[static_cast<size_t>(r)];
+            y[r] = (sum_of(total[i]) - in.sums.data()[0]) * scales_[static_cast<size_t>(r)];
+        }
+    }
+
+    void looked_up(const Input& in, const Tiles& row, const Windows& windows, float* y) const {
+        const int64_t bytes = row.bytes();
+        const Levels& look = *levels_;
+        uint8_t room[kRoom];
+        // Eight rows at a time: their sums fill the registers.
+        for (int first = 0; first < kSide; first += kSide / 2) {
+            __m256 total[kSide / 2];
+            for (auto& t : total) t = _mm256_setzero_ps();
+            for (int64_t t = 0; t < across_; ++t) {
+                const uint8_t* codes = readable(row.codes + t * bytes, bytes, row.end, room);
+                const __m256 x0 = _mm256_load_ps(in.floats.data() + t * kSide);
+                const __m256 x1 = _mm256_load_ps(in.floats.data() + t * kSide + 8);
+                for (int r = 0; r < kSide / 2; ++r) {
+                    const __m128i all = window(codes, (first + r) * windows.quarter_bits / 2, bytes);
+                    total[r] = _mm256_fmadd_ps(look(windows.states(all, first + r, 0)), x0, total[r]);
+                    total[r] = _mm256_fmadd_ps(look(windows.states(all, first + r, 1)), x1, total[r]);
+                }
+            }
+            for (int i = first; i < std::min(row.count, first + 8); ++i)
+                y[row.rows[i]] = sum_of(total[i - first]) * scales_[static_cast<size_t>(row.rows[i])];
         }
     }
 
     // A tile's values, [16][16].
-    void values(const Tiles& row, const uint8_t* codes, const PairWindows& windows, float* out) const {
+    void values(const Tiles& row, const uint8_t* codes, size_t section, float* out) const {
         const int64_t bytes = row.bytes();
         if (row.section->quarter_bits > kMostSummed) {
-            decode_tile(codes, row.section->quarter_bits, row.section->codebook, out);
+            const Windows& windows = windows_[section];
+            for (int r = 0; r < kSide; ++r) {
+                const __m128i all = window(codes, r * windows.quarter_bits / 2, bytes);
+                for (int half = 0; half < 2; ++half)
+                    _mm256_storeu_ps(out + r * kSide + 8 * half, (*levels_)(windows.states(all, r, half)));
+            }
             return;
         }
         const __m256 unit = _mm256_set1_ps(1.0f / 148);
         for (int r = 0; r < kSide; ++r) {
             const __m256i all = PairWindows::bytes(codes, r / 2, row.section->quarter_bits, bytes);
-            const __m256i sum = _mm256_sub_epi16(windows.sums(all, r % 2), _mm256_set1_epi16(510));
+            const __m256i sum = _mm256_sub_epi16(pairs_[section].sums(all, r % 2), _mm256_set1_epi16(510));
             const __m256i first = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(sum));
             const __m256i second = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(sum, 1));
             _mm256_storeu_ps(out + r * kSide, _mm256_mul_ps(_mm256_cvtepi32_ps(first), unit));
@@ -164,14 +222,14 @@ class TrellisAvx2 : public Trellis {
     }
 
     // The row of tiles decoded and turned once, [column][16 rows], for all activations.
-    void several(const Input& in, int64_t batch, const Tiles& row, const PairWindows& windows, float* y, int64_t stride) const {
+    void several(const Input& in, int64_t batch, const Tiles& row, size_t section, float* y, int64_t stride) const {
         thread_local Buffer<float> weights;
         float* w = weights.grow(in.stride * kSide);
         const int64_t bytes = row.bytes();
         uint8_t room[kRoom];
         for (int64_t t = 0; t < across_; ++t) {
             float tile[kTile];
-            values(row, readable(row.codes + t * bytes, bytes, row.end, room), windows, tile);
+            values(row, readable(row.codes + t * bytes, bytes, row.end, room), section, tile);
             for (int c = 0; c < kSide; ++c)
                 for (int r = 0; r < kSide; ++r) w[(t * kSide + c) * kSide + r] = tile[r * kSide + c];
         }
@@ -203,7 +261,9 @@ class TrellisAvx2 : public Trellis {
         }
     }
 
-    std::vector<PairWindows> windows_;
+    std::vector<Windows> windows_;
+    std::vector<PairWindows> pairs_;
+    const Levels* levels_ = nullptr;
 };
 
 }  // namespace

@@ -15,33 +15,9 @@
 namespace nstf::engine {
 namespace {
 
-// 16 bytes of a circular stream of `size`, from two before `at`.
-inline __m128i window(const uint8_t* codes, int64_t at, int64_t size) {
-    if (at > 0) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at - 2));
-    uint16_t seam;
-    std::memcpy(&seam, codes + size - 2, 2);
-    return _mm_insert_epi16(_mm_slli_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), 2), seam, 0);
-}
-
-// Where the states of a row of a tile lie: 16 bytes of the stream hold them all.
-struct Windows {
-    // By the parity of the row: with an odd number of half bytes a row, every other row starts in the middle of one. Kept as
-    // bytes: containers of vectors would be compiled without their instruction set.
-    uint8_t pick[2][64];
-    int32_t shift[2][16];
-    int quarter_bits;
-    explicit Windows(int q) : quarter_bits(q) {
-        for (int odd = 0; odd < 2; ++odd) {
-            const int start = 4 * odd * q & 7;
-            for (int i = 0; i < 16; ++i) {
-                const int bit = start + (i + 1) * q / 4;  // from the byte that holds the 16 bits before the row's first code
-                for (int k = 0; k < 4; ++k) pick[odd][4 * i + k] = static_cast<uint8_t>(k < 3 ? bit / 8 + k : 0x80);
-                shift[odd][i] = bit % 8;
-            }
-        }
-    }
-    // The 16-bit states of row r of the tile at `codes`, a lane each, with other bits above them. They begin two bytes before
-    // the row's own codes, for the first row at the end of the tile. Reads up to 16 bytes beyond the tile.
+struct Windows : RowWindows {
+    using RowWindows::RowWindows;
+    // The 16-bit states of row r of the tile at `codes`, a lane each, with other bits above them.
     __m512i states(const uint8_t* codes, int r) const {
         const __m128i bytes = window(codes, r * quarter_bits / 2, 8 * quarter_bits);
         return _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), _mm512_loadu_si512(pick[r & 1])),
@@ -170,13 +146,6 @@ class TrellisInt8 : public Trellis {
         return level < 2048 ? -value : value;
     }
 
-    // A tile that may be read 16 bytes beyond its end: the last one of a section is copied.
-    static const uint8_t* readable(const uint8_t* codes, int64_t bytes, const uint8_t* end, uint8_t* room) {
-        if (codes + bytes + 16 <= end) return codes;
-        std::memcpy(room, codes, static_cast<size_t>(bytes));
-        return room;
-    }
-    static constexpr int kRoom = 8 * 24 + 64;
     // What comes 4 KiB later, into the second cache.
     static void fetch(const uint8_t* codes, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + 4096 + i, 0, 2);
