@@ -32,6 +32,7 @@ inline Floats powers_of_bytes(const uint8_t* p) { return _mm256_castsi256_ps(_mm
 inline Floats floats_of_halves(const uint8_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline float float_of_half(uint16_t h) { return _cvtsh_ss(h); }
 inline float sum_of(Floats v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -30,6 +30,7 @@ inline Floats powers_of_bytes(const uint8_t* p) { return _mm512_castsi512_ps(_mm
 inline Floats floats_of_halves(const uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline float float_of_half(uint16_t h) { return _cvtsh_ss(h); }
 inline float sum_of(Floats v) { return _mm512_reduce_add_ps(v); }
 inline __m256 folded(Floats v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
 // The sums over the lanes of four vectors.

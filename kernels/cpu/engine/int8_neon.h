@@ -37,6 +37,7 @@ inline Floats powers_of_bytes(const uint8_t* p) { return vreinterpretq_f32_u32(v
 inline Floats floats_of_halves(const uint8_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
+inline float float_of_half(uint16_t h) { return half_to_float(h); }
 inline float sum_of(Floats v) { return vaddvq_f32(v); }
 // The sums over the lanes of four vectors.
 inline void store_four_sums(float* p, const Floats* v) {

@@ -16,22 +16,27 @@
 
 constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
 
-// The rows of a vector of scales: LANES at a time, and nothing beyond the last.
+// The scales of row r by group, LANES at a time; what is beyond the last one is zero.
 inline void row_scales(const PackedMatrix& w, int64_t r, float* out, uint8_t* room) {
     const int64_t n = w.groups, size = w.scale_kind == Scale::kFloat ? 4 : w.scale_kind == Scale::kHalf ? 2 : 1;
     const uint8_t* all = static_cast<const uint8_t*>(w.scale);
     const uint8_t* in = readable(all + r * n * size, n * size, all + w.rows * n * size, room);
-    Floats step = zero_floats();
-    if (w.scale_kind == Scale::kSteps) step = set(half_to_float(w.super_[r]) * (1.0f / 256));
-    for (int64_t g = 0; g < n; g += LANES) {
-        Floats s;
-        if (w.scale_kind == Scale::kSteps) s = fma(floats_of_bytes(in + g), step, step);
-        else if (w.scale_kind == Scale::kHalf) s = floats_of_halves(in + 2 * g);
-        else if (w.scale_kind == Scale::kFloat) s = load(reinterpret_cast<const float*>(in + 4 * g));
-        else s = powers_of_bytes(in + g);  // the codes of a subnormal power and of NaN are left to the exact kernel
-        if (n - g < LANES) s = first_lanes(s, static_cast<int>(n - g));
-        store(out + g, s);
+    switch (w.scale_kind) {
+        case Scale::kSteps: {
+            const Floats step = set(float_of_half(w.super_[r]) * (1.0f / 256));
+            for (int64_t g = 0; g < n; g += LANES) store(out + g, fma(floats_of_bytes(in + g), step, step));
+            break;
+        }
+        case Scale::kHalf:
+            for (int64_t g = 0; g < n; g += LANES) store(out + g, floats_of_halves(in + 2 * g));
+            break;
+        case Scale::kFloat:
+            for (int64_t g = 0; g < n; g += LANES) store(out + g, load(reinterpret_cast<const float*>(in + 4 * g)));
+            break;
+        case Scale::kPower:  // the codes of a subnormal power and of NaN are left to the exact kernel
+            for (int64_t g = 0; g < n; g += LANES) store(out + g, powers_of_bytes(in + g));
     }
+    if (const int64_t rest = n % LANES; rest > 0) store(out + n - rest, first_lanes(load(out + n - rest), static_cast<int>(rest)));
 }
 
 template <class Codes>

@@ -1,5 +1,4 @@
 // The int8 kernels for AVX2, with and without AVX-VNNI.
-#include "../half.h"
 #include "int8.h"
 
 #if NSTF_X86

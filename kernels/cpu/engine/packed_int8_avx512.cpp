@@ -1,5 +1,4 @@
 // The int8 kernels for AVX-512 with VNNI, with and without VBMI.
-#include "../half.h"
 #include "int8.h"
 
 #if NSTF_X86
