@@ -55,6 +55,7 @@ class PackedInt8 : public Leaf {
     uintptr_t key() const override { return KEY + (Codes::EVEN_ODD ? 0 : 1); }
     int64_t unit() const override { return kPanel; }
     void decode(int64_t row, float* out) const override { view_.decode(w_, row, 1, out, 1); }
+    void decode_rows(int64_t first, int64_t count, float* out) const override { view_.decode(w_, first, count, out, 1); }
     std::string kernel() const override { return std::string("packed int8 x int8, ") + name(SELF); }
 
     void reserve(const float*, int64_t batch, Input& in) const override {
