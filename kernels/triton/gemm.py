@@ -21,6 +21,8 @@ from nstf.kernels.triton.gemv import (
     launch,
     layout_name,
     leaf_arguments,
+    overlap_options,
+    overlaps,
     processors_of,
     scale_type,
     scale_value,
@@ -119,6 +121,7 @@ def gemm_kernel(
     SWAP: tl.constexpr,  # W is the left operand: it stays in registers
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
+    PDL: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,  # of an iteration
     BM: tl.constexpr,
@@ -140,6 +143,9 @@ def gemm_kernel(
     N1: tl.constexpr = 16 // PLANES[1] if len(PLANES) > 1 else 1
     N2: tl.constexpr = 16 // PLANES[2] if len(PLANES) > 2 else 1
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     col = tl.program_id(1) * BM + tl.arange(0, BM)
     word = tl.arange(0, LANES)
@@ -167,10 +173,8 @@ def gemm_kernel(
     for several in range(first, tl.minimum(first + each, chunks), CHUNKS):
         for one in tl.static_range(CHUNKS):
             chunk = several + one
-            if SWAP:
-                part = tl.zeros([BN, BM], tl.float32)
-            else:
-                part = tl.zeros([BM, BN], tl.float32)
+            if LATE and not WHOLE:
+                part = tl.zeros_like(acc)
             for j in tl.static_range(J):
                 if j % N0 == 0:
                     w0 = tl.load(words + at0 + (chunk * (J // N0) + j // N0) * LANES)
@@ -221,21 +225,24 @@ def gemm_kernel(
                         numbers = numbers.to(DTYPE)
                 if WIDE:
                     some = some.to(tl.float32)
-                if SWAP:
-                    part = tl.dot(numbers, tl.trans(some), part, input_precision="ieee")
-                else:
-                    part = tl.dot(some, tl.trans(numbers), part, input_precision="ieee")
-
-                if (j + 1) % FLUSH == 0:
-                    if LATE and not WHOLE:
+                if LATE and not WHOLE:
+                    if SWAP:
+                        part = tl.dot(numbers, tl.trans(some), part, input_precision="ieee")
+                    else:
+                        part = tl.dot(some, tl.trans(numbers), part, input_precision="ieee")
+                    if (j + 1) % FLUSH == 0:
                         factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
                         if SWAP:
                             acc += part * factor[:, None]
                         else:
                             acc += part * factor[None, :]
+                        part = tl.zeros_like(part)
+                else:
+                    # A second set of sums would not find room in registers for the largest tiles.
+                    if SWAP:
+                        acc = tl.dot(numbers, tl.trans(some), acc, input_precision="ieee")
                     else:
-                        acc += part
-                    part = tl.zeros_like(part)
+                        acc = tl.dot(some, tl.trans(numbers), acc, input_precision="ieee")
 
     factor = tl.full([BN], AFTER, tl.float32)
     if LATE and WHOLE:
@@ -305,6 +312,7 @@ def gemm_specs(
         "SWAP": bool(chosen["SWAP"]),
         "EVEN": even,
         "WIDE": wide,
+        "PDL": overlaps(arch),
         "SPLIT": split,
         "CHUNKS": several,
         "BM": bm,
@@ -334,11 +342,12 @@ def gemm_specs(
         divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=chosen["WARPS"],
         num_stages=chosen["STAGES"],
+        options=overlap_options(arch),
         batch=batch,
         kind="gemm",
         grid=(triton.cdiv(layout.rows, bn), triton.cdiv(batch, bm), split),
     )
-    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out)]
+    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
 
 
 def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:

@@ -145,6 +145,7 @@ def gemv_kernel(
     AFTER: tl.constexpr,
     PLACES: tl.constexpr,  # the shift of each field
     AMD: tl.constexpr,
+    PDL: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     QUADS: tl.constexpr,
@@ -159,6 +160,9 @@ def gemv_kernel(
     FLUSH: tl.constexpr = J if (WHOLE or STEP % J == 0) else (STEP if J % STEP == 0 else 1)
     FLUSHES: tl.constexpr = J // FLUSH
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if AMD:
         # Into a vector register: with mask and ones both scalar, CDNA would take two instructions for `and-or`.
         one = tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [one], tl.int32, True, 1)
@@ -261,8 +265,11 @@ def gemv_kernel(
 
 
 @triton.jit
-def sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y [size] = the sum of parts f32 [SPLIT, size]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(SPLIT):
@@ -280,6 +287,20 @@ def processors_of(arch: str) -> int:
     return {"sm_80": 108, "sm_90": 132, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 96}.get(
         arch, 64
     )
+
+
+def overlaps(arch: str) -> bool:
+    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch, from sm_90 on).
+
+    A kernel started so must wait (`gdc_wait`) before it reads what a kernel may have written, and before it writes.
+    Weights are not written by kernels, and may be read before.
+    """
+    return arch.startswith("sm_") and int(arch[3:]) >= 90 and not triton.knobs.runtime.interpret
+
+
+def overlap_options(arch: str) -> dict[str, bool]:
+    """The launch option for that."""
+    return {"launch_pdl": True} if overlaps(arch) else {}
 
 
 def places(bits: int) -> tuple[int, ...]:
@@ -315,7 +336,7 @@ def gemv_specs(
     for (bits, shift), one in zip(layout.planes, chosen, strict=True):
         made.append(_plane_spec(layout, bits, shift, one, dtype, out if total == 1 else torch.float32, arch))
         parts += one["SPLIT"]
-    return made if total == 1 else [*made, sum_spec(layout.rows, total, out)]
+    return made if total == 1 else [*made, sum_spec(layout.rows, total, out, arch)]
 
 
 def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
@@ -387,6 +408,7 @@ def _plane_spec(
             "AFTER": 2.0 ** (127 - layout.bias - 60) if layout.exponent else 1.0,
             "PLACES": places(bits) if layout.mode == INTEGER else (0,) * 2 * (16 // bits),
             "AMD": arch.startswith("gfx") and not triton.knobs.runtime.interpret,
+            "PDL": overlaps(arch),
             "EVEN": even,
             "ROWS": rows,
             "QUADS": quads,
@@ -395,21 +417,23 @@ def _plane_spec(
         divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *multiples(sizes), "one"),
         num_warps=warps,
         num_stages=1,
+        options=overlap_options(arch),
         kind="gemv",
         grid=(min(blocks, triton.cdiv(tile["PROGRAMS"], split)), split, 1),
     )
 
 
-def sum_spec(size: int, split: int, dtype: torch.dtype) -> KernelSpec:
+def sum_spec(size: int, split: int, dtype: torch.dtype, arch: str) -> KernelSpec:
     """The launch that adds up `split` float32 parts of `size` numbers."""
     return KernelSpec(
         name=f"sum_{split}_{pointer_type(dtype)[1:]}",
         fn=sum_kernel,
         signature={"parts": "*fp32", "y": pointer_type(dtype), "size": "i32"},
-        constants={"SPLIT": split, "BLOCK": 256},
+        constants={"SPLIT": split, "BLOCK": 256, "PDL": overlaps(arch)},
         divisible=("parts", "y", *multiples({"size": size})),
         num_warps=4,
         num_stages=1,
+        options=overlap_options(arch),
         kind="sum",
         grid=(triton.cdiv(size, 256), 1, 1),
     )

@@ -26,7 +26,16 @@ from nstf.kernels.formats import trellis
 from nstf.kernels.formats.scales import matrix_shape
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.memo import per_encoded
-from nstf.kernels.triton.gemv import ONE, lanes_of, launch, multiples, processors_of, sum_spec
+from nstf.kernels.triton.gemv import (
+    ONE,
+    lanes_of,
+    launch,
+    multiples,
+    overlap_options,
+    overlaps,
+    processors_of,
+    sum_spec,
+)
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Bytes are summed with this weight into the mantissa of 1.0: the largest, for the finest steps.
@@ -140,11 +149,15 @@ def trellis_gemv_kernel(
     CENTRE: tl.constexpr,
     HARDWARE: tl.constexpr,
     SECTIONED: tl.constexpr,
+    PDL: tl.constexpr,
     RT: tl.constexpr,
     CT: tl.constexpr,
     B: tl.constexpr,
 ):
     """CT tiles across, down all rows, RT rows of tiles at a time: a thread keeps the activations of its columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     r = tl.arange(0, 16)[:, None, None]
     # The zeros make every load one of [16, CT, ...]: in the layout of the codes, without exchange between threads.
     ct = tl.program_id(1) * CT + tl.arange(0, CT)[None, :, None] + tl.zeros([16, 1, 1], tl.int32)
@@ -381,6 +394,7 @@ def trellis_specs(
                 "CENTRE": _CENTRE,
                 "HARDWARE": hardware_of(arch),
                 "SECTIONED": bool(params.rows),
+                "PDL": overlaps(arch),
                 "RT": rt,
                 "CT": ct,
                 "B": b,
@@ -388,12 +402,13 @@ def trellis_specs(
             divisible=("x", "scale", "members", "y", *multiples(sizes), "one"),
             num_warps=warps,
             num_stages=1,
+            options=overlap_options(arch),
             batch=batch,
             kind="trellis_gemv",
             grid=(min(triton.cdiv(trellis.tiles(rows), rt), triton.cdiv(room, split)), split, 1),
         )
         made.append(spec)
-    return made if split == 1 else [*made, sum_spec(batch * out_rows, split, dtype)]
+    return made if split == 1 else [*made, sum_spec(batch * out_rows, split, dtype, arch)]
 
 
 def trellis_gemv(

@@ -1,0 +1,433 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
+"""One to sixteen rows of activations times a packed matrix on NVIDIA's matrix cores: Y = X W^T, codes straight to operands.
+
+Each warp keeps the activations of its columns as operands of m16n8k16 for as long as the kernel runs, and goes down the
+rows of W sixteen at a time. The four words that a lane loads (16 bytes) hold columns 8 t .. 8 t + 7 of a run for one row;
+the instruction wants other columns of that lane, but a product does not mind the order of its columns as long as both
+sides agree, so the activations are put into the order of the words and decoded weights never change lanes: no local
+memory, no exchange. A code with the bits of a power of two around it is that power plus the code; what the power and the
+zero point add is a multiple of the sum of the activations, from which the sums start instead of from zero. So a weight
+costs half an and-or, most of a shift of two and an eighth of a matrix instruction.
+
+The next words are on their way while these are multiplied. Weights, unlike activations, do not depend on the kernel
+before, so the first of them are asked for before it has ended (`PDL`, programmatic dependent launch).
+
+Error: float32 sums of products of 16-bit activations with exact integers beside 128 or 1024.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.triton.gemm import codes_at, numbers32
+from nstf.kernels.triton.gemv import (
+    even_sizes,
+    launch,
+    layout_name,
+    leaf_arguments,
+    overlaps,
+    processors_of,
+    scale_type,
+    scale_value,
+    sum_spec,
+)
+from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+LARGEST_BATCH = 16
+
+
+@triton.jit
+def _word_tile(
+    words, first, rows, width, chunk, chunks, APART: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
+):
+    """[S, 16, 16] words of a chunk of each warp (chunks APART from one warp to the next), in the order of operands."""
+    # Two dimensions: which thread loads what must not depend on how Triton orders dimensions of equal contiguity.
+    i = tl.arange(0, 64 * S)
+    row = first + i // (32 * S) * 8 + i // 4 % 8
+    c = chunk + i // 32 % S * APART
+    ok = row < rows
+    if not EVEN:
+        ok = ok & (c < chunks)
+    at = row * width + c * 16 + i % 4 * 4
+    w = tl.load(words + at[:, None] + tl.arange(0, 4)[None, :], mask=ok[:, None], other=0)
+    w = tl.reshape(w, [2, S, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(w, (1, 0, 2, 4, 3, 5)), [S, 16, 16])
+
+
+@triton.jit
+def _words(
+    words,
+    first,
+    rows,
+    padded,
+    chunk0,
+    PLANES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The words of 16 rows from `first` on for each warp: for each of its chunks (of the narrowest plane) all planes."""
+    J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
+    found = ()
+    for c in tl.static_range(CHUNKS):
+        for p in tl.static_range(len(PLANES)):
+            width = padded // (32 * (16 // PLANES[p])) * 16
+            plane = words + SHIFTS[p] * (padded // 32) * rows
+            for i in tl.static_range(J // (16 // PLANES[p])):
+                found = found + (
+                    _word_tile(
+                        plane,
+                        first,
+                        rows,
+                        width,
+                        (chunk0 + c) * (J // (16 // PLANES[p])) + i,
+                        width // 16,
+                        CHUNKS * (J // (16 // PLANES[p])),
+                        S,
+                        EVEN,
+                    ),
+                )
+    return found
+
+
+@triton.jit
+def _per_group(
+    array,
+    first,
+    rows,
+    cols,
+    chunk0,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    FLUSH: tl.constexpr,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """What 16 rows from `first` on need of an array [rows, GROUPS]: [S, 16] for every sum that ends."""
+    row = (first + tl.arange(0, 16))[None, :]
+    chunk = (chunk0 + tl.arange(0, S) * CHUNKS)[:, None]
+    found = ()
+    for c in tl.static_range(CHUNKS):
+        for f in tl.static_range(SPAN // (32 * FLUSH)):
+            k = (chunk + c) * SPAN + f * FLUSH * 32
+            ok = (row < rows) & (k < cols)
+            found = found + (tl.load(array + row * GROUPS + k // GROUP, mask=ok, other=0),)
+    return found
+
+
+@triton.jit
+def _activations(
+    x, batch, cols, begin, APART: tl.constexpr, S: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
+):
+    """[S, 32, N]: a run of columns of each warp (APART columns from one to the next), in the order of the words."""
+    i = tl.arange(0, 4 * S * N)
+    line = i // (32 * S) * 8 + i // 4 % 8
+    k = begin + i // 32 % S * APART + i % 4 * 8
+    ok = line < batch
+    if not EVEN:
+        # Eight neighbours: columns come in multiples of 8 where a group is one of 32.
+        ok = ok & (k < cols)
+    at = line * cols + k
+    some = tl.load(x + at[:, None] + tl.arange(0, 8)[None, :], mask=ok[:, None], other=0.0)
+    some = tl.reshape(some, [N // 8, S, 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(some, (1, 4, 3, 5, 6, 0, 2)), [S, 32, N])
+
+
+@triton.jit
+def _halves(t, DTYPE: tl.constexpr):
+    """[S, 16, 16] pairs of 16-bit numbers in words -> [S, 16, 32]."""
+    low = t.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (t >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
+
+
+@triton.jit
+def _numbers(
+    t,
+    table,
+    magic,
+    DTYPE: tl.constexpr,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ZERO: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """[S, 16, 16] pairs of codes -> [S, 16, 32] numbers; pairs of integers with the power of two on them."""
+    if PAIRS and MODE == 0:
+        return _halves(t | magic, DTYPE)
+    elif PAIRS:
+        MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
+        REST: tl.constexpr = ((1 << (BITS - 1)) - 1) * 0x00010001
+        SIGN: tl.constexpr = (1 << (BITS - 1)) * 0x00010001
+        LOW: tl.constexpr = MANTISSA - (BITS - 1 - EXPONENT)
+        return _halves(((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW), DTYPE)
+    else:
+        KNOWN: tl.constexpr = ZERO if ZERO > 0 else 0
+        low = numbers32(t & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
+        high = numbers32((t >> 16) & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
+        both = tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
+        return both.to(DTYPE)
+
+
+@triton.jit
+def _over_warps(acc, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """[S, R, N] -> [R, N], summed in a fixed order."""
+    # Halves that meet in a thread: tl.sum over warps goes through shuffles, and local memory all in one bank.
+    if S == 1:
+        return tl.reshape(acc, [R, N])
+    LEVELS: tl.constexpr = (S > 1) + (S > 2) + (S > 4) + (S > 8)
+    for level in tl.static_range(LEVELS):
+        left, right = tl.split(tl.permute(tl.reshape(acc, [2, S >> (level + 1), R, N]), (1, 2, 3, 0)))
+        acc = left + right
+    return tl.reshape(acc, [R, N])
+
+
+@triton.jit(do_not_specialize=["batch", "ones", "magic"])
+def skinny_kernel(
+    x,  # [batch, cols]
+    words,  # i32: all planes
+    scale,  # [rows, GROUPS]
+    zeros,  # u8 [rows, GROUPS]
+    row_scale,  # f32 [rows]
+    table,  # f16 [16]
+    y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
+    batch,
+    rows,
+    cols,
+    padded,
+    ones,  # two 16-bit ones: an argument, so that nothing is folded and all operands are made the same way
+    magic,  # the bits of 128 or 1024 in both halves: an instruction has room for a single constant, the mask
+    PLANES: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
+    MODE: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BIAS: tl.constexpr,
+    AFTER: tl.constexpr,
+    OFFSET: tl.constexpr,  # what is too much in each number: the power of two, with the zero where it is known
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,  # multiply in float32: the interpreter
+    PDL: tl.constexpr,
+    N: tl.constexpr,
+    S: tl.constexpr,  # warps, side by side along the columns
+    CHUNKS: tl.constexpr,  # of the narrowest plane for each warp
+):
+    DTYPE: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
+    SPAN: tl.constexpr = 32 * J
+    WHOLE: tl.constexpr = GROUPS == 1
+    STEP: tl.constexpr = 1 if WHOLE else GROUP // 32  # runs of a group
+    FLUSH: tl.constexpr = J if (WHOLE or STEP % J == 0) else (STEP if J % STEP == 0 else 1)
+    SUMS: tl.constexpr = J // FLUSH
+    N0: tl.constexpr = 16 // PLANES[0]
+    N1: tl.constexpr = 16 // PLANES[1] if len(PLANES) > 1 else 1
+    PER0: tl.constexpr = J // N0
+    PER1: tl.constexpr = J // N1 if len(PLANES) > 1 else 0
+    PER: tl.constexpr = PER0 + PER1 + (1 if len(PLANES) > 2 else 0)
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    chunk0 = tl.program_id(1) * S * CHUNKS
+    begin = tl.program_id(0) * 16
+    step = tl.num_programs(0) * 16
+    w = _words(words, begin, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+    scales = ()
+    if not WHOLE:
+        scales = _per_group(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    xs = ()
+    starts = ()
+    plains = ()
+    unit = tl.zeros([S, 16, 16], tl.int32) + ones
+    if WIDE:
+        unit = tl.reshape(tl.join(unit, unit), [S, 16, 32]).to(tl.float32, bitcast=True)
+    else:
+        unit = _halves(unit, DTYPE)
+    for c in tl.static_range(CHUNKS):
+        total = tl.zeros([S, 16, N], tl.float32)
+        for j in tl.static_range(J):
+            some = _activations(x, batch, cols, (chunk0 + c) * SPAN + j * 32, CHUNKS * SPAN, S, N, EVEN)
+            if WIDE:
+                some = some.to(tl.float32)
+            xs = xs + (some,)
+            if OFFSET != 0 or ZERO < 0:
+                total = tl.dot(unit, some, total, input_precision="ieee")
+            if (j + 1) % FLUSH == 0:
+                starts = starts + (total * -OFFSET,)
+                plains = plains + (total,)
+                total = tl.zeros([S, 16, N], tl.float32)
+
+    for first in range(begin, rows, step):
+        next_w = _words(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+        next_scales = ()
+        if not WHOLE:
+            next_scales = _per_group(
+                scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS
+            )
+        zero = ()
+        if ZERO < 0:
+            zero = _per_group(zeros, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
+        acc = tl.zeros([S, 16, N], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            for f in tl.static_range(SUMS):
+                part = starts[c * SUMS + f]
+                for i in tl.static_range(FLUSH):
+                    w0 = w[c * PER + (f * FLUSH + i) // N0]
+                    w1 = w0
+                    w2 = w0
+                    if len(PLANES) > 1:
+                        w1 = w[c * PER + PER0 + (f * FLUSH + i) // N1]
+                    if len(PLANES) > 2:
+                        w2 = w[c * PER + PER0 + PER1]
+                    t = codes_at(w0, w1, w2, f * FLUSH + i, PLANES, SHIFTS)
+                    numbers = _numbers(t, table, magic, DTYPE, MODE, BITS, EXPONENT, BIAS, ZERO, PAIRS)
+                    part = tl.dot(numbers, xs[c * J + f * FLUSH + i], part, input_precision="ieee")
+                if ZERO < 0:
+                    part -= plains[c * SUMS + f] * zero[c * SUMS + f].to(tl.float32)[:, :, None]
+                if WHOLE:
+                    acc += part
+                else:
+                    acc += part * scale_value(scales[c * SUMS + f], SCALES)[:, :, None]
+        out = _over_warps(acc, S, 16, N) * AFTER
+        row = first + tl.arange(0, 16)
+        if WHOLE:
+            out *= scale_value(tl.load(scale + row, mask=row < rows, other=0), SCALES)[:, None]
+        if SCALES == 1:
+            out *= tl.load(row_scale + row, mask=row < rows, other=0)[:, None]
+        line = tl.arange(0, N)
+        at = (tl.program_id(1) * batch + line)[None, :] * rows + row[:, None]
+        ok = (row < rows)[:, None] & (line < batch)[None, :]
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
+        w = next_w
+        scales = next_scales
+
+
+def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether this kernel does it: matrix instructions of NVIDIA, 16-bit activations, groups of whole runs."""
+    uniform = layout.whole or layout.group % RUN == 0
+    half = dtype in (torch.float16, torch.bfloat16)
+    return (
+        arch.startswith("sm_") and half and uniform and layout.cols % 8 == 0 and 1 <= batch <= LARGEST_BATCH
+    )
+
+
+def skinny_specs(
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    out: torch.dtype | None = None,
+    tile: dict[str, int] | None = None,
+) -> list[KernelSpec]:
+    """The launches for X [batch, cols]: the product and, when the columns take several programs, the sum of their parts.
+
+    `tile` overrides the choice; `out`: Y's dtype (X's when None).
+    """
+    out = out or dtype
+    interpreted = triton.knobs.runtime.interpret
+    chosen = _tile(layout, batch, arch) | (tile or {})
+    n, s, each = chosen["N"], chosen["S"], chosen["CHUNKS"]
+    span = RUN * (16 // min(b for b, _ in layout.planes))
+    chunks = layout.padded // span
+    split = triton.cdiv(chunks, s * each)
+    exact = layout.bits <= (7 if dtype == torch.bfloat16 else 8)
+    pairs = not interpreted and (layout.mode == FLOAT or (layout.mode == INTEGER and exact))
+    after = 1.0
+    if pairs and layout.mode == FLOAT:
+        # Floats made in pairs keep the exponent bias of their code.
+        after = 2.0 ** ((15 if dtype == torch.float16 else 127) - layout.bias)
+    offset = 0.0
+    if pairs and layout.mode == INTEGER:
+        offset = (1024.0 if dtype == torch.float16 else 128.0) + max(0, layout.zero)
+    even = layout.cols == layout.padded and chunks % (split * s * each) == 0
+    blocks = triton.cdiv(layout.rows, 16)
+    pdl = bool(chosen["PDL"]) and overlaps(arch)
+    product = KernelSpec(
+        name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
+        f"_n{n}s{s}c{each}"
+        + ("e" if even else "")
+        + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
+        + ("p" if split > 1 else ""),
+        fn=skinny_kernel,
+        signature={
+            "x": pointer_type(dtype),
+            "words": "*i32",
+            "scale": scale_type(layout),
+            "zeros": "*u8",
+            "row_scale": "*fp32",
+            "table": "*fp16",
+            "y": "*fp32" if split > 1 else pointer_type(out),
+            **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic"), "i32"),
+        },
+        constants={
+            "PLANES": tuple(b for b, _ in layout.planes),
+            "SHIFTS": tuple(s for _, s in layout.planes),
+            "BITS": layout.bits,
+            "ZERO": layout.zero,
+            "GROUP": layout.group,
+            "GROUPS": layout.groups,
+            "SCALES": layout.scales,
+            "MODE": layout.mode,
+            "EXPONENT": layout.exponent,
+            "BIAS": layout.bias,
+            "AFTER": after,
+            "OFFSET": offset,
+            "PAIRS": pairs,
+            "EVEN": even,
+            "WIDE": interpreted,
+            "PDL": pdl,
+            "N": n,
+            "S": s,
+            "CHUNKS": each,
+        },
+        divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
+        num_warps=s,
+        num_stages=1,
+        options=({"launch_pdl": True} if pdl else {}) | ({"maxnreg": chosen["REGS"]} if chosen.get("REGS") else {}),
+        batch=batch,
+        kind="skinny",
+        grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
+    )
+    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
+
+
+def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    layout, batch = packed.layout, len(x)
+    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
+    parts = y
+    if len(specs) > 1:
+        parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+    ones, magic = (0x3C003C00, 0x64006400) if x.dtype == torch.float16 else (0x3F803F80, 0x43004300)
+    if specs[0].constants["WIDE"]:
+        ones = 0x3F800000
+    sizes = (batch, layout.rows, layout.cols, layout.padded)
+    launch(specs[0], x, *leaf_arguments(packed), parts, *sizes, ones, magic)
+    if len(specs) > 1:
+        launch(specs[1], parts, y, y.numel())
+    return y
+
+
+def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
+    """Some 256 columns a warp: their activations and two tiles of words fit into 128 registers a thread."""
+    n = 8 if batch <= 8 else 16
+    span = RUN * (16 // min(b for b, _ in layout.planes))
+    chunks = layout.padded // span
+    each = max(1, 2048 // n // span)
+    s = 4
+    return {"N": n, "S": s, "CHUNKS": each, "PDL": 1, "PROGRAMS": processors_of(arch) * (4 if n == 8 else 3)}
