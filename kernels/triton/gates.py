@@ -14,6 +14,8 @@ READ_WEIGHTS = (
     "gemv",
     "gemm",
     "low_rank",
+    "skinny",
+    "trellis_gemm",
     "trellis_gemv",
     "trellis_decode",
     "trellis_embed",
@@ -36,6 +38,13 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
             weights *= max(1, round(report.loop.loads.get(16, 0) / loads))
         limit = MOST_VECTOR if bits == 4 and c["MODE"] == 0 else None
         return Expected(weights=weights, weight_bytes=weights * bits / 8, vector_per_weight=limit)
+    if spec.kind == "skinny":
+        # Each of S warps takes CHUNKS chunks of sixteen rows in an iteration.
+        planes = tuple(int(plane) for plane in c["PLANES"])
+        weights = int(c["S"]) * int(c["CHUNKS"]) * 16 * 32 * (16 // planes[-1])
+        limit = MOST_VECTOR if int(c["BITS"]) == 4 and c["MODE"] == 0 else None
+        each = weights * sum(planes) / 8
+        return Expected(matrix=True, weights=weights, weight_bytes=each, vector_per_weight=limit)
     if spec.kind == "gemm":
         planes = tuple(int(plane) for plane in c["PLANES"])
         weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]

@@ -1,9 +1,10 @@
 """Activations times an encoded matrix on an NVIDIA or AMD GPU, by the Triton kernel for its format and batch.
 
+    up to 16 rows            skinny.py on NVIDIA, codes straight to operands of matrix instructions
     one row                  gemv.py, straight from the codes
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
-    trellis                  trellis.py up to eight rows, decoded blocks above
+    trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank, dense factors  low_rank.py up to four rows
     add                      the one, then low_rank.py onto its result
@@ -86,7 +87,10 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.low_rank import low_rank_specs
     from nstf.kernels.triton.rotate import rotate_spec
+    from nstf.kernels.triton.skinny import skinny_specs, suits
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
+    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
+    from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
 
     if len(encoded.shape) != 2 or not _known(encoded, batch):
         return []
@@ -104,16 +108,18 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     inside = outside = dtype
     if encoded.tree.kind == "rotated":
         params, leaf = encoded.tree.params, children_of(encoded)["x"]
-        inside, tiled = _inside(leaf, batch, dtype)
+        inside, tiled = _inside(leaf, batch, dtype, arch)
         outside = torch.float32 if params.block_out else dtype
         before = [rotate_spec(batch, width, params.block_in, 0, dtype, inside, tiled)]
         if params.block_out:
             after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False)]
-    elif leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH:
+    elif leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH and not suits_trellis(batch, dtype, arch):
         before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True)]
     if leaf.tree.kind == "trellis":
         params = leaf.tree.params
-        if batch <= TRELLIS_BATCH:
+        if suits_trellis(batch, dtype, arch):
+            made = trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
+        elif batch <= TRELLIS_BATCH:
             made = trellis_specs(params, out, width, batch, outside, arch)
         else:
             made = trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
@@ -121,7 +127,9 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
         layout = layout_of(leaf)
         if layout is None:
             return []
-        if batch == 1:
+        if suits(layout, batch, inside, arch):
+            made = skinny_specs(layout, batch, inside, arch, outside)
+        elif batch == 1:
             made = gemv_specs(layout, inside, arch, outside)
         elif batch <= GEMM_BATCH:
             made = gemm_specs(layout, batch, inside, arch, out=outside)
@@ -170,7 +178,7 @@ def _matmul(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
         return _low_rank(x, encoded, arch)
     if kind == "dense":
         return F.linear(x, encoded.arrays["values"].to(x.dtype))
-    return _leaf(x, encoded, arch, x.dtype)
+    return _leaf(x, encoded, arch, x.dtype, x.dtype)
 
 
 def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None = None) -> Tensor:
@@ -185,36 +193,54 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
     from nstf.kernels.triton.rotate import rotate
 
     params, leaf = encoded.tree.params, children_of(encoded)["x"]
-    inside, tiled = _inside(leaf, len(x), x.dtype)
+    inside, tiled = _inside(leaf, len(x), x.dtype, arch)
     outside = torch.float32 if params.block_out else x.dtype
-    y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, tiled)
+    y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, x.dtype, tiled)
     return rotate(y, params, 1, x.dtype) if params.block_out else y
 
 
-def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
-    """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for a trellis."""
-    if leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH:
-        return torch.float32, True
-    return (torch.float32 if batch == 1 else dtype), False
+def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
+    """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
+    from nstf.kernels.triton.skinny import suits
+    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
+
+    if leaf.tree.kind == "trellis":
+        if suits_trellis(batch, dtype, arch):
+            return torch.float32, False
+        return (torch.float32, True) if batch <= TRELLIS_BATCH else (dtype, False)
+    layout = layout_of(leaf)
+    if batch == 1 and not (layout is not None and suits(layout, batch, dtype, arch)):
+        return torch.float32, False
+    return dtype, False
 
 
-def _leaf(x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, tiled: bool = False) -> Tensor:
+def _leaf(
+    x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, dtype: torch.dtype, tiled: bool = False
+) -> Tensor:
+    """dtype: of the activations before they were turned into another basis."""
     from nstf.kernels.triton.gemm import gemm, gemm_specs
     from nstf.kernels.triton.gemv import gemv, gemv_specs
     from nstf.kernels.triton.rotate import rotate
+    from nstf.kernels.triton.skinny import skinny, skinny_specs, suits
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
+    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
+    from nstf.kernels.triton.trellis_gemm import trellis_gemm
 
     batch = len(x)
     if encoded.tree.kind == "trellis":
+        if suits_trellis(batch, dtype, arch):
+            return trellis_gemm(x, prepare(encoded), out, arch)
         if batch <= TRELLIS_BATCH:
             turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
             return trellis_gemv(turned, prepare(encoded), out, arch)
-    elif batch == 1:
-        packed = _packed(encoded)
-        return gemv(x, packed, gemv_specs(packed.layout, x.dtype, arch, out), out)
     elif batch <= GEMM_BATCH:
         packed = _packed(encoded)
-        return gemm(x, packed, gemm_specs(packed.layout, batch, x.dtype, arch, out=out), out)
+        layout = packed.layout
+        if suits(layout, batch, x.dtype, arch):
+            return skinny(x, packed, skinny_specs(layout, batch, x.dtype, arch, out), out)
+        if batch == 1:
+            return gemv(x, packed, gemv_specs(layout, x.dtype, arch, out), out)
+        return gemm(x, packed, gemm_specs(layout, batch, x.dtype, arch, out=out), out)
     return _blocks(x, encoded, arch).to(out)
 
 

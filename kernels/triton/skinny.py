@@ -28,6 +28,7 @@ from nstf.kernels.triton.gemv import (
     launch,
     layout_name,
     leaf_arguments,
+    overlap_options,
     overlaps,
     processors_of,
     scale_type,
@@ -122,6 +123,73 @@ def _per_group(
 
 
 @triton.jit
+def _side_by_side(
+    array, first, rows, chunk0, GROUPS: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr
+):
+    """[64 S, COUNT]: the same of an array, all groups of a warp's columns in one load, for each lane of an operand."""
+    i = tl.arange(0, 64 * S)
+    row = first + i // (32 * S) * 8 + i // 4 % 8
+    group = (chunk0 + i // 32 % S * COUNT)[:, None] + tl.arange(0, COUNT)[None, :]
+    return tl.load(array + row[:, None] * GROUPS + group, mask=(row < rows)[:, None] & (group < GROUPS), other=0)
+
+
+@triton.jit
+def _columns(tile, COUNT: tl.constexpr):
+    """[n, COUNT] -> its COUNT columns."""
+    LEVELS: tl.constexpr = (COUNT > 1) + (COUNT > 2) + (COUNT > 4) + (COUNT > 8)
+    parts = (tile,)
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            wide = tl.reshape(parts[i], [tile.shape[0], 2, COUNT >> (level + 1)])
+            left, right = tl.split(tl.permute(wide, (0, 2, 1)))
+            halves = halves + (left, right)
+        parts = halves
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.reshape(parts[i], [tile.shape[0]]),)
+    return found
+
+
+@triton.jit
+def _spread(values, S: tl.constexpr, N: tl.constexpr):
+    """[64 S], one for each lane of an operand -> [S, 16, N], where the four lanes of a row have the same."""
+    values = tl.reshape(tl.permute(tl.reshape(values, [2, S, 8, 4]), (1, 0, 2, 3)), [S, 16, 1, 4, 1])
+    return tl.reshape(tl.broadcast_to(values, [S, 16, N // 8, 4, 2]), [S, 16, N])
+
+
+@triton.jit
+def _factors(
+    array,
+    first,
+    rows,
+    cols,
+    chunk0,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    FLUSH: tl.constexpr,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """What is loaded of such an array ahead of its use: one tile, or where groups do not fit the columns one for each sum."""
+    if COUNT > 0:
+        return (_side_by_side(array, first, rows, chunk0 * SPAN // GROUP, GROUPS, COUNT, S),)
+    else:
+        return _per_group(array, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
+
+
+@triton.jit
+def _factor(found, AT: tl.constexpr, FLUSHED: tl.constexpr, S: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
+    """[S, 16, 1 or N]: the value for the sum AT of a warp, FLUSHED of which make a group."""
+    if COUNT > 0:
+        return _spread(found[AT // FLUSHED], S, N)
+    else:
+        return found[AT][:, :, None]
+
+
+@triton.jit
 def _activations(
     x, batch, cols, begin, APART: tl.constexpr, S: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -148,33 +216,106 @@ def _halves(t, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _float_pairs(w, J: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr):
+    """The two floats of run J in each word, as 16-bit floats that keep the bias of their code."""
+    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
+    LOW: tl.constexpr = MANTISSA - (BITS - 1 - EXPONENT)
+    UP: tl.constexpr = 16 - BITS - BITS * J
+    SIGN: tl.constexpr = -0x7FFF8000
+    REST: tl.constexpr = (((1 << (BITS - 1)) - 1) << LOW) * 0x00010001
+    v = w
+    if UP > 0:
+        v = w << UP
+    return (v & SIGN) | ((v >> (16 - BITS - LOW)) & REST)
+
+
+@triton.jit
+def _looked_up(w, entries):
+    """Words of eight 4-bit codes -> for each run the two float16 of a table: bytes chosen by nibbles, NVIDIA's `prmt`.
+
+    entries: the low bytes of the sixteen, four to a word, then the high bytes.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 s, m, a, b, l0, h0, l1, h1;
+        and.b32 s, $4, 0x7777;
+        shr.u32 m, $4, 1;
+        and.b32 m, m, 0x4444;
+        or.b32 m, m, 0x3210;
+        prmt.b32 a, $5, $6, s;
+        prmt.b32 b, $7, $8, s;
+        prmt.b32 l0, a, b, m;
+        prmt.b32 a, $9, $10, s;
+        prmt.b32 b, $11, $12, s;
+        prmt.b32 h0, a, b, m;
+        shr.u32 m, $4, 16;
+        and.b32 s, m, 0x7777;
+        shr.u32 m, m, 1;
+        and.b32 m, m, 0x4444;
+        or.b32 m, m, 0x3210;
+        prmt.b32 a, $5, $6, s;
+        prmt.b32 b, $7, $8, s;
+        prmt.b32 l1, a, b, m;
+        prmt.b32 a, $9, $10, s;
+        prmt.b32 b, $11, $12, s;
+        prmt.b32 h1, a, b, m;
+        prmt.b32 a, l0, h0, 0x5140;
+        prmt.b32 b, l1, h1, 0x5140;
+        prmt.b32 $0, a, b, 0x5410;
+        prmt.b32 $1, a, b, 0x7632;
+        prmt.b32 a, l0, h0, 0x7362;
+        prmt.b32 b, l1, h1, 0x7362;
+        prmt.b32 $2, a, b, 0x5410;
+        prmt.b32 $3, a, b, 0x7632;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [
+            w,
+            entries[0],
+            entries[1],
+            entries[2],
+            entries[3],
+            entries[4],
+            entries[5],
+            entries[6],
+            entries[7],
+        ],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        True,
+        1,
+    )
+
+
+@triton.jit
+def _bytes_of(table, HIGH: tl.constexpr):
+    """The low (or high) bytes of sixteen float16, as four words."""
+    found = ()
+    for i in tl.static_range(4):
+        word = tl.load(table + 4 * i).to(tl.uint16, bitcast=True).to(tl.int32) * 0
+        for j in tl.static_range(4):
+            value = tl.load(table + 4 * i + j).to(tl.uint16, bitcast=True).to(tl.int32)
+            word |= ((value >> (8 * HIGH)) & 0xFF) << (8 * j)
+        found = found + (word,)
+    return found
+
+
+@triton.jit
 def _numbers(
     t,
     table,
-    magic,
     DTYPE: tl.constexpr,
     MODE: tl.constexpr,
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
     BIAS: tl.constexpr,
     ZERO: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
-    """[S, 16, 16] pairs of codes -> [S, 16, 32] numbers; pairs of integers with the power of two on them."""
-    if PAIRS and MODE == 0:
-        return _halves(t | magic, DTYPE)
-    elif PAIRS:
-        MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-        REST: tl.constexpr = ((1 << (BITS - 1)) - 1) * 0x00010001
-        SIGN: tl.constexpr = (1 << (BITS - 1)) * 0x00010001
-        LOW: tl.constexpr = MANTISSA - (BITS - 1 - EXPONENT)
-        return _halves(((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW), DTYPE)
-    else:
-        KNOWN: tl.constexpr = ZERO if ZERO > 0 else 0
-        low = numbers32(t & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
-        high = numbers32((t >> 16) & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
-        both = tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
-        return both.to(DTYPE)
+    """[S, 16, 16] pairs of codes -> [S, 16, 32] numbers, one by one."""
+    KNOWN: tl.constexpr = ZERO if ZERO > 0 else 0
+    low = numbers32(t & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
+    high = numbers32((t >> 16) & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
+    both = tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
+    return both.to(DTYPE)
 
 
 @triton.jit
@@ -188,6 +329,22 @@ def _over_warps(acc, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
         left, right = tl.split(tl.permute(tl.reshape(acc, [2, S >> (level + 1), R, N]), (1, 2, 3, 0)))
         acc = left + right
     return tl.reshape(acc, [R, N])
+
+
+@triton.jit
+def scaled(xs, COUNT: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
+    """COUNT times [S, 32, N] as float16, every row scaled for each warp so that its largest number lies below 2^15; and
+    what to multiply results with, [S, N]. Of a bfloat16 nothing is lost but what is below 2^-38 of that largest number."""
+    most = tl.zeros([S, N], tl.float32)
+    for i in tl.static_range(COUNT):
+        most = tl.maximum(most, tl.max(tl.abs(xs[i].to(tl.float32)), axis=1))
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + ((xs[i].to(tl.float32) * up[:, None, :]).to(tl.float16),)
+    return found, back
 
 
 @triton.jit(do_not_specialize=["batch", "ones", "magic"])
@@ -220,18 +377,21 @@ def skinny_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter
+    CONVERT: tl.constexpr,  # activations to scaled float16, for numbers that a bfloat16 does not hold
     PDL: tl.constexpr,
     N: tl.constexpr,
     S: tl.constexpr,  # warps, side by side along the columns
     CHUNKS: tl.constexpr,  # of the narrowest plane for each warp
+    COUNT: tl.constexpr,  # groups in the columns of a warp; 0: not a whole power of two of them
 ):
-    DTYPE: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if WIDE else (tl.float16 if CONVERT else x.dtype.element_ty)
     J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
     SPAN: tl.constexpr = 32 * J
     WHOLE: tl.constexpr = GROUPS == 1
     STEP: tl.constexpr = 1 if WHOLE else GROUP // 32  # runs of a group
     FLUSH: tl.constexpr = J if (WHOLE or STEP % J == 0) else (STEP if J % STEP == 0 else 1)
     SUMS: tl.constexpr = J // FLUSH
+    FLUSHED: tl.constexpr = CHUNKS * SUMS // COUNT if COUNT > 0 else 1
     N0: tl.constexpr = 16 // PLANES[0]
     N1: tl.constexpr = 16 // PLANES[1] if len(PLANES) > 1 else 1
     PER0: tl.constexpr = J // N0
@@ -246,42 +406,57 @@ def skinny_kernel(
     w = _words(words, begin, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
     scales = ()
     if not WHOLE:
-        scales = _per_group(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
+        scales = _factors(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     xs = ()
-    starts = ()
-    plains = ()
-    unit = tl.zeros([S, 16, 16], tl.int32) + ones
-    if WIDE:
-        unit = tl.reshape(tl.join(unit, unit), [S, 16, 32]).to(tl.float32, bitcast=True)
-    else:
-        unit = _halves(unit, DTYPE)
     for c in tl.static_range(CHUNKS):
-        total = tl.zeros([S, 16, N], tl.float32)
         for j in tl.static_range(J):
             some = _activations(x, batch, cols, (chunk0 + c) * SPAN + j * 32, CHUNKS * SPAN, S, N, EVEN)
             if WIDE:
                 some = some.to(tl.float32)
             xs = xs + (some,)
-            if OFFSET != 0 or ZERO < 0:
-                total = tl.dot(unit, some, total, input_precision="ieee")
-            if (j + 1) % FLUSH == 0:
-                starts = starts + (total * -OFFSET,)
-                plains = plains + (total,)
-                total = tl.zeros([S, 16, N], tl.float32)
+    if CONVERT:
+        xs, back = scaled(xs, CHUNKS * J, S, N)
+    entries = ()
+    if PAIRS and MODE == 2:
+        entries = _bytes_of(table, 0) + _bytes_of(table, 1)
+    starts = ()
+    plains = ()
+    if OFFSET != 0 or ZERO < 0:
+        unit = tl.zeros([S, 16, 16], tl.int32) + ones
+        if WIDE:
+            unit = tl.reshape(tl.join(unit, unit), [S, 16, 32]).to(tl.float32, bitcast=True)
+        else:
+            unit = _halves(unit, DTYPE)
+        for i in tl.static_range(CHUNKS * SUMS):
+            total = tl.zeros([S, 16, N], tl.float32)
+            for j in tl.static_range(FLUSH):
+                total = tl.dot(unit, xs[i * FLUSH + j], total, input_precision="ieee")
+            starts = starts + (total * -OFFSET,)
+            plains = plains + (total,)
+    else:
+        for i in tl.static_range(CHUNKS * SUMS):
+            starts = starts + (tl.zeros([S, 16, N], tl.float32),)
 
     for first in range(begin, rows, step):
         next_w = _words(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
         next_scales = ()
         if not WHOLE:
-            next_scales = _per_group(
-                scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS
+            next_scales = _factors(
+                scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
         zero = ()
         if ZERO < 0:
-            zero = _per_group(zeros, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
+            zero = _factors(
+                zeros, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
+            )
+        factors = scales
+        if COUNT > 0:
+            factors = _columns(scales[0], COUNT)
+            if ZERO < 0:
+                zero = _columns(zero[0], COUNT)
         acc = tl.zeros([S, 16, N], tl.float32)
         for c in tl.static_range(CHUNKS):
             for f in tl.static_range(SUMS):
@@ -294,15 +469,27 @@ def skinny_kernel(
                         w1 = w[c * PER + PER0 + (f * FLUSH + i) // N1]
                     if len(PLANES) > 2:
                         w2 = w[c * PER + PER0 + PER1]
-                    t = codes_at(w0, w1, w2, f * FLUSH + i, PLANES, SHIFTS)
-                    numbers = _numbers(t, table, magic, DTYPE, MODE, BITS, EXPONENT, BIAS, ZERO, PAIRS)
+                    if PAIRS and MODE == 2:
+                        if (f * FLUSH + i) % N0 == 0:
+                            values = _looked_up(w0, entries)
+                        numbers = _halves(values[(f * FLUSH + i) % N0], DTYPE)
+                    elif PAIRS and MODE == 1:
+                        numbers = _halves(_float_pairs(w0, (f * FLUSH + i) % N0, DTYPE, BITS, EXPONENT), DTYPE)
+                    else:
+                        t = codes_at(w0, w1, w2, f * FLUSH + i, PLANES, SHIFTS)
+                        if PAIRS:
+                            numbers = _halves(t | magic, DTYPE)
+                        else:
+                            numbers = _numbers(t, table, DTYPE, MODE, BITS, EXPONENT, BIAS, ZERO)
                     part = tl.dot(numbers, xs[c * J + f * FLUSH + i], part, input_precision="ieee")
                 if ZERO < 0:
-                    part -= plains[c * SUMS + f] * zero[c * SUMS + f].to(tl.float32)[:, :, None]
+                    part -= plains[c * SUMS + f] * _factor(zero, c * SUMS + f, FLUSHED, S, N, COUNT).to(tl.float32)
                 if WHOLE:
                     acc += part
                 else:
-                    acc += part * scale_value(scales[c * SUMS + f], SCALES)[:, :, None]
+                    acc += part * scale_value(_factor(factors, c * SUMS + f, FLUSHED, S, N, COUNT), SCALES)
+        if CONVERT:
+            acc *= back[:, None, :]
         out = _over_warps(acc, S, 16, N) * AFTER
         row = first + tl.arange(0, 16)
         if WHOLE:
@@ -318,12 +505,15 @@ def skinny_kernel(
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether this kernel does it: matrix instructions of NVIDIA, 16-bit activations, groups of whole runs."""
-    uniform = layout.whole or layout.group % RUN == 0
-    half = dtype in (torch.float16, torch.bfloat16)
-    return (
-        arch.startswith("sm_") and half and uniform and layout.cols % 8 == 0 and 1 <= batch <= LARGEST_BATCH
-    )
+    """Whether to take this kernel: matrix instructions of NVIDIA, 16-bit activations, groups of whole runs.
+
+    Not for a single row times 8-bit integers, where the bytes are the limit and gemv.py reads them a little faster.
+    """
+    if not arch.startswith("sm_") or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not 1 <= batch <= LARGEST_BATCH or (batch == 1 and layout.bits == 8 and layout.mode == INTEGER):
+        return False
+    return (layout.whole or layout.group % RUN == 0) and layout.cols % 8 == 0
 
 
 def skinny_specs(
@@ -345,18 +535,22 @@ def skinny_specs(
     span = RUN * (16 // min(b for b, _ in layout.planes))
     chunks = layout.padded // span
     split = triton.cdiv(chunks, s * each)
-    exact = layout.bits <= (7 if dtype == torch.bfloat16 else 8)
-    pairs = not interpreted and (layout.mode == FLOAT or (layout.mode == INTEGER and exact))
-    after = 1.0
+    pairs = not interpreted
+    # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
+    convert = pairs and dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
+    half = dtype == torch.float16 or convert
+    after, offset = 1.0, 0.0
     if pairs and layout.mode == FLOAT:
         # Floats made in pairs keep the exponent bias of their code.
-        after = 2.0 ** ((15 if dtype == torch.float16 else 127) - layout.bias)
-    offset = 0.0
+        after = 2.0 ** ((15 if half else 127) - layout.bias)
     if pairs and layout.mode == INTEGER:
-        offset = (1024.0 if dtype == torch.float16 else 128.0) + max(0, layout.zero)
+        offset = (1024.0 if half else 128.0) + max(0, layout.zero)
+    count, left = divmod(each * span, layout.group)
+    if layout.whole or left or count & (count - 1) or not (2 if n == 8 else 1) < count <= 16:
+        # Few groups: loads of single scales, which cost more instructions, leave the loads of codes further ahead.
+        count = 0
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
     blocks = triton.cdiv(layout.rows, 16)
-    pdl = bool(chosen["PDL"]) and overlaps(arch)
     product = KernelSpec(
         name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
         f"_n{n}s{s}c{each}"
@@ -390,15 +584,17 @@ def skinny_specs(
             "PAIRS": pairs,
             "EVEN": even,
             "WIDE": interpreted,
-            "PDL": pdl,
+            "CONVERT": convert,
+            "PDL": overlaps(arch),
             "N": n,
             "S": s,
             "CHUNKS": each,
+            "COUNT": count,
         },
         divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=s,
         num_stages=1,
-        options=({"launch_pdl": True} if pdl else {}) | ({"maxnreg": chosen["REGS"]} if chosen.get("REGS") else {}),
+        options=overlap_options(arch),
         batch=batch,
         kind="skinny",
         grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
@@ -413,8 +609,10 @@ def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype 
     parts = y
     if len(specs) > 1:
         parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    ones, magic = (0x3C003C00, 0x64006400) if x.dtype == torch.float16 else (0x3F803F80, 0x43004300)
-    if specs[0].constants["WIDE"]:
+    known = specs[0].constants
+    half = x.dtype == torch.float16 or known["CONVERT"]
+    ones, magic = (0x3C003C00, 0x64006400) if half else (0x3F803F80, 0x43004300)
+    if known["WIDE"]:
         ones = 0x3F800000
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(specs[0], x, *leaf_arguments(packed), parts, *sizes, ones, magic)
@@ -424,10 +622,15 @@ def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype 
 
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
-    """Some 256 columns a warp: their activations and two tiles of words fit into 128 registers a thread."""
+    """Four warps of 256 columns each, and as many programs as registers leave room for: from sweeps on an H200.
+
+    More warps would meet more often, wider ones keep fewer loads on their way.
+    """
     n = 8 if batch <= 8 else 16
     span = RUN * (16 // min(b for b, _ in layout.planes))
-    chunks = layout.padded // span
-    each = max(1, 2048 // n // span)
-    s = 4
-    return {"N": n, "S": s, "CHUNKS": each, "PDL": 1, "PROGRAMS": processors_of(arch) * (4 if n == 8 else 3)}
+    if n == 8:
+        resident = 3 if layout.bits == 5 else 4
+    else:
+        heavy = layout.bits in (5, 7, 8) or layout.mode == TABLE
+        resident = 2 if heavy or (not layout.symmetric or layout.group < 128) and layout.mode == INTEGER else 3
+    return {"N": n, "S": 4, "CHUNKS": max(1, 256 // span), "PROGRAMS": processors_of(arch) * resident}

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from nstf.kernels.formats import trellis
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of, sum_spec
-from nstf.kernels.triton.skinny import _halves, _over_warps
+from nstf.kernels.triton.skinny import _halves, _over_warps, scaled
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.trellis import Prepared, _quantile_value, hardware_of, words_of
 
-LARGEST_BATCH = 16
+LARGEST_BATCH = 32
 # Of a sum of four bytes: what it is in the middle, and its standard deviation.
 _CENTRE, _DEVIATION = 510.0, 148.0
 
@@ -176,23 +176,16 @@ def trellis_gemm_kernel(
         tl.extra.cuda.gdc_wait()
 
     wide = ()
-    most = tl.zeros([S, N], tl.float32)
     for c in tl.static_range(GROUPS):
         for d in tl.static_range(2):
-            some = _activations(x, batch, cols, (group0 + c) * 64 + 8 * d, GROUPS * 64, S, N)
-            wide = wide + (some,)
-            most = tl.maximum(most, tl.max(tl.abs(some), axis=1))
-    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15)
-    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    xs = ()
+            begin_x = (group0 + c) * 64 + 8 * d
+            wide = wide + (_activations(x, batch, cols, begin_x, GROUPS * 64, S, N),)
+    xs, back = scaled(wide, 2 * GROUPS, S, N)
     start = tl.zeros([S, 16, N], tl.float32)
-    unit = _halves(tl.zeros([S, 16, 16], tl.int32) + ones, tl.float16)
-    for i in tl.static_range(2 * GROUPS):
-        some = (wide[i] * up[:, None, :]).to(tl.float16)
-        xs = xs + (some,)
-        if OFFSET != 0:
-            start = tl.dot(unit, some, start)
+    if OFFSET != 0:
+        unit = _halves(tl.zeros([S, 16, 16], tl.int32) + ones, tl.float16)
+        for i in tl.static_range(2 * GROUPS):
+            start = tl.dot(unit, xs[i], start)
     start = start * -OFFSET
 
     for down in range(begin, (rows + 15) // 16, step):
@@ -253,9 +246,17 @@ def trellis_gemm_specs(
     programs, the sum of their parts. `tile` overrides the choice."""
     across = trellis.tiles(cols)
     n = 8 if batch <= 8 else 16 if batch <= 16 else 32
-    chosen = {"N": n, "S": 4, "GROUPS": max(1, 32 // n), "PROGRAMS": processors_of(arch) * 4} | (tile or {})
+    processors = processors_of(arch)
+    # From sweeps on an H200: warps of 256 columns, and the programs that find room with their registers.
+    usual = {"N": n, "S": 4, "GROUPS": 4, "PROGRAMS": processors * 4, "REGISTERS": 128}
+    if n == 16:
+        usual |= {"PROGRAMS": processors * 3, "REGISTERS": 168}
+    elif n == 32:
+        usual |= {"S": 8, "GROUPS": 2, "PROGRAMS": processors, "REGISTERS": 255}
+    chosen = usual | (tile or {})
     n, s, groups = chosen["N"], chosen["S"], chosen["GROUPS"]
     split = triton.cdiv(across, 4 * s * groups)
+    registers = {} if triton.knobs.runtime.interpret else {"maxnreg": chosen["REGISTERS"]}
     made = []
     for rows, q in zip(trellis.section_rows(params, out_rows), params.quarter_bits, strict=True):
         sizes = {"rows": rows, "out_rows": out_rows, "cols": cols, "across": across}
@@ -292,7 +293,7 @@ def trellis_gemm_specs(
                 divisible=("x", "scale", "members", "y", *multiples(sizes)),
                 num_warps=s,
                 num_stages=1,
-                options=overlap_options(arch) | ({"maxnreg": chosen["REGS"]} if chosen.get("REGS") else {}),
+                options=overlap_options(arch) | registers,
                 batch=batch,
                 kind="trellis_gemm",
                 grid=(min(trellis.tiles(rows), max(1, chosen["PROGRAMS"] // split)), split, 1),

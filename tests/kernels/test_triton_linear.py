@@ -174,7 +174,7 @@ def test_the_kernels_compile_for(arch: str, tmp_path: Path, monkeypatch: pytest.
     seen = set()
     for name, batch in (
         ("int4_group_128", 1),
-        ("int4_group_128", 16),
+        ("int4_group_128", 17),
         ("rotated_trellis", 1),
         ("low_rank", 1),
     ):
@@ -193,4 +193,8 @@ def test_the_kernels_compile_for(arch: str, tmp_path: Path, monkeypatch: pytest.
             if spec.kind == "gemv" and arch == "gfx942":
                 # Every load of codes takes 16 bytes.
                 assert "load_dwordx4" in binary["amdgcn"]
-    assert seen == {"gemv", "gemm", "sum", "rotate", "trellis_gemv", "low_rank"}
+    common = {"gemm", "rotate", "low_rank"}
+    if arch == "sm_90":
+        assert seen == common | {"skinny", "sum", "trellis_gemm"}
+    else:
+        assert seen >= common | {"gemv", "trellis_gemv"}

@@ -87,7 +87,10 @@ def cases() -> Iterator[Case]:
     for name in ("int4_group_128", "int8_row", "int6", "mxfp4"):
         yield Case(name, (40, 1024), 1, "float16")
         yield Case(name, (40, 1024), 20, "float16")
+    for name in packed:  # skinny.py: every format, more columns than one program takes, a column short of a chunk
+        yield Case(name, (20, 1032), 1 if name.endswith("row") else 3, "float16")
     yield Case("int4", (5, 200), 3, "bfloat16")
+    yield Case("int8_asymmetric", (24, 264), 9, "bfloat16")
     for name in ("int3", "int4_group_24", "int6_asymmetric", "grid_row", "fp8", "mxfp4"):
         yield Case(name, (5, 200), 300)
         yield Case(name, (5, 200), 0, rows=True)
@@ -95,6 +98,7 @@ def cases() -> Iterator[Case]:
         if name.startswith("trellis"):
             yield Case(name, (40, 72), 1)
             yield Case(name, (40, 72), 0, rows=True)
+            yield Case(name, (40, 72), 3 if name != "trellis8" else 11, "float16")
     for name in (
         "trellis8",
         "trellis_sections",
@@ -157,7 +161,7 @@ def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
 def main() -> None:
     """Errors, and the names of the launches, of every case."""
     from nstf.kernels.triton import decode as decode_module
-    from nstf.kernels.triton import gemm, gemv, low_rank, rotate, trellis
+    from nstf.kernels.triton import gemm, gemv, low_rank, rotate, skinny, trellis, trellis_gemm
 
     launched: list[str] = []
     plain = gemv.launch
@@ -166,7 +170,7 @@ def main() -> None:
         launched.append(spec.name)
         plain(spec, *arguments)
 
-    for module in (decode_module, gemm, gemv, low_rank, rotate, trellis):
+    for module in (decode_module, gemm, gemv, low_rank, rotate, skinny, trellis, trellis_gemm):
         module.launch = launch  # type: ignore[attr-defined]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     found = {}
