@@ -70,8 +70,23 @@ def numbers32(
 
 
 @triton.jit
-def _pair16(t, zero, DTYPE: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr):
+def _pair16(
+    t,
+    zero,
+    DTYPE: tl.constexpr,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    AMD: tl.constexpr,
+):
     """[BN, LANES] pairs of codes -> [BN, 2 LANES] numbers of 16 bits; floats times a power of two (`after_of`)."""
+    if AMD and MODE == 0 and DTYPE == tl.bfloat16:
+        # No vector ALU of theirs subtracts bfloat16. In float32, whose upper half small integers do not exceed.
+        low = ((t & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+        high = ((t >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+        low = (low.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        high = (high.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        return tl.reshape(tl.join(low, high), [t.shape[0], 2 * t.shape[1]])
     MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
     if MODE == 0:
         # Constants, not an argument: only then does Triton move the change of layout from the numbers to the words.
@@ -121,6 +136,7 @@ def gemm_kernel(
     SWAP: tl.constexpr,  # W is the left operand: it stays in registers
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
+    AMD: tl.constexpr,
     PDL: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,  # of an iteration
@@ -204,7 +220,7 @@ def gemm_kernel(
                     zero = tl.full([1, 1], 0, tl.float32)
                 t = codes_at(w0, w1, w2, j, PLANES, SHIFTS)
                 if PAIRS and UNIFORM:
-                    numbers = _pair16(t, zero, DTYPE, MODE, BITS, EXPONENT)
+                    numbers = _pair16(t, zero, DTYPE, MODE, BITS, EXPONENT, AMD)
                     if not LATE:
                         factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
                         numbers *= factor.to(DTYPE)[:, None]
@@ -312,6 +328,7 @@ def gemm_specs(
         "SWAP": bool(chosen["SWAP"]),
         "EVEN": even,
         "WIDE": wide,
+        "AMD": arch.startswith("gfx"),
         "PDL": overlaps(arch),
         "SPLIT": split,
         "CHUNKS": several,
@@ -377,7 +394,9 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
     amd = not arch.startswith("sm_")
     span = RUN * (16 // min(b for b, _ in layout.planes))
     bm = max(16, min(WIDEST, triton.next_power_of_2(batch)))
-    bn = 64 if bm <= 16 else 128
+    # RDNA's registers hold no wider tile: 128 columns on four waves spilled hundreds of them.
+    rdna = arch.startswith("gfx1")
+    bn = 64 if bm <= 16 or (rdna and bm >= 64) else 128
 
     def stage_bytes() -> int:
         return int(bm * span * dtype.itemsize + bn * span * layout.bits // 8)
@@ -400,7 +419,7 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
         "BM": bm,
         "BN": bn,
         "SPLIT": split,
-        "WARPS": 8 if bm >= 128 and not amd else 4,
+        "WARPS": 8 if bm >= 128 and (rdna or not amd) else 4,
         "STAGES": 2 if amd else max(2, min(3 if bm <= 16 else 4, int(220_000 / stage_bytes() + 0.4))),
         "SWAP": 1,
         "CHUNKS": 1,

@@ -356,6 +356,9 @@ def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
     rows = 2 if warps * lanes > 128 or bits == 3 else 4
     if warps * lanes == 512 and not (layout.mode == INTEGER and layout.symmetric and bits < 8):
         rows = 1
+    if arch.startswith("gfx1") and (bits != 4 or layout.mode != INTEGER):
+        # 256 registers: four rows of the wider codes would spill.
+        rows = max(1, rows // 2)
     # Threads that find room on a multiprocessor, by the registers that so many columns need.
     threads = 768 if columns <= 32 * warps * lanes else 512
     return {

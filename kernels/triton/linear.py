@@ -27,7 +27,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE
 from nstf.kernels.triton.packed import FORMATS as PACKED
-from nstf.kernels.triton.packed import compact, layout_of, pack_leaf
+from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -82,15 +82,9 @@ def resident(encoded: EncodedTensor) -> EncodedTensor:
 
 def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> list[KernelSpec]:
     """The launches `matmul` makes, in order, without those of torch's own libraries; [] when there are none."""
-    from nstf.kernels.triton.decode import decode_spec
-    from nstf.kernels.triton.gemm import gemm_specs
-    from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.low_rank import low_rank_specs
     from nstf.kernels.triton.rotate import rotate_spec
-    from nstf.kernels.triton.skinny import skinny_specs, suits
-    from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
-    from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
 
     if len(encoded.shape) != 2 or not _known(encoded, batch):
         return []
@@ -115,27 +109,48 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
             after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False)]
     elif leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH and not suits_trellis(batch, dtype, arch):
         before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True)]
+    if _halved(leaf, batch, dtype, arch):
+        # The two halves of the rows, by the same launches.
+        half = -(-batch // 2)
+        made = [
+            *_leaf_specs(leaf, half, inside, outside, dtype, arch),
+            *_leaf_specs(leaf, batch - half, inside, outside, dtype, arch),
+        ]
+    else:
+        made = _leaf_specs(leaf, batch, inside, outside, dtype, arch)
+    return [*before, *made, *after] if made else []
+
+
+def _leaf_specs(
+    leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
+) -> list[KernelSpec]:
+    """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
+    from nstf.kernels.triton.decode import decode_spec
+    from nstf.kernels.triton.gemm import gemm_specs
+    from nstf.kernels.triton.gemv import gemv_specs
+    from nstf.kernels.triton.skinny import skinny_specs, suits
+    from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
+    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
+    from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
+
+    out, width = leaf.shape
     if leaf.tree.kind == "trellis":
         params = leaf.tree.params
         if suits_trellis(batch, dtype, arch):
-            made = trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
-        elif batch <= TRELLIS_BATCH:
-            made = trellis_specs(params, out, width, batch, outside, arch)
-        else:
-            made = trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
-    else:
-        layout = layout_of(leaf)
-        if layout is None:
-            return []
-        if suits(layout, batch, inside, arch):
-            made = skinny_specs(layout, batch, inside, arch, outside)
-        elif batch == 1:
-            made = gemv_specs(layout, inside, arch, outside)
-        elif batch <= GEMM_BATCH:
-            made = gemm_specs(layout, batch, inside, arch, out=outside)
-        else:
-            made = [decode_spec(layout, min(out, _block(width)), inside, False)]
-    return [*before, *made, *after]
+            return trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
+        if batch <= TRELLIS_BATCH:
+            return trellis_specs(params, out, width, batch, outside, arch)
+        return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
+    layout = layout_of(leaf)
+    if layout is None:
+        return []
+    if suits(layout, batch, inside, arch):
+        return skinny_specs(layout, batch, inside, arch, outside)
+    if batch == 1:
+        return gemv_specs(layout, inside, arch, outside)
+    if batch <= GEMM_BATCH:
+        return gemm_specs(layout, batch, inside, arch, out=outside)
+    return [decode_spec(layout, min(out, _block(width)), inside, False)]
 
 
 def arch_of(device: torch.device) -> str:
@@ -205,13 +220,26 @@ def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> t
     from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
 
     if leaf.tree.kind == "trellis":
-        if suits_trellis(batch, dtype, arch):
+        if suits_trellis(batch, dtype, arch) or _halved(leaf, batch, dtype, arch):
             return torch.float32, False
         return (torch.float32, True) if batch <= TRELLIS_BATCH else (dtype, False)
     layout = layout_of(leaf)
     if batch == 1 and not (layout is not None and suits(layout, batch, dtype, arch)):
         return torch.float32, False
     return dtype, False
+
+
+def _halved(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether two products of half the rows are faster than one that decodes otherwise: for trellises and tables."""
+    from nstf.kernels.triton import skinny, trellis_gemm
+
+    half = -(-batch // 2)
+    if leaf.tree.kind == "trellis":
+        return batch > trellis_gemm.LARGEST_BATCH and trellis_gemm.suits(half, dtype, arch)
+    layout = layout_of(leaf)
+    if layout is None or layout.mode != TABLE:
+        return False
+    return batch > skinny.LARGEST_BATCH and skinny.suits(layout, half, dtype, arch)
 
 
 def _leaf(
@@ -227,6 +255,9 @@ def _leaf(
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
 
     batch = len(x)
+    if _halved(encoded, batch, dtype, arch):
+        half = -(-batch // 2)
+        return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:half], x[half:])])
     if encoded.tree.kind == "trellis":
         if suits_trellis(batch, dtype, arch):
             return trellis_gemm(x, prepare(encoded), out, arch)

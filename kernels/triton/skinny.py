@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
 """One to sixteen rows of activations times a packed matrix on NVIDIA's matrix cores: Y = X W^T, codes straight to operands.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemm import codes_at, numbers32
+from nstf.kernels.triton.gemm import codes_at
 from nstf.kernels.triton.gemv import (
     even_sizes,
     launch,
@@ -35,316 +35,24 @@ from nstf.kernels.triton.gemv import (
     scale_value,
     sum_spec,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.operands import (
+    activation_tile,
+    bytes_of,
+    columns_of,
+    factor_of,
+    float_pairs,
+    halves,
+    load_factors,
+    looked_up,
+    over_warps,
+    plain_numbers,
+    scaled,
+    word_tiles,
+)
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 LARGEST_BATCH = 16
-
-
-@triton.jit
-def _word_tile(
-    words, first, rows, width, chunk, chunks, APART: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
-):
-    """[S, 16, 16] words of a chunk of each warp (chunks APART from one warp to the next), in the order of operands."""
-    # Two dimensions: which thread loads what must not depend on how Triton orders dimensions of equal contiguity.
-    i = tl.arange(0, 64 * S)
-    row = first + i // (32 * S) * 8 + i // 4 % 8
-    c = chunk + i // 32 % S * APART
-    ok = row < rows
-    if not EVEN:
-        ok = ok & (c < chunks)
-    at = row * width + c * 16 + i % 4 * 4
-    w = tl.load(words + at[:, None] + tl.arange(0, 4)[None, :], mask=ok[:, None], other=0)
-    w = tl.reshape(w, [2, S, 8, 4, 2, 2])
-    return tl.reshape(tl.permute(w, (1, 0, 2, 4, 3, 5)), [S, 16, 16])
-
-
-@triton.jit
-def _words(
-    words,
-    first,
-    rows,
-    padded,
-    chunk0,
-    PLANES: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    S: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The words of 16 rows from `first` on for each warp: for each of its chunks (of the narrowest plane) all planes."""
-    J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
-    found = ()
-    for c in tl.static_range(CHUNKS):
-        for p in tl.static_range(len(PLANES)):
-            width = padded // (32 * (16 // PLANES[p])) * 16
-            plane = words + SHIFTS[p] * (padded // 32) * rows
-            for i in tl.static_range(J // (16 // PLANES[p])):
-                found = found + (
-                    _word_tile(
-                        plane,
-                        first,
-                        rows,
-                        width,
-                        (chunk0 + c) * (J // (16 // PLANES[p])) + i,
-                        width // 16,
-                        CHUNKS * (J // (16 // PLANES[p])),
-                        S,
-                        EVEN,
-                    ),
-                )
-    return found
-
-
-@triton.jit
-def _per_group(
-    array,
-    first,
-    rows,
-    cols,
-    chunk0,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPAN: tl.constexpr,
-    FLUSH: tl.constexpr,
-    S: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """What 16 rows from `first` on need of an array [rows, GROUPS]: [S, 16] for every sum that ends."""
-    row = (first + tl.arange(0, 16))[None, :]
-    chunk = (chunk0 + tl.arange(0, S) * CHUNKS)[:, None]
-    found = ()
-    for c in tl.static_range(CHUNKS):
-        for f in tl.static_range(SPAN // (32 * FLUSH)):
-            k = (chunk + c) * SPAN + f * FLUSH * 32
-            ok = (row < rows) & (k < cols)
-            found = found + (tl.load(array + row * GROUPS + k // GROUP, mask=ok, other=0),)
-    return found
-
-
-@triton.jit
-def _side_by_side(
-    array, first, rows, chunk0, GROUPS: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr
-):
-    """[64 S, COUNT]: the same of an array, all groups of a warp's columns in one load, for each lane of an operand."""
-    i = tl.arange(0, 64 * S)
-    row = first + i // (32 * S) * 8 + i // 4 % 8
-    group = (chunk0 + i // 32 % S * COUNT)[:, None] + tl.arange(0, COUNT)[None, :]
-    return tl.load(array + row[:, None] * GROUPS + group, mask=(row < rows)[:, None] & (group < GROUPS), other=0)
-
-
-@triton.jit
-def _columns(tile, COUNT: tl.constexpr):
-    """[n, COUNT] -> its COUNT columns."""
-    LEVELS: tl.constexpr = (COUNT > 1) + (COUNT > 2) + (COUNT > 4) + (COUNT > 8)
-    parts = (tile,)
-    for level in tl.static_range(LEVELS):
-        halves = ()
-        for i in tl.static_range(1 << level):
-            wide = tl.reshape(parts[i], [tile.shape[0], 2, COUNT >> (level + 1)])
-            left, right = tl.split(tl.permute(wide, (0, 2, 1)))
-            halves = halves + (left, right)
-        parts = halves
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = found + (tl.reshape(parts[i], [tile.shape[0]]),)
-    return found
-
-
-@triton.jit
-def _spread(values, S: tl.constexpr, N: tl.constexpr):
-    """[64 S], one for each lane of an operand -> [S, 16, N], where the four lanes of a row have the same."""
-    values = tl.reshape(tl.permute(tl.reshape(values, [2, S, 8, 4]), (1, 0, 2, 3)), [S, 16, 1, 4, 1])
-    return tl.reshape(tl.broadcast_to(values, [S, 16, N // 8, 4, 2]), [S, 16, N])
-
-
-@triton.jit
-def _factors(
-    array,
-    first,
-    rows,
-    cols,
-    chunk0,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPAN: tl.constexpr,
-    FLUSH: tl.constexpr,
-    S: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """What is loaded of such an array ahead of its use: one tile, or where groups do not fit the columns one for each sum."""
-    if COUNT > 0:
-        return (_side_by_side(array, first, rows, chunk0 * SPAN // GROUP, GROUPS, COUNT, S),)
-    else:
-        return _per_group(array, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS)
-
-
-@triton.jit
-def _factor(found, AT: tl.constexpr, FLUSHED: tl.constexpr, S: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """[S, 16, 1 or N]: the value for the sum AT of a warp, FLUSHED of which make a group."""
-    if COUNT > 0:
-        return _spread(found[AT // FLUSHED], S, N)
-    else:
-        return found[AT][:, :, None]
-
-
-@triton.jit
-def _activations(
-    x, batch, cols, begin, APART: tl.constexpr, S: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
-):
-    """[S, 32, N]: a run of columns of each warp (APART columns from one to the next), in the order of the words."""
-    i = tl.arange(0, 4 * S * N)
-    line = i // (32 * S) * 8 + i // 4 % 8
-    k = begin + i // 32 % S * APART + i % 4 * 8
-    ok = line < batch
-    if not EVEN:
-        # Eight neighbours: columns come in multiples of 8 where a group is one of 32.
-        ok = ok & (k < cols)
-    at = line * cols + k
-    some = tl.load(x + at[:, None] + tl.arange(0, 8)[None, :], mask=ok[:, None], other=0.0)
-    some = tl.reshape(some, [N // 8, S, 8, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(some, (1, 4, 3, 5, 6, 0, 2)), [S, 32, N])
-
-
-@triton.jit
-def _halves(t, DTYPE: tl.constexpr):
-    """[S, 16, 16] pairs of 16-bit numbers in words -> [S, 16, 32]."""
-    low = t.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (t >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
-
-
-@triton.jit
-def _float_pairs(w, J: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr):
-    """The two floats of run J in each word, as 16-bit floats that keep the bias of their code."""
-    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-    LOW: tl.constexpr = MANTISSA - (BITS - 1 - EXPONENT)
-    UP: tl.constexpr = 16 - BITS - BITS * J
-    SIGN: tl.constexpr = -0x7FFF8000
-    REST: tl.constexpr = (((1 << (BITS - 1)) - 1) << LOW) * 0x00010001
-    v = w
-    if UP > 0:
-        v = w << UP
-    return (v & SIGN) | ((v >> (16 - BITS - LOW)) & REST)
-
-
-@triton.jit
-def _looked_up(w, entries):
-    """Words of eight 4-bit codes -> for each run the two float16 of a table: bytes chosen by nibbles, NVIDIA's `prmt`.
-
-    entries: the low bytes of the sixteen, four to a word, then the high bytes.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 s, m, a, b, l0, h0, l1, h1;
-        and.b32 s, $4, 0x7777;
-        shr.u32 m, $4, 1;
-        and.b32 m, m, 0x4444;
-        or.b32 m, m, 0x3210;
-        prmt.b32 a, $5, $6, s;
-        prmt.b32 b, $7, $8, s;
-        prmt.b32 l0, a, b, m;
-        prmt.b32 a, $9, $10, s;
-        prmt.b32 b, $11, $12, s;
-        prmt.b32 h0, a, b, m;
-        shr.u32 m, $4, 16;
-        and.b32 s, m, 0x7777;
-        shr.u32 m, m, 1;
-        and.b32 m, m, 0x4444;
-        or.b32 m, m, 0x3210;
-        prmt.b32 a, $5, $6, s;
-        prmt.b32 b, $7, $8, s;
-        prmt.b32 l1, a, b, m;
-        prmt.b32 a, $9, $10, s;
-        prmt.b32 b, $11, $12, s;
-        prmt.b32 h1, a, b, m;
-        prmt.b32 a, l0, h0, 0x5140;
-        prmt.b32 b, l1, h1, 0x5140;
-        prmt.b32 $0, a, b, 0x5410;
-        prmt.b32 $1, a, b, 0x7632;
-        prmt.b32 a, l0, h0, 0x7362;
-        prmt.b32 b, l1, h1, 0x7362;
-        prmt.b32 $2, a, b, 0x5410;
-        prmt.b32 $3, a, b, 0x7632;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [
-            w,
-            entries[0],
-            entries[1],
-            entries[2],
-            entries[3],
-            entries[4],
-            entries[5],
-            entries[6],
-            entries[7],
-        ],
-        (tl.int32, tl.int32, tl.int32, tl.int32),
-        True,
-        1,
-    )
-
-
-@triton.jit
-def _bytes_of(table, HIGH: tl.constexpr):
-    """The low (or high) bytes of sixteen float16, as four words."""
-    found = ()
-    for i in tl.static_range(4):
-        word = tl.load(table + 4 * i).to(tl.uint16, bitcast=True).to(tl.int32) * 0
-        for j in tl.static_range(4):
-            value = tl.load(table + 4 * i + j).to(tl.uint16, bitcast=True).to(tl.int32)
-            word |= ((value >> (8 * HIGH)) & 0xFF) << (8 * j)
-        found = found + (word,)
-    return found
-
-
-@triton.jit
-def _numbers(
-    t,
-    table,
-    DTYPE: tl.constexpr,
-    MODE: tl.constexpr,
-    BITS: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    BIAS: tl.constexpr,
-    ZERO: tl.constexpr,
-):
-    """[S, 16, 16] pairs of codes -> [S, 16, 32] numbers, one by one."""
-    KNOWN: tl.constexpr = ZERO if ZERO > 0 else 0
-    low = numbers32(t & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
-    high = numbers32((t >> 16) & 0xFFFF, table, KNOWN, MODE, BITS, EXPONENT, BIAS)
-    both = tl.reshape(tl.join(low, high), [t.shape[0], t.shape[1], 2 * t.shape[2]])
-    return both.to(DTYPE)
-
-
-@triton.jit
-def _over_warps(acc, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """[S, R, N] -> [R, N], summed in a fixed order."""
-    # Halves that meet in a thread: tl.sum over warps goes through shuffles, and local memory all in one bank.
-    if S == 1:
-        return tl.reshape(acc, [R, N])
-    LEVELS: tl.constexpr = (S > 1) + (S > 2) + (S > 4) + (S > 8)
-    for level in tl.static_range(LEVELS):
-        left, right = tl.split(tl.permute(tl.reshape(acc, [2, S >> (level + 1), R, N]), (1, 2, 3, 0)))
-        acc = left + right
-    return tl.reshape(acc, [R, N])
-
-
-@triton.jit
-def scaled(xs, COUNT: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """COUNT times [S, 32, N] as float16, every row scaled for each warp so that its largest number lies below 2^15; and
-    what to multiply results with, [S, N]. Of a bfloat16 nothing is lost but what is below 2^-38 of that largest number."""
-    most = tl.zeros([S, N], tl.float32)
-    for i in tl.static_range(COUNT):
-        most = tl.maximum(most, tl.max(tl.abs(xs[i].to(tl.float32)), axis=1))
-    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15)
-    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = found + ((xs[i].to(tl.float32) * up[:, None, :]).to(tl.float16),)
-    return found, back
 
 
 @triton.jit(do_not_specialize=["batch", "ones", "magic"])
@@ -403,17 +111,17 @@ def skinny_kernel(
     chunk0 = tl.program_id(1) * S * CHUNKS
     begin = tl.program_id(0) * 16
     step = tl.num_programs(0) * 16
-    w = _words(words, begin, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+    w = word_tiles(words, begin, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
     scales = ()
     if not WHOLE:
-        scales = _factors(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT)
+        scales = load_factors(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     xs = ()
     for c in tl.static_range(CHUNKS):
         for j in tl.static_range(J):
-            some = _activations(x, batch, cols, (chunk0 + c) * SPAN + j * 32, CHUNKS * SPAN, S, N, EVEN)
+            some = activation_tile(x, batch, cols, (chunk0 + c) * SPAN + j * 32, CHUNKS * SPAN, S, N, EVEN)
             if WIDE:
                 some = some.to(tl.float32)
             xs = xs + (some,)
@@ -421,7 +129,7 @@ def skinny_kernel(
         xs, back = scaled(xs, CHUNKS * J, S, N)
     entries = ()
     if PAIRS and MODE == 2:
-        entries = _bytes_of(table, 0) + _bytes_of(table, 1)
+        entries = bytes_of(table, 0) + bytes_of(table, 1)
     starts = ()
     plains = ()
     if OFFSET != 0 or ZERO < 0:
@@ -429,7 +137,7 @@ def skinny_kernel(
         if WIDE:
             unit = tl.reshape(tl.join(unit, unit), [S, 16, 32]).to(tl.float32, bitcast=True)
         else:
-            unit = _halves(unit, DTYPE)
+            unit = halves(unit, DTYPE)
         for i in tl.static_range(CHUNKS * SUMS):
             total = tl.zeros([S, 16, N], tl.float32)
             for j in tl.static_range(FLUSH):
@@ -437,26 +145,26 @@ def skinny_kernel(
             starts = starts + (total * -OFFSET,)
             plains = plains + (total,)
     else:
-        for i in tl.static_range(CHUNKS * SUMS):
+        for _ in tl.static_range(CHUNKS * SUMS):
             starts = starts + (tl.zeros([S, 16, N], tl.float32),)
 
     for first in range(begin, rows, step):
-        next_w = _words(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+        next_w = word_tiles(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
         next_scales = ()
         if not WHOLE:
-            next_scales = _factors(
+            next_scales = load_factors(
                 scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
         zero = ()
         if ZERO < 0:
-            zero = _factors(
+            zero = load_factors(
                 zeros, first, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
         factors = scales
         if COUNT > 0:
-            factors = _columns(scales[0], COUNT)
+            factors = columns_of(scales[0], COUNT)
             if ZERO < 0:
-                zero = _columns(zero[0], COUNT)
+                zero = columns_of(zero[0], COUNT)
         acc = tl.zeros([S, 16, N], tl.float32)
         for c in tl.static_range(CHUNKS):
             for f in tl.static_range(SUMS):
@@ -471,26 +179,28 @@ def skinny_kernel(
                         w2 = w[c * PER + PER0 + PER1]
                     if PAIRS and MODE == 2:
                         if (f * FLUSH + i) % N0 == 0:
-                            values = _looked_up(w0, entries)
-                        numbers = _halves(values[(f * FLUSH + i) % N0], DTYPE)
+                            values = looked_up(w0, entries)
+                        numbers = halves(values[(f * FLUSH + i) % N0], DTYPE)
                     elif PAIRS and MODE == 1:
-                        numbers = _halves(_float_pairs(w0, (f * FLUSH + i) % N0, DTYPE, BITS, EXPONENT), DTYPE)
+                        numbers = halves(float_pairs(w0, (f * FLUSH + i) % N0, DTYPE, BITS, EXPONENT), DTYPE)
                     else:
                         t = codes_at(w0, w1, w2, f * FLUSH + i, PLANES, SHIFTS)
                         if PAIRS:
-                            numbers = _halves(t | magic, DTYPE)
+                            numbers = halves(t | magic, DTYPE)
                         else:
-                            numbers = _numbers(t, table, DTYPE, MODE, BITS, EXPONENT, BIAS, ZERO)
+                            numbers = plain_numbers(t, table, DTYPE, MODE, BITS, EXPONENT, BIAS, ZERO)
                     part = tl.dot(numbers, xs[c * J + f * FLUSH + i], part, input_precision="ieee")
                 if ZERO < 0:
-                    part -= plains[c * SUMS + f] * _factor(zero, c * SUMS + f, FLUSHED, S, N, COUNT).to(tl.float32)
+                    part -= plains[c * SUMS + f] * factor_of(zero, c * SUMS + f, FLUSHED, S, N, COUNT).to(
+                        tl.float32
+                    )
                 if WHOLE:
                     acc += part
                 else:
-                    acc += part * scale_value(_factor(factors, c * SUMS + f, FLUSHED, S, N, COUNT), SCALES)
+                    acc += part * scale_value(factor_of(factors, c * SUMS + f, FLUSHED, S, N, COUNT), SCALES)
         if CONVERT:
             acc *= back[:, None, :]
-        out = _over_warps(acc, S, 16, N) * AFTER
+        out = over_warps(acc, S, 16, N) * AFTER
         row = first + tl.arange(0, 16)
         if WHOLE:
             out *= scale_value(tl.load(scale + row, mask=row < rows, other=0), SCALES)[:, None]
@@ -632,5 +342,6 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
         resident = 3 if layout.bits == 5 else 4
     else:
         heavy = layout.bits in (5, 7, 8) or layout.mode == TABLE
-        resident = 2 if heavy or (not layout.symmetric or layout.group < 128) and layout.mode == INTEGER else 3
+        heavy |= layout.mode == INTEGER and (layout.group < 128 or not layout.symmetric)
+        resident = 2 if heavy else 3
     return {"N": n, "S": 4, "CHUNKS": max(1, 256 // span), "PROGRAMS": processors_of(arch) * resident}

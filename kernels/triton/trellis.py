@@ -360,7 +360,7 @@ def trellis_specs(
     # Four tiles a thread for one row of activations: their 64 numbers stay in registers. Programs of one warp for several
     # rows: a program's warps meet once for each of them.
     chosen = {
-        "RT": 2 if b in (2, 8) else 1,
+        "RT": 2 if b == 2 else 1,
         "CT": 0,
         "WARPS": 64 // lanes if b == 1 else 1,
         "PROGRAMS": 0,

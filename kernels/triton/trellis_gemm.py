@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nstf.kernels.formats import trellis
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of, sum_spec
-from nstf.kernels.triton.skinny import _halves, _over_warps, scaled
+from nstf.kernels.triton.operands import halves, over_warps, scaled
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.trellis import Prepared, _quantile_value, hardware_of, words_of
 
@@ -183,7 +183,7 @@ def trellis_gemm_kernel(
     xs, back = scaled(wide, 2 * GROUPS, S, N)
     start = tl.zeros([S, 16, N], tl.float32)
     if OFFSET != 0:
-        unit = _halves(tl.zeros([S, 16, 16], tl.int32) + ones, tl.float16)
+        unit = halves(tl.zeros([S, 16, 16], tl.int32) + ones, tl.float16)
         for i in tl.static_range(2 * GROUPS):
             start = tl.dot(unit, xs[i], start)
     start = start * -OFFSET
@@ -220,7 +220,7 @@ def trellis_gemm_kernel(
         if SECTIONED:
             row = tl.load(members + row, mask=ok, other=0)
         factor = tl.load(scale + row, mask=ok, other=0.0) * UNIT
-        out = _over_warps(acc * back[:, None, :], S, 16, N) * factor[:, None]
+        out = over_warps(acc * back[:, None, :], S, 16, N) * factor[:, None]
         line = tl.arange(0, N)
         at = (tl.program_id(1) * batch + line)[None, :] * out_rows + row[:, None]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok[:, None] & (line < batch)[None, :])
@@ -308,9 +308,7 @@ def trellis_gemm(
     """x [batch, cols] -> y [batch, rows] of `out`. batch: at most LARGEST_BATCH."""
     batch = len(x)
     y = torch.empty(batch, prepared.rows, dtype=out, device=x.device)
-    specs = trellis_gemm_specs(
-        prepared.params, prepared.rows, prepared.cols, batch, x.dtype, out, arch, tile
-    )
+    specs = trellis_gemm_specs(prepared.params, prepared.rows, prepared.cols, batch, x.dtype, out, arch, tile)
     summed = len(specs) > len(prepared.sections)
     parts = y
     if summed:

@@ -41,32 +41,11 @@ MORE = {
     "trellis gemv 8": ("trellis", 8),
 }
 # (case, target or "*") -> parts of the misses that are known.
-SPILLS, NARROW, EMULATED = "spills", "no load of 16 bytes", "emulates bf16"
-_CDNA, _RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
+NARROW = "no load of 16 bytes"
 KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
     # 3.02 with bfloat16 activations; 2.99 with float16.
     ("int4 gemv", "gfx942"): ("3.02 vector",),
     **{("rotated 1", target): ("3.02 vector",) for target in ("gfx90a", "gfx942")},
-    **{("trellis gemv 8", target): (SPILLS,) for target in (*_RDNA, "sm_90")},
-    ("grid4 1", "sm_90"): (SPILLS,),
-    **{
-        (f"{name} {batch}", target): (SPILLS, EMULATED)
-        for name, batch in (
-            *(("int4 gemm", 256), ("int8", 256), ("fp8", 256), ("mxfp4", 256), ("grid4", 256)),
-            *(("int8", 1), ("fp8", 1), ("grid4", 1), ("int3 zeros", 1)),
-        )
-        for target in _RDNA
-    },
-    **{
-        (name, target): (EMULATED,)
-        for name in ("int4 gemm 256", "int8 256", "int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
-        for target in _CDNA
-    },
-    **{
-        (name, target): (EMULATED,)
-        for name in ("int8 16", "int4 gemm 16", "rotated 16", "int3 zeros 16")
-        for target in _RDNA
-    },
     **{(name, "*"): (NARROW,) for name in ("trellis gemv", "trellis gemv 8", "trellis decode")},
 }
 

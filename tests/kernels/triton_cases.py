@@ -87,7 +87,9 @@ def cases() -> Iterator[Case]:
     for name in ("int4_group_128", "int8_row", "int6", "mxfp4"):
         yield Case(name, (40, 1024), 1, "float16")
         yield Case(name, (40, 1024), 20, "float16")
-    for name in packed:  # skinny.py: every format, more columns than one program takes, a column short of a chunk
+    for (
+        name
+    ) in packed:  # skinny.py: every format, more columns than one program takes, a column short of a chunk
         yield Case(name, (20, 1032), 1 if name.endswith("row") else 3, "float16")
     yield Case("int4", (5, 200), 3, "bfloat16")
     yield Case("int8_asymmetric", (24, 264), 9, "bfloat16")
@@ -112,6 +114,9 @@ def cases() -> Iterator[Case]:
         yield Case(name, shape, 1, "float16")
         yield Case(name, shape, 3)
     yield Case("trellis_sections", (40, 72), 12)
+    yield Case("trellis8", (40, 72), 35, "float16")
+    yield Case("rotated_trellis", (64, 128), 33, "float16")
+    yield Case("grid", (20, 264), 18, "float16")
     yield Case("rotated_trellis", (64, 128), 12)
 
 
