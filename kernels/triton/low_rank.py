@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.gemv import launch, multiples, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 LARGEST_BATCH = 4
@@ -38,17 +38,12 @@ def low_rank_kernel(
     rank,
     ADD: tl.constexpr,  # to what is in y
     PHASE: tl.constexpr,  # 0: both; 1, 2: the interpreter runs programs one after the other, so in two launches
-    PDL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    if PDL:
-        # Whatever starts early takes no room from these programs, which wait for each other: all of them run by then.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     r = tl.arange(0, R)
     if PHASE != 2:
@@ -135,7 +130,6 @@ def low_rank_specs(
             constants={
                 "ADD": add,
                 "PHASE": phase,
-                "PDL": overlaps(arch),
                 "PROGRAMS": programs,
                 "R": r,
                 "B": b,
@@ -145,7 +139,6 @@ def low_rank_specs(
             divisible=("x", "a", "b", "parts", "counter", "y", *multiples(sizes)),
             num_warps=4,
             num_stages=1,
-            options=overlap_options(arch),
             batch=batch,
             kind="low_rank",
             grid=(programs, 1, 1),

@@ -256,8 +256,14 @@ def skinny_specs(
     if pairs and layout.mode == INTEGER:
         offset = (1024.0 if half else 128.0) + max(0, layout.zero)
     count, left = divmod(each * span, layout.group)
-    if layout.whole or left or count & (count - 1) or not (2 if n == 8 else 1) < count <= 16:
-        # Few groups: loads of single scales, which cost more instructions, leave the loads of codes further ahead.
+    if (
+        layout.whole
+        or left
+        or count & (count - 1)
+        or not (2 if n == 8 and layout.bits == 4 else 1) < count <= 16
+    ):
+        # With so few groups of 4-bit codes loads of single scales are faster: they cost more instructions, but the
+        # assembler then asks for the next codes early, not to save registers at the end.
         count = 0
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
     blocks = triton.cdiv(layout.rows, 16)
