@@ -28,7 +28,7 @@ from nstf.kernels.triton.gemv import (
     scale_value,
     sum_spec,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # The widest tile of activations, beyond which the batch is split over programs.
@@ -415,12 +415,16 @@ def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str
     else:
         # As many as run at once: two on a multiprocessor, one of the largest.
         split = max(1, min(8, processors * (2 if bm == 64 else 1) // programs))
+    stages = max(2, min(3 if bm <= 16 else 4, int(220_000 / stage_bytes() + 0.4)))
+    if amd:
+        # Look-ups keep more in registers.
+        stages = 1 if rdna and bm >= 128 and layout.mode == TABLE else 2
     return {
         "BM": bm,
         "BN": bn,
         "SPLIT": split,
         "WARPS": 8 if bm >= 128 and (rdna or not amd) else 4,
-        "STAGES": 2 if amd else max(2, min(3 if bm <= 16 else 4, int(220_000 / stage_bytes() + 0.4))),
+        "STAGES": stages,
         "SWAP": 1,
         "CHUNKS": 1,
         "SCALE_WEIGHTS": 0,

@@ -6,8 +6,8 @@
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
-    low_rank, dense factors  low_rank.py up to four rows
-    add                      the one, then low_rank.py onto its result
+    low_rank, dense factors  low_rank.py up to four rows, the library's two products above
+    add                      the one, then the low rank onto its result
     dense                    the library's product
 
 Where there is no suitable GPU, `available` and `supports` say no and the torch kernels run; `unsuitable` says why.
@@ -97,6 +97,8 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
         first = specs(children_of(encoded)["x"], batch, dtype, arch) if kind == "add" else []
         factors = torch_dtype(chain.tree.children["a"].params.dtype)
         rank = chain.tree.params.rank
+        if batch > LOW_RANK_BATCH or rank > LOW_RANK_RANK:
+            return first
         return first + low_rank_specs(out, width, rank, batch, dtype, factors, kind == "add", arch)
     leaf, before, after = encoded, [], []
     inside = outside = dtype
@@ -200,6 +202,9 @@ def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None 
     from nstf.kernels.triton.low_rank import low_rank
 
     a, b = (children_of(encoded)[name].arrays["values"] for name in ("a", "b"))
+    if len(x) > LOW_RANK_BATCH or encoded.tree.params.rank > LOW_RANK_RANK:
+        t = F.linear(x, b.to(x.dtype))
+        return F.linear(t, a.to(x.dtype)) if into is None else torch.addmm(into, t, a.to(x.dtype).T)
     return low_rank(x, a, b, arch, into)
 
 
@@ -312,8 +317,7 @@ def _known(encoded: EncodedTensor, batch: int) -> bool:
         factors = {
             child.params.dtype if child.kind == "dense" else "" for child in encoded.tree.children.values()
         }
-        fits = params.rank <= LOW_RANK_RANK and batch <= LOW_RANK_BATCH and params.lead == 1
-        return fits and len(factors) == 1 and factors <= {"bfloat16", "float16", "float32"}
+        return params.lead == 1 and len(factors) == 1 and factors <= {"bfloat16", "float16", "float32"}
     if kind == "add":
         children = children_of(encoded)
         second = children["y"]

@@ -114,6 +114,8 @@ def cases() -> Iterator[Case]:
         yield Case(name, shape, 1, "float16")
         yield Case(name, shape, 3)
     yield Case("trellis_sections", (40, 72), 12)
+    yield Case("low_rank", (64, 128), 6, "float16")
+    yield Case("add", (64, 128), 6, "float16")
     yield Case("trellis8", (40, 72), 35, "float16")
     yield Case("rotated_trellis", (64, 128), 33, "float16")
     yield Case("grid", (20, 264), 18, "float16")
