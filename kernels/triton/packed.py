@@ -238,6 +238,9 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
             plane = _plane_words((part >> shift) & ((1 << bits) - 1), bits)
             out[at + start * width : at + stop * width] = plane.view(-1)
             at += rows * width
+    if out.is_cuda and not torch.cuda.is_current_stream_capturing():
+        # Kernels ask for words before the launch in front of them has ended: it must not be the one that writes them.
+        torch.cuda.current_stream(out.device).synchronize()
     return out
 
 
