@@ -24,6 +24,7 @@ from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
+from nstf.runtime.graph_generate import use_graphs
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
@@ -50,7 +51,8 @@ def load(
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
-    `model.generate` use the C++ engine on a CPU where it can, "exact" without its int8 activations, "off" never.
+    `model.generate` use the C++ engine on a CPU and captured graphs on a GPU where they can, "exact" the engine without
+    its int8 activations, "off" neither.
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs).
@@ -88,6 +90,8 @@ def load(
     elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         # Its matrices are views of the same mapping: nothing is held twice.
         use_engine(model, lambda: Engine(artifact, exact=engine == "exact", kv_cache=kv_cache))
+    elif engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
+        use_graphs(model)
     return model
 
 

@@ -46,6 +46,12 @@ class EncodedParameter(nn.Module):
                 self._buffers[_buffer_name(path)] = self._encoded.arrays[path]
         return self._encoded
 
+    def share(self, encoded: EncodedTensor) -> None:
+        """Takes the same tensor in other arrays (views of a larger one) in the place of its own."""
+        self._encoded = encoded
+        for path in self.paths:
+            self._buffers[_buffer_name(path)] = encoded.arrays[path]
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of decoded values where no activation says it (embeddings)."""

@@ -1,0 +1,404 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""What a decoder does between its matrices, in three kernels: norms, attention with one query, the gate of the MLP.
+
+The definition is kernels/torch/decode_step.py. All of them read the position from device memory and have a grid that does
+not depend on it, so that a captured graph is right for every token.
+
+Attention (flash-decoding, Dao et al. 2023): the keys of a sequence and head are dealt, a tile at a time, to `SPLITS`
+programs; each turns and norms the queries anew, which costs less than a launch. The one that arrives last adds up the parts, in the
+order of the programs, so that results do not change from run to run.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.torch.decode_step import Cache, Heads
+from nstf.kernels.triton.gemv import launch, multiples, processors_of
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+TILE = 64  # keys
+MOST_SPLITS = 32
+
+
+@triton.jit
+def norm_kernel(
+    h,  # f32 [batch, size]
+    y,  # [batch, size]
+    gain,  # f32 [size]
+    out_gain,  # f32 [size]
+    x,  # [batch, size]
+    size,
+    epsilon,
+    ADD: tl.constexpr,
+    OUT_GAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    k = tl.arange(0, BLOCK)
+    ok = k < size
+    at = tl.program_id(0) * size + k
+    value = tl.load(h + at, mask=ok, other=0.0)
+    if ADD:
+        more = tl.load(y + at, mask=ok, other=0.0).to(tl.float32)
+        if OUT_GAIN:
+            more *= tl.rsqrt(tl.sum(more * more) / size + epsilon)
+            more *= tl.load(out_gain + k, mask=ok, other=0.0)
+        value += more
+        tl.store(h + at, value, mask=ok)
+    value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
+    value *= tl.load(gain + k, mask=ok, other=0.0)
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """y [batch, size] = act(x[:, :size]) x[:, size:]."""
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = k < size
+    line = tl.program_id(0) * size
+    g = tl.load(x + 2 * line + k, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(x + 2 * line + size + k, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + line + k, gated(g, u, GELU).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gated(g, u, GELU: tl.constexpr):
+    """act(g) u, f32."""
+    if GELU:
+        # 0.5 (1 + tanh z) is the logistic function of 2 z; z = sqrt(2 / pi) (g + 0.044715 g^3).
+        return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
+    else:
+        return g * tl.sigmoid(g) * u
+
+
+@triton.jit
+def _turned(
+    source, first, heads, d, cos, sin, at, gain, bias, epsilon,
+    SIZE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Heads [heads, SIZE] from `first` on, with bias and norm, turned by the position's angles: f32."""
+    PAIRS: tl.constexpr = SIZE // 2
+    other = tl.where(d < PAIRS, d + PAIRS, d - PAIRS)
+    sign = tl.where(d < PAIRS, -1.0, 1.0)
+    ok = (d < SIZE)[None, :]
+    mine = first + heads[:, None] * SIZE + d[None, :]
+    theirs = first + heads[:, None] * SIZE + other[None, :]
+    a = tl.load(source + mine, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(source + theirs, mask=ok, other=0.0).to(tl.float32)
+    if BIAS:
+        a += tl.load(bias + mine, mask=ok, other=0.0)
+        b += tl.load(bias + theirs, mask=ok, other=0.0)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(a * a, axis=1) / SIZE + epsilon)[:, None]
+        a *= factor * tl.load(gain + d, mask=d < SIZE, other=0.0)[None, :]
+        b *= factor * tl.load(gain + other, mask=d < SIZE, other=0.0)[None, :]
+    angle = at * PAIRS + d % PAIRS
+    c = tl.load(cos + angle, mask=d < SIZE, other=0.0)
+    s = tl.load(sin + angle, mask=d < SIZE, other=0.0) * sign
+    return a * c[None, :] + b * s[None, :]
+
+
+@triton.jit
+def attend_kernel(
+    qkv,  # [batch, (heads + 2 KV) SIZE]
+    bias,  # f32 [(heads + 2 KV) SIZE]
+    q_gain,  # f32 [SIZE]
+    k_gain,
+    cos,  # f32 [capacity, SIZE / 2]
+    sin,
+    position,  # i64 [1]
+    keys,  # [batch, KV, capacity, SIZE]
+    values,
+    parts,  # f32 [batch KV, SPLITS, ROWS, WIDTH + 2]
+    counters,  # i32 [batch KV]: zero between launches
+    out,  # [batch, heads SIZE]
+    capacity,
+    scale,
+    epsilon,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,  # queries of a key
+    SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
+    ROWS: tl.constexpr,  # GROUP, filled up for the matrix cores
+    WIDTH: tl.constexpr,  # SIZE likewise
+    TILE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = keys.dtype.element_ty
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    line = pair // KV
+    head = pair % KV
+    at = tl.load(position)
+    start = tl.zeros([], tl.int64)
+    if WINDOW > 0:
+        start = tl.maximum(at - (WINDOW - 1), 0)
+    active = tl.maximum(1, tl.minimum(SPLITS, (at - start + TILE - 1) // TILE))
+    if split >= active:
+        return
+    d = tl.arange(0, WIDTH)
+    g = tl.arange(0, ROWS)
+    d_ok = d < SIZE
+    first = line * ((GROUP + 2) * KV * SIZE)
+    here = qkv + first
+    queries = head * GROUP + tl.minimum(g, GROUP - 1)
+    q = _turned(here, 0, queries, d, cos, sin, at, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
+    one = tl.arange(0, 1)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    lane = pair.to(tl.int64) * capacity
+    if split == 0:
+        # The new token: it need not come back from the cache.
+        k_new = _turned(
+            here, GROUP * KV * SIZE, head + one, d, cos, sin, at, k_gain, bias, epsilon, SIZE, NORM, BIAS
+        )
+        k_at = (GROUP + 1) * KV * SIZE + head * SIZE + d
+        v_new = tl.load(here + k_at, mask=d_ok, other=0.0).to(tl.float32)
+        if BIAS:
+            v_new += tl.load(bias + k_at, mask=d_ok, other=0.0)
+        k_new = k_new.to(DTYPE)
+        v_new = v_new.to(DTYPE)
+        tl.store(keys + (lane + at) * SIZE + d[None, :], k_new, mask=d_ok[None, :])
+        tl.store(values + (lane + at) * SIZE + d, v_new, mask=d_ok)
+        top = tl.sum(q.to(DTYPE).to(tl.float32) * k_new.to(tl.float32), axis=1)
+        total = tl.full([ROWS], 1.0, tl.float32)
+        acc += v_new.to(tl.float32)[None, :]
+
+    n = tl.arange(0, TILE)
+    q = q.to(DTYPE)
+    if WIDE:
+        q = q.to(tl.float32)
+    for tile in range(start + split * TILE, at, active * TILE):
+        k = tile + n
+        known = k < at
+        place = (lane + k)[:, None] * SIZE + d[None, :]
+        ok = known[:, None] & d_ok[None, :]
+        some = tl.load(keys + place, mask=ok, other=0.0)
+        more = tl.load(values + place, mask=ok, other=0.0)
+        if WIDE:
+            some = some.to(tl.float32)
+            more = more.to(tl.float32)
+        scores = tl.dot(q, tl.trans(some), input_precision="ieee")
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(more.dtype), more, acc * fade[:, None], input_precision="ieee")
+        top = higher
+
+    into = out + line * (GROUP * KV * SIZE) + (head * GROUP + g)[:, None] * SIZE + d[None, :]
+    wanted = (g < GROUP)[:, None] & d_ok[None, :]
+    if active == 1:
+        tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+    else:
+        block = parts + (pair * SPLITS + split) * (ROWS * (WIDTH + 2))
+        tl.store(block + g[:, None] * WIDTH + d[None, :], acc)
+        tl.store(block + ROWS * WIDTH + g, top)
+        tl.store(block + ROWS * (WIDTH + 1) + g, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+        if arrived == active - 1:
+            tl.debug_barrier()
+            acc = tl.zeros([ROWS, WIDTH], tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            for i in range(active):
+                block = parts + (pair * SPLITS + i) * (ROWS * (WIDTH + 2))
+                # Past the first-level cache, which knows nothing of other multiprocessors.
+                some = tl.load(block + g[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
+                their_top = tl.load(block + ROWS * WIDTH + g, cache_modifier=".cg")
+                their_total = tl.load(block + ROWS * (WIDTH + 1) + g, cache_modifier=".cg")
+                higher = tl.maximum(top, their_top)
+                fade = tl.exp(top - higher)
+                weight = tl.exp(their_top - higher)
+                acc = acc * fade[:, None] + some * weight[:, None]
+                total = total * fade + their_total * weight
+                top = higher
+            tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+            tl.store(counters + pair, 0)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the programs of attention meet: for launches that follow one another."""
+
+    parts: Tensor
+    counters: Tensor
+
+
+def scratch(batch: int, shape: Heads, device: torch.device) -> Scratch:
+    rows, width = _padded(shape)
+    pairs = batch * shape.kv_heads
+    parts = torch.empty(pairs * MOST_SPLITS * rows * (width + 2), device=device)
+    return Scratch(parts, torch.zeros(pairs, dtype=torch.int32, device=device))
+
+
+def norm_spec(
+    batch: int, size: int, dtype: torch.dtype, y: torch.dtype | None = None, out_gain: bool = False
+) -> KernelSpec:
+    """y: the dtype of what is added to the residual stream; None: nothing is."""
+    sizes = {"size": size}
+    return KernelSpec(
+        name=f"norm_{size}_{pointer_type(dtype)[1:]}_{pointer_type(y)[1:] if y else 'none'}"
+        + ("g" if out_gain else ""),
+        fn=norm_kernel,
+        signature={
+            "h": "*fp32",
+            "y": pointer_type(y or dtype),
+            "gain": "*fp32",
+            "out_gain": "*fp32",
+            "x": pointer_type(dtype),
+            "size": "i32",
+            "epsilon": "fp32",
+        },
+        constants={"ADD": y is not None, "OUT_GAIN": out_gain, "BLOCK": triton.next_power_of_2(size)},
+        divisible=("h", "y", "gain", "out_gain", "x", *multiples(sizes)),
+        num_warps=8 if size > 1024 else 4,
+        num_stages=1,
+        batch=batch,
+        kind="norm",
+        grid=(batch, 1, 1),
+    )
+
+
+def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool) -> KernelSpec:
+    return KernelSpec(
+        name=f"gate_{pointer_type(dtype)[1:]}{'_gelu' if gelu else ''}",
+        fn=gate_kernel,
+        signature={"x": pointer_type(dtype), "y": pointer_type(dtype), "size": "i32"},
+        constants={"GELU": gelu, "BLOCK": 512},
+        divisible=("x", "y", *multiples({"size": size})),
+        num_warps=4,
+        num_stages=1,
+        batch=batch,
+        kind="gate",
+        grid=(batch, triton.cdiv(size, 512), 1),
+    )
+
+
+def attend_spec(
+    batch: int, shape: Heads, capacity: int, dtype: torch.dtype, norm: bool, bias: bool, arch: str
+) -> KernelSpec:
+    rows, width = _padded(shape)
+    pairs = batch * shape.kv_heads
+    keys = min(capacity, shape.window or capacity)
+    # As many programs as run at once, and a tile of keys at least for each.
+    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, TILE), 2 * processors_of(arch) // pairs))
+    splits = 1 << (fits.bit_length() - 1)
+    return KernelSpec(
+        name=f"attend_{pointer_type(dtype)[1:]}_{shape.heads}x{shape.kv_heads}x{shape.size}w{shape.window}s{splits}"
+        + ("n" if norm else "")
+        + ("b" if bias else ""),
+        fn=attend_kernel,
+        signature={
+            "qkv": pointer_type(dtype),
+            "bias": "*fp32",
+            "q_gain": "*fp32",
+            "k_gain": "*fp32",
+            "cos": "*fp32",
+            "sin": "*fp32",
+            "position": "*i64",
+            "keys": pointer_type(dtype),
+            "values": pointer_type(dtype),
+            "parts": "*fp32",
+            "counters": "*i32",
+            "out": pointer_type(dtype),
+            "capacity": "i32",
+            "scale": "fp32",
+            "epsilon": "fp32",
+        },
+        constants={
+            "KV": shape.kv_heads,
+            "GROUP": shape.heads // shape.kv_heads,
+            "SIZE": shape.size,
+            "WINDOW": shape.window,
+            "SPLITS": splits,
+            "NORM": norm,
+            "BIAS": bias,
+            "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+            "ROWS": rows,
+            "WIDTH": width,
+            "TILE": TILE,
+        },
+        divisible=(
+            "qkv",
+            "bias",
+            "q_gain",
+            "k_gain",
+            "cos",
+            "sin",
+            "position",
+            "keys",
+            "values",
+            "parts",
+            "counters",
+            "out",
+            *multiples({"capacity": capacity}),
+        ),
+        num_warps=4,
+        num_stages=2,
+        batch=batch,
+        kind="attend",
+        grid=(pairs, splits, 1),
+    )
+
+
+def add_norm(
+    h: Tensor,
+    y: Tensor | None,
+    gain: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    out_gain: Tensor | None = None,
+) -> Tensor:
+    """As the torch function of this name."""
+    batch, size = h.shape
+    x = torch.empty(batch, size, dtype=dtype, device=h.device)
+    spec = norm_spec(batch, size, dtype, None if y is None else y.dtype, out_gain is not None)
+    launch(spec, h, x if y is None else y, gain, gain if out_gain is None else out_gain, x, size, epsilon)
+    return x
+
+
+def attend(
+    qkv: Tensor,
+    bias: Tensor | None,
+    gains: tuple[Tensor, Tensor] | None,
+    cache: Cache,
+    position: Tensor,
+    shape: Heads,
+    room: Scratch,
+    arch: str,
+) -> Tensor:
+    """As the torch function of this name; room: of `scratch`, for this batch and shape."""
+    batch, capacity = len(qkv), cache.keys.shape[2]
+    out = torch.empty(batch, shape.heads * shape.size, dtype=qkv.dtype, device=qkv.device)
+    spec = attend_spec(batch, shape, capacity, qkv.dtype, gains is not None, bias is not None, arch)
+    q_gain, k_gain = gains or (cache.cos, cache.cos)
+    launch(
+        spec, qkv, cache.cos if bias is None else bias, q_gain, k_gain, cache.cos, cache.sin, position,
+        cache.keys, cache.values, room.parts, room.counters, out, capacity, shape.scale, shape.epsilon,
+    )  # fmt: skip
+    return out
+
+
+def gate(x: Tensor, gelu: bool) -> Tensor:
+    """As the torch function of this name."""
+    batch, size = len(x), x.shape[1] // 2
+    y = torch.empty(batch, size, dtype=x.dtype, device=x.device)
+    launch(gate_spec(batch, size, x.dtype, gelu), x, y, size)
+    return y
+
+
+def _padded(shape: Heads) -> tuple[int, int]:
+    """Rows and columns that the matrix cores take for the queries of a key."""
+    group = shape.heads // shape.kv_heads
+    return max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(shape.size))

@@ -1,0 +1,327 @@
+"""Decoding a model of the Llama family on a GPU, the whole of it one captured graph: a replay per token.
+
+The prompt runs through transformers' modules; its keys and values go into a static cache, and from there on a token is a
+replay of the launches that `_step` makes: matrices by their kernels (q, k and v, gate and up as one each where their formats
+agree), the rest by kernels/triton/decode_step.py, the choice of the next token at the end. The position is read from device
+memory, so that a graph is right for every token until the cache is full; then it grows to twice the size, and the graph is
+captured anew. On a CPU the same step runs without a graph, for tests.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf.errors import UnsupportedError
+from nstf.kernels.torch import decode_step as reference
+from nstf.kernels.torch.decode_step import Cache, Heads
+from nstf.kernels.torch.rows import decode_rows
+from nstf.kernels.triton.linear import arch_of, unsuitable
+from nstf.kernels.triton.linear import rows as rows_on_gpu
+from nstf.runtime.engine_config import EngineConfig, read_config
+from nstf.runtime.graphs import Graphs, Step, same_draws
+from nstf.runtime.sampling import Sampling, choose
+from nstf.runtime.stacking import Matrix, matrix_of, stacked, together
+
+LARGEST_BATCH = 16
+# Positions of the first cache: growing from it costs a capture each time the sequence doubles.
+SMALLEST_CAPACITY = 512
+# Graphs kept: one for each way of choosing tokens that was asked for.
+KEPT_GRAPHS = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Matrices of a layer, those that share activations together, and gains of its norms, f32."""
+
+    qkv: tuple[Matrix, ...]
+    qkv_bias: Tensor | None
+    o: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    attention_out_norm: Tensor | None
+    ffn_out_norm: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
+    heads: Heads
+    rotation: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What a graph works on. tokens: int64 [batch], the last ones chosen; position: int64 [1], where they go."""
+
+    capacity: int
+    cache: Tensor  # [layers, 2, batch, kv_heads, capacity, size]
+    angles: tuple[tuple[Tensor, Tensor], ...]  # (cos, sin) of each rotation, f32 [capacity, size / 2]
+    tokens: Tensor
+    position: Tensor
+
+    def layer(self, i: int, rotation: int) -> Cache:
+        return Cache(self.cache[i, 0], self.cache[i, 1], *self.angles[rotation])
+
+
+class Decoder:
+    """A loaded model ready to decode on its device. One call at a time; the cache stays for the next one."""
+
+    def __init__(self, model: Any, capture: Callable[[Step], Step] | None = None) -> None:
+        """model: of `nstf.runtime.load`. capture: makes a replay of a step; by default a graph on a GPU, the step itself
+        on a CPU.
+
+        Raises UnsupportedError for a model or device it does not run.
+        """
+        self.model, self.device, self.dtype = model, model.device, model.dtype
+        if self.device.type == "cuda" and (reason := unsuitable(self.device.index or 0)):
+            raise UnsupportedError(f"no captured decoding: {reason}")
+        self.config: EngineConfig = read_config(model.config.to_dict())
+        self._rotations = tuple(torch.tensor(r, device=self.device) for r in self.config.rotations)
+        try:
+            self._embedding: nn.Module = model.model.embed_tokens
+            self._head = matrix_of(model.lm_head)
+            self._norm = self._gain(model.model.norm)
+            self._layers = tuple(self._layer(i, layer) for i, layer in enumerate(model.model.layers))
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} is not built as its config says: {error}"
+            ) from error
+        self._state: State | None = None
+        self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
+        self._glue = _Glue(self.device)
+        self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have."""
+        return int(self.config.shape["context"])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there is room now."""
+        return self._state.capacity if self._state else 0
+
+    @staticmethod
+    def first_room(count: int, new_tokens: int) -> int:
+        """Tokens to make room for at first: not all that may come, many sequences end before."""
+        return count + min(new_tokens, SMALLEST_CAPACITY // 2)
+
+    def prepare(self, batch: int, tokens: int, sampling: Sampling | None) -> None:
+        """Makes room for sequences of some tokens and captures the step, if need be. What was in the cache is lost."""
+        capacity = self._rounded(tokens)
+        state = self._state
+        if state is None or len(state.tokens) != batch or state.capacity < capacity:
+            self._renew(batch, capacity)
+        self._replay(sampling)
+
+    def generate(self, ids: Tensor, new_tokens: int, sampling: Sampling | None = None) -> Iterator[list[int]]:
+        """The next token of each sequence, `new_tokens` times. ids: int64 [batch, tokens], without padding.
+
+        The device runs one token ahead of what the caller has.
+        """
+        batch, count = ids.shape
+        self.prepare(batch, self.first_room(count, new_tokens), sampling)
+        self._start(ids, sampling)
+        for i in range(new_tokens):
+            ready = self._fetch(i)
+            if i + 1 < new_tokens:
+                self._next(count + i, sampling)
+            yield ready()
+
+    def _start(self, ids: Tensor, sampling: Sampling | None) -> None:
+        """The prompt by transformers' modules, its keys and values into the cache, the first token."""
+        from transformers import DynamicCache
+
+        state = self._state
+        assert state is not None
+        held = DynamicCache()  # without a config: windows keep all keys
+        found = self.model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+        for i in range(len(self._layers)):
+            stored: Any = held.layers[i]
+            state.cache[i, 0, :, :, : ids.shape[1]].copy_(stored.keys)
+            state.cache[i, 1, :, :, : ids.shape[1]].copy_(stored.values)
+            stored.keys = stored.values = None
+        state.tokens.copy_(choose(found.logits[:, -1], sampling))
+        state.position.fill_(ids.shape[1])
+
+    def _next(self, position: int, sampling: Sampling | None) -> None:
+        """Runs the step for the token at `position`, with more room first if it does not fit."""
+        assert self._state is not None
+        if position >= self._state.capacity:
+            self._renew(len(self._state.tokens), self._rounded(position + 1), position)
+        self._replay(sampling)()
+
+    def _fetch(self, i: int) -> Callable[[], list[int]]:
+        """Starts the way of the chosen tokens to the host; the call waits for them."""
+        assert self._state is not None
+        tokens = self._state.tokens
+        if tokens.device.type != "cuda":
+            return tokens.clone().tolist
+        here = self._pinned[i % 2]
+        here.copy_(tokens, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+
+        def ready() -> list[int]:
+            arrived.synchronize()
+            found: list[int] = here.tolist()
+            return found
+
+        return ready
+
+    def _replay(self, sampling: Sampling | None) -> Step:
+        """The captured step for a way of choosing, made at its first use."""
+        if sampling not in self._steps:
+            while len(self._steps) >= KEPT_GRAPHS:
+                self._steps.popitem(last=False)
+            state = self._state
+            assert state is not None
+            before = state.tokens.clone(), state.position.clone()
+            with same_draws(self.device):
+                self._steps[sampling] = self._capture(lambda: self._step(state, sampling))
+            state.tokens.copy_(before[0])
+            state.position.copy_(before[1])
+        self._steps.move_to_end(sampling)
+        return self._steps[sampling]
+
+    def _renew(self, batch: int, capacity: int, keep: int = 0) -> None:
+        """A cache of another size, with the first `keep` positions of the old one; graphs of the old one go."""
+        old = self._state
+        self._steps.clear()
+        self._state = None
+        shape, kv_heads = self.config.shape, self._layers[0].heads.kv_heads
+        if old is not None and not keep:
+            old = None  # its memory is free before the new one takes its own
+        cache = torch.empty(
+            len(self._layers),
+            2,
+            batch,
+            kv_heads,
+            capacity,
+            shape["head_size"],
+            dtype=self.dtype,
+            device=self.device,
+        )
+        tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if old is not None:
+            cache[:, :, :, :, :keep].copy_(old.cache[:, :, :, :, :keep])
+            tokens.copy_(old.tokens)
+            position.copy_(old.position)
+        places = torch.arange(capacity, device=self.device).float()
+        angles = tuple((torch.outer(places, r).cos(), torch.outer(places, r).sin()) for r in self._rotations)
+        self._state = State(capacity, cache, angles, tokens, position)
+        self._glue.reserve(batch, [layer.heads for layer in self._layers])
+        if self.device.type == "cuda":
+            self._pinned = [torch.empty(batch, dtype=torch.int64).pin_memory() for _ in range(2)]
+
+    def _rounded(self, tokens: int) -> int:
+        """The next power of two, and no more than the context."""
+        return min(max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()), self.context)
+
+    def _step(self, state: State, sampling: Sampling | None) -> None:
+        """One token of each sequence from `state` to `state`: what a graph is captured of."""
+        logits = self.logits(state)
+        state.tokens.copy_(choose(logits, sampling))
+        state.position.add_(1)
+
+    def logits(self, state: State) -> Tensor:
+        """[batch, vocab] after the tokens of `state` at its position; their keys and values are in the cache then."""
+        glue, epsilon = self._glue, float(self.config.shape["epsilon"])
+        h = self._embed(state.tokens).float()
+        y, out_norm = None, None
+        for i, layer in enumerate(self._layers):
+            x = glue.add_norm(h, y, layer.attention_norm, epsilon, self.dtype, out_norm)
+            qkv = together(layer.qkv, x)
+            cache = state.layer(i, layer.rotation)
+            y = layer.o(glue.attend(qkv, layer.qkv_bias, layer.qk_norms, cache, state.position, layer.heads))
+            x = glue.add_norm(h, y, layer.ffn_norm, epsilon, self.dtype, layer.attention_out_norm)
+            y = layer.down(glue.gate(together(layer.gate_up, x), bool(self.config.shape["gelu"])))
+            out_norm = layer.ffn_out_norm
+        logits = self._head(glue.add_norm(h, y, self._norm, epsilon, self.dtype, out_norm))
+        cap = float(self.config.shape["logit_cap"])
+        return cap * torch.tanh(logits.float() / cap) if cap else logits
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the table, [batch, hidden], as the model scales them."""
+        stored: Any = self._embedding._modules.get("weight_encoded")
+        if stored is None:
+            found: Tensor = self._embedding(tokens)
+            return found
+        rows = rows_on_gpu(stored.encoded, tokens, self.dtype)
+        if rows is None:  # the tokens were chosen among those that exist: nothing to check on the host
+            rows = decode_rows(stored.encoded, tokens, self.dtype)
+        scale = getattr(self._embedding, "embed_scale", None)
+        return rows if scale is None else rows * scale.to(rows.dtype)
+
+    def _layer(self, i: int, module: Any) -> Layer:
+        attention, mlp, config = module.self_attn, module.mlp, self.config
+        family, shape = config.family, config.shape
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections]
+        heads = Heads(
+            shape["heads"],
+            shape["kv_heads"],
+            shape["head_size"],
+            shape["score_scale"],
+            config.windows[i],
+            shape["epsilon"],
+        )
+        second = module.pre_feedforward_layernorm if family.out_norms else module.post_attention_layernorm
+        return Layer(
+            stacked(projections),
+            None if biases[0] is None else torch.cat([b.float() for b in biases]),
+            matrix_of(attention.o_proj),
+            stacked((mlp.gate_proj, mlp.up_proj)),
+            matrix_of(mlp.down_proj),
+            self._gain(module.input_layernorm),
+            self._gain(second),
+            self._gain(module.post_attention_layernorm) if family.out_norms else None,
+            self._gain(module.post_feedforward_layernorm) if family.out_norms else None,
+            (self._gain(attention.q_norm), self._gain(attention.k_norm)) if family.qk_norm else None,
+            heads,
+            config.rotation_of[i],
+        )
+
+    def _gain(self, norm: Any) -> Tensor:
+        values: Tensor = norm.weight.float()
+        return values + 1 if self.config.family.unit_norms else values
+
+
+class _Glue:
+    """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            from nstf.kernels.triton import decode_step
+
+            self.add_norm, self.gate = decode_step.add_norm, decode_step.gate
+        else:
+            self.add_norm, self.gate = reference.add_norm, reference.gate
+        self._room: dict[Heads, Any] = {}
+
+    def reserve(self, batch: int, shapes: list[Heads]) -> None:
+        """Room for attention over these shapes."""
+        if self.on_gpu:
+            from nstf.kernels.triton.decode_step import scratch
+
+            self._room = {shape: scratch(batch, shape, self.device) for shape in dict.fromkeys(shapes)}
+
+    def attend(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        gains: tuple[Tensor, Tensor] | None,
+        cache: Cache,
+        position: Tensor,
+        shape: Heads,
+    ) -> Tensor:
+        if not self.on_gpu:
+            return reference.attend(qkv, bias, gains, cache, position, shape)
+        from nstf.kernels.triton.decode_step import attend
+
+        return attend(qkv, bias, gains, cache, position, shape, self._room[shape], arch_of(self.device))

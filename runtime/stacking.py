@@ -1,0 +1,122 @@
+"""Encoded matrices that meet the same activations, one above the other: one launch instead of two or three.
+
+The parts stay what they were, as views of the stack, so nothing is held twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.linear import linear
+from nstf.kernels.triton.packed import FORMATS, PackedCodes, layout_of
+from nstf.runtime.parameter import EncodedParameter
+
+# Of a whole matrix; every other array has a row for each row of it.
+_WHOLE = ("table",)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A projection: an encoded matrix or a dense one, and its bias."""
+
+    encoded: EncodedTensor | None
+    dense: Tensor | None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.encoded is not None:
+            return linear(x, self.encoded, self.bias)
+        assert self.dense is not None
+        return F.linear(x, self.dense, self.bias)
+
+
+def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
+    """Their products with x side by side."""
+    return matrices[0](x) if len(matrices) == 1 else torch.cat([matrix(x) for matrix in matrices], dim=-1)
+
+
+def matrix_of(module: Any) -> Matrix:
+    """The projection that a linear module is."""
+    stored = module._modules.get("weight_encoded")
+    bias = module.bias
+    return Matrix(stored.encoded, None, bias) if stored is not None else Matrix(None, module.weight, bias)
+
+
+def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:
+    """The matrices of modules as one where they agree; their biases are left out."""
+    stored: list[EncodedParameter | None] = [m._modules.get("weight_encoded") for m in modules]
+    encoded = [s.encoded for s in stored if s is not None]
+    if not encoded:
+        weights = torch.cat([m.weight for m in modules])
+        for module, part in zip(modules, torch.split(weights, [len(m.weight) for m in modules]), strict=True):
+            module.weight = nn.Parameter(part, requires_grad=False)
+        return (Matrix(None, weights),)
+    if len(encoded) < len(modules) or (joined := stack(encoded)) is None:
+        return tuple(
+            Matrix(s.encoded, None) if s is not None else Matrix(None, m.weight)
+            for s, m in zip(stored, modules, strict=True)
+        )
+    whole, parts = joined
+    for parameter, view in zip(stored, parts, strict=True):
+        if parameter is not None:
+            parameter.share(view)
+    return (Matrix(whole, None),)
+
+
+def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]] | None:
+    """(the rows of all parts in one matrix, the parts again as views of it), or None where they do not agree.
+
+    They agree when they are packed leaves of one tree, one width and one table; codes of 5 to 7 bits are several planes
+    and do not stack.
+    """
+    first = parts[0]
+    layouts = [layout_of(part) for part in parts]
+    if any(layout is None or len(layout.planes) > 1 for layout in layouts) or first.tree.kind not in FORMATS:
+        return None
+    if any(p.tree != first.tree or p.shape[1:] != first.shape[1:] for p in parts):
+        return None
+    if any(
+        not torch.equal(p.arrays[name], first.arrays[name])
+        for p in parts
+        for name in _WHOLE
+        if name in p.arrays
+    ):
+        return None
+    if len({isinstance(p.arrays["codes"], PackedCodes) for p in parts}) > 1:
+        return None
+    rows = [p.shape[0] for p in parts]
+    shape = (sum(rows), *first.shape[1:])
+    arrays = {name: _joined(name, [p.arrays[name] for p in parts]) for name in first.arrays}
+    whole = EncodedTensor(first.tree, shape, arrays)
+    layout = layout_of(whole)
+    codes = arrays["codes"]
+    if isinstance(first.arrays["codes"], PackedCodes) and layout is not None:
+        whole = EncodedTensor(first.tree, shape, {**arrays, "codes": PackedCodes(codes, layout)})
+    return whole, [_part(whole, sum(rows[:i]), p) for i, p in enumerate(parts)]
+
+
+def _joined(name: str, arrays: list[Tensor]) -> Tensor:
+    """The arrays one above the other; of codes that are kept as words, the words."""
+    if name in _WHOLE:
+        return arrays[0]
+    return torch.cat([a.words if isinstance(a, PackedCodes) else a for a in arrays])
+
+
+def _part(whole: EncodedTensor, first: int, part: EncodedTensor) -> EncodedTensor:
+    """The rows from `first` on that `part` is, as views."""
+    count = part.shape[0]
+    arrays: dict[str, Tensor] = {}
+    for name, array in whole.arrays.items():
+        if isinstance(array, PackedCodes):
+            layout = layout_of(part)
+            assert layout is not None
+            width = layout.words // count
+            arrays[name] = PackedCodes(array.words[first * width : (first + count) * width], layout)
+        else:
+            arrays[name] = array if name in _WHOLE else array[first : first + count]
+    return EncodedTensor(part.tree, part.shape, arrays)

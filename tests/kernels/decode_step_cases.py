@@ -1,0 +1,135 @@
+"""The kernels between a decoder's matrices against their torch definition; as a program, their errors as JSON.
+
+Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.torch import decode_step as reference
+from nstf.kernels.torch.decode_step import Cache, Heads
+
+
+class Attention(NamedTuple):
+    """Tokens so far at several calls, the shape of the heads, and what is done to q and k."""
+
+    positions: tuple[int, ...]
+    capacity: int
+    heads: int
+    kv_heads: int
+    size: int
+    window: int = 0
+    norm: bool = False
+    bias: bool = False
+    batch: int = 1
+    dtype: str = "float32"
+
+
+ATTENTION = {
+    "first tokens": Attention((0, 1, 2), 16, 4, 2, 16),
+    "one tile": Attention((30, 31), 64, 4, 4, 32, batch=2),
+    "several programs": Attention((63, 64, 65, 200, 255), 256, 8, 2, 16, batch=3),
+    "more tiles than programs": Attention((4100,), 5000, 2, 1, 16),
+    "a window": Attention((3, 70, 150, 201), 256, 4, 2, 16, window=66),
+    "norms and biases": Attention((5, 90), 128, 4, 2, 24, norm=True, bias=True),
+    "bfloat16": Attention((0, 100), 128, 4, 1, 32, dtype="bfloat16"),
+    "float16": Attention((100,), 128, 4, 1, 32, dtype="float16", batch=2),
+}
+# Rounding of the result, and of the products of queries and keys, in each dtype: of the largest value.
+LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+
+
+def attention_error(case: Attention, device: str) -> float:
+    """The largest error of outputs and caches, relative to the largest value."""
+    from nstf.kernels.triton import decode_step
+    from nstf.kernels.triton.linear import arch_of
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shape = Heads(case.heads, case.kv_heads, case.size, case.size**-0.5, case.window)
+    angles = torch.outer(torch.arange(case.capacity).float(), 0.5 ** torch.arange(case.size // 2).float())
+    kept = (case.batch, case.kv_heads, case.capacity, case.size)
+    keys, values = random(*kept).to(dtype), random(*kept).to(dtype)
+    keys[:, :, max(case.positions) :] = float("nan")  # not written yet
+    values[:, :, max(case.positions) :] = float("nan")
+    cache = Cache(keys, values, angles.cos(), angles.sin())
+    there = Cache(*(t.clone().to(device) for t in (keys, values, angles.cos(), angles.sin())))
+    bias = random(shape.width) if case.bias else None
+    gains = (random(case.size), random(case.size)) if case.norm else None
+    room = decode_step.scratch(case.batch, shape, torch.device(device))
+    worst = 0.0
+    for at in case.positions:
+        qkv = random(case.batch, shape.width).to(dtype)
+        position = torch.tensor([at])
+        wanted = reference.attend(qkv, bias, gains, cache, position, shape)
+        found = decode_step.attend(
+            qkv.to(device), None if bias is None else bias.to(device),
+            None if gains is None else (gains[0].to(device), gains[1].to(device)),
+            there, position.to(device), shape, room, arch_of(torch.device(device)),
+        )  # fmt: skip
+        for mine, theirs in (
+            (found, wanted),
+            (there.keys[:, :, at], cache.keys[:, :, at]),
+            (there.values[:, :, at], cache.values[:, :, at]),
+        ):
+            error = (mine.cpu().float() - theirs.float()).abs().max() / theirs.float().abs().max()
+            worst = max(worst, float(error) if not error.isnan() else float("inf"))
+    if int(room.counters.abs().max()):
+        return float("inf")
+    return worst
+
+
+def others(device: str) -> dict[str, float]:
+    """Errors of norms and gates, each relative to the largest value."""
+    from nstf.kernels.triton import decode_step
+
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for size in (40, 1024, 4096):
+        h, y = torch.randn(2, size, generator=generator), torch.randn(2, size, generator=generator)
+        gain, out_gain = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+        for more, last in ((None, None), (y, None), (y, out_gain)):
+            mine = h.clone().to(device)
+            theirs = h.clone()
+            wanted = reference.add_norm(theirs, more, gain, 1e-6, torch.float32, last)
+            x = decode_step.add_norm(
+                mine, None if more is None else more.to(device), gain.to(device), 1e-6, torch.float32,
+                None if last is None else last.to(device),
+            )  # fmt: skip
+            name = f"norm {size}{' add' if more is not None else ''}{' out' if last is not None else ''}"
+            found[name] = max(_relative(x, wanted), _relative(mine, theirs))
+    for gelu in (False, True):
+        x = 3 * torch.randn(3, 2 * 700, generator=generator)
+        found[f"gate gelu={gelu}"] = _relative(decode_step.gate(x.to(device), gelu), reference.gate(x, gelu))
+    return found
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.cpu() - wanted).abs().max() / wanted.abs().max())
+
+
+def errors(device: str) -> dict[str, float]:
+    return {name: attention_error(case, device) for name, case in ATTENTION.items()} | others(device)
+
+
+def limit(name: str) -> float:
+    return LIMITS[ATTENTION[name].dtype] if name in ATTENTION else 1e-5
+
+
+def main() -> None:
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    found: dict[str, Any] = errors("cpu")
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The kernels between a decoder's matrices: interpreted on a CPU, compiled for GPUs that are not here, run on one that is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+import decode_step_cases
+
+from nstf.kernels.torch.decode_step import Heads
+from nstf.kernels.triton.aot import compile_spec
+from nstf.kernels.triton.architecture import ARCHITECTURES, architecture
+from nstf.kernels.triton.decode_step import attend_spec, gate_spec, norm_spec
+
+
+def test_the_interpreted_kernels_do_what_the_torch_functions_do() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(Path(decode_step_cases.__file__))]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert set(found) >= set(decode_step_cases.ATTENTION) and len(found) == 19
+    assert {name: e for name, e in found.items() if not e < decode_step_cases.limit(name)} == {}
+
+
+@pytest.mark.gpu
+def test_the_kernels_on_a_gpu_do_what_the_torch_functions_do() -> None:
+    found = decode_step_cases.errors("cuda")
+    assert {name: e for name, e in found.items() if not e < decode_step_cases.limit(name)} == {}
+
+
+@pytest.mark.parametrize("target", sorted(ARCHITECTURES))
+def test_nothing_spills(target: str) -> None:
+    row, dtype = architecture(target), torch.bfloat16
+    specs = [
+        norm_spec(1, 4096, dtype, dtype),
+        gate_spec(1, 14336, dtype, False),
+        attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
+        attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
+    ]
+    for spec in specs:
+        found = compile_spec(spec, row).report(target)
+        spilled = found.vector_spills + found.scalar_spills + found.scratch_bytes
+        assert spilled == 0 and found.lds_bytes <= row.lds_bytes, spec.name
+        assert found.loop.matrix or spec.kind != "attend", spec.name
