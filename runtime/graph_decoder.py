@@ -294,22 +294,32 @@ class _Glue:
     """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        if self.on_gpu:
+        self.device, self.arch = device, arch_of(device)
+        self.kernels: Any = None
+        if device.type == "cuda":
             from nstf.kernels.triton import decode_step
 
-            self.add_norm, self.gate = decode_step.add_norm, decode_step.gate
-        else:
-            self.add_norm, self.gate = reference.add_norm, reference.gate
+            self.kernels = decode_step
         self._room: dict[Heads, Any] = {}
 
     def reserve(self, batch: int, shapes: list[Heads]) -> None:
         """Room for attention over these shapes."""
-        if self.on_gpu:
-            from nstf.kernels.triton.decode_step import scratch
+        if self.kernels is not None:
+            self._room = {s: self.kernels.scratch(batch, s, self.device) for s in dict.fromkeys(shapes)}
 
-            self._room = {shape: scratch(batch, shape, self.device) for shape in dict.fromkeys(shapes)}
+    def add_norm(
+        self,
+        h: Tensor,
+        y: Tensor | None,
+        gain: Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
+        out_gain: Tensor | None,
+    ) -> Tensor:
+        if self.kernels is None:
+            return reference.add_norm(h, y, gain, epsilon, dtype, out_gain)
+        found: Tensor = self.kernels.add_norm(h, y, gain, epsilon, dtype, self.arch, out_gain)
+        return found
 
     def attend(
         self,
@@ -320,8 +330,14 @@ class _Glue:
         position: Tensor,
         shape: Heads,
     ) -> Tensor:
-        if not self.on_gpu:
+        if self.kernels is None:
             return reference.attend(qkv, bias, gains, cache, position, shape)
-        from nstf.kernels.triton.decode_step import attend
+        room = self._room[shape]
+        found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
+        return found
 
-        return attend(qkv, bias, gains, cache, position, shape, self._room[shape], arch_of(self.device))
+    def gate(self, x: Tensor, gelu: bool) -> Tensor:
+        found: Tensor = (
+            reference.gate(x, gelu) if self.kernels is None else self.kernels.gate(x, gelu, self.arch)
+        )
+        return found

@@ -22,14 +22,24 @@ class Graphs:
             with torch.cuda.stream(self.stream):
                 step()
             torch.cuda.current_stream().wait_stream(self.stream)
+            # The library's workspace of this stream must be the graph's own: others free theirs when they capture.
+            _clear_workspaces()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the device.
             with torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 step()
+            _clear_workspaces()
         replay: Step = graph.replay
         return replay
+
+
+def _clear_workspaces() -> None:
+    """Forgets the memory that cuBLAS (hipBLAS) was given: the next product takes new memory."""
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 class same_draws:

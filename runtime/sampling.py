@@ -1,5 +1,6 @@
 """The choice of the next token on its device: greedy, or drawn as transformers draws it."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +22,11 @@ def choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
     No round trip to the host, so it can be part of a captured graph.
     """
     if sampling is None:
-        return logits.argmax(dim=-1)
+        return _likeliest(logits)
     scores = logits.float() / sampling.temperature
     top_k = min(sampling.top_k, scores.shape[-1])
     if top_k or sampling.top_p < 1.0:
-        best = (scores.topk(top_k) if top_k else scores.sort(dim=-1, descending=True)).values
+        best = _largest(scores, top_k) if top_k else scores.sort(dim=-1, descending=True).values
         least = best[:, -1:]
         if sampling.top_p < 1.0:
             # A token stays while those before it have less than p together.
@@ -35,4 +36,26 @@ def choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
         scores = scores.masked_fill(scores < least, float("-inf"))
     share = scores.softmax(dim=-1)
     # What torch.multinomial does for one draw, without its look at the numbers from the host.
-    return (share / torch.empty_like(share).exponential_(1.0)).argmax(dim=-1)
+    return _likeliest(share / torch.empty_like(share).exponential_(1.0))
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """argmax over the last axis, in two stages: a GPU's reduction of a single row keeps one multiprocessor busy."""
+    batch, vocab = logits.shape
+    parts = _parts(vocab)
+    best, at = logits.view(batch, parts, -1).max(dim=-1)
+    part = best.argmax(dim=-1, keepdim=True)
+    return (at.gather(-1, part) + part * (vocab // parts)).squeeze(-1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row, falling; in two stages for the same reason."""
+    parts = _parts(scores.shape[-1])
+    if count * parts < scores.shape[-1]:
+        scores = scores.view(len(scores), parts, -1).topk(count).values.flatten(1)
+    return scores.topk(count).values
+
+
+def _parts(vocab: int) -> int:
+    """Equal parts of a row that multiprocessors can share."""
+    return math.gcd(vocab, 256)

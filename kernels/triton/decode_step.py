@@ -5,8 +5,8 @@ The definition is kernels/torch/decode_step.py. All of them read the position fr
 not depend on it, so that a captured graph is right for every token.
 
 Attention (flash-decoding, Dao et al. 2023): the keys of a sequence and head are dealt, a tile at a time, to `SPLITS`
-programs; each turns and norms the queries anew, which costs less than a launch. The one that arrives last adds up the parts, in the
-order of the programs, so that results do not change from run to run.
+programs; each turns and norms the queries anew, which costs less than a launch. The one that arrives last adds up the parts,
+in the order of the programs, so that results do not change from run to run.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.triton.gemv import launch, multiples, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-TILE = 64  # keys
 MOST_SPLITS = 32
 
 
@@ -36,10 +35,16 @@ def norm_kernel(
     ADD: tl.constexpr,
     OUT_GAIN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK)
     ok = k < size
     at = tl.program_id(0) * size + k
+    strength = tl.load(gain + k, mask=ok, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(h + at, mask=ok, other=0.0)
     if ADD:
         more = tl.load(y + at, mask=ok, other=0.0).to(tl.float32)
@@ -49,13 +54,16 @@ def norm_kernel(
         value += more
         tl.store(h + at, value, mask=ok)
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
-    value *= tl.load(gain + k, mask=ok, other=0.0)
+    value *= strength
     tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y [batch, size] = act(x[:, :size]) x[:, size:]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = k < size
     line = tl.program_id(0) * size
@@ -129,8 +137,13 @@ def attend_kernel(
     ROWS: tl.constexpr,  # GROUP, filled up for the matrix cores
     WIDTH: tl.constexpr,  # SIZE likewise
     TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # parts
+    EACH: tl.constexpr,  # tiles of a program before another one helps
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys.dtype.element_ty
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0)
     split = tl.program_id(1)
     line = pair // KV
@@ -139,9 +152,12 @@ def attend_kernel(
     start = tl.zeros([], tl.int64)
     if WINDOW > 0:
         start = tl.maximum(at - (WINDOW - 1), 0)
-    active = tl.maximum(1, tl.minimum(SPLITS, (at - start + TILE - 1) // TILE))
+    active = tl.maximum(1, tl.minimum(SPLITS, (at - start + EACH * TILE - 1) // (EACH * TILE)))
     if split >= active:
         return
+    if PDL:
+        # The position, and keys and values before it, were written before the last launch that overlaps no other.
+        tl.extra.cuda.gdc_wait()
     d = tl.arange(0, WIDTH)
     g = tl.arange(0, ROWS)
     d_ok = d < SIZE
@@ -200,29 +216,48 @@ def attend_kernel(
     if active == 1:
         tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
     else:
-        block = parts + (pair * SPLITS + split) * (ROWS * (WIDTH + 2))
-        tl.store(block + g[:, None] * WIDTH + d[None, :], acc)
+        each = ROWS * (WIDTH + 2)
+        lines = parts + pair * SPLITS * each
+        block = lines + split * each
+        tl.store(block + g[:, None] * WIDTH + d[None, :], acc, mask=wanted)
         tl.store(block + ROWS * WIDTH + g, top)
         tl.store(block + ROWS * (WIDTH + 1) + g, total)
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
         if arrived == active - 1:
             tl.debug_barrier()
+            # Past the first-level cache, which knows nothing of other multiprocessors.
+            s = tl.arange(0, SPLITS)[:, None]
+            tops = tl.load(
+                lines + s * each + ROWS * WIDTH + g[None, :],
+                mask=s < active,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            totals = tl.load(
+                lines + s * each + ROWS * (WIDTH + 1) + g[None, :],
+                mask=s < active,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            top = tl.max(tops, axis=0)
+            total = tl.sum(totals * tl.exp(tops - top[None, :]), axis=0)
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            top = tl.full([ROWS], float("-inf"), tl.float32)
-            for i in range(active):
-                block = parts + (pair * SPLITS + i) * (ROWS * (WIDTH + 2))
-                # Past the first-level cache, which knows nothing of other multiprocessors.
-                some = tl.load(block + g[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
-                their_top = tl.load(block + ROWS * WIDTH + g, cache_modifier=".cg")
-                their_total = tl.load(block + ROWS * (WIDTH + 1) + g, cache_modifier=".cg")
-                higher = tl.maximum(top, their_top)
-                fade = tl.exp(top - higher)
-                weight = tl.exp(their_top - higher)
-                acc = acc * fade[:, None] + some * weight[:, None]
-                total = total * fade + their_total * weight
-                top = higher
+            for i in range(0, active, AT_ONCE):
+                # Several on their way together.
+                for j in tl.static_range(AT_ONCE):
+                    block = lines + (i + j) * each
+                    exists = i + j < active
+                    their_top = tl.load(
+                        block + ROWS * WIDTH + g, mask=(g < ROWS) & exists, other=0.0, cache_modifier=".cg"
+                    )
+                    theirs = tl.load(
+                        block + g[:, None] * WIDTH + d[None, :],
+                        mask=wanted & exists,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    acc += theirs * tl.exp(their_top - top)[:, None]
             tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
             tl.store(counters + pair, 0)
 
@@ -243,7 +278,7 @@ def scratch(batch: int, shape: Heads, device: torch.device) -> Scratch:
 
 
 def norm_spec(
-    batch: int, size: int, dtype: torch.dtype, y: torch.dtype | None = None, out_gain: bool = False
+    batch: int, size: int, dtype: torch.dtype, arch: str, y: torch.dtype | None = None, out_gain: bool = False
 ) -> KernelSpec:
     """y: the dtype of what is added to the residual stream; None: nothing is."""
     sizes = {"size": size}
@@ -260,25 +295,32 @@ def norm_spec(
             "size": "i32",
             "epsilon": "fp32",
         },
-        constants={"ADD": y is not None, "OUT_GAIN": out_gain, "BLOCK": triton.next_power_of_2(size)},
+        constants={
+            "ADD": y is not None,
+            "OUT_GAIN": out_gain,
+            "BLOCK": triton.next_power_of_2(size),
+            "PDL": overlaps(arch),
+        },
         divisible=("h", "y", "gain", "out_gain", "x", *multiples(sizes)),
         num_warps=8 if size > 1024 else 4,
         num_stages=1,
+        options=overlap_options(arch),
         batch=batch,
         kind="norm",
         grid=(batch, 1, 1),
     )
 
 
-def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool) -> KernelSpec:
+def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool, arch: str) -> KernelSpec:
     return KernelSpec(
         name=f"gate_{pointer_type(dtype)[1:]}{'_gelu' if gelu else ''}",
         fn=gate_kernel,
         signature={"x": pointer_type(dtype), "y": pointer_type(dtype), "size": "i32"},
-        constants={"GELU": gelu, "BLOCK": 512},
+        constants={"GELU": gelu, "BLOCK": 512, "PDL": overlaps(arch)},
         divisible=("x", "y", *multiples({"size": size})),
         num_warps=4,
         num_stages=1,
+        options=overlap_options(arch),
         batch=batch,
         kind="gate",
         grid=(batch, triton.cdiv(size, 512), 1),
@@ -286,13 +328,22 @@ def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool) -> KernelSp
 
 
 def attend_spec(
-    batch: int, shape: Heads, capacity: int, dtype: torch.dtype, norm: bool, bias: bool, arch: str
+    batch: int,
+    shape: Heads,
+    capacity: int,
+    dtype: torch.dtype,
+    norm: bool,
+    bias: bool,
+    arch: str,
+    tile: dict[str, int] | None = None,
 ) -> KernelSpec:
+    """`tile` overrides the choice of keys at a time, warps and so on."""
     rows, width = _padded(shape)
+    tile = _tile(width, capacity, arch) | (tile or {})
     pairs = batch * shape.kv_heads
     keys = min(capacity, shape.window or capacity)
     # As many programs as run at once, and a tile of keys at least for each.
-    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, TILE), 2 * processors_of(arch) // pairs))
+    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, tile["TILE"]), 2 * processors_of(arch) // pairs))
     splits = 1 << (fits.bit_length() - 1)
     return KernelSpec(
         name=f"attend_{pointer_type(dtype)[1:]}_{shape.heads}x{shape.kv_heads}x{shape.size}w{shape.window}s{splits}"
@@ -327,7 +378,10 @@ def attend_spec(
             "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             "ROWS": rows,
             "WIDTH": width,
-            "TILE": TILE,
+            "TILE": tile["TILE"],
+            "AT_ONCE": min(4, splits),
+            "EACH": tile["EACH"],
+            "PDL": overlaps(arch),
         },
         divisible=(
             "qkv",
@@ -344,8 +398,9 @@ def attend_spec(
             "out",
             *multiples({"capacity": capacity}),
         ),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tile["WARPS"],
+        num_stages=tile["STAGES"],
+        options=overlap_options(arch),
         batch=batch,
         kind="attend",
         grid=(pairs, splits, 1),
@@ -358,12 +413,13 @@ def add_norm(
     gain: Tensor,
     epsilon: float,
     dtype: torch.dtype,
+    arch: str,
     out_gain: Tensor | None = None,
 ) -> Tensor:
     """As the torch function of this name."""
     batch, size = h.shape
     x = torch.empty(batch, size, dtype=dtype, device=h.device)
-    spec = norm_spec(batch, size, dtype, None if y is None else y.dtype, out_gain is not None)
+    spec = norm_spec(batch, size, dtype, arch, None if y is None else y.dtype, out_gain is not None)
     launch(spec, h, x if y is None else y, gain, gain if out_gain is None else out_gain, x, size, epsilon)
     return x
 
@@ -390,12 +446,32 @@ def attend(
     return out
 
 
-def gate(x: Tensor, gelu: bool) -> Tensor:
+def gate(x: Tensor, gelu: bool, arch: str) -> Tensor:
     """As the torch function of this name."""
     batch, size = len(x), x.shape[1] // 2
     y = torch.empty(batch, size, dtype=x.dtype, device=x.device)
-    launch(gate_spec(batch, size, x.dtype, gelu), x, y, size)
+    launch(gate_spec(batch, size, x.dtype, gelu, arch), x, y, size)
     return y
+
+
+def _tile(width: int, capacity: int, arch: str) -> dict[str, int]:
+    """Keys at a time, from a sweep on an H200: more for long sequences, where they save parts to add up.
+
+    RDNA has 256 registers for a wave of 32 lanes, which hold less of keys and values.
+    """
+    small = arch.startswith(("gfx11", "gfx12"))
+    keys = (32 if width <= 128 else 16) if small else 128 if capacity > 512 and width <= 128 else 64
+    return {"TILE": keys, "WARPS": 8 if small else 4, "STAGES": 2, "EACH": 1}
+
+
+def overlaps(arch: str) -> bool:
+    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch, from sm_90 on)."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90 and not triton.knobs.runtime.interpret
+
+
+def overlap_options(arch: str) -> dict[str, bool]:
+    """The launch option for that."""
+    return {"launch_pdl": True} if overlaps(arch) else {}
 
 
 def _padded(shape: Heads) -> tuple[int, int]:

@@ -91,7 +91,9 @@ def attention_error(case: Attention, device: str) -> float:
 def others(device: str) -> dict[str, float]:
     """Errors of norms and gates, each relative to the largest value."""
     from nstf.kernels.triton import decode_step
+    from nstf.kernels.triton.linear import arch_of
 
+    arch = arch_of(torch.device(device))
     generator = torch.Generator().manual_seed(1)
     found = {}
     for size in (40, 1024, 4096):
@@ -102,14 +104,16 @@ def others(device: str) -> dict[str, float]:
             theirs = h.clone()
             wanted = reference.add_norm(theirs, more, gain, 1e-6, torch.float32, last)
             x = decode_step.add_norm(
-                mine, None if more is None else more.to(device), gain.to(device), 1e-6, torch.float32,
+                mine, None if more is None else more.to(device), gain.to(device), 1e-6, torch.float32, arch,
                 None if last is None else last.to(device),
             )  # fmt: skip
             name = f"norm {size}{' add' if more is not None else ''}{' out' if last is not None else ''}"
             found[name] = max(_relative(x, wanted), _relative(mine, theirs))
     for gelu in (False, True):
         x = 3 * torch.randn(3, 2 * 700, generator=generator)
-        found[f"gate gelu={gelu}"] = _relative(decode_step.gate(x.to(device), gelu), reference.gate(x, gelu))
+        found[f"gate gelu={gelu}"] = _relative(
+            decode_step.gate(x.to(device), gelu, arch), reference.gate(x, gelu)
+        )
     return found
 
 

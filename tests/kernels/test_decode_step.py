@@ -1,4 +1,4 @@
-"""The kernels between a decoder's matrices: interpreted on a CPU, compiled for GPUs that are not here, run on one that is."""
+"""The kernels between a decoder's matrices: interpreted on a CPU, compiled for GPUs that are not here, run on one."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def test_the_kernels_on_a_gpu_do_what_the_torch_functions_do() -> None:
 def test_nothing_spills(target: str) -> None:
     row, dtype = architecture(target), torch.bfloat16
     specs = [
-        norm_spec(1, 4096, dtype, dtype),
-        gate_spec(1, 14336, dtype, False),
+        norm_spec(1, 4096, dtype, target, dtype),
+        gate_spec(1, 14336, dtype, False, target),
         attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
         attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
     ]
