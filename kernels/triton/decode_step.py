@@ -4,7 +4,7 @@
 The definition is kernels/torch/decode_step.py. All of them read the position from device memory and have a grid that does
 not depend on it, so that a captured graph is right for every token.
 
-Attention (flash-decoding, Dao et al. 2023): the keys of a sequence and head are dealt, a tile at a time, to `SPLITS`
+Attention (flash-decoding, Dao et al. 2023): the keys of a sequence and head are dealt, a tile at a time, to several
 programs; each turns and norms the queries anew, which costs less than a launch. The one that arrives last adds up the parts,
 in the order of the programs, so that results do not change from run to run.
 """
@@ -120,7 +120,7 @@ def attend_kernel(
     position,  # i64 [1]
     keys,  # [batch, KV, capacity, SIZE]
     values,
-    parts,  # f32 [batch KV, SPLITS, ROWS, WIDTH + 2]
+    parts,  # f32 [batch KV, MOST, ROWS, WIDTH + 2]
     counters,  # i32 [batch KV]: zero between launches
     out,  # [batch, heads SIZE]
     capacity,
@@ -130,7 +130,7 @@ def attend_kernel(
     GROUP: tl.constexpr,  # queries of a key
     SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,  # programs that share the keys of a head, at most
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
@@ -152,7 +152,7 @@ def attend_kernel(
     start = tl.zeros([], tl.int64)
     if WINDOW > 0:
         start = tl.maximum(at - (WINDOW - 1), 0)
-    active = tl.maximum(1, tl.minimum(SPLITS, (at - start + EACH * TILE - 1) // (EACH * TILE)))
+    active = tl.maximum(1, tl.minimum(tl.num_programs(1), (at - start + EACH * TILE - 1) // (EACH * TILE)))
     if split >= active:
         return
     if PDL:
@@ -217,7 +217,7 @@ def attend_kernel(
         tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
     else:
         each = ROWS * (WIDTH + 2)
-        lines = parts + pair * SPLITS * each
+        lines = parts + pair * MOST * each
         block = lines + split * each
         tl.store(block + g[:, None] * WIDTH + d[None, :], acc, mask=wanted)
         tl.store(block + ROWS * WIDTH + g, top)
@@ -227,7 +227,7 @@ def attend_kernel(
         if arrived == active - 1:
             tl.debug_barrier()
             # Past the first-level cache, which knows nothing of other multiprocessors.
-            s = tl.arange(0, SPLITS)[:, None]
+            s = tl.arange(0, MOST)[:, None]
             tops = tl.load(
                 lines + s * each + ROWS * WIDTH + g[None, :],
                 mask=s < active,
@@ -346,7 +346,7 @@ def attend_spec(
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, tile["TILE"]), 2 * processors_of(arch) // pairs))
     splits = 1 << (fits.bit_length() - 1)
     return KernelSpec(
-        name=f"attend_{pointer_type(dtype)[1:]}_{shape.heads}x{shape.kv_heads}x{shape.size}w{shape.window}s{splits}"
+        name=f"attend_{pointer_type(dtype)[1:]}_{shape.heads}x{shape.kv_heads}x{shape.size}w{shape.window}t{tile['TILE']}"
         + ("n" if norm else "")
         + ("b" if bias else ""),
         fn=attend_kernel,
@@ -372,14 +372,14 @@ def attend_spec(
             "GROUP": shape.heads // shape.kv_heads,
             "SIZE": shape.size,
             "WINDOW": shape.window,
-            "SPLITS": splits,
+            "MOST": MOST_SPLITS,
             "NORM": norm,
             "BIAS": bias,
             "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             "ROWS": rows,
             "WIDTH": width,
             "TILE": tile["TILE"],
-            "AT_ONCE": min(4, splits),
+            "AT_ONCE": 4,
             "EACH": tile["EACH"],
             "PDL": overlaps(arch),
         },
@@ -460,7 +460,8 @@ def _tile(width: int, capacity: int, arch: str) -> dict[str, int]:
     RDNA has 256 registers for a wave of 32 lanes, which hold less of keys and values.
     """
     small = arch.startswith(("gfx11", "gfx12"))
-    keys = (32 if width <= 128 else 16) if small else 128 if capacity > 512 and width <= 128 else 64
+    many = arch.startswith("sm_") and capacity > 512 and width <= 128
+    keys = (32 if width <= 128 else 16) if small else 128 if many else 64
     return {"TILE": keys, "WARPS": 8 if small else 4, "STAGES": 2, "EACH": 1}
 
 
