@@ -152,17 +152,6 @@ class Compiled:
         return (new - 1) / (time.perf_counter() - start)
 
 
-def size_bytes(decoder: Decoder) -> int:
-    """What decoding one token reads of the matrices."""
-    matrices = [decoder._head]
-    for layer in decoder._layers:
-        matrices += [*layer.qkv, layer.o, *layer.gate_up, layer.down]
-    return sum(
-        m.encoded.size_bytes if m.encoded is not None else m.dense.numel() * m.dense.element_size()  # type: ignore[union-attr]
-        for m in matrices
-    )
-
-
 def with_peak(call: Callable[[], object], before: int) -> int:
     """Bytes at the peak of a call, above `before`."""
     torch.cuda.synchronize()
@@ -230,7 +219,7 @@ def report(
     rows = []
     for name, rate in medians.items():
         decoder = getattr(contenders[name], "decoder", contenders["bf16 graph"].decoder)
-        size = size_bytes(decoder)
+        size = decoder.matrix_bytes
         row = {
             "name": name,
             "tokens_per_s": rate * options.batch,

@@ -3,12 +3,20 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.rows import expert
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.decoder_specs import decoder_specs, stacked_matrices
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.architecture import Architecture
+    from nstf.kernels.triton.spec import KernelSpec
 
 SUFFIX = ".nstfk"
 
@@ -19,7 +27,7 @@ def matrices(artifact: Artifact) -> Iterator[EncodedTensor]:
     """Every matrix [out, in] that activations may be multiplied by; of a stack of experts the first one.
 
     A tensor that several names share comes once, a table that is only looked up not at all. Transposed uses
-    (transformers' Conv1D) run on the reference.
+    (transformers' Conv1D) run on the reference. Stacks that decoding makes come last, without their arrays.
     """
     shared = {artifact.stored_name(name) for name in artifact.names() if artifact.stored_name(name) != name}
     roles = artifact.manifest.plan.get("roles")
@@ -32,6 +40,20 @@ def matrices(artifact: Artifact) -> Iterator[EncodedTensor]:
             encoded = expert(encoded, 0)
         if encoded is not None and len(encoded.shape) == 2:
             yield encoded
+    yield from stacked_matrices(artifact)
+
+
+def all_specs(
+    artifact: Artifact, batches: Iterable[int], dtype: torch.dtype, row: "Architecture"
+) -> "dict[str, KernelSpec]":
+    """Every kernel that an artifact's model launches for these rows of activations, by key; {} when no matrix has one."""
+    from nstf.kernels.triton.aot import key, specs_of
+
+    batches = tuple(batches)
+    found = specs_of(((encoded, encoded.shape) for encoded in matrices(artifact)), batches, dtype, row)
+    for spec in decoder_specs(artifact, batches, dtype, row) if found else ():
+        found.setdefault(key(spec, row), spec)
+    return found
 
 
 def _ties_head(artifact: Artifact) -> bool:
@@ -61,7 +83,7 @@ def use_compiled(artifact: Artifact, path: str | os.PathLike[str]) -> None:
     from nstf.kernels.triton.side_file import install, read
 
     side = read(path)
-    done = install(side, ((encoded, encoded.shape) for encoded in matrices(artifact)), target_here())
+    done = install(side, lambda *needs: all_specs(artifact, *needs), target_here())
     if done.reason:
         _log.warning("%s: its kernels are not used, they are %s", os.fspath(path), done.reason)
     else:

@@ -103,6 +103,20 @@ class Decoder:
         """Tokens for which there is room now."""
         return self._state.capacity if self._state else 0
 
+    @property
+    def matrix_bytes(self) -> int:
+        """What decoding a token reads of the matrices."""
+        matrices = [self._head]
+        for layer in self._layers:
+            matrices += [*layer.qkv, layer.o, *layer.gate_up, layer.down]
+        return sum(matrix.size_bytes for matrix in matrices)
+
+    def cache_bytes(self, position: int) -> int:
+        """What decoding a token at a position reads of keys and values, in each sequence."""
+        seen = sum(min(position, layer.heads.window or position) for layer in self._layers)
+        heads = self._layers[0].heads
+        return seen * 2 * heads.kv_heads * heads.size * int(self.dtype.itemsize)
+
     @staticmethod
     def first_room(count: int, new_tokens: int) -> int:
         """Tokens to make room for at first: not all that may come, many sequences end before."""

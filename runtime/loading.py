@@ -24,7 +24,6 @@ from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
-from nstf.runtime.graph_generate import use_graphs
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
@@ -75,6 +74,11 @@ def load(
     _fill(model, artifact, compute)
     _set_generation_config(model, artifact)
     plan = artifact.manifest.attention
+    if device.type == "cuda":
+        from nstf.kernels.triton.aot import target_here
+        from nstf.runtime.tiles import use_tiles
+
+        use_tiles(path, target_here())
     if kernels is not None:
         use_compiled(artifact, kernels)
     model.to(device)
@@ -91,6 +95,8 @@ def load(
         # Its matrices are views of the same mapping: nothing is held twice.
         use_engine(model, lambda: Engine(artifact, exact=engine == "exact", kv_cache=kv_cache))
     elif engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
+        from nstf.runtime.graph_generate import use_graphs
+
         use_graphs(model)
     return model
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.linear import linear
-from nstf.kernels.triton.packed import FORMATS, PackedCodes, layout_of
+from nstf.kernels.triton.packed import PackedCodes, layout_of
 from nstf.runtime.parameter import EncodedParameter
 
 # Of a whole matrix; every other array has a row for each row of it.
@@ -27,6 +27,13 @@ class Matrix:
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """As it is kept, without the bias."""
+        if self.encoded is not None:
+            return self.encoded.size_bytes
+        return 0 if self.dense is None else self.dense.numel() * self.dense.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.encoded is not None:
@@ -75,10 +82,7 @@ def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTe
     and do not stack.
     """
     first = parts[0]
-    layouts = [layout_of(part) for part in parts]
-    if any(layout is None or len(layout.planes) > 1 for layout in layouts) or first.tree.kind not in FORMATS:
-        return None
-    if any(p.tree != first.tree or p.shape[1:] != first.shape[1:] for p in parts):
+    if not agree(parts):
         return None
     if any(
         not torch.equal(p.arrays[name], first.arrays[name])
@@ -98,6 +102,14 @@ def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTe
     if isinstance(first.arrays["codes"], PackedCodes) and layout is not None:
         whole = EncodedTensor(first.tree, shape, {**arrays, "codes": PackedCodes(codes, layout)})
     return whole, [_part(whole, sum(rows[:i]), p) for i, p in enumerate(parts)]
+
+
+def agree(parts: Sequence[EncodedTensor]) -> bool:
+    """Whether matrices stack, as far as their trees and shapes tell."""
+    first = parts[0]
+    layouts = [layout_of(part) for part in parts]
+    same = all(p.tree == first.tree and p.shape[1:] == first.shape[1:] for p in parts)
+    return same and all(layout is not None and len(layout.planes) == 1 for layout in layouts)
 
 
 def _joined(name: str, arrays: list[Tensor]) -> Tensor:

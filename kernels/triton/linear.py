@@ -128,7 +128,7 @@ def _leaf_specs(
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
     from nstf.kernels.triton.decode import decode_spec
-    from nstf.kernels.triton.gemm import gemm_specs
+    from nstf.kernels.triton.tuner import measured_specs
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.skinny import skinny_specs, suits
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
@@ -151,7 +151,7 @@ def _leaf_specs(
     if batch == 1:
         return gemv_specs(layout, inside, arch, outside)
     if batch <= GEMM_BATCH:
-        return gemm_specs(layout, batch, inside, arch, out=outside)
+        return measured_specs(layout, batch, inside, arch, outside)
     return [decode_spec(layout, min(out, _block(width)), inside, False)]
 
 
@@ -251,7 +251,8 @@ def _leaf(
     x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, dtype: torch.dtype, tiled: bool = False
 ) -> Tensor:
     """dtype: of the activations before they were turned into another basis."""
-    from nstf.kernels.triton.gemm import gemm, gemm_specs
+    from nstf.kernels.triton.gemm import gemm
+    from nstf.kernels.triton.tuner import measured_specs
     from nstf.kernels.triton.gemv import gemv, gemv_specs
     from nstf.kernels.triton.rotate import rotate
     from nstf.kernels.triton.skinny import skinny, skinny_specs, suits
@@ -276,7 +277,7 @@ def _leaf(
             return skinny(x, packed, skinny_specs(layout, batch, x.dtype, arch, out), out)
         if batch == 1:
             return gemv(x, packed, gemv_specs(layout, x.dtype, arch, out), out)
-        return gemm(x, packed, gemm_specs(layout, batch, x.dtype, arch, out=out), out)
+        return gemm(x, packed, measured_specs(layout, batch, x.dtype, arch, out), out)
     return _blocks(x, encoded, arch).to(out)
 
 

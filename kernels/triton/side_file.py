@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf.kernels.triton.aot import DTYPES, Compiled, Matrix, gpu_target, require_triton, source, specs_of
+from nstf.kernels.triton.aot import DTYPES, Compiled, gpu_target, require_triton, source
 from nstf.kernels.triton.architecture import Architecture, architecture
 from nstf.kernels.triton.spec import KernelSpec
 
@@ -28,6 +28,8 @@ SUFFIX = ".nstfk"
 VERSION = 1
 MAX_KERNELS = 1 << 16
 _KEY = "nstf_kernels"
+
+Needed = Callable[[Iterable[int], torch.dtype, Architecture], Mapping[str, KernelSpec]]
 # What a file may say of a kernel beside Triton's own options: the compiler found it out.
 _FOUND_FIELDS = ("name", "shared", "num_warps")
 
@@ -161,10 +163,11 @@ class Installed:
     reason: str = ""
 
 
-def install(side: SideFile, matrices: Iterable[Matrix], target: str | None) -> Installed:
-    """Puts a side file's kernels for these matrices into Triton's cache, where the JIT looks before it compiles.
+def install(side: SideFile, needed: Needed, target: str | None) -> Installed:
+    """Puts a side file's kernels, those that are needed, into Triton's cache, where the JIT looks before it compiles.
 
-    target: of the GPU here (`target_here()`). A file of another Triton or target is left alone: the reason says so.
+    needed: gives them by key for the side file's batches, dtype and architecture. target: of the GPU here
+    (`target_here()`). A file of another Triton or target is left alone: the reason says so.
     """
     version = require_triton()
     if target != side.target:
@@ -174,7 +177,7 @@ def install(side: SideFile, matrices: Iterable[Matrix], target: str | None) -> I
     if version != side.triton:
         return Installed(0, 0, f"compiled by Triton {side.triton}, here is {version}")
     row = architecture(target)
-    wanted = specs_of(matrices, side.batches, DTYPES[side.dtype], row)
+    wanted = needed(side.batches, DTYPES[side.dtype], row)
     found = 0
     for name, spec in wanted.items():
         if name in side.binaries:

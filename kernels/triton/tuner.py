@@ -40,11 +40,50 @@ def tile_of(tiling: Tiling) -> dict[str, int]:
     }
 
 
+# The tiles that were measured on the cards of this process, from files beside artifacts.
+_MEASURED = TuningCache()
+
+
+def use_measured(cache: TuningCache, target: str) -> int:
+    """From now on products on `target` run with the tiles of a cache; how many of its entries those are.
+
+    Raises ValueError for a tile that no tuner writes, with its key: such a file was not made by one.
+    """
+    known = {key: entry for key, entry in cache.entries.items() if key.startswith(f"{target}/")}
+    for key, (tiling, _) in known.items():
+        sizes = (tiling.block_m, tiling.block_n, tiling.split_k, tiling.waves)
+        powers = all(size and size & (size - 1) == 0 for size in sizes)
+        if not powers or not (
+            16 <= min(sizes[:2]) and max(sizes[:2]) <= 256 and sizes[2] <= 64 and sizes[3] <= 16
+        ):
+            raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
+        if not 1 <= tiling.stages <= 8:
+            raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
+    _MEASURED.entries |= known
+    return len(known)
+
+
+def measured_specs(
+    layout: Layout, batch: int, dtype: torch.dtype, target: str, out: torch.dtype | None = None
+) -> list[KernelSpec]:
+    """The launches of the packed GEMM: with the tile that was measured for this product, or the kernel's own."""
+    if _MEASURED.entries:
+        tiling = _MEASURED.get(problem_of(layout, batch), target)
+        if tiling is not None and suits(layout)(tiling):
+            return specs_with(layout, batch, dtype, architecture(target), tiling, out)
+    return gemm_specs(layout, batch, dtype, target, out=out)
+
+
 def specs_with(
-    layout: Layout, batch: int, dtype: torch.dtype, row: Architecture, tiling: Tiling
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    row: Architecture,
+    tiling: Tiling,
+    out: torch.dtype | None = None,
 ) -> list[KernelSpec]:
     """The launches of a tiling, with AMD's options where it has matrix instructions."""
-    made = gemm_specs(layout, batch, dtype, row.target, tile_of(tiling))
+    made = gemm_specs(layout, batch, dtype, row.target, tile_of(tiling), out)
     if row.backend != "hip":
         return made
     options = {"kpack": tiling.kpack, "waves_per_eu": tiling.waves_per_eu}
@@ -76,22 +115,25 @@ def tune_gemm(
     seconds: Callable[[list[KernelSpec]], float],
     count: int = 4,
 ) -> Tiling | None:
-    """The tiling that measured best (`specs_with` makes its launches), or None for the kernel's own tile.
-
-    It is remembered in `cache` either way.
+    """The tiling that measured best (`specs_with` makes its launches), remembered in `cache`, or None for the kernel's own.
 
     seconds: runs launches on the GPU and gives their time (`triton.testing.do_bench`); it may raise RuntimeError
     for what the card cannot run.
     """
-    row = architecture(target)
+    row, problem = architecture(target), problem_of(layout, batch)
+    if (known := cache.get(problem, target)) is not None:
+        return known
+    tried = TuningCache()
     best = tune(
-        problem_of(layout, batch),
+        problem,
         row,
         lambda tiling: seconds(specs_with(layout, batch, dtype, row, tiling)),
-        cache,
+        tried,
         count,
         suits(layout),
     )
-    planned = cache.entries[problem_of(layout, batch).key(target)][1]
-    own = seconds(gemm_specs(layout, batch, dtype, target))
-    return best if planned < own else None
+    time_s = tried.entries[problem.key(target)][1]
+    if time_s >= seconds(gemm_specs(layout, batch, dtype, target)):
+        return None
+    cache.put(problem, target, best, time_s)
+    return best

@@ -29,7 +29,7 @@ SUMMARIES = {
     "verify": "Check every byte of an artifact.",
     "eval": "Measure the accuracy and apply gates.",
     "generate": "Generate text with an artifact.",
-    "bench": "Measure tokens per second on this CPU.",
+    "bench": "Measure tokens per second on this CPU or GPU.",
     "compile": "Compile GPU kernels ahead of time.",
     "profile": "Show where the time of a model goes.",
     "export": "Decode into a Hugging Face folder.",

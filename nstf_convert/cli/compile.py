@@ -135,15 +135,17 @@ def run(
     """Compiles for one target and writes the side file; the facts for screen and JSON."""
     from nstf.kernels.triton import aot, side_file
     from nstf.runtime.artifact import open_artifact
-    from nstf.runtime.compiled import matrices
+    from nstf.runtime.compiled import all_specs, matrices
+    from nstf.runtime.tiles import use_tiles
 
+    use_tiles(artifact, row.target)
     with open_artifact(artifact) as opened:
         word = dtype_of(opened, dtype)
-        pairs = [(encoded, encoded.shape) for encoded in matrices(opened)]
-        specs = aot.specs_of(pairs, batches, aot.DTYPES[word], row)
+        specs = all_specs(opened, batches, aot.DTYPES[word], row)
+        count = sum(1 for _ in matrices(opened))
     if not specs:
         raise UnsupportedError(
-            f"{artifact}: none of its {len(pairs)} matrices has a kernel for {row.target}: nothing to compile; "
+            f"{artifact}: none of its {count} matrices has a kernel for {row.target}: nothing to compile; "
             "it runs on the reference path"
         )
     made, failed = compile_all(specs, row)

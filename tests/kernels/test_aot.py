@@ -148,8 +148,7 @@ def test_a_launch_finds_the_installed_kernel_and_does_not_compile(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "build"))
     side = made_side_file([spec], target)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "server"))
-    monkeypatch.setattr(side_file, "specs_of", lambda *_: {aot.key(spec, row): spec})
-    assert side_file.install(side, [], target) == side_file.Installed(1, 0)
+    assert side_file.install(side, lambda *_: {aot.key(spec, row): spec}, target) == side_file.Installed(1, 0)
 
     driver, hits = jit(target, scale_rows)
     x = torch.zeros(3, 2048, dtype=torch.float16)
@@ -174,7 +173,9 @@ def test_a_served_matrix_compiles_nothing(
     side = side_file.parse(side_file.pack(compiled, row, [1, 16], "float16"), "test")
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "server"))
-    assert side_file.install(side, matrices, target) == side_file.Installed(len(specs), 0)
+    assert side_file.install(
+        side, lambda *needs: aot.specs_of(matrices, *needs), target
+    ) == side_file.Installed(len(specs), 0)
     driver, hits = jit(target, *(spec.fn for spec in specs.values()))
     for batch in (1, 16):
         linear._matmul(torch.zeros(batch, 512, dtype=torch.float16), encoded, target)
@@ -191,8 +192,8 @@ def test_installed_metadata_is_that_of_a_compiled_kernel(
     made = aot.compile_spec(spec, row)
     side = side_file.parse(side_file.pack([made], row, [1], "float16"), "test")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "server"))
-    monkeypatch.setattr(side_file, "specs_of", lambda *_: {made.key: spec})
-    side_file.install(side, [], "gfx942")
+    needed = {made.key: spec}
+    side_file.install(side, lambda *_: needed, "gfx942")
     stored = list((tmp_path / "server").rglob("product.*"))
     assert sorted(p.suffix for p in stored) == [".hsaco", ".json"]
     again = aot.compile_spec(spec, row)
@@ -200,17 +201,17 @@ def test_installed_metadata_is_that_of_a_compiled_kernel(
     assert dict(again.metadata) == dict(made.metadata)
     # A second time finds its work done, and touches nothing.
     times = [p.stat().st_mtime_ns for p in stored]
-    assert side_file.install(side, [], "gfx942").found == 1
+    assert side_file.install(side, lambda *_: needed, "gfx942").found == 1
     assert [p.stat().st_mtime_ns for p in stored] == times
 
 
 def test_a_side_file_of_another_target_or_triton_is_left_alone(cache: Path) -> None:
     side = made_side_file([rows_spec()], "gfx1100")
-    other = side_file.install(side, [], "gfx942")
+    other = side_file.install(side, lambda *_: {}, "gfx942")
     assert (other.found, other.missing) == (0, 0) and "the GPU here is gfx942" in other.reason
-    assert "of no known target" in side_file.install(side, [], None).reason
+    assert "of no known target" in side_file.install(side, lambda *_: {}, None).reason
     old = dataclasses.replace(side, triton="3.0.0")
-    assert "compiled by Triton 3.0.0" in side_file.install(old, [], "gfx1100").reason
+    assert "compiled by Triton 3.0.0" in side_file.install(old, lambda *_: {}, "gfx1100").reason
 
 
 def test_a_kernel_that_the_file_lacks_is_counted_as_missing(
@@ -219,8 +220,7 @@ def test_a_kernel_that_the_file_lacks_is_counted_as_missing(
     row, other = arch.architecture("gfx1100"), rows_spec(constants={"BLOCK": 512, "TWICE": False})
     side = made_side_file([rows_spec()], "gfx1100")
     wanted = {aot.key(spec, row): spec for spec in (rows_spec(), other)}
-    monkeypatch.setattr(side_file, "specs_of", lambda *_: wanted)
-    assert side_file.install(side, [], "gfx1100") == side_file.Installed(1, 1)
+    assert side_file.install(side, lambda *_: wanted, "gfx1100") == side_file.Installed(1, 1)
 
 
 def test_the_key_follows_everything_that_changes_the_code() -> None:

@@ -1,0 +1,72 @@
+"""The kernels of captured decoding that an artifact's model needs beside those of its matrices: known without a card."""
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from nstf.errors import UnsupportedError
+from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.torch.decode_step import Heads
+from nstf.kernels.triton.architecture import Architecture
+from nstf.kernels.triton.packed import layout_of
+from nstf.kernels.triton.spec import KernelSpec, hollow
+from nstf.runtime.artifact import Artifact
+from nstf.runtime.engine_config import EngineConfig, completed, read_config
+from nstf.runtime.graph_decoder import LARGEST_BATCH, SMALLEST_CAPACITY
+from nstf.runtime.stacking import agree
+
+# Matrices that meet the same activations, as runtime/graph_decoder.py stacks them.
+_STACKS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+# Rows of the table that a launch looks up: a token of each sequence, or a prompt, in blocks of 64 at most.
+_LOOKED_UP = 64
+
+
+def stacked_matrices(artifact: Artifact) -> Iterator[EncodedTensor]:
+    """The stacks that decoding will make of an artifact's matrices, without their arrays."""
+    names = set(artifact.names())
+    for first, *others in _STACKS:
+        end = f".{first}.weight"
+        for name in sorted(n for n in names if n.endswith(end)):
+            members = [name, *(f"{name.removesuffix(end)}.{other}.weight" for other in others)]
+            if names.issuperset(members):
+                parts = [artifact.encoded(member) for member in members]
+                if agree(parts):
+                    yield hollow(parts[0].tree, (sum(p.shape[0] for p in parts), *parts[0].shape[1:]))
+
+
+def decoder_specs(
+    artifact: Artifact, batches: Iterable[int], dtype: torch.dtype, row: Architecture
+) -> list[KernelSpec]:
+    """Every launch between the matrices, for some batches; [] for a model that captured decoding does not run."""
+    from nstf.kernels.triton.decode import decode_spec
+
+    if "config.json" not in artifact.file_names():
+        return []
+    try:
+        config = read_config(completed(json.loads(artifact.file("config.json"))))
+    except (UnsupportedError, ValueError, AttributeError):
+        return []
+    made: list[KernelSpec] = []
+    for batch in sorted({b for b in batches if b <= LARGEST_BATCH}):
+        made += _step(config, batch, dtype, row.target)
+    for name in artifact.names():
+        layout = layout_of(artifact.encoded(name)) if name.endswith("embed_tokens.weight") else None
+        if layout is not None:
+            counts = (1 << i for i in range(_LOOKED_UP.bit_length()))
+            made += [decode_spec(layout, count, dtype, True) for count in counts]
+    return made
+
+
+def _step(config: EngineConfig, batch: int, dtype: torch.dtype, target: str) -> Iterator[KernelSpec]:
+    from nstf.kernels.triton.decode_step import attend_spec, gate_spec, norm_spec
+
+    shape, family = config.shape, config.family
+    yield norm_spec(batch, shape["hidden"], dtype, target)
+    yield norm_spec(batch, shape["hidden"], dtype, target, dtype, family.out_norms)
+    yield gate_spec(batch, shape["ffn"], dtype, shape["gelu"], target)
+    for window in sorted(set(config.windows)):
+        heads = Heads(shape["heads"], shape["kv_heads"], shape["head_size"], shape["score_scale"], window)
+        for capacity in sorted({min(SMALLEST_CAPACITY, shape["context"]), shape["context"]}):
+            bias = bool(config.biases)
+            yield attend_spec(batch, heads, capacity, dtype, family.qk_norm, bias, target)
