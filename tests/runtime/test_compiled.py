@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from nstf.errors import CorruptError, UsageError
 from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.formats.tree import format_of
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
-from nstf.runtime.compiled import matrices, side_path, use_compiled
+from nstf.runtime.compiled import all_specs, matrices, side_path, use_compiled
+from nstf.runtime.decoder_specs import decoder_specs, stacked_matrices
 
 
 def dense(*shape: int) -> EncodedTensor:
@@ -74,3 +79,52 @@ def test_a_file_for_another_gpu_is_left_alone_with_a_warning(
         side.write_bytes(b"no kernels")
         with pytest.raises(CorruptError, match="not a file of compiled kernels"):
             use_compiled(opened, side)
+
+
+def test_stacks_and_the_kernels_of_decoding_are_compiled_too(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from nstf.kernels.triton.architecture import architecture
+
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    with open_artifact(path) as opened:
+        assert [m.shape for m in stacked_matrices(opened)] == [(64, 32)] * 2 + [(96, 32)] * 2
+        specs = all_specs(opened, (1, 100), torch.float16, architecture("gfx942")).values()
+    kinds = [spec.kind for spec in specs]
+    assert {"gemv", "gemm", "attend", "gate", "embed"} <= set(kinds) and kinds.count("norm") == 2
+    other = tiny.write(tmp_path, tiny.new_model("GPT2LMHeadModel"))
+    with open_artifact(other) as opened:
+        assert list(stacked_matrices(opened)) == []
+        assert decoder_specs(opened, (1,), torch.float16, architecture("gfx942")) == []
+
+
+@pytest.mark.gpu
+def test_a_side_file_serves_a_whole_model_without_compiling(tiny: ModuleType, tmp_path: Path) -> None:
+    """Compiled in one process, loaded in another with an empty cache: no launch of a prompt or of decoding compiles."""
+    from nstf.kernels.triton import aot, side_file
+    from nstf.kernels.triton.architecture import architecture
+
+    target = aot.target_here()
+    assert target is not None
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM", hidden_size=128, intermediate_size=256))
+    with open_artifact(path) as opened:
+        specs = all_specs(opened, (1, 2, 32), torch.bfloat16, architecture(target))
+    made = [aot.compile_spec(spec, architecture(target)) for spec in specs.values()]
+    side = side_path(path, target)
+    side.write_bytes(side_file.pack(made, architecture(target), (1, 2, 32), "bfloat16"))
+    program = """
+import sys, torch, triton, nstf.runtime
+compiled = []
+triton.knobs.compilation.listener = lambda **e: compiled.append(e["src"].name) if not e["cache_hit"] else None
+model = nstf.runtime.load(sys.argv[1], "cuda", dtype=torch.bfloat16, kernels=sys.argv[2])
+for batch, tokens in ((1, 32), (2, 16)):
+    ids = torch.randint(3, 100, (batch, tokens), generator=torch.Generator().manual_seed(0)).cuda()
+    model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+assert model.nstf_graphs.engine is not None
+print("compiled:", compiled)
+"""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), str(side)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == "compiled: []"
