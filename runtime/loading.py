@@ -65,7 +65,7 @@ def load(
         raise UsageError(f"engine {engine!r} is not one of {', '.join(_ENGINE)}")
     if kv_cache not in KV_CACHES:
         raise UsageError(f"kv_cache {kv_cache!r} is not one of {', '.join(KV_CACHES)}")
-    device = torch.device(device)
+    device = _device(device)
     artifact = open_artifact(path, verify=verify)
     config = _config(artifact)
     compute = _compute_dtype(dtype, device, config)
@@ -178,6 +178,17 @@ def _config(artifact: Artifact) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CorruptError(f"{artifact.path}: its config.json is not an object")
     return config
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A device that this machine has. Raises UsageError."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or ["there is none"])[0]
+        raise UsageError(f"device {str(device)[:40]!r}: {reason}; device='cpu' runs everywhere") from error
+    return found
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

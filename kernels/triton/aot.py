@@ -62,13 +62,17 @@ def source(spec: KernelSpec, row: Architecture) -> tuple[Any, dict[str, Any]]:
     fn = spec.fn
     signature: dict[str, str] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    # From 3.7 on the JIT lists the attributes of constants too, of which there are none: part of its cache's key.
+    listed = tuple(int(part) for part in require_triton().split(".")[:2]) >= (3, 7)
     missing = [n for n in fn.arg_names if n not in spec.signature and n not in spec.constants]
     if missing:
         raise ValueError(f"kernel {spec.name}: no type and no value for {', '.join(missing)}")
     for i, parameter in enumerate(fn.params):
         name = parameter.name
         if name in spec.constants:
-            signature[name], attrs[(i,)] = "constexpr", []
+            signature[name] = "constexpr"
+            if listed:
+                attrs[(i,)] = []
             continue
         kind = signature[name] = spec.signature[name]
         if kind.startswith("*"):

@@ -231,3 +231,12 @@ def test_a_flipped_byte_is_refused_unless_verification_is_switched_off(
         with pytest.raises(CorruptError, match="SHA-256"):
             load(path)
     assert nstf.runtime.load(path, verify=False) is not None
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu"])
+def test_a_device_that_is_not_there_is_one_clear_error(device: str, tiny: ModuleType, tmp_path: Path) -> None:
+    if torch.cuda.is_available() and device == "cuda":
+        pytest.skip("there is a GPU")
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    with pytest.raises(UsageError, match=f"device '{device}': .*; device='cpu' runs everywhere"):
+        nstf.runtime.load(path, device)

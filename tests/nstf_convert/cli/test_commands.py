@@ -228,6 +228,15 @@ def test_generate_with_an_int8_cache(nstf, tiny):
         assert refused.code == 2 and "--kv-cache 'int4': choose one of float16, int8" in refused.err
 
 
+def test_bench_keeps_the_options_of_a_gpu_for_a_gpu(nstf, tiny):
+    for words in (("--tune",), ("--batch", 2), ("--kernels", "x.nstfk")):
+        result = nstf("bench", tiny.coarse, *words)
+        assert result.code == 2 and "are for a GPU: add --device cuda" in result.err
+    for command in (("bench", tiny.coarse), ("generate", tiny.coarse, "The")):
+        result = nstf(*command, "--device", "cuda:99")
+        assert result.code == 2 and result.err.startswith("error: --device cuda:99: ")
+
+
 def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):
     pytest.importorskip("nstf.kernels.cpu._ext")
     result = nstf("inspect", tiny.coarse, "--kernels")
