@@ -22,6 +22,8 @@ from nstf.runtime.compiled import matrices
 SUFFIX = ".tiles.json"
 # Rows of activations that the packed GEMM is measured for: prompts of up to so many tokens, and batches.
 ROWS = (16, 32, 64, 128, 256)
+# Of the planner's list, each a kernel to compile.
+PROPOSALS = 3
 
 _log = logging.getLogger("nstf")
 
@@ -57,7 +59,7 @@ def tune(artifact: Artifact, dtype: torch.dtype, say: Callable[[str], None] = la
     runs on the packed GEMM.
     """
     from nstf.kernels.triton.aot import target_here
-    from nstf.kernels.triton.linear import unsuitable
+    from nstf.kernels.triton.linear import specs, unsuitable
     from nstf.kernels.triton.packed import layout_of
     from nstf.kernels.triton.planner import TuningCache
     from nstf.kernels.triton.tuner import tune_gemm, use_measured
@@ -78,8 +80,10 @@ def tune(artifact: Artifact, dtype: torch.dtype, say: Callable[[str], None] = la
         assert layout is not None
         say(f"{layout.rows} x {layout.cols}, {layout.bits} bits")
         for rows in ROWS:
+            if all(spec.kind != "gemm" for spec in specs(matrix, rows, dtype, target)):
+                continue  # another kernel does so few rows
             try:
-                tune_gemm(layout, rows, dtype, target, cache, _timer(matrix, rows, dtype))
+                tune_gemm(layout, rows, dtype, target, cache, _timer(matrix, rows, dtype), PROPOSALS)
             except (RuntimeError, ValueError) as error:
                 _log.info("%d x %d, %d rows: %s", layout.rows, layout.cols, rows, error)
     path = tiles_path(artifact.path, target)
