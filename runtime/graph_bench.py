@@ -77,6 +77,7 @@ def measure(
         list(decoder.generate(ids, new))  # compiles, captures and grows
         prefill, decode = zip(*(_rates(decoder, ids, new) for _ in range(repetitions)), strict=True)
     on_gpu = model.device.type == "cuda"
+    peak = int(torch.cuda.max_memory_allocated(model.device)) if on_gpu else 0
     return GpuSpeed(
         torch.cuda.get_device_name(model.device) if on_gpu else str(model.device),
         batch,
@@ -87,7 +88,7 @@ def measure(
         statistics.median(decode),
         decoder.matrix_bytes + batch * decoder.cache_bytes(prompt + new // 2),
         read_bandwidth(model.device),
-        int(torch.cuda.max_memory_allocated(model.device)) if on_gpu else 0,
+        peak,
     )
 
 

@@ -85,7 +85,7 @@ def tune(artifact: Artifact, dtype: torch.dtype, say: Callable[[str], None] = la
             try:
                 tune_gemm(layout, rows, dtype, target, cache, _timer(matrix, rows, dtype), PROPOSALS)
             except (RuntimeError, ValueError) as error:
-                _log.info("%d x %d, %d rows: %s", layout.rows, layout.cols, rows, error)
+                _log.debug("%d x %d, %d rows: %s", layout.rows, layout.cols, rows, error)
     path = tiles_path(artifact.path, target)
     text = cache.to_json().encode()
     with replacing(path, len(text)) as output:
