@@ -26,7 +26,7 @@ def choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
     scores = logits.float() / sampling.temperature
     top_k = min(sampling.top_k, scores.shape[-1])
     if top_k or sampling.top_p < 1.0:
-        best = _largest(scores, top_k) if top_k else scores.sort(dim=-1, descending=True).values
+        best = (scores.topk(top_k) if top_k else scores.sort(dim=-1, descending=True)).values
         least = best[:, -1:]
         if sampling.top_p < 1.0:
             # A token stays while those before it have less than p together.
@@ -46,14 +46,6 @@ def _likeliest(logits: Tensor) -> Tensor:
     best, at = logits.view(batch, parts, -1).max(dim=-1)
     part = best.argmax(dim=-1, keepdim=True)
     return (at.gather(-1, part) + part * (vocab // parts)).squeeze(-1)
-
-
-def _largest(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row, falling; in two stages for the same reason."""
-    parts = _parts(scores.shape[-1])
-    if count * parts < scores.shape[-1]:
-        scores = scores.view(len(scores), parts, -1).topk(count).values.flatten(1)
-    return scores.topk(count).values
 
 
 def _parts(vocab: int) -> int:

@@ -120,7 +120,7 @@ def attend_kernel(
     position,  # i64 [1]
     keys,  # [batch, KV, capacity, SIZE]
     values,
-    parts,  # f32 [batch KV, MOST, ROWS, WIDTH + 2]
+    parts,  # f32 [batch KV, MOST, ROWS (WIDTH + 2)]
     counters,  # i32 [batch KV]: zero between launches
     out,  # [batch, heads SIZE]
     capacity,
@@ -137,7 +137,6 @@ def attend_kernel(
     ROWS: tl.constexpr,  # GROUP, filled up for the matrix cores
     WIDTH: tl.constexpr,  # SIZE likewise
     TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # parts
     EACH: tl.constexpr,  # tiles of a program before another one helps
     PDL: tl.constexpr,
 ):
@@ -226,38 +225,23 @@ def attend_kernel(
         arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
         if arrived == active - 1:
             tl.debug_barrier()
-            # Past the first-level cache, which knows nothing of other multiprocessors.
-            s = tl.arange(0, MOST)[:, None]
-            tops = tl.load(
-                lines + s * each + ROWS * WIDTH + g[None, :],
-                mask=s < active,
-                other=float("-inf"),
-                cache_modifier=".cg",
-            )
-            totals = tl.load(
-                lines + s * each + ROWS * (WIDTH + 1) + g[None, :],
-                mask=s < active,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            top = tl.max(tops, axis=0)
-            total = tl.sum(totals * tl.exp(tops - top[None, :]), axis=0)
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
-            for i in range(0, active, AT_ONCE):
-                # Several on their way together.
-                for j in tl.static_range(AT_ONCE):
-                    block = lines + (i + j) * each
-                    exists = i + j < active
-                    their_top = tl.load(
-                        block + ROWS * WIDTH + g, mask=(g < ROWS) & exists, other=0.0, cache_modifier=".cg"
-                    )
-                    theirs = tl.load(
-                        block + g[:, None] * WIDTH + d[None, :],
-                        mask=wanted & exists,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    acc += theirs * tl.exp(their_top - top)[:, None]
+            total = tl.zeros([ROWS], tl.float32)
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            for i in range(0, active):
+                block = lines + i * each
+                # Past the first-level cache, which knows nothing of other multiprocessors.
+                theirs = tl.load(
+                    block + g[:, None] * WIDTH + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg"
+                )
+                their_top = tl.load(block + ROWS * WIDTH + g, cache_modifier=".cg")
+                their_total = tl.load(block + ROWS * (WIDTH + 1) + g, cache_modifier=".cg")
+                higher = tl.maximum(top, their_top)
+                fade = tl.exp(top - higher)
+                weight = tl.exp(their_top - higher)
+                acc = acc * fade[:, None] + theirs * weight[:, None]
+                total = total * fade + their_total * weight
+                top = higher
             tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
             tl.store(counters + pair, 0)
 
@@ -379,7 +363,6 @@ def attend_spec(
             "ROWS": rows,
             "WIDTH": width,
             "TILE": tile["TILE"],
-            "AT_ONCE": 4,
             "EACH": tile["EACH"],
             "PDL": overlaps(arch),
         },
