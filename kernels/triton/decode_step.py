@@ -228,7 +228,7 @@ def attend_kernel(
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
-            for i in range(0, active):
+            for i in range(active):
                 block = lines + i * each
                 # Past the first-level cache, which knows nothing of other multiprocessors.
                 theirs = tl.load(
