@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.torch.decode_step import Cache, Heads
-from nstf.kernels.triton.gemv import launch, multiples, processors_of
+from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 MOST_SPLITS = 32
@@ -446,16 +446,6 @@ def _tile(width: int, capacity: int, arch: str) -> dict[str, int]:
     many = arch.startswith("sm_") and capacity > 512 and width <= 128
     keys = (32 if width <= 128 else 16) if small else 128 if many else 64
     return {"TILE": keys, "WARPS": 8 if small else 4, "STAGES": 2, "EACH": 1}
-
-
-def overlaps(arch: str) -> bool:
-    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch, from sm_90 on)."""
-    return arch.startswith("sm_") and int(arch[3:]) >= 90 and not triton.knobs.runtime.interpret
-
-
-def overlap_options(arch: str) -> dict[str, bool]:
-    """The launch option for that."""
-    return {"launch_pdl": True} if overlaps(arch) else {}
 
 
 def _padded(shape: Heads) -> tuple[int, int]:

@@ -128,12 +128,12 @@ def _leaf_specs(
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
     from nstf.kernels.triton.decode import decode_spec
-    from nstf.kernels.triton.tuner import measured_specs
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.skinny import skinny_specs, suits
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
+    from nstf.kernels.triton.tuner import measured_specs
 
     out, width = leaf.shape
     if leaf.tree.kind == "trellis":
@@ -252,13 +252,13 @@ def _leaf(
 ) -> Tensor:
     """dtype: of the activations before they were turned into another basis."""
     from nstf.kernels.triton.gemm import gemm
-    from nstf.kernels.triton.tuner import measured_specs
     from nstf.kernels.triton.gemv import gemv, gemv_specs
     from nstf.kernels.triton.rotate import rotate
     from nstf.kernels.triton.skinny import skinny, skinny_specs, suits
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
     from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
+    from nstf.kernels.triton.tuner import measured_specs
 
     batch = len(x)
     if _halved(encoded, batch, dtype, arch):
