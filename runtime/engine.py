@@ -24,7 +24,7 @@ from nstf.kernels.cpu.engine_matrix import available, compile_matrix, decode_row
 from nstf.kernels.formats import decode
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
-from nstf.runtime.artifact.digests import start_verifying
+from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Engine:
         self.position = 0
         try:
             self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
-        except ValueError as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
     @classmethod
@@ -96,11 +96,13 @@ class Engine:
         Raises UnsupportedError, CorruptError, UsageError.
         """
         artifact = open_artifact(path)
-        wait = start_verifying(artifact) if verify else None
-        engine = cls(artifact, exact, kv_cache=kv_cache)
-        if wait is not None:
-            wait()
-        return engine
+        if not verify:
+            return cls(artifact, exact, kv_cache=kv_cache)
+        with Verifying(artifact) as check:
+            try:
+                return cls(artifact, exact, kv_cache=kv_cache)
+            finally:
+                check.wait()  # a damaged file is called that, whatever the engine says of it
 
     @property
     def context(self) -> int:

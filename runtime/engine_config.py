@@ -54,6 +54,9 @@ _REFUSED = {
     "embedding_multiplier": (None,),
 }
 _LARGEST_HEAD = 512  # of the C++ code's buffers
+# A config comes from a stranger: products of sizes have to fit 64 bits, and lists of layers the memory.
+_LARGEST_SIZE = 1 << 30
+_MOST_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,14 @@ def completed(config: Config) -> Config:
     Llama, Mistral and Qwen, whose configs state nearly everything, do without transformers: importing it takes longer than
     loading such a model. Raises UnsupportedError when transformers refuses the config.
     """
-    found = _completed(config)
+    try:
+        found = _completed(config)
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # not of the types a config has: transformers knows what to say
+        found = None
     if found is not None:
         return found
     from nstf.runtime.skeleton import complete_config
@@ -102,7 +112,12 @@ def _completed(config: Config) -> Config | None:
     """The config completed by what its family's class does, or None where that is not all there is to it."""
     kind = config.get("model_type")
     rope = _rope_parameters(config)
-    if kind not in _ALSO_STATED or rope is None or "partial_rotary_factor" in config:
+    if (
+        not isinstance(kind, str)
+        or kind not in _ALSO_STATED
+        or rope is None
+        or "partial_rotary_factor" in config
+    ):
         return None
     if any(config.get(k) is None for k in _STATED) or any(k not in config for k in _ALSO_STATED[kind]):
         return None
@@ -116,7 +131,7 @@ def _completed(config: Config) -> Config | None:
     if kind.startswith("qwen") and config.get("layer_types") is None:
         if config.get("use_sliding_window"):
             return None
-        full["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+        full["layer_types"] = ["full_attention"] * _size(config, "num_hidden_layers", _MOST_LAYERS)
     return full
 
 
@@ -146,7 +161,7 @@ def read_config(config: Config) -> EngineConfig:
         if config.get(key) not in allowed:
             raise UnsupportedError(f"the CPU engine does not do {key} {str(config[key])[:40]!r}")
     activation = config.get(family.activation)
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedError(f"the CPU engine has no activation {str(activation)[:40]!r}")
     try:
         return _read(config, family, _ACTIVATIONS[activation])
@@ -154,10 +169,18 @@ def read_config(config: Config) -> EngineConfig:
         raise UnsupportedError(f"the CPU engine cannot read this config.json ({error!r})") from error
 
 
+def _size(config: Config, key: str, most: int = _LARGEST_SIZE) -> int:
+    """A size the config states. Raises ValueError unless it is 1 to `most`."""
+    value = config[key]
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{key} is {str(value)[:40]}")
+    return value
+
+
 def _read(config: Config, family: Family, gelu: bool) -> EngineConfig:
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    head_size = int(config.get("head_dim") or hidden // heads)
-    layers = int(config["num_hidden_layers"])
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    head_size = _size(config, "head_dim") if config.get("head_dim") else hidden // heads
+    layers = _size(config, "num_hidden_layers", _MOST_LAYERS)
     if not 0 < head_size <= _LARGEST_HEAD or head_size % 2:
         raise UnsupportedError(f"the CPU engine has no heads of {head_size}")
     scalar = float(config["query_pre_attn_scalar"]) if family.score_scalar else float(head_size)
@@ -165,11 +188,11 @@ def _read(config: Config, family: Family, gelu: bool) -> EngineConfig:
         "hidden": hidden,
         "layers": layers,
         "heads": heads,
-        "kv_heads": int(config["num_key_value_heads"]),
+        "kv_heads": _size(config, "num_key_value_heads"),
         "head_size": head_size,
-        "ffn": int(config["intermediate_size"]),
-        "vocab": int(config["vocab_size"]),
-        "context": int(config["max_position_embeddings"]),
+        "ffn": _size(config, "intermediate_size"),
+        "vocab": _size(config, "vocab_size"),
+        "context": _size(config, "max_position_embeddings"),
         "epsilon": float(config["rms_norm_eps"]),
         "score_scale": scalar**-0.5,
         "embedding_scale": math.sqrt(hidden) if family.scaled_embedding else 1.0,
@@ -179,7 +202,7 @@ def _read(config: Config, family: Family, gelu: bool) -> EngineConfig:
     kinds = list(config["layer_types"]) if family.windows == "layer_types" else ["full_attention"] * layers
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(f"the CPU engine does not know layer types {sorted(set(kinds))}")
-    window = int(config.get("sliding_window") or 0)
+    window = _size(config, "sliding_window") if config.get("sliding_window") else 0
     if "sliding_attention" in kinds and not window:
         raise UnsupportedError("config.json names sliding layers and no sliding_window")
     slides = ["sliding_attention" in k or family.windows == "all" for k in kinds]

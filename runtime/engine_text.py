@@ -6,11 +6,12 @@ short way (special classes of tokenizers, settings that change what is chosen) i
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf.runtime.artifact.digests import start_verifying
+from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine
 
@@ -19,7 +20,8 @@ _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _NEUTRAL = {
     "backend", "is_local", "local_files_only", "model_max_length", "tokenizer_class", "padding_side", "truncation_side",
-    "model_input_names", "chat_template", "name_or_path", "special_tokens_map_file", *_SPECIAL_TOKENS,
+    "model_input_names", "chat_template", "name_or_path", "special_tokens_map_file", "added_tokens_decoder",
+    *_SPECIAL_TOKENS,
 }  # fmt: skip
 
 # Settings of a GenerationConfig that do not change which token is the likeliest.
@@ -46,28 +48,42 @@ def stream(
     Raises UsageError for a prompt without tokens, CorruptError, and UnsupportedError before the first piece for a file that
     needs transformers: `nstf.runtime.load` runs it.
     """
-    with open_artifact(path) as artifact:
-        wait = start_verifying(artifact) if verify else lambda: None
+    with open_artifact(path) as artifact, Verifying(artifact) if verify else nullcontext() as check:
         stop = _stops(artifact)
         tokenizer = _tokenizer(artifact)
         engine = Engine(artifact, exact, threads, kv_cache)
         ids = tokenizer.encode(prompt).ids
-        wait()
+        if check is not None:
+            check.wait()
     if not ids:
         raise UsageError("the prompt has no tokens; give a text to continue")
     if len(ids) + max_new_tokens > engine.context:
         raise UnsupportedError("text beyond the model's context is left to transformers")
-    from tokenizers.decoders import DecodeStream
+    yield from pieces(tokenizer, engine.generate(ids, max_new_tokens, stop))
 
-    pieces, new, printed = DecodeStream(skip_special_tokens=True), [], 0
-    for token in engine.generate(ids, max_new_tokens, stop):
-        new.append(token)
-        piece = pieces.step(tokenizer, token)
-        if piece:
-            printed += len(piece)
-            yield piece
-    # A character that was never finished.
-    rest = tokenizer.decode(new, skip_special_tokens=True)[printed:]
+
+def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, bit by bit, as transformers' streamer gives it: line by line decoded together.
+
+    Inside a line all up to the last space is certain, and all where the last character belongs to a script that has none
+    between words; an unfinished character is kept back.
+    """
+    line: list[int] = []
+    printed = 0
+    for token in tokens:
+        line.append(token)
+        text = tokenizer.decode(line, skip_special_tokens=True)
+        if text.endswith("\n"):
+            if text[printed:]:
+                yield text[printed:]
+            line, printed = [], 0
+            continue
+        spaceless = "\u2e80" <= text[-1:] < "\ud7ff"
+        certain = len(text) if spaceless else text.rfind(" ") + 1
+        if certain > printed and "\ufffd" not in text[printed:certain]:
+            yield text[printed:certain]
+            printed = certain
+    rest = tokenizer.decode(line, skip_special_tokens=True)[printed:]
     if rest:
         yield rest
 
@@ -88,8 +104,17 @@ def _tokenizer(artifact: Artifact) -> Any:
         tokenizer = Tokenizer.from_buffer(artifact.file("tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise UnsupportedError(f"{artifact.path}: its tokenizer.json cannot be read ({error})") from error
-    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
-    if any(settings.get(key) is not None and settings[key] not in special for key in _SPECIAL_TOKENS):
+    added = tokenizer.get_added_tokens_decoder()
+    special = [t.content for t in added.values() if t.special]
+    stated = settings.get("added_tokens_decoder") or {}
+    same = all(
+        number.isdecimal()
+        and int(number) in added
+        and (token.get("content"), token.get("special"))
+        == (added[int(number)].content, added[int(number)].special)
+        for number, token in stated.items()
+    )
+    if not same or any(settings.get(k) is not None and settings[k] not in special for k in _SPECIAL_TOKENS):
         raise UnsupportedError(f"{artifact.path}: special tokens that tokenizer.json lacks")
     tokenizer.no_truncation()
     tokenizer.no_padding()

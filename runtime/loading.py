@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
@@ -65,6 +65,12 @@ def load(
         raise UsageError(f"engine {engine!r} is not one of {', '.join(_ENGINE)}")
     if kv_cache not in KV_CACHES:
         raise UsageError(f"kv_cache {kv_cache!r} is not one of {', '.join(KV_CACHES)}")
+    if kv_cache != "float16" and (
+        engine == "off" or attention != "full" or torch.device(device).type != "cpu"
+    ):
+        raise UsageError(
+            f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
+        )
     device = _device(device)
     artifact = open_artifact(path, verify=verify)
     config = _config(artifact)
@@ -93,12 +99,21 @@ def load(
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
     elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         # Its matrices are views of the same mapping: nothing is held twice.
-        use_engine(model, lambda: Engine(artifact, exact=engine == "exact", kv_cache=kv_cache))
+        use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache))
     elif engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
         from nstf.runtime.graph_generate import use_graphs
 
         use_graphs(model)
     return model
+
+
+def _engine(artifact: Artifact, exact: bool, kv_cache: str) -> Engine:
+    try:
+        return Engine(artifact, exact=exact, kv_cache=kv_cache)
+    except NstfError as error:
+        if kv_cache != "float16":
+            _log.warning("keys and values are not kept as %s: %s", kv_cache, error)
+        raise
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

@@ -54,6 +54,8 @@ def generate(
         raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
     options.check_kv_cache(kv_cache)
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise UsageError("the prompt is not UTF-8 text")
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
     start = time.monotonic()

@@ -1,9 +1,10 @@
 """Checks every byte of an `.nstf` file against the SHA-256 digests it carries."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,28 +60,54 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     return Verified(len(manifest.tensors), shared, len(entries), len(manifest.files), size_bytes)
 
 
-def start_verifying(artifact: Artifact) -> Callable[[], None]:
+class Verifying:
     """Checks every SHA-256 of an open artifact in a thread, over its mapping: the pages are in memory afterwards.
 
-    The function given back waits for the end and raises CorruptError that names the first array that differs.
+    `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` waits for
+    the end and raises CorruptError that names the first array that differs.
     """
-    digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
-    wrong: list[str] = []
 
-    def check(names: list[str]) -> None:
-        wrong.extend(n for n in names if hashlib.sha256(artifact.stored_bytes(n)).hexdigest() != digests[n])
+    def __init__(self, artifact: Artifact) -> None:
+        self._path = artifact.path
+        self._digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
+        # Views taken now: the artifact may be closed while the thread still reads.
+        self._views = {name: artifact.stored_bytes(name) for name in artifact.entries}
+        self._wrong: list[str] = []
+        self._failure: BaseException | None = None
+        self._stopped = False
+        # hashlib lets other threads run while it reads, but gets its turn back between arrays only when they let it: the
+        # thread takes the large ones, largest first, and leaves the small ones to who waits.
+        large = [name for name, view in self._views.items() if view.nbytes >= LARGE_BYTES]
+        large.sort(key=lambda name: -self._views[name].nbytes)
+        self._small = sorted(set(self._views) - set(large))
+        self._thread = threading.Thread(target=self._work, args=(large,), daemon=True)
+        self._thread.start()
 
-    # hashlib lets other threads run while it reads, but gets its turn back between arrays only when they let it: the thread
-    # takes the large ones, largest first, and leaves the small ones to who waits.
-    sizes = {name: entry.end - entry.start for name, entry in artifact.entries.items()}
-    large = sorted((n for n, size in sizes.items() if size >= LARGE_BYTES), key=lambda n: -sizes[n])
-    thread = threading.Thread(target=check, args=(large,), daemon=True)
-    thread.start()
+    def wait(self) -> None:
+        """Raises CorruptError for an array that differs, and what reading raised."""
+        self._check(self._small)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        if self._wrong:
+            raise corrupt(self._path, f"array {short(self._wrong[0])} differs from its SHA-256")
 
-    def wait() -> None:
-        check(sorted(set(sizes) - set(large)))
-        thread.join()
-        if wrong:
-            raise corrupt(artifact.path, f"array {short(wrong[0])} differs from its SHA-256")
+    def __enter__(self) -> Verifying:
+        return self
 
-    return wait
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._thread.join()
+
+    def _work(self, names: list[str]) -> None:
+        try:
+            self._check(names)
+        except BaseException as error:  # raised again where somebody waits
+            self._failure = error
+
+    def _check(self, names: list[str]) -> None:
+        for name in names:
+            if self._stopped:
+                return
+            if hashlib.sha256(self._views[name]).hexdigest() != self._digests[name]:
+                self._wrong.append(name)

@@ -1,6 +1,7 @@
 """The C++ engine against the module path: logits, windows, caches, greedy tokens, and what it leaves to transformers."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import nstf.runtime
 from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
-from nstf.runtime.artifact import open_artifact
+from nstf.runtime.artifact import open_artifact, write_artifact
 from nstf.runtime.engine import Engine
 from nstf.runtime.engine_config import read_config
 
@@ -326,10 +327,6 @@ def test_configs_it_would_run_wrongly_are_refused(changes: dict[str, Any], messa
 
 
 def test_a_missing_or_an_unknown_tensor_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
-    import json
-
-    from nstf.runtime.artifact import write_artifact
-
     model = build("llama")
     files = {"config.json": json.dumps(tiny.config_json(model)).encode()}
     tensors = tiny.encode_model(model)
@@ -359,10 +356,6 @@ def rewritten(
     tiny: ModuleType, folder: Path, model: Any, changes: dict[str, Any], drop: tuple[str, ...]
 ) -> Path:
     """The model's artifact with another config.json."""
-    import json
-
-    from nstf.runtime.artifact import write_artifact
-
     config = {k: v for k, v in tiny.config_json(model).items() if k not in drop} | changes
     path = folder / "other.nstf"
     write_artifact(path, tiny.encode_model(model), {"config.json": json.dumps(config).encode()}, {})
@@ -514,3 +507,31 @@ def test_a_config_that_needs_transformers_is_left_to_it(change: dict[str, Any]) 
     from nstf.runtime import engine_config
 
     assert engine_config._completed(CONFIGS["qwen 2"] | change) is None
+
+
+HOSTILE = [
+    {"num_attention_heads": 4 + 3 * 2**58}, {"num_key_value_heads": 2 + 2**58}, {"max_position_embeddings": 2**63 - 1},
+    {"max_position_embeddings": 2**64}, {"num_hidden_layers": 10**9}, {"num_hidden_layers": "2"}, {"vocab_size": -100},
+    {"hidden_act": ["silu"]}, {"model_type": ["llama"]}, {"rope_scaling": [1], "rope_parameters": None}, {"head_dim": 2**62},
+    {"intermediate_size": 0}, {"sliding_window": 2**70, "model_type": "mistral"}, {"hidden_size": 32.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=lambda c: next(iter(c)))
+def test_sizes_of_a_stranger_are_refused(change: dict[str, Any], tiny: ModuleType, tmp_path: Path) -> None:
+    model = build("llama")
+    config = tiny.config_json(model) | change
+    files = {"config.json": json.dumps(config).encode()}
+    write_artifact(tmp_path / "model.nstf", tiny.encode_model(model), files=files)
+    with pytest.raises((UnsupportedError, UsageError)):
+        Engine.open(tmp_path / "model.nstf", verify=False).forward([1])
+
+
+def test_an_int8_cache_that_nobody_would_keep_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, build("llama"))
+    for other in ({"engine": "off"}, {"attention": "planned"}, {"device": "cuda"}):
+        with pytest.raises(UsageError, match="CPU engine"):
+            nstf.runtime.load(path, kv_cache="int8", **other)
+    model: Any = nstf.runtime.load(path, kv_cache="int8")
+    model.generate(ids_of(3)[None], max_new_tokens=1)
+    assert model.nstf_engine.engine.kv_cache == "int8"

@@ -9,12 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import nstf.runtime
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime import engine_text
-from nstf.runtime.artifact import open_artifact
+from nstf.runtime.artifact import digests, open_artifact
+from nstf.runtime.engine import Engine
 
 pytestmark = pytest.mark.skipif(not available(), reason="the CPU engine was not built")
 
@@ -108,3 +110,100 @@ def test_a_damaged_file_gives_no_text(tiny: ModuleType, tmp_path: Path) -> None:
     content[at] ^= 1
     path.write_bytes(content)
     assert len(list(engine_text.stream(path, "a time", 3, verify=False))) > 0
+
+
+def test_a_damaged_large_array_is_found_by_the_thread(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "LARGE_BYTES", 1)
+    path = written(tiny, tmp_path)
+    with open_artifact(path) as artifact:
+        at = next(e.start for name, e in artifact.entries.items() if name.endswith(":codes"))
+        with digests.Verifying(artifact) as check:
+            check.wait()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    for read in (lambda: list(engine_text.stream(path, "a time", 3)), lambda: Engine.open(path)):
+        with pytest.raises(CorruptError, match="SHA-256"):
+            read()
+
+
+def test_what_the_thread_raises_is_raised_where_somebody_waits(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "LARGE_BYTES", 1)
+
+    def fail(self: object, names: list[str]) -> None:
+        if names:
+            raise MemoryError("none left")
+
+    monkeypatch.setattr(digests.Verifying, "_check", fail)
+    with open_artifact(written(tiny, tmp_path)) as artifact, digests.Verifying(artifact) as check:
+        with pytest.raises(MemoryError):
+            check.wait()
+
+
+def test_leaving_a_file_to_transformers_says_nothing(tiny: ModuleType, tmp_path: Path) -> None:
+    path = written(tiny, tmp_path, {"add_bos_token": None, "tokenizer_class": "LlamaTokenizer"})
+    code = f"""
+from nstf.runtime import engine_text
+try:
+    next(engine_text.stream({str(path)!r}, "a time", 3))
+except Exception as error:
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("UnsupportedError\n", "")
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "metaspace"])
+def test_the_pieces_are_those_of_the_streamer_of_transformers(kind: str) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast, TextStreamer
+
+    words = ["▁hello", "▁wor", "ld", "▁", "!", "▁a", "b", "一", "二"]
+    if kind == "byte level":
+        vocabulary = json.loads(byte_level_files()["tokenizer.json"])["model"]["vocab"]
+        inner = Tokenizer(models.BPE(vocabulary, []))
+        inner.decoder = decoders.ByteLevel()
+    else:
+        vocabulary = {w: i for i, w in enumerate([f"<0x{i:02X}>" for i in range(256)] + words)}
+        inner = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        inner.decoder = (
+            decoders.Metaspace()
+            if kind == "metaspace"
+            else decoders.Sequence(
+                [
+                    decoders.Replace("▁", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 1, 0),
+                ]
+            )
+        )
+
+    class Collected(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        ids = torch.randint(0, len(vocabulary), (12,), generator=generator).tolist()
+        if kind == "byte fallback":  # mostly whole words, and a broken byte sequence in between
+            ids = [i if i > 255 or n % 3 == 0 else 256 + i % len(words) for n, i in enumerate(ids)]
+        streamer = Collected(PreTrainedTokenizerFast(tokenizer_object=inner), skip_special_tokens=True)
+        for token in ids:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        assert "".join(engine_text.pieces(inner, ids)) == streamer.text, ids
+
+
+def test_scripts_without_spaces_are_printed_as_they_come() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    inner = Tokenizer(models.WordLevel({"一": 0, "二": 1, "?": 2}, unk_token="?"))
+    inner.decoder = decoders.Fuse()
+    assert list(engine_text.pieces(inner, [0, 1, 0])) == ["一", "二", "一"]

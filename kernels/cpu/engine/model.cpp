@@ -33,6 +33,9 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
     : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)),
       cache_(cache, shape.kv_heads, shape.head_size) {
     const Shape& s = shape_;
+    // Below 2^31 no product of two of them overflows.
+    for (int64_t size : {s.hidden, s.heads, s.kv_heads, s.head_size, s.ffn, s.vocab, s.context})
+        require(size > 0 && size < int64_t{1} << 31, "engine: sizes out of range");
     require(s.hidden > 0 && s.heads > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_size > 0 &&
                 s.head_size % 2 == 0 && s.head_size <= 512 && s.ffn > 0 && s.context > 0,
             "engine: sizes out of range");

@@ -4,12 +4,12 @@
 #include <stdexcept>
 
 #include "../half.h"
+#include "trellis.h"
 
 namespace nstf::engine {
 namespace {
 
-constexpr int64_t kStates = 65536, kSide = 16;
-constexpr int kMostSummed = 12;
+constexpr int64_t kStates = 65536;
 
 int64_t tiles(int64_t size) { return (size + kSide - 1) / kSide; }
 
@@ -19,7 +19,7 @@ const float* codebook(int quarter_bits, const float* quantiles) {
         static const std::vector<float> sums = [] {
             std::vector<float> table(kStates);
             for (uint32_t i = 0; i < kStates; ++i) {
-                const uint32_t p = i * 0xA7491E23u;
+                const uint32_t p = i * kMultiplier;
                 table[i] = (static_cast<float>((p & 255) + (p >> 8 & 255) + (p >> 16 & 255) + (p >> 24)) - 510) / 148;
             }
             return table;
@@ -29,7 +29,7 @@ const float* codebook(int quarter_bits, const float* quantiles) {
     if (!quantiles) throw std::invalid_argument("trellis: no quantiles");
     static const std::vector<float> levels = [&] {
         std::vector<float> table(kStates);
-        for (uint32_t i = 0; i < kStates; ++i) table[i] = quantiles[(i * 25115u & 0xffff) >> 4];
+        for (uint32_t i = 0; i < kStates; ++i) table[i] = quantiles[(i * kLevelMultiplier & 0xffff) >> 4];
         return table;
     }();
     return levels.data();
