@@ -1,5 +1,6 @@
 """What a call of `generate` asks for, as far as our own decoders do it; everything else is left to transformers."""
 
+import math
 from threading import Lock
 from typing import Any
 
@@ -77,7 +78,12 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
             len(module._forward_hooks),
             len(module._forward_pre_hooks),
             "forward" in vars(module),
-            tuple((id(p), p._version) for p in module._parameters.values() if p is not None),
+            # Casting and moving a module keep both the object and its version.
+            tuple(
+                (id(p), p._version, p.data_ptr(), p.dtype)
+                for p in module._parameters.values()
+                if p is not None
+            ),
         )
         for module in model.modules()
     )
@@ -144,4 +150,12 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     found = {name: given.get(name, getattr(config, name, None)) for name in read}
     # What transformers puts in the place of settings that nobody stated.
     defaults = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    return {k: defaults.get(k) if v is None else v for k, v in found.items()}
+    settings = {k: defaults.get(k) if v is None else v for k, v in found.items()}
+    return settings if not settings["do_sample"] or _can_draw(settings) else None
+
+
+def _can_draw(settings: dict[str, Any]) -> bool:
+    """Whether temperature, top-k and top-p are in range; what to say of others is known to transformers."""
+    temperature, top_k, top_p = (settings[n] for n in ("temperature", "top_k", "top_p"))
+    numbers = all(type(v) in (int, float) for v in (temperature, top_p)) and type(top_k) is int
+    return numbers and 0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1

@@ -77,7 +77,12 @@ class Decoder:
         self.model, self.device, self.dtype = model, model.device, model.dtype
         if self.device.type == "cuda" and (reason := unsuitable(self.device.index or 0)):
             raise UnsupportedError(f"no captured decoding: {reason}")
-        self.config: EngineConfig = read_config(model.config.to_dict())
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UnsupportedError(f"no captured decoding in {self.dtype}")
+        try:
+            self.config: EngineConfig = read_config(model.config.to_dict())
+        except UnsupportedError as error:
+            raise UnsupportedError(str(error).replace("the CPU engine", "captured decoding")) from error
         self._rotations = tuple(torch.tensor(r, device=self.device) for r in self.config.rotations)
         try:
             self._embedding: nn.Module = model.model.embed_tokens
@@ -128,7 +133,15 @@ class Decoder:
         state = self._state
         if state is None or len(state.tokens) != batch or state.capacity < capacity:
             self._renew(batch, capacity)
+        assert self._state is not None
+        # A capture runs the step: at the last sequence's position it could write beyond the cache.
+        self._state.position.zero_()
         self._replay(sampling)
+
+    def drop(self) -> None:
+        """Gives cache and graphs back; the next sequence makes them anew."""
+        self._steps.clear()
+        self._state = None
 
     def generate(self, ids: Tensor, new_tokens: int, sampling: Sampling | None = None) -> Iterator[list[int]]:
         """The next token of each sequence, `new_tokens` times. ids: int64 [batch, tokens], without padding.
@@ -176,7 +189,7 @@ class Decoder:
         here = self._pinned[i % 2]
         here.copy_(tokens, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(tokens.device))
 
         def ready() -> list[int]:
             arrived.synchronize()

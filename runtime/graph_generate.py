@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError
+from nstf.kernels.triton import launch_errors
 from nstf.runtime.generation_request import Slot, fingerprint, read_request
 from nstf.runtime.graph_decoder import LARGEST_BATCH, Decoder
 from nstf.runtime.parameter import EncodedParameter
@@ -71,7 +72,13 @@ def _ready(
             return None
         decoder.prepare(batch, decoder.first_room(count, new), _sampling(request["settings"]))
         return decoder
-    except (NstfError, ValueError, RuntimeError, MemoryError) as error:
+    except torch.OutOfMemoryError as error:
+        # Less may be asked for next time.
+        _log.warning("decoding goes through transformers: %s", " ".join(str(error).split())[:300])
+        if slot.engine is not None:
+            slot.engine.drop()
+        return None
+    except launch_errors(NstfError, ValueError, MemoryError) as error:
         # A model it does not know is the usual case; that a capture fails on one it knows is not.
         level = logging.DEBUG if isinstance(error, NstfError) else logging.WARNING
         _log.log(level, "decoding goes through transformers: %s", " ".join(str(error).split())[:300])

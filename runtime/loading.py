@@ -12,6 +12,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,14 @@ def load(
     _fill(model, artifact, compute)
     _set_generation_config(model, artifact)
     plan = artifact.manifest.attention
-    if device.type == "cuda":
-        from nstf.kernels.triton.aot import target_here
-        from nstf.runtime.tiles import use_tiles
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if device.type == "cuda":
+            from nstf.kernels.triton.aot import target_here
+            from nstf.runtime.tiles import use_tiles
 
-        use_tiles(path, target_here())
-    if kernels is not None:
-        use_compiled(artifact, kernels)
+            use_tiles(path, target_here())
+        if kernels is not None:
+            use_compiled(artifact, kernels)
     model.to(device)
     if attention == "planned":
         if not plan:

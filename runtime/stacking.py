@@ -1,6 +1,6 @@
 """Encoded matrices that meet the same activations, one above the other: one launch instead of two or three.
 
-The parts stay what they were, as views of the stack, so nothing is held twice.
+The parts stay what they were, as views of the stack, so no codes are held twice.
 """
 
 from collections.abc import Sequence

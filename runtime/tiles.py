@@ -15,6 +15,7 @@ import torch
 from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.tree import array_specs
+from nstf.kernels.triton import launch_errors
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.artifact.atomic_file import replacing
 from nstf.runtime.compiled import matrices
@@ -84,7 +85,7 @@ def tune(artifact: Artifact, dtype: torch.dtype, say: Callable[[str], None] = la
                 continue  # another kernel does so few rows
             try:
                 tune_gemm(layout, rows, dtype, target, cache, _timer(matrix, rows, dtype), PROPOSALS)
-            except (RuntimeError, ValueError) as error:
+            except launch_errors(ValueError) as error:
                 _log.debug("%d x %d, %d rows: %s", layout.rows, layout.cols, rows, error)
     path = tiles_path(artifact.path, target)
     text = cache.to_json().encode()

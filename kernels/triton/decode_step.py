@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.torch.decode_step import Cache, Heads
+from nstf.kernels.triton.architecture import architecture
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -323,7 +324,7 @@ def attend_spec(
 ) -> KernelSpec:
     """`tile` overrides the choice of keys at a time, warps and so on."""
     rows, width = _padded(shape)
-    tile = _tile(width, capacity, arch) | (tile or {})
+    tile = _tile(width, dtype.itemsize, capacity, arch) | (tile or {})
     pairs = batch * shape.kv_heads
     keys = min(capacity, shape.window or capacity)
     # As many programs as run at once, and a tile of keys at least for each.
@@ -437,15 +438,21 @@ def gate(x: Tensor, gelu: bool, arch: str) -> Tensor:
     return y
 
 
-def _tile(width: int, capacity: int, arch: str) -> dict[str, int]:
+def _tile(width: int, itemsize: int, capacity: int, arch: str) -> dict[str, int]:
     """Keys at a time, from a sweep on an H200: more for long sequences, where they save parts to add up.
 
-    RDNA has 256 registers for a wave of 32 lanes, which hold less of keys and values.
+    RDNA has 256 registers for a wave of 32 lanes, which hold less of keys and values. Those of a tile fit a
+    workgroup's local memory; of wide numbers or heads there are fewer, for the registers' sake.
     """
     small = arch.startswith(("gfx11", "gfx12"))
     many = arch.startswith("sm_") and capacity > 512 and width <= 128
     keys = (32 if width <= 128 else 16) if small else 128 if many else 64
-    return {"TILE": keys, "WARPS": 8 if small else 4, "STAGES": 2, "EACH": 1}
+    if itemsize > 2 or width > 256:
+        keys = min(keys, 16)
+    elif not arch.startswith("sm_"):
+        while keys > 16 and 2 * keys * width * itemsize > architecture(arch).lds_bytes_per_group:
+            keys //= 2
+    return {"TILE": keys, "WARPS": 8 if small or width > 256 else 4, "STAGES": 2, "EACH": 1}
 
 
 def _padded(shape: Heads) -> tuple[int, int]:

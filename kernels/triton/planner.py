@@ -18,6 +18,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from itertools import product
 from typing import Any, Literal
 
+from nstf.kernels.triton import launch_errors
 from nstf.kernels.triton.architecture import Architecture, occupancy
 
 Dataflow = Literal["output", "weight"]
@@ -363,17 +364,17 @@ def tune(
 ) -> Tiling:
     """The tiling to run: the remembered one, or the best of the short list by `measure` (seconds), remembered.
 
-    A tiling whose measurement raises RuntimeError (out of registers or local memory on this card) is passed over;
-    when all do, the last error is raised.
+    A tiling whose measurement fails (out of registers or local memory on this card, or in the compiler) is passed over;
+    when all do, RuntimeError is raised from the last error.
     """
     if (known := cache.get(problem, row.target)) is not None:
         return known
     best: tuple[float, Tiling] | None = None
-    failed: RuntimeError | None = None
+    failed: Exception | None = None
     for prediction in plan(problem, row, count, suits):
         try:
             seconds = measure(prediction.tiling)
-        except RuntimeError as error:
+        except launch_errors() as error:
             failed = error
             continue
         if best is None or seconds < best[0]:

@@ -12,7 +12,7 @@ import torch
 from nstf.kernels.triton.architecture import Architecture, architecture
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.packed import FLOAT, RUN, TABLE, Layout
-from nstf.kernels.triton.planner import Problem, Tiling, TuningCache, plan, tune
+from nstf.kernels.triton.planner import Problem, Tiling, TuningCache, lds_bytes, plan, tune
 from nstf.kernels.triton.spec import KernelSpec
 
 # Vector instructions to make a 16-bit number of a stored weight in gemm.py, without what does not depend on the number
@@ -67,10 +67,16 @@ def measured_specs(
     layout: Layout, batch: int, dtype: torch.dtype, target: str, out: torch.dtype | None = None
 ) -> list[KernelSpec]:
     """The launches of the packed GEMM: with the tile that was measured for this product, or the kernel's own."""
-    if _MEASURED.entries:
+    # Tiles are measured with 16-bit activations; others take another share of local memory.
+    if _MEASURED.entries and dtype.itemsize == 2:
         tiling = _MEASURED.get(problem_of(layout, batch), target)
-        if tiling is not None and suits(layout)(tiling):
-            return specs_with(layout, batch, dtype, architecture(target), tiling, out)
+        row = architecture(target)
+        fits = (
+            tiling is not None
+            and lds_bytes(problem_of(layout, batch), tiling, row) <= row.lds_bytes_per_group
+        )
+        if tiling is not None and fits and suits(layout)(tiling):
+            return specs_with(layout, batch, dtype, row, tiling, out)
     return gemm_specs(layout, batch, dtype, target, out=out)
 
 

@@ -46,7 +46,7 @@ def bench(
     options.check_kv_cache(kv_cache)
     from nstf.runtime.artifact import open_artifact
 
-    if device == "cpu":
+    if device.partition(":")[0] == "cpu":
         if tune or kernels is not None or batch != 1:
             raise UsageError("--tune, --kernels and --batch are for a GPU: add --device cuda")
         from nstf.runtime.engine_bench import measure
@@ -61,8 +61,9 @@ def bench(
     from nstf.runtime import graph_bench
 
     place = options.check_device(device)
+    options.refuse_cpu_options(exact, kv_cache)
     if tune:
-        tune_tiles(artifact)
+        tune_tiles(artifact, place)
     speed = graph_bench.measure(artifact, place, prompt, tokens, repetitions, batch, kernels)
     if json:
         print_json(speed.to_json())
@@ -70,14 +71,16 @@ def bench(
         show_gpu(artifact, speed)
 
 
-def tune_tiles(artifact: Path) -> None:
+def tune_tiles(artifact: Path, device: str) -> None:
     """Measures the tiles and says where they are kept."""
+    import torch
+
     from nstf.kernels.triton.aot import DTYPES
     from nstf.runtime.artifact import open_artifact
     from nstf.runtime.tiles import tune
     from nstf_convert.cli.compile import dtype_of
 
-    with open_artifact(artifact) as opened:
+    with open_artifact(artifact) as opened, torch.cuda.device(device):
         path = tune(
             opened, DTYPES[dtype_of(opened, None)], lambda line: typer.echo(f"tiles: {line}", err=True)
         )

@@ -60,6 +60,9 @@ def generate(
         raise UsageError("the prompt is empty: give some text to continue")
     start = time.monotonic()
     pieces = []
+    if device.partition(":")[0] != "cpu":
+        options.check_device(device)
+        options.refuse_cpu_options(exact, kv_cache)
     plain = device == "cpu" and attention == "full" and not (temperature or chat or kernels)
     made = _by_engine(artifact, text, max_new_tokens, exact, threads, kv_cache) if plain else None
     if made is None:

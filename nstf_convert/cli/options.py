@@ -139,14 +139,23 @@ def check_kv_cache(value: str) -> None:
 
 
 def check_device(name: str) -> str:
-    """Raises UsageError for a device that this machine or this torch does not have."""
+    """Raises UsageError for a device that this machine or this torch does not have, or that nothing here runs on."""
     import torch
 
     try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("choose cpu or cuda (ROCm is called cuda)")
         torch.empty(1, device=torch.device(name))
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+        hint = "" if "choose" in str(error) else "; --device cpu runs everywhere"
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0].rstrip('.')}{hint}") from error
     return name
+
+
+def refuse_cpu_options(exact: bool, kv_cache: str) -> None:
+    """Raises UsageError for options that only the CPU engine has."""
+    if exact or kv_cache != "float16":
+        raise UsageError("--exact and --kv-cache are the CPU engine's: leave them out, or add --device cpu")
 
 
 def default_output(model: str) -> Path:

@@ -212,16 +212,24 @@ def test_other_architectures_keep_their_generate(tiny: ModuleType, tmp_path: Pat
         Decoder(model)
 
 
+def out_of_resources() -> Exception:
+    errors = pytest.importorskip("triton.runtime.errors")
+    return errors.OutOfResources(300000, 232448, "operation not permitted: shared memory")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "error", [lambda: RuntimeError("operation not permitted when stream is capturing"), out_of_resources]
+)
 def test_a_failed_capture_is_said_and_left_to_transformers(
-    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: Callable[[], Exception], tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(step: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error()
 
     model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")), engine="off")
     use_graphs(model, lambda m: Decoder(m, refuse))
     assert model.generate(ids_of(5), **GREEDY).shape == (1, 25)
-    assert "decoding goes through transformers: operation not permitted" in caplog.text
+    assert "decoding goes through transformers: " in caplog.text and "operation not permitted" in caplog.text
     caplog.clear()
     assert model.generate(ids_of(5), **GREEDY).shape == (1, 25)
     assert "decoding goes through" not in caplog.text
@@ -351,3 +359,56 @@ def test_a_grown_cache_on_a_gpu_continues_the_sequence(
     with torch.no_grad():
         assert list(decoder.generate(ids, new)) == list(direct.generate(ids, new))
     assert decoder.capacity == 512
+
+
+def test_a_capture_does_not_write_where_the_last_sequence_ended(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_decoder, "SMALLEST_CAPACITY", 32)
+    seen: list[int] = []
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        seen.append(int(decoder._state.position))  # type: ignore[union-attr]
+        step()  # as a capture on a GPU warms up
+        return step
+
+    decoder = Decoder(loaded(tiny, tmp_path), capture)
+    with torch.no_grad():
+        list(decoder.generate(ids_of(10), 23))
+        assert decoder.capacity == 32 and int(decoder._state.position) == 32  # type: ignore[union-attr]
+        list(decoder.generate(ids_of(5), 3, Sampling()))
+    assert seen == [0, 0]
+
+
+def test_memory_that_is_short_once_is_asked_for_again(tiny: ModuleType, tmp_path: Path) -> None:
+    short = [True]
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        if short[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step
+
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")), engine="off")
+    use_graphs(model, lambda m: Decoder(m, capture))
+    assert model.generate(ids_of(5), **GREEDY).shape == (1, 25) and model.nstf_graphs.engine.capacity == 0
+    short[0] = False
+    assert model.generate(ids_of(5), **GREEDY).shape == (1, 25) and model.nstf_graphs.engine.capacity > 0
+
+
+def test_a_cast_model_goes_to_transformers(tiny: ModuleType, tmp_path: Path) -> None:
+    model = dense(loaded(tiny, tmp_path))
+    use_graphs(model)
+    model.generate(ids_of(9), **GREEDY)
+    assert model.nstf_graphs.engine is not None
+    model.to(torch.bfloat16)
+    assert model.generate(ids_of(9), **GREEDY).shape == (1, 29)
+    assert model.nstf_graphs.engine is None
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": 0.0}, {"top_p": -0.5}])
+def test_settings_out_of_range_are_refused_as_transformers_does(
+    wrong: dict[str, float], tiny: ModuleType, tmp_path: Path
+) -> None:
+    model = loaded(tiny, tmp_path)
+    with pytest.raises(ValueError, match=r"temperature|top_p"):
+        model.generate(ids_of(5), **GREEDY | {"do_sample": True} | wrong)
