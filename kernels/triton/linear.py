@@ -6,8 +6,9 @@
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
-    low_rank, dense factors  low_rank.py up to four rows, the library's two products above
-    add                      the one, then the low rank onto its result
+    low_rank                 low_rank.py up to four rows, the library's two products above
+    cp, tensor_train, tucker their two sides (factors.py) likewise, up to eight rows; W itself where that is smaller
+    add                      corrected.py up to eight rows, in one launch; else the one, then the low rank onto its result
     dense                    the library's product
 
 Where there is no suitable GPU, `available` and `supports` say no and the torch kernels run; `unsuitable` says why.
@@ -25,7 +26,7 @@ from torch import Tensor
 from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
-from nstf.kernels.triton import AVAILABLE
+from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -34,12 +35,11 @@ if TYPE_CHECKING:
     from nstf.kernels.triton.packed import Packed
 
 NAME = "triton.linear"
-FORMATS = (*PACKED, "add", "dense", "low_rank", "rotated", "trellis")
+FORMATS = (*PACKED, *factors.KINDS, "add", "dense", "rotated", "trellis")
 
 # Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
 GEMM_BATCH = 256
 TRELLIS_BATCH = 8
-LOW_RANK_BATCH, LOW_RANK_RANK = 4, 256
 # 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
 BLOCK_NUMEL = 1 << 25
 
@@ -92,14 +92,16 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     kind = encoded.tree.kind
     if kind == "dense":
         return []
-    if kind in ("add", "low_rank"):
+    together = _corrected_specs(encoded, batch, dtype, arch)
+    if together:
+        return together
+    if kind in ("add", *factors.KINDS):
         chain = children_of(encoded)["y"] if kind == "add" else encoded
         first = specs(children_of(encoded)["x"], batch, dtype, arch) if kind == "add" else []
-        factors = torch_dtype(chain.tree.children["a"].params.dtype)
-        rank = chain.tree.params.rank
-        if batch > LOW_RANK_BATCH or rank > LOW_RANK_RANK:
+        if not factors.in_one_launch(chain, batch):
             return first
-        return first + low_rank_specs(out, width, rank, batch, dtype, factors, kind == "add", arch)
+        bond, sides = factors.bond_of(chain) or 0, factors.sides_dtype(chain, dtype)
+        return first + low_rank_specs(out, width, bond, batch, dtype, sides, kind == "add", arch)
     leaf, before, after = encoded, [], []
     inside = outside = dtype
     if encoded.tree.kind == "rotated":
@@ -189,20 +191,40 @@ def _matmul(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
     if kind == "rotated":
         return _rotated(x, encoded, arch)
     if kind == "add":
+        from nstf.kernels.triton.corrected import corrected
+
         children = children_of(encoded)
+        together = _corrected_specs(encoded, len(x), x.dtype, arch)
+        if together:
+            return corrected(x, _packed(children["x"]), *factors.sides(children["y"], x.dtype), together)
         return _low_rank(x, children["y"], arch, _matmul(x, children["x"], arch))
-    if kind == "low_rank":
+    if kind in factors.KINDS:
         return _low_rank(x, encoded, arch)
     if kind == "dense":
         return F.linear(x, encoded.arrays["values"].to(x.dtype))
     return _leaf(x, encoded, arch, x.dtype, x.dtype)
 
 
+def _corrected_specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> list[KernelSpec]:
+    """The one launch of a packed base with a low-rank correction; [] for another tree, or where it takes several."""
+    from nstf.kernels.triton.corrected import corrected_specs, suits
+
+    if encoded.tree.kind != "add":
+        return []
+    base, chain = children_of(encoded)["x"], children_of(encoded)["y"]
+    layout, rank = layout_of(base), factors.bond_of(chain) or 0
+    if layout is None or not suits(layout, rank, batch):
+        return []
+    return corrected_specs(layout, rank, batch, dtype, factors.sides_dtype(chain, dtype), arch)
+
+
 def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None = None) -> Tensor:
     from nstf.kernels.triton.low_rank import low_rank
 
-    a, b = (children_of(encoded)[name].arrays["values"] for name in ("a", "b"))
-    if len(x) > LOW_RANK_BATCH or encoded.tree.params.rank > LOW_RANK_RANK:
+    if not factors.is_pair(encoded):
+        return F.linear(x, factors.whole(encoded, x.dtype))
+    a, b = factors.sides(encoded, x.dtype)
+    if not factors.in_one_launch(encoded, len(x)):
         t = F.linear(x, b.to(x.dtype))
         return F.linear(t, a.to(x.dtype)) if into is None else torch.addmm(into, t, a.to(x.dtype).T)
     return low_rank(x, a, b, arch, into)
@@ -314,11 +336,8 @@ def _known(encoded: EncodedTensor, batch: int) -> bool:
     if kind == "rotated":
         leaf = children_of(encoded)["x"]
         return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, "trellis") and _known(leaf, batch)
-    if kind == "low_rank":
-        factors = {
-            child.params.dtype if child.kind == "dense" else "" for child in encoded.tree.children.values()
-        }
-        return params.lead == 1 and len(factors) == 1 and factors <= {"bfloat16", "float16", "float32"}
+    if kind in factors.KINDS:
+        return factors.known(encoded)
     if kind == "add":
         children = children_of(encoded)
         second = children["y"]
@@ -328,6 +347,8 @@ def _known(encoded: EncodedTensor, batch: int) -> bool:
 
 def _readable(encoded: EncodedTensor) -> bool:
     """False for a tree with a packed leaf that the kernels would not decode exactly."""
+    if encoded.tree.kind in factors.KINDS:
+        return True  # their parts are decoded by the reference
     if encoded.tree.children:
         return all(_readable(child) for child in children_of(encoded).values())
     return encoded.tree.kind not in PACKED or pack_leaf(encoded) is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from nstf.kernels.triton.gemv import launch, multiples, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-LARGEST_BATCH = 4
+LARGEST_BATCH = 8
 LARGEST_RANK = 256
 _COLUMNS = 32
 _ROWS = 32
@@ -41,28 +41,29 @@ def low_rank_kernel(
     PROGRAMS: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
+    LINES: tl.constexpr,  # rows of activations at a time: their sums are in registers
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
     r = tl.arange(0, R)
     if PHASE != 2:
-        accs = ()
-        for _ in tl.static_range(B):
-            accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
-        for first in range(program * COLUMNS, cols, PROGRAMS * COLUMNS):
-            k = first + tl.arange(0, COLUMNS)
-            inside = (r < rank)[:, None] & (k < cols)[None, :]
-            tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
-            grown = ()
-            for line in tl.static_range(B):
-                some = tl.load(x + line * cols + k, mask=(k < cols) & (line < batch), other=0.0).to(
-                    tl.float32
-                )
-                grown = grown + (accs[line] + tile * some[None, :],)
-            accs = grown
-        for line in tl.static_range(B):
-            tl.store(parts + (program * B + line) * R + r, tl.sum(accs[line], axis=1))
+        for several in tl.static_range(0, B, LINES):
+            accs = ()
+            for _ in tl.static_range(LINES):
+                accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
+            for first in range(program * COLUMNS, cols, PROGRAMS * COLUMNS):
+                k = first + tl.arange(0, COLUMNS)
+                inside = (r < rank)[:, None] & (k < cols)[None, :]
+                tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
+                grown = ()
+                for i in tl.static_range(LINES):
+                    ok = (k < cols) & (several + i < batch)
+                    some = tl.load(x + (several + i) * cols + k, mask=ok, other=0.0).to(tl.float32)
+                    grown = grown + (accs[i] + tile * some[None, :],)
+                accs = grown
+            for i in tl.static_range(LINES):
+                tl.store(parts + (program * B + several + i) * R + r, tl.sum(accs[i], axis=1))
     if PHASE != 1:
         row = program * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (r < rank)[None, :]
@@ -133,6 +134,7 @@ def low_rank_specs(
                 "PROGRAMS": programs,
                 "R": r,
                 "B": b,
+                "LINES": min(b, 4 if r <= 128 else 2),
                 "COLUMNS": _COLUMNS,
                 "ROWS": _ROWS,
             },

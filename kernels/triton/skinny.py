@@ -17,6 +17,9 @@ before, so the first of them are asked for before it has ended (`PDL`, programma
 Error: float32 sums of products of 16-bit activations with exact integers beside 128 or 1024.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -325,16 +328,19 @@ def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype 
     parts = y
     if len(specs) > 1:
         parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    known = specs[0].constants
-    half = x.dtype == torch.float16 or known["CONVERT"]
-    ones, magic = (0x3C003C00, 0x64006400) if half else (0x3F803F80, 0x43004300)
-    if known["WIDE"]:
-        ones = 0x3F800000
+    ones, magic = ones_and_magic(x.dtype, specs[0].constants)
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(specs[0], x, *leaf_arguments(packed), parts, *sizes, ones, magic)
     if len(specs) > 1:
         launch(specs[1], parts, y, y.numel())
     return y
+
+
+def ones_and_magic(dtype: torch.dtype, known: Mapping[str, Any]) -> tuple[int, int]:
+    """The arguments of those names for activations of `dtype`. known: the constants of the launch."""
+    half = dtype == torch.float16 or known["CONVERT"]
+    ones, magic = (0x3C003C00, 0x64006400) if half else (0x3F803F80, 0x43004300)
+    return 0x3F800000 if known["WIDE"] else ones, magic
 
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:

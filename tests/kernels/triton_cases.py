@@ -21,6 +21,9 @@ from nstf.kernels.formats import EncodedTensor, bitpack, decode
 
 DENSE = leaf("dense", dtype="float16")
 FLOAT = leaf("dense", dtype="float32")
+INT8 = leaf("int", bits=8, group=0)
+# Rows and columns of the decomposed matrices: odd ones.
+VIEW = (5, 9, 7, 18)
 TREES = {
     **{f"int{bits}": leaf("int", bits=bits, group=32) for bits in range(2, 9)},
     **{f"int{bits}_row": leaf("int", bits=bits, group=0) for bits in (2, 4, 8)},
@@ -49,6 +52,19 @@ TREES = {
         {"x": leaf("int", bits=2, group=32), "y": node("low_rank", {"a": FLOAT, "b": FLOAT}, rank=3)},
     ),
     "dense": DENSE,
+    "low_rank_packed": node("low_rank", {"a": leaf("int", bits=8, group=8), "b": leaf("int", bits=4, group=32)}, rank=9),
+    "cp": node("cp", {f"factor{i}": DENSE for i in range(4)}, rank=20, view=VIEW),
+    "tensor_train": node("tensor_train", {f"core{i}": DENSE for i in range(4)}, ranks=(5, 20, 7), view=VIEW),
+    "tensor_train_packed": node(
+        "tensor_train", {"core0": FLOAT, "core1": INT8, "core2": INT8, "core3": FLOAT}, ranks=(4, 17, 9), view=VIEW
+    ),
+    "tucker": node(
+        "tucker", {"core": INT8, "factor0": DENSE, "factor1": INT8, "factor3": FLOAT}, ranks=(4, 5, 7, 9), view=VIEW
+    ),
+    "tucker_right": node(
+        "tucker", {"core": FLOAT, "factor1": DENSE, "factor2": DENSE, "factor3": DENSE}, ranks=(5, 6, 3, 8), view=VIEW
+    ),
+    "tucker_wide": node("tucker", {"core": DENSE, "factor1": DENSE}, ranks=(5, 8, 7, 18), view=VIEW),
 }  # fmt: skip
 
 
@@ -120,6 +136,12 @@ def cases() -> Iterator[Case]:
     yield Case("rotated_trellis", (64, 128), 33, "float16")
     yield Case("grid", (20, 264), 18, "float16")
     yield Case("rotated_trellis", (64, 128), 12)
+    for name in ("tensor_train", "tensor_train_packed", "tucker", "tucker_right", "tucker_wide", "cp"):
+        for batch, dtype in ((1, "float16"), (3, "float32"), (8, "bfloat16"), (17, "float32")):
+            yield Case(name, (45, 126), batch, dtype)
+    yield Case("low_rank_packed", (37, 72), 1, "bfloat16")
+    yield Case("low_rank_packed", (37, 72), 3)
+    yield Case("low_rank_packed", (37, 72), 17)
 
 
 def encoded_of(case: Case) -> EncodedTensor:
