@@ -31,7 +31,7 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 LARGEST_BATCH = 8
 LARGEST_RANK = 128
 _PARTS = 64  # slices of t at most
-_COLUMNS = tl.constexpr(64)
+_TILE = tl.constexpr(4096)  # numbers of B at a time
 
 
 @triton.jit
@@ -53,13 +53,14 @@ def begin(
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     part = (ticket % programs).to(tl.int32)
     if part < PARTS:
+        COLUMNS: tl.constexpr = _TILE // R
         r = tl.arange(0, R)
         for several in range(0, batch, LINES):
             accs = ()
             for _ in tl.static_range(LINES):
-                accs = accs + (tl.zeros([R, _COLUMNS], tl.float32),)
-            for first in range(part * _COLUMNS, cols, PARTS * _COLUMNS):
-                k = first + tl.arange(0, _COLUMNS)
+                accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
+            for first in range(part * COLUMNS, cols, PARTS * COLUMNS):
+                k = first + tl.arange(0, COLUMNS)
                 inside = (r < rank)[:, None] & (k < cols)[None, :]
                 tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
                 grown = ()
@@ -95,7 +96,7 @@ def settle(
     batch,
     rows,
     rank,
-    PHASE: tl.constexpr,  # 0: all; 1, 2: the interpreter runs programs one after the other, so in two launches
+    PHASE: tl.constexpr,  # 0: all; 1, 2: where the interpreter would wait for a later program, in two launches
     COLUMN_PROGRAMS: tl.constexpr,  # programs that have parts of the same rows
     TALL: tl.constexpr,  # rows of a program at a time, as the base deals them
     AT_ONCE: tl.constexpr,
@@ -473,7 +474,7 @@ def corrected_specs(
         fn, tall, others = corrected_gemm_kernel, base.constants["BN"], ("padded", "rank")
     r, b = max(16, triton.next_power_of_2(rank)), triton.next_power_of_2(batch)
     programs = base.grid[0] * base.grid[1] * base.grid[2]
-    most = min(_PARTS, programs, triton.cdiv(layout.cols, _COLUMNS.value))
+    most = min(_PARTS, programs, triton.cdiv(layout.cols, _TILE.value // r))
     parts = 1 << (most.bit_length() - 1)
     pointers = {
         **{name: base.signature[name] for name in ("x", "words", "scale", "zeros", "row_scale", "table")},
@@ -485,19 +486,21 @@ def corrected_specs(
         "y": pointer_type(dtype),
     }
     even = multiples({"rank": rank})
-    phases = (1, 2) if triton.knobs.runtime.interpret else (0,)
+    column_programs = base.grid[1] * base.grid[2]
+    # One after the other, programs must not wait for later ones.
+    phases = (1, 2) if parts > column_programs and triton.knobs.runtime.interpret else (0,)
     return [
         replace(
             base,
             name=f"corrected_{base.name}_{pointer_type(factors)[1:]}b{b}r{r}p{parts}"
-            + (str(phase) if phase else ""),
+            + (f"_phase{phase}" if phase else ""),
             fn=fn,
             signature={**pointers, **dict.fromkeys(("batch", "rows", "cols", *others), "i32")},
             constants={
                 **base.constants,
                 "PDL": False,
                 "PHASE": phase,
-                "COLUMN_PROGRAMS": base.grid[1] * base.grid[2],
+                "COLUMN_PROGRAMS": column_programs,
                 "TALL": tall,
                 "AT_ONCE": min(tall, 32),
                 "PARTS": parts,

@@ -117,7 +117,7 @@ def low_rank_specs(
         KernelSpec(
             name=f"low_rank_{pointer_type(dtype)[1:]}_{pointer_type(factors)[1:]}_b{b}r{r}p{programs}"
             + ("a" if add else "")
-            + (str(phase) if phase else ""),
+            + (f"_phase{phase}" if phase else ""),
             fn=low_rank_kernel,
             signature={
                 "x": pointer_type(dtype),

@@ -29,6 +29,9 @@ CASES = {
     "trellis gemv": ("trellis", 1),
     "trellis decode": ("trellis", 600),
     "low rank": ("low rank", 1),
+    "tensor train 8": ("tensor train", 8),
+    "int4 and low rank": ("int4 and low rank", 1),
+    "int4 and low rank 8": ("int4 and low rank", 8),
 }
 MORE = {
     **{
@@ -39,6 +42,11 @@ MORE = {
     **{f"int3 zeros {batch}": ("int3 zeros", batch) for batch in (1, 16)},
     **{f"rotated {batch}": ("rotated", batch) for batch in (1, 16)},
     "trellis gemv 8": ("trellis", 8),
+    **{
+        f"{name} and low rank {batch}": (f"{name} and low rank", batch)
+        for name in ("int3 zeros", "grid4")
+        for batch in (1, 8)
+    },
 }
 # (case, target or "*") -> parts of the misses that are known.
 NARROW = "no load of 16 bytes"
@@ -52,6 +60,10 @@ KNOWN_MISSES: dict[tuple[str, str], tuple[str, ...]] = {
 
 def tree(name: str, samples: Any) -> Any:
     leaf, node = samples.leaf, samples.node
+    dense = leaf("dense", dtype="float16")
+    if name.endswith(" and low rank"):
+        base, correction = tree(name.removesuffix(" and low rank"), samples), tree("low rank", samples)
+        return node("add", {"x": base, "y": correction})
     return {
         "int4": lambda: leaf("int", bits=4, group=128),
         "int8": lambda: leaf("int", bits=8, group=64),
@@ -60,8 +72,9 @@ def tree(name: str, samples: Any) -> Any:
         "mxfp4": lambda: leaf("mxfp4"),
         "grid4": lambda: leaf("grid", group=64),
         "trellis": lambda: leaf("trellis", quarter_bits=(10,)),
-        "low rank": lambda: node(
-            "low_rank", {"a": leaf("dense", dtype="float16"), "b": leaf("dense", dtype="float16")}, rank=64
+        "low rank": lambda: node("low_rank", {"a": dense, "b": dense}, rank=64),
+        "tensor train": lambda: node(
+            "tensor_train", {f"core{i}": dense for i in range(4)}, ranks=(32, 64, 32), view=(64, 64, 64, 64)
         ),
         "rotated": lambda: node("rotated", {"x": leaf("int", bits=4, group=128)}, block_in=128, seed=3),
     }[name]()

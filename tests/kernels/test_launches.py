@@ -20,7 +20,7 @@ from nstf.kernels.triton.architecture import ARCHITECTURES, Architecture  # noqa
 from nstf.kernels.triton.spec import specs_for  # noqa: E402
 
 SHAPES = ((384, 512), (1000, 384))
-BATCHES = (1, 3, 16, 100, 600)
+BATCHES = (1, 3, 8, 16, 100, 600)
 
 
 def trees(samples: Any, rows: int) -> dict[str, Any]:
@@ -28,8 +28,18 @@ def trees(samples: Any, rows: int) -> dict[str, Any]:
     trellis = leaf("trellis", quarter_bits=(10,))
     factors = {"a": leaf("dense", dtype="float16"), "b": leaf("dense", dtype="float16")}
     low_rank = node("low_rank", factors, rank=32)
+    packed = {"a": leaf("int", bits=8, group=32), "b": leaf("int", bits=8, group=64)}
+    view = (8, rows // 8, 16, 24 if rows == 1000 else 32)
+    cores = {f"core{i}": leaf("dense", dtype="float32") for i in range(4)}
+    tucker = {name: leaf("int", bits=8, group=0) for name in ("core", "factor1", "factor2")}
     return {
         "low rank": low_rank,
+        "int8 and packed low rank": node(
+            "add", {"x": leaf("int", bits=8, group=64), "y": node("low_rank", packed, rank=32)}
+        ),
+        "grid and low rank": node("add", {"x": leaf("grid", group=64), "y": low_rank}),
+        "low rank tensor train": node("tensor_train", cores, ranks=(8, 48, 16), view=view),
+        "low rank tucker": node("tucker", tucker, ranks=(8, 5, 2, view[3]), view=view),
         "int4 and low rank": node("add", {"x": leaf("int", bits=4, group=128), "y": low_rank}),
         "int4": leaf("int", bits=4, group=128),
         "int4 with zeros": leaf("int", bits=4, group=64, symmetric=False),
@@ -57,6 +67,10 @@ NAMES = (
     "rotated trellis",
     "low rank",
     "int4 and low rank",
+    "int8 and packed low rank",
+    "grid and low rank",
+    "low rank tensor train",
+    "low rank tucker",
 )
 
 
