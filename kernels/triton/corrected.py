@@ -24,7 +24,7 @@ from torch import Tensor
 from nstf.kernels.triton import skinny
 from nstf.kernels.triton.gemm import gemm_kernel, gemm_specs
 from nstf.kernels.triton.gemv import ONE, gemv_kernel, gemv_specs, launch, leaf_arguments, multiples
-from nstf.kernels.triton.packed import Layout, Packed
+from nstf.kernels.triton.packed import INTEGER, Layout, Packed
 from nstf.kernels.triton.skinny import skinny_kernel, skinny_specs
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -463,11 +463,13 @@ def corrected_specs(
     layout: Layout, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launch (two under the interpreter) for X [batch, cols] of `dtype`, with A and B of `factors`."""
+    # 8-bit integers fill the registers: with half the work at a time there is room for what the correction keeps in them.
+    eight = layout.bits == 8 and layout.mode == INTEGER
     if skinny.suits(layout, batch, dtype, arch):
-        base = skinny_specs(layout, batch, dtype, arch, torch.float32)[0]
+        base = skinny_specs(layout, batch, dtype, arch, torch.float32, {"CHUNKS": 2} if eight else None)[0]
         fn, tall, others = corrected_skinny_kernel, 16, ("padded", "rank", "ones", "magic")
     elif batch == 1 and len(layout.planes) == 1:
-        base = gemv_specs(layout, dtype, arch, torch.float32)[0]
+        base = gemv_specs(layout, dtype, arch, torch.float32, {"ROWS": 2} if eight else None)[0]
         fn, tall, others = corrected_gemv_kernel, base.constants["ROWS"], ("width", "rank", "one")
     else:
         base = gemm_specs(layout, batch, dtype, arch, out=torch.float32)[0]

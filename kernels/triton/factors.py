@@ -39,7 +39,7 @@ def bond_of(encoded: EncodedTensor) -> int | None:
         return int(params.rank)
     if encoded.tree.kind == "tensor_train":
         return int(params.ranks[split - 1])
-    return min(math.prod(params.ranks[:split]), math.prod(params.ranks[split:]))
+    return min(int(math.prod(params.ranks[:split])), int(math.prod(params.ranks[split:])))
 
 
 def known(encoded: EncodedTensor) -> bool:
@@ -142,12 +142,16 @@ def _contracted(encoded: EncodedTensor) -> tuple[Tensor, Tensor]:
 
 def _khatri_rao(factors: list[Tensor]) -> Tensor:
     """Factors [d_i, rank] -> their column-wise Kronecker product [prod d_i, rank]."""
-    return functools.reduce(lambda a, b: (a[:, None] * b).reshape(-1, b.shape[1]), factors)
+    out = factors[0]
+    for factor in factors[1:]:
+        out = (out[:, None] * factor).reshape(-1, factor.shape[1])
+    return out
 
 
 def _next_core(left: Tensor, core: Tensor) -> Tensor:
     """[q, n, r] and [r, m, s] -> [q, n m, s]."""
-    return torch.tensordot(left, core, 1).reshape(len(left), -1, core.shape[2])
+    out: Tensor = torch.tensordot(left, core, 1).reshape(len(left), -1, core.shape[2])
+    return out
 
 
 def _grown(core: Tensor, factors: list[Tensor | None], first: int) -> Tensor:
