@@ -474,6 +474,9 @@ def corrected_specs(
     else:
         base = gemm_specs(layout, batch, dtype, arch, out=torch.float32)[0]
         fn, tall, others = corrected_gemm_kernel, base.constants["BN"], ("padded", "rank")
+    # CDNA: a few registers more than the base has would leave one wave where it has two. Other codes would spill.
+    plain4 = layout.bits == 4 and layout.mode == INTEGER and layout.symmetric and layout.group >= 128
+    two_waves = fn is corrected_gemv_kernel and plain4 and arch.startswith("gfx9")
     r, b = max(16, triton.next_power_of_2(rank)), triton.next_power_of_2(batch)
     programs = base.grid[0] * base.grid[1] * base.grid[2]
     most = min(_PARTS, programs, triton.cdiv(layout.cols, _TILE.value // r))
@@ -515,7 +518,7 @@ def corrected_specs(
                 *(name for name in base.divisible if name in ("rows", "cols", *others)),
                 *even,
             ),
-            options={},
+            options={"waves_per_eu": 2} if two_waves else {},
             batch=batch,
             kind=f"corrected_{base.kind}",
         )
