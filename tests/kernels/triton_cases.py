@@ -61,6 +61,9 @@ TREES = {
             "y": node("low_rank", {"a": INT8, "b": INT8}, rank=7),
         },
     ),
+    "corrected_int8": node(
+        "add", {"x": leaf("int", bits=8, group=32), "y": node("low_rank", {"a": DENSE, "b": INT8}, rank=33)}
+    ),
     "corrected_grid": node(
         "add", {"x": leaf("grid", group=64), "y": node("low_rank", {"a": INT8, "b": DENSE}, rank=32)}
     ),
@@ -155,7 +158,7 @@ def cases() -> Iterator[Case]:
     for name in ("tensor_train", "tensor_train_packed", "tucker", "tucker_right", "tucker_wide", "cp"):
         for batch, dtype in ((1, "float16"), (3, "float32"), (8, "bfloat16"), (17, "float32")):
             yield Case(name, (45, 126), batch, dtype)
-    for name in ("corrected_int4", "corrected_int6", "corrected_grid"):
+    for name in ("corrected_int4", "corrected_int6", "corrected_int8", "corrected_grid"):
         for batch, dtype in (
             (1, "float32"),
             (1, "bfloat16"),
