@@ -1,5 +1,6 @@
 """Speed of the CPU engine on an artifact: what `nstf bench` prints."""
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ import torch
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
+from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.engine import Engine, greedy
 
@@ -21,7 +23,8 @@ PROBE_BYTES = 256 << 20
 class Speed:
     """Medians over the repetitions. Rates in tokens per second, bandwidth in bytes per second.
 
-    bytes_per_token: matrices, norms, and the keys and values in the middle of the decoded tokens.
+    bytes_per_token: matrices, norms, and the keys and values in the middle of the decoded tokens. compute_seconds: what the
+    products of one token take where nothing waits for memory (see `compute_seconds`).
     """
 
     threads: int
@@ -33,6 +36,7 @@ class Speed:
     decode_rate: float
     bytes_per_token: int
     bandwidth: float
+    compute_seconds: float
     kernels: dict[str, int]
 
     @property
@@ -40,8 +44,14 @@ class Speed:
         """The part of the measured read bandwidth that decoding reached."""
         return self.bytes_per_token * self.decode_rate / self.bandwidth
 
+    @property
+    def share_of_compute(self) -> float:
+        """The part of the kernels' own speed that decoding reached: the limit of a model that the caches hold."""
+        return self.compute_seconds * self.decode_rate
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share_of_bandwidth": self.share_of_bandwidth}
+        shares = {"share_of_bandwidth": self.share_of_bandwidth, "share_of_compute": self.share_of_compute}
+        return {**asdict(self), **shares}
 
 
 def measure(
@@ -80,12 +90,43 @@ def measure(
             decode.append(new / (time.perf_counter() - middle))
         active = torch.get_num_threads()
         bandwidth = ext.read_bandwidth(PROBE_BYTES, active)
+        compute = compute_seconds(artifact, engine, active)
     finally:
         torch.set_num_threads(before)
     return Speed(
         active, ext.isa(), prompt, new, loaded, statistics.median(prefill), statistics.median(decode),
-        bytes_per_token(artifact, engine, prompt + new // 2), bandwidth, dict(Counter(engine.kernels.values())),
+        bytes_per_token(artifact, engine, prompt + new // 2), bandwidth, compute,
+        dict(Counter(engine.kernels.values())),
     )  # fmt: skip
+
+
+def compute_seconds(artifact: Artifact, engine: Engine, threads: int) -> float:
+    """Seconds that the matrix products of one token would take at the speed each kernel has on its smallest matrix of the
+    model, multiplied again and again so that the caches hold it."""
+    products = {name: math.prod(artifact.record(name).shape) for name in engine.kernels}
+    if any(name.endswith("lm_head.weight") for name in products):
+        products = {name: n for name, n in products.items() if not name.endswith("embed_tokens.weight")}
+    smallest: dict[str, str] = {}
+    for name in sorted(products, key=lambda name: products[name]):
+        smallest.setdefault(engine.kernels[name], name)
+    per_product = {
+        kernel: _seconds(artifact, name, engine.exact, threads) / products[name]
+        for kernel, name in smallest.items()
+    }
+    return sum(per_product[engine.kernels[name]] * n for name, n in products.items())
+
+
+def _seconds(artifact: Artifact, name: str, exact: bool, threads: int) -> float:
+    """The fastest product of a matrix and one row of activations."""
+    matrix = compile_matrix(artifact.views(name), exact)
+    x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    y, best = torch.empty(1, matrix.shape[0]), math.inf
+    end = time.perf_counter() + 0.05
+    while best == math.inf or time.perf_counter() < end:
+        start = time.perf_counter()
+        matrix.multiply_at(x.data_ptr(), 1, y.data_ptr(), threads)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 def bytes_per_token(artifact: Artifact, engine: Engine, position: int) -> int:

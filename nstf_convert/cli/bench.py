@@ -98,6 +98,10 @@ def show(path: Path, found: "Speed") -> None:
             ("bytes per token", format_bytes(found.bytes_per_token)),
             ("read bandwidth measured", f"{found.bandwidth / 1e9:.1f} GB/s"),
             ("share of it that decoding reached", f"{found.share_of_bandwidth:.2f}"),
+            (
+                "share of the kernels' own speed",
+                f"{found.share_of_compute:.2f}, where the caches hold a matrix",
+            ),
             ("instruction set", found.isa),
             ("kernels", ", ".join(f"{n} {k}" for k, n in sorted(found.kernels.items()))),
         ],

@@ -207,6 +207,7 @@ def test_bench_prints_rates_and_the_share_of_the_bandwidth(nstf, tiny):
     words = ("bench", tiny.coarse, "--prompt", 6, "--tokens", 3, "--repetitions", 1, "--threads", 1)
     data = nstf(*words, "--json").json
     assert data["prefill_rate"] > 0 and data["decode_rate"] > 0 and data["bandwidth"] > 1e8
+    assert data["share_of_compute"] == data["compute_seconds"] * data["decode_rate"] > 0
     assert data["threads"] == 1 and data["prompt_tokens"] == 6 and data["new_tokens"] == 3
     # Every stored tensor is read once a token, the tied table as the head, and the cache in the middle of the tokens.
     stored = sum(r["size_bytes"] for r in nstf("inspect", tiny.coarse, "--json").json["tensors"])
