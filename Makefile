@@ -51,7 +51,7 @@ sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
 	    tests/kernels/test_engine_chains.py \
-	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/runtime/test_engine.py
+	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/runtime/test_engine.py tests/runtime/test_engine_config.py
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@$(VENV)/bin/ruff check .
