@@ -1,0 +1,654 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
+"""From 17 rows of activations on times a packed matrix on Hopper: Y = X W^T by asynchronous matrix instructions (wgmma).
+
+W is the left operand, in registers: a warpgroup decodes the numbers of the next 64 columns while the product of these runs.
+Plain Triton cannot say so (it waits for each product whose left operand is in registers), so this is Gluon, Triton's own
+language one level down, where layouts and waits are written out. X comes by the bulk copy engine (TMA) into stages of shared
+memory, words by asynchronous copies; words lie there as they do in the matrix, and each lane reads those that its operand
+wants (`words_layout`: the change of layout is checked to be none, `assert_trivial`).
+
+The grid is as large as the device and each program has an equal share of all chunks of all tiles ("stream-K": Osama et al.
+2023, arXiv:2301.03598): with tiles as large as these, whole tiles would leave a good part of the multiprocessors idle in the
+last round. A program whose share ends within a tile leaves its float32 sums to the one that ends the tile. It runs its last
+tile first, and one program waits for lower numbers only, which were started before it: nobody waits for a program that
+cannot run. Sums are added in a fixed order.
+
+Numbers are rounded to the dtype of the activations after scaling, as `decode` to that dtype would round them (the scale of a
+group too where it is bfloat16). Gluon has no interpreter: on a CPU this is compiled and its code read, not run.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nstf.kernels.triton import gemm as _gemm
+from nstf.kernels.triton import gemv as _gemv
+from nstf.kernels.triton import operands as _operands
+from nstf.kernels.triton.gemv import (
+    even_sizes,
+    launch,
+    layout_name,
+    leaf_arguments,
+    overlap_options,
+    overlaps,
+    processors_of,
+    scale_type,
+)
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+# Functions of plain Triton that work on elements alone, for use in Gluon.
+codes_at = gluon.jit(_gemm.codes_at.fn)
+numbers32 = gluon.jit(_gemm.numbers32.fn)
+scale_value = gluon.jit(_gemv.scale_value.fn)
+looked_up = gluon.jit(_operands.looked_up.fn)
+bytes_of = gluon.jit(_operands.bytes_of.fn)
+
+SMALLEST_BATCH = 17
+
+
+@gluon.constexpr_function
+def words_layout(warps, rows):
+    """Where the words [rows, 16] of a chunk are: lane 4 g + t has the words t, t + 4, t + 8 and t + 12 of the rows g and g + 8
+    of its warp's sixteen, whose columns are those that m64nNk16 wants of it, two to a word."""
+    registers, warp, at = [[0, 4], [0, 8], [8, 0]], [], 16
+    while at < 16 * warps:
+        warp.append([at, 0])
+        at *= 2
+    while at < rows:
+        registers.append([at, 0])
+        at *= 2
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp, [], [rows, 16])
+
+
+@gluon.constexpr_function
+def runs_of(planes, bk):
+    """Runs of 32 columns of an iteration: a chunk of the narrowest plane, or two where that is an odd number of steps.
+
+    An operand is alive for two steps, and the assembler waits for each product where it would have to be moved.
+    """
+    runs = 16 // planes[len(planes) - 1]
+    return runs if runs * 32 // bk % 2 == 0 else 2 * runs
+
+
+@gluon.constexpr_function
+def period_of(bits, bk):
+    """Steps of bk columns that a chunk of a plane lasts."""
+    return 16 // bits * 32 // bk
+
+
+@gluon.constexpr_function
+def tiles_of(bits, ahead, bk):
+    """Chunks of a plane that are in shared memory at once."""
+    return -(-ahead // period_of(bits, bk)) + 1
+
+
+@gluon.jit
+def _both(value, DTYPE: gl.constexpr):
+    """A float32 rounded to DTYPE, in both halves of a word."""
+    if DTYPE == gl.float16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1
+        )
+
+
+@gluon.jit
+def _rounded(low, high, DTYPE: gl.constexpr):
+    """Two float32 rounded to DTYPE, in a word."""
+    if DTYPE == gl.float16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
+        )
+
+
+@gluon.jit
+def _less(pairs, other, DTYPE: gl.constexpr):
+    """Two numbers of a word less two others."""
+    if DTYPE == gl.float16:
+        return gl.inline_asm_elementwise(
+            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
+        )
+
+
+@gluon.jit
+def _times(pairs, other, DTYPE: gl.constexpr):
+    """Two numbers of a word times two others."""
+    if DTYPE == gl.float16:
+        return gl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
+        )
+
+
+@gluon.jit
+def _per_group(
+    array,
+    row,
+    k,
+    R: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    RUNS: gl.constexpr,
+    FLUSH: gl.constexpr,
+):
+    """What an array [rows, GROUPS] holds for the groups that begin in step R of a chunk, at column k: one load for each."""
+    found = ()
+    for i in gl.static_range(RUNS):
+        if (R * RUNS + i) % FLUSH == 0:
+            group = gl.minimum((k + i * 32) // GROUP, GROUPS - 1)
+            found = found + (gl.load(array + row * GROUPS + group),)
+    return found
+
+
+@gluon.jit
+def _spread(values, like):
+    """[rows] -> the shape of `like`, [rows, 16]."""
+    wide, _ = gl.broadcast(values[:, None], like)
+    return wide
+
+
+@gluon.jit
+def _decoded(
+    w,
+    values,
+    table,
+    factor,
+    less,
+    raw,
+    raw_zero,
+    R: gl.constexpr,
+    RUNS: gl.constexpr,
+    FLUSH: gl.constexpr,
+    DTYPE: gl.constexpr,
+    PLANES: gl.constexpr,
+    SHIFTS: gl.constexpr,
+    BITS: gl.constexpr,
+    ZERO: gl.constexpr,
+    SCALES: gl.constexpr,
+    MODE: gl.constexpr,
+    EXPONENT: gl.constexpr,
+    BIAS: gl.constexpr,
+    PAIRS: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """The numbers of step R of a chunk, two to a word, [rows, 16] for each run; and scale and zero of the last group."""
+    MAGIC: gl.constexpr = 0x64006400 if DTYPE == gl.float16 else 0x43004300
+    POWER: gl.constexpr = 1024.0 if DTYPE == gl.float16 else 128.0
+    N0: gl.constexpr = 16 // PLANES[0]
+    REST: gl.constexpr = ((1 << (BITS - 1)) - 1) * 0x00010001
+    SIGN: gl.constexpr = (1 << (BITS - 1)) * 0x00010001
+    LOW: gl.constexpr = (10 if DTYPE == gl.float16 else 7) - (BITS - 1 - EXPONENT)
+    UP: gl.constexpr = 2.0 ** ((15 if DTYPE == gl.float16 else 127) - BIAS)
+    found = ()
+    for i in gl.static_range(RUNS):
+        if (R * RUNS + i) % FLUSH == 0:
+            if not WHOLE:
+                factor = scale_value(raw[i // FLUSH], SCALES)
+                if SCALES == 1:
+                    # Products of the 8-bit steps stay in the range of float16.
+                    factor = factor * (1 / 256)
+            if ZERO < 0:
+                less = raw_zero[i // FLUSH].to(gl.float32)
+        if MODE == 2:
+            t = values[(R * RUNS + i) % N0]
+        else:
+            t = codes_at(w[0], w[1], w[2], R * RUNS + i, PLANES, SHIFTS)
+        if PAIRS:
+            if MODE == 0:
+                t = _less(t | MAGIC, _spread(_both(less + POWER, DTYPE), t), DTYPE)
+            elif MODE == 1:
+                # The bits of the float in place, then the difference of the biases.
+                t = ((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW)
+                t = _times(t, _spread(_both(less * 0 + UP, DTYPE), t), DTYPE)
+            if not WHOLE:
+                t = _times(t, _spread(_both(factor, DTYPE), t), DTYPE)
+        else:
+            if MODE == 2:
+                low = t.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+                high = (t >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+            else:
+                zero = _spread(less, t)
+                low = numbers32(t & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
+                high = numbers32((t >> 16) & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
+            if not WHOLE:
+                scales = _spread(factor, t)
+                low = low * scales
+                high = high * scales
+            t = _rounded(low, high, DTYPE)
+        found = found + (t,)
+    return found, factor, less
+
+
+@gluon.jit
+def _operand(pairs, RUNS: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Runs of pairs side by side, [BN, 32 RUNS], as left operand: nothing changes lanes."""
+    if RUNS == 2:
+        both = gl.reshape(gl.permute(gl.join(pairs[0], pairs[1]), (0, 2, 1)), [BN, 32])
+    else:
+        both = pairs[0]
+    low = both.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    wide = gl.reshape(gl.join(low, high), [BN, 32 * RUNS])
+    return gl.convert_layout(wide, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _ask_words(
+    planes,
+    words,
+    rows,
+    padded,
+    row,
+    first,
+    step,
+    steps,
+    R: gl.constexpr,
+    AHEAD: gl.constexpr,
+    BK: gl.constexpr,
+    PLANES: gl.constexpr,
+    SHIFTS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    """Asks for the words that begin at a step (R, counted within a chunk), of each plane that has some there."""
+    word = gl.arange(0, 16, gl.SliceLayout(0, COPY))
+    for p in gl.static_range(len(PLANES)):
+        if R % period_of(PLANES[p], BK) == 0:
+            tile = step // period_of(PLANES[p], BK)
+            width = padded // (32 * (16 // PLANES[p])) * 16
+            at = rows * SHIFTS[p] * (padded // 32) + row * width + first // (32 * (16 // PLANES[p])) * 16
+            place = at[:, None] + (tile * 16 + word)[None, :]
+            # The second chunk of an iteration may not exist; there are no activations for it either.
+            there = (step < steps) & (first // (32 * (16 // PLANES[p])) + tile < width // 16)
+            async_copy.async_copy_global_to_shared(
+                planes[p].index(tile % tiles_of(PLANES[p], AHEAD, BK)), words + place, (place >= 0) & there
+            )
+
+
+@gluon.jit
+def _take_words(
+    planes,
+    w,
+    values,
+    entries,
+    step,
+    R: gl.constexpr,
+    AHEAD: gl.constexpr,
+    BK: gl.constexpr,
+    PLANES: gl.constexpr,
+    MODE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The words that begin at a step, in place of those before them; and what a table has for them."""
+    found = ()
+    for p in gl.static_range(3):
+        if p < len(PLANES):
+            if R % period_of(PLANES[p], BK) == 0:
+                tile = step // period_of(PLANES[p], BK)
+                some = planes[p].index(tile % tiles_of(PLANES[p], AHEAD, BK)).load(LAYOUT)
+            else:
+                some = w[p]
+        else:
+            some = found[0]
+        found = found + (some,)
+    if MODE == 2:
+        if R % (4 * 32 // BK) == 0:
+            values = looked_up(found[0], entries)
+    return found, values
+
+
+@gluon.jit(do_not_specialize=["batch"])
+def wgmma_kernel(
+    x,  # descriptor of [batch, cols] in tiles [BM, BK]
+    words,  # i32: all planes
+    scale,  # [rows, GROUPS]
+    zeros,  # u8 [rows, GROUPS]
+    row_scale,  # f32 [rows]
+    table,  # f16 [16]
+    y,  # [batch, rows]
+    parts,  # f32 [programs, BN, BM]: of the tile that a program begins and does not end
+    flags,  # i32 [programs]: zeros before and after
+    batch,
+    rows,
+    cols,
+    padded,
+    PLANES: gl.constexpr,
+    SHIFTS: gl.constexpr,
+    BITS: gl.constexpr,
+    ZERO: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SCALES: gl.constexpr,
+    MODE: gl.constexpr,
+    EXPONENT: gl.constexpr,
+    BIAS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    PAIRS: gl.constexpr,  # numbers of 16 bits made two at a time, else through float32
+    PDL: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    AHEAD: gl.constexpr,  # steps from asking to use
+    WARPS: gl.constexpr,
+):
+    J: gl.constexpr = runs_of(PLANES, BK)
+    SPAN: gl.constexpr = 32 * J
+    STEPS: gl.constexpr = SPAN // BK  # of a chunk
+    RUNS: gl.constexpr = BK // 32  # of a step
+    STAGES: gl.constexpr = AHEAD + 2
+    WHOLE: gl.constexpr = GROUPS == 1
+    LONG: gl.constexpr = 1 if WHOLE else GROUP // 32
+    FLUSH: gl.constexpr = J if (WHOLE or LONG % J == 0) else (LONG if J % LONG == 0 else 1)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    word_layout: gl.constexpr = words_layout(WARPS, BN)
+    row_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
+    copy: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    # Rows of 64 bytes: eight of them read at once meet in no bank.
+    shared_w: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+
+    xs = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], x.layout)
+    planes = ()
+    for p in gl.static_range(len(PLANES)):
+        planes = planes + (
+            gl.allocate_shared_memory(gl.int32, [tiles_of(PLANES[p], AHEAD, BK), BN, 16], shared_w),
+        )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    chunks = (padded + SPAN - 1) // SPAN
+    down = (batch + BM - 1) // BM
+    units = (rows + BN - 1) // BN * down * chunks
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    begin = (program * units) // programs
+    left = ((program + 1) * units) // programs
+    entries = ()
+    if MODE == 2:
+        entries = bytes_of(table, 0) + bytes_of(table, 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    count = 0
+    # From the last tile to the first: what others wait for comes first, and what waits for others last.
+    while left > begin:
+        tile = (left - 1) // chunks
+        first = gl.maximum(begin - tile * chunks, 0)
+        last = left - tile * chunks
+        steps = (last - first) * STEPS
+        first_row = tile // down * BN
+        first_line = tile % down * BM
+        first_col = first * SPAN
+        # Rows that do not exist read row 0: in bounds, and never stored.
+        copy_row = first_row + gl.arange(0, BN, gl.SliceLayout(1, copy))
+        copy_row = gl.where(copy_row < rows, copy_row, 0)
+        row = first_row + gl.arange(0, BN, row_layout)
+        row = gl.where(row < rows, row, 0)
+
+        # Nobody reads a stage of the tile before.
+        tl.debug_barrier()
+        for s in gl.static_range(AHEAD):
+            stage = (count + s) % STAGES
+            mbarrier.expect(full.index(stage), BM * BK * 2, pred=s < steps)
+            tma.async_copy_global_to_shared(
+                x, [first_line, first_col + s * BK], full.index(stage), xs.index(stage), pred=s < steps
+            )
+            _ask_words(
+                planes, words, rows, padded, copy_row, first_col, s, steps, s % STEPS, AHEAD, BK, PLANES, SHIFTS, copy
+            )  # fmt: skip
+            async_copy.commit_group()
+
+        acc = gl.zeros([BN, BM], gl.float32, mma)
+        async_copy.wait_group(AHEAD - 1)
+        tl.debug_barrier()
+        none = gl.zeros([BN, 16], gl.int32, word_layout)
+        factor = gl.zeros([BN], gl.float32, row_layout)
+        less = gl.full([BN], ZERO if ZERO > 0 else 0, gl.float32, row_layout)
+        w, values = _take_words(
+            planes, (none, none, none), (none, none, none, none), entries, 0, 0, AHEAD, BK, PLANES, MODE, word_layout
+        )  # fmt: skip
+        raw = ()
+        raw_zero = ()
+        if not WHOLE:
+            raw = _per_group(scale, row, first_col, 0, GROUP, GROUPS, RUNS, FLUSH)
+        if ZERO < 0:
+            raw_zero = _per_group(zeros, row, first_col, 0, GROUP, GROUPS, RUNS, FLUSH)
+        pairs, factor, less = _decoded(
+            w, values, table, factor, less, raw, raw_zero, 0, RUNS, FLUSH,
+            DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
+        )  # fmt: skip
+        a = _operand(pairs, RUNS, BN, DTYPE, operand)
+        if not WHOLE:
+            raw = _per_group(scale, row, first_col + BK, 1 % STEPS, GROUP, GROUPS, RUNS, FLUSH)
+        if ZERO < 0:
+            raw_zero = _per_group(zeros, row, first_col + BK, 1 % STEPS, GROUP, GROUPS, RUNS, FLUSH)
+        before = a
+        for chunk in range(0, last - first):
+            for r in gl.static_range(STEPS):
+                step = chunk * STEPS + r
+                now = count + step
+                mbarrier.wait(full.index(now % STAGES), now // STAGES & 1)
+                acc = warpgroup_mma(a, xs.index(now % STAGES).permute((1, 0)), acc, is_async=True)
+                # `before` lives until the product that reads it is done: without this the assembler waits after each.
+                acc, before = warpgroup_mma_wait(1, deps=[acc, before])
+                async_copy.wait_group(AHEAD - 2)
+                # All warps are done with the product of the step before, and see the words of the next.
+                tl.debug_barrier()
+                later = step + AHEAD
+                stage = (count + later) % STAGES
+                mbarrier.expect(full.index(stage), BM * BK * 2, pred=later < steps)
+                tma.async_copy_global_to_shared(
+                    x,
+                    [first_line, first_col + later * BK],
+                    full.index(stage),
+                    xs.index(stage),
+                    pred=later < steps,
+                )
+                _ask_words(
+                    planes, words, rows, padded, copy_row, first_col, later, steps, (r + AHEAD) % STEPS, AHEAD, BK,
+                    PLANES, SHIFTS, copy,
+                )  # fmt: skip
+                async_copy.commit_group()
+                # The next step's weights, while the product runs.
+                w, values = _take_words(
+                    planes, w, values, entries, step + 1, (r + 1) % STEPS, AHEAD, BK, PLANES, MODE, word_layout
+                )
+                pairs, factor, less = _decoded(
+                    w, values, table, factor, less, raw, raw_zero, (r + 1) % STEPS, RUNS, FLUSH,
+                    DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
+                )  # fmt: skip
+                before = a
+                a = _operand(pairs, RUNS, BN, DTYPE, operand)
+                k = first_col + (step + 2) * BK
+                if not WHOLE:
+                    raw = _per_group(scale, row, k, (r + 2) % STEPS, GROUP, GROUPS, RUNS, FLUSH)
+                if ZERO < 0:
+                    raw_zero = _per_group(zeros, row, k, (r + 2) % STEPS, GROUP, GROUPS, RUNS, FLUSH)
+        acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+        async_copy.wait_group(0)
+        count += steps
+
+        out_row = gl.arange(0, BN, gl.SliceLayout(1, mma))
+        place = out_row[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
+        if last < chunks:
+            gl.store(parts + program * (BN * BM) + place, acc)
+            tl.debug_barrier()
+            gl.atomic_xchg(flags + program, 1, sem="release", scope="gpu")
+        else:
+            # What lower programs have of this tile: they ran it first.
+            other = program
+            at = begin
+            while at > tile * chunks:
+                other -= 1
+                at = (other * units) // programs
+                while gl.atomic_cas(flags + other, 1, 0, sem="acquire", scope="gpu") == 0:
+                    pass
+                tl.debug_barrier()
+                acc += gl.load(parts + other * (BN * BM) + place, cache_modifier=".cg")
+            out_row = gl.where(first_row + out_row < rows, first_row + out_row, 0)
+            if WHOLE:
+                acc = acc * scale_value(gl.load(scale + out_row), SCALES)[:, None]
+            if SCALES == 1:
+                acc = acc * (gl.load(row_scale + out_row) * (1.0 if WHOLE else 256.0))[:, None]
+            out = gl.convert_layout(gl.permute(acc, (1, 0)).to(y.dtype.element_ty), out_layout)
+            n = first_row + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
+            m = first_line + gl.arange(0, BM, gl.SliceLayout(1, out_layout))
+            gl.store(y + m[:, None] * rows + n[None, :], out, (m < batch)[:, None] & (n < rows)[None, :])
+        left = tile * chunks + first
+
+
+def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether to take this kernel: Hopper, 16-bit activations that its copy engine reads, groups of whole runs."""
+    if arch != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or triton.knobs.runtime.interpret:
+        return False
+    return batch >= SMALLEST_BATCH and (layout.whole or layout.group % RUN == 0) and layout.cols % 8 == 0
+
+
+def wgmma_specs(
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    out: torch.dtype | None = None,
+    tile: dict[str, int] | None = None,
+) -> list[KernelSpec]:
+    """The launch for X [batch, cols]. `tile` overrides the choice; `out`: Y's dtype (X's when None)."""
+    out = out or dtype
+    chosen = _tile(layout, batch, arch) | (tile or {})
+    bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
+    span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
+    units = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm) * triton.cdiv(layout.padded, span)
+    half = dtype == torch.float16
+    # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
+    pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
+    pairs |= layout.mode == FLOAT or (layout.mode == TABLE and half)
+    return [
+        KernelSpec(
+            name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
+            f"_{bm}x{bn}x{bk}a{ahead}w{warps}" + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
+            fn=wgmma_kernel,
+            signature={
+                "x": f"tensordesc<{pointer_type(dtype)[1:]}[{bm}, {bk}],{_shared(bk)!r}>",
+                "words": "*i32",
+                "scale": scale_type(layout),
+                "zeros": "*u8",
+                "row_scale": "*fp32",
+                "table": "*fp16",
+                "y": pointer_type(out),
+                "parts": "*fp32",
+                "flags": "*i32",
+                **dict.fromkeys(("batch", "rows", "cols", "padded"), "i32"),
+            },
+            constants={
+                "PLANES": tuple(b for b, _ in layout.planes),
+                "SHIFTS": tuple(s for _, s in layout.planes),
+                "BITS": layout.bits,
+                "ZERO": layout.zero,
+                "GROUP": layout.group,
+                "GROUPS": layout.groups,
+                "SCALES": layout.scales,
+                "MODE": layout.mode,
+                "EXPONENT": layout.exponent,
+                "BIAS": layout.bias,
+                "DTYPE": tl.float16 if half else tl.bfloat16,
+                "PAIRS": pairs,
+                "PDL": overlaps(arch),
+                "BM": bm,
+                "BN": bn,
+                "BK": bk,
+                "AHEAD": ahead,
+                "WARPS": warps,
+            },
+            divisible=(
+                *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
+                *even_sizes(layout),
+            ),
+            num_warps=warps,
+            num_stages=1,
+            options=overlap_options(arch) | ({"maxnreg": chosen["REGISTERS"]} if chosen["REGISTERS"] else {}),
+            batch=batch,
+            kind="wgmma",
+            # A program without a share would be waited for by the one above it.
+            grid=(min(units, chosen["PROGRAMS"]), 1, 1),
+        )
+    ]
+
+
+def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    (spec,) = specs
+    layout, batch, known = packed.layout, len(x), spec.constants
+    # The copy engine wants rows side by side from an aligned address on.
+    x = x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    tile = [known["BM"], known["BK"]]
+    described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
+    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
+    parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
+    flags = _flags(x.device, torch.cuda.current_stream(x.device).cuda_stream, spec.grid[0])
+    sizes = (batch, layout.rows, layout.cols, layout.padded)
+    launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
+    return y
+
+
+@cache
+def _flags(device: torch.device, stream: int, programs: int) -> Tensor:
+    """Zeros that launches on a stream hand on to each other."""
+    return torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+@cache
+def _shared(bk: int) -> Any:
+    """How a tile of activations lies in shared memory: rows of bk numbers, swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * bk, element_bitwidth=16, rank=2)
+
+
+def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
+    """Two programs of four warps on a multiprocessor, or one of eight."""
+    runs = 16 // min(b for b, _ in layout.planes)
+    bm = max(32, min(256, triton.next_power_of_2(batch)))
+    large = bm == 256
+    return {
+        "BM": bm,
+        "BN": 128,
+        "BK": 64 if runs % 2 == 0 else 32,
+        "AHEAD": 3 if large else 4,
+        "WARPS": 8 if large else 4,
+        "REGISTERS": 0,
+        "PROGRAMS": processors_of(arch) * (1 if large else 2),
+    }
