@@ -152,22 +152,35 @@ def _times(pairs, other, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _per_group(
-    array,
-    row,
-    k,
+    scale,
+    zeros,
+    local,
+    rows,
+    place,
     R: gl.constexpr,
+    SPAN: gl.constexpr,
+    BN: gl.constexpr,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     RUNS: gl.constexpr,
     FLUSH: gl.constexpr,
+    WHOLE: gl.constexpr,
+    ZERO: gl.constexpr,
 ):
-    """What an array [rows, GROUPS] holds for the groups that begin in step R of a chunk, at column k: one load for each."""
-    found = ()
+    """Scales and zeros, as they are stored, of the groups that begin in step R of the chunk at `place`: one load for each."""
+    n, _, c, _ = place
+    # Rows that do not exist have those of others: in bounds, and never stored.
+    row = gl.minimum(gl.maximum(n * BN + local, 0), rows - 1)
+    scales = ()
+    offsets = ()
     for i in gl.static_range(RUNS):
         if (R * RUNS + i) % FLUSH == 0:
-            group = gl.minimum((k + i * 32) // GROUP, GROUPS - 1)
-            found = found + (gl.load(array + row * GROUPS + group),)
-    return found
+            at = row * GROUPS + gl.minimum((c * SPAN + (R * RUNS + i) * 32) // GROUP, GROUPS - 1)
+            if not WHOLE:
+                scales = scales + (gl.load(scale + at),)
+            if ZERO < 0:
+                offsets = offsets + (gl.load(zeros + at),)
+    return scales, offsets
 
 
 @gluon.jit
@@ -214,9 +227,9 @@ def _decoded(
         if (R * RUNS + i) % FLUSH == 0:
             if not WHOLE:
                 factor = scale_value(raw[i // FLUSH], SCALES)
-                if SCALES == 1:
-                    # Products of the 8-bit steps stay in the range of float16.
-                    factor = factor * (1 / 256)
+                if SCALES == 1 and MODE == 1:
+                    # The largest float times the largest step stays in the range of float16.
+                    factor = factor * 0.25
             if ZERO < 0:
                 less = raw_zero[i // FLUSH].to(gl.float32)
         if MODE == 2:
@@ -252,7 +265,10 @@ def _decoded(
 @gluon.jit
 def _operand(pairs, RUNS: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Runs of pairs side by side, [BN, 32 RUNS], as left operand: nothing changes lanes."""
-    if RUNS == 2:
+    if RUNS == 4:
+        both = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))
+        both = gl.reshape(gl.permute(both, (0, 3, 2, 1)), [BN, 64])
+    elif RUNS == 2:
         both = gl.reshape(gl.permute(gl.join(pairs[0], pairs[1]), (0, 2, 1)), [BN, 32])
     else:
         both = pairs[0]
@@ -263,35 +279,62 @@ def _operand(pairs, RUNS: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, L
 
 
 @gluon.jit
-def _ask_words(
+def _after(place, begin, chunks, down):
+    """The chunk after one in a program's order: the next of its tile, or the first that it has of the tile before.
+
+    A place is (tile along the rows of W, tile along the batch, chunk, and the one at which the program leaves the tile).
+    """
+    n, m, c, stop = place
+    ends = c + 1 == stop
+    down_one = ends & (m == 0)
+    next_n = gl.where(down_one, n - 1, n)
+    next_m = gl.where(ends, gl.where(m == 0, down - 1, m - 1), m)
+    first = gl.maximum(begin - (next_n * down + next_m) * chunks, 0)
+    return next_n, next_m, gl.where(ends, first, c + 1), gl.where(ends, chunks, stop)
+
+
+@gluon.jit
+def _ask(
+    x,
+    xs,
+    full,
     planes,
     words,
     rows,
     padded,
-    row,
-    first,
+    place,
     step,
-    steps,
+    exists,
     R: gl.constexpr,
     AHEAD: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
     BK: gl.constexpr,
+    SPAN: gl.constexpr,
     PLANES: gl.constexpr,
     SHIFTS: gl.constexpr,
     COPY: gl.constexpr,
 ):
-    """Asks for the words that begin at a step (R, counted within a chunk), of each plane that has some there."""
+    """Asks for what a step needs (R, counted within the chunk at `place`; `step`, of the program): the tile of activations,
+    and the words that begin there of each plane that has some."""
+    n, m, c, _ = place
+    stage = step % (AHEAD + 2)
+    mbarrier.expect(full.index(stage), BM * BK * 2, pred=exists)
+    tma.async_copy_global_to_shared(
+        x, [m * BM, c * SPAN + R * BK], full.index(stage), xs.index(stage), pred=exists
+    )
     word = gl.arange(0, 16, gl.SliceLayout(0, COPY))
+    row = n * BN + gl.arange(0, BN, gl.SliceLayout(1, COPY))
     for p in gl.static_range(len(PLANES)):
         if R % period_of(PLANES[p], BK) == 0:
-            tile = step // period_of(PLANES[p], BK)
             width = padded // (32 * (16 // PLANES[p])) * 16
-            at = rows * SHIFTS[p] * (padded // 32) + row * width + first // (32 * (16 // PLANES[p])) * 16
-            place = at[:, None] + (tile * 16 + word)[None, :]
+            tile = (c * (SPAN // BK) + R) // period_of(PLANES[p], BK)
+            at = (rows * SHIFTS[p] * (padded // 32) + tile * 16) + row[:, None] * width + word[None, :]
             # The second chunk of an iteration may not exist; there are no activations for it either.
-            there = (step < steps) & (first // (32 * (16 // PLANES[p])) + tile < width // 16)
-            async_copy.async_copy_global_to_shared(
-                planes[p].index(tile % tiles_of(PLANES[p], AHEAD, BK)), words + place, (place >= 0) & there
-            )
+            ok = (row < rows)[:, None] & (exists & (tile < width // 16))
+            slot = step // period_of(PLANES[p], BK) % tiles_of(PLANES[p], AHEAD, BK)
+            async_copy.async_copy_global_to_shared(planes[p].index(slot), words + at, ok)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -396,69 +439,53 @@ def wgmma_kernel(
     programs = gl.num_programs(0)
     begin = (program * units) // programs
     left = ((program + 1) * units) // programs
+    total = left - begin
+    local = gl.arange(0, BN, row_layout)
     entries = ()
     if MODE == 2:
         entries = bytes_of(table, 0) + bytes_of(table, 1)
+
+    # From the last tile to the first: what others wait for comes first, and what waits for others last. Here and up to two
+    # chunks ahead, since the next tile's first steps are asked for and decoded while this one ends.
+    tile = (left - 1) // chunks
+    here = (tile // down, tile % down, gl.maximum(begin - tile * chunks, 0), left - tile * chunks)
+    next1 = _after(here, begin, chunks, down)
+    next2 = _after(next1, begin, chunks, down)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    count = 0
-    # From the last tile to the first: what others wait for comes first, and what waits for others last.
+    for s in gl.static_range(AHEAD):
+        place = here if s < STEPS else next1
+        _ask(
+            x, xs, full, planes, words, rows, padded, place, s, s // STEPS < total, s % STEPS,
+            AHEAD, BM, BN, BK, SPAN, PLANES, SHIFTS, copy,
+        )  # fmt: skip
+    async_copy.wait_group(AHEAD - 1)
+    tl.debug_barrier()
+    none = gl.zeros([BN, 16], gl.int32, word_layout)
+    factor = gl.zeros([BN], gl.float32, row_layout)
+    less = gl.full([BN], ZERO if ZERO > 0 else 0, gl.float32, row_layout)
+    w, values = _take_words(
+        planes, (none, none, none), (none, none, none, none), entries, 0, 0, AHEAD, BK, PLANES, MODE, word_layout
+    )  # fmt: skip
+    raw, raw_zero = _per_group(
+        scale, zeros, local, rows, here, 0, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
+    )
+    pairs, factor, less = _decoded(
+        w, values, table, factor, less, raw, raw_zero, 0, RUNS, FLUSH,
+        DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
+    )  # fmt: skip
+    a = _operand(pairs, RUNS, BN, DTYPE, operand)
+    raw, raw_zero = _per_group(
+        scale, zeros, local, rows, here, 1, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
+    )
+    before = a
+    done = 0
     while left > begin:
-        tile = (left - 1) // chunks
-        first = gl.maximum(begin - tile * chunks, 0)
-        last = left - tile * chunks
-        steps = (last - first) * STEPS
-        first_row = tile // down * BN
-        first_line = tile % down * BM
-        first_col = first * SPAN
-        # Rows that do not exist read row 0: in bounds, and never stored.
-        copy_row = first_row + gl.arange(0, BN, gl.SliceLayout(1, copy))
-        copy_row = gl.where(copy_row < rows, copy_row, 0)
-        row = first_row + gl.arange(0, BN, row_layout)
-        row = gl.where(row < rows, row, 0)
-
-        # Nobody reads a stage of the tile before.
-        tl.debug_barrier()
-        for s in gl.static_range(AHEAD):
-            stage = (count + s) % STAGES
-            mbarrier.expect(full.index(stage), BM * BK * 2, pred=s < steps)
-            tma.async_copy_global_to_shared(
-                x, [first_line, first_col + s * BK], full.index(stage), xs.index(stage), pred=s < steps
-            )
-            _ask_words(
-                planes, words, rows, padded, copy_row, first_col, s, steps, s % STEPS, AHEAD, BK, PLANES, SHIFTS, copy
-            )  # fmt: skip
-            async_copy.commit_group()
-
+        n, m, first, last = here
         acc = gl.zeros([BN, BM], gl.float32, mma)
-        async_copy.wait_group(AHEAD - 1)
-        tl.debug_barrier()
-        none = gl.zeros([BN, 16], gl.int32, word_layout)
-        factor = gl.zeros([BN], gl.float32, row_layout)
-        less = gl.full([BN], ZERO if ZERO > 0 else 0, gl.float32, row_layout)
-        w, values = _take_words(
-            planes, (none, none, none), (none, none, none, none), entries, 0, 0, AHEAD, BK, PLANES, MODE, word_layout
-        )  # fmt: skip
-        raw = ()
-        raw_zero = ()
-        if not WHOLE:
-            raw = _per_group(scale, row, first_col, 0, GROUP, GROUPS, RUNS, FLUSH)
-        if ZERO < 0:
-            raw_zero = _per_group(zeros, row, first_col, 0, GROUP, GROUPS, RUNS, FLUSH)
-        pairs, factor, less = _decoded(
-            w, values, table, factor, less, raw, raw_zero, 0, RUNS, FLUSH,
-            DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
-        )  # fmt: skip
-        a = _operand(pairs, RUNS, BN, DTYPE, operand)
-        if not WHOLE:
-            raw = _per_group(scale, row, first_col + BK, 1 % STEPS, GROUP, GROUPS, RUNS, FLUSH)
-        if ZERO < 0:
-            raw_zero = _per_group(zeros, row, first_col + BK, 1 % STEPS, GROUP, GROUPS, RUNS, FLUSH)
-        before = a
-        for chunk in range(0, last - first):
+        for chunk in range(done, done + last - first):
             for r in gl.static_range(STEPS):
-                step = chunk * STEPS + r
-                now = count + step
+                now = chunk * STEPS + r
                 mbarrier.wait(full.index(now % STAGES), now // STAGES & 1)
                 acc = warpgroup_mma(a, xs.index(now % STAGES).permute((1, 0)), acc, is_async=True)
                 # `before` lives until the product that reads it is done: without this the assembler waits after each.
@@ -466,24 +493,14 @@ def wgmma_kernel(
                 async_copy.wait_group(AHEAD - 2)
                 # All warps are done with the product of the step before, and see the words of the next.
                 tl.debug_barrier()
-                later = step + AHEAD
-                stage = (count + later) % STAGES
-                mbarrier.expect(full.index(stage), BM * BK * 2, pred=later < steps)
-                tma.async_copy_global_to_shared(
-                    x,
-                    [first_line, first_col + later * BK],
-                    full.index(stage),
-                    xs.index(stage),
-                    pred=later < steps,
-                )
-                _ask_words(
-                    planes, words, rows, padded, copy_row, first_col, later, steps, (r + AHEAD) % STEPS, AHEAD, BK,
-                    PLANES, SHIFTS, copy,
+                place = here if r + AHEAD < STEPS else (next1 if r + AHEAD < 2 * STEPS else next2)
+                _ask(
+                    x, xs, full, planes, words, rows, padded, place, now + AHEAD, chunk + (r + AHEAD) // STEPS < total,
+                    (r + AHEAD) % STEPS, AHEAD, BM, BN, BK, SPAN, PLANES, SHIFTS, copy,
                 )  # fmt: skip
-                async_copy.commit_group()
                 # The next step's weights, while the product runs.
                 w, values = _take_words(
-                    planes, w, values, entries, step + 1, (r + 1) % STEPS, AHEAD, BK, PLANES, MODE, word_layout
+                    planes, w, values, entries, now + 1, (r + 1) % STEPS, AHEAD, BK, PLANES, MODE, word_layout
                 )
                 pairs, factor, less = _decoded(
                     w, values, table, factor, less, raw, raw_zero, (r + 1) % STEPS, RUNS, FLUSH,
@@ -491,42 +508,48 @@ def wgmma_kernel(
                 )  # fmt: skip
                 before = a
                 a = _operand(pairs, RUNS, BN, DTYPE, operand)
-                k = first_col + (step + 2) * BK
-                if not WHOLE:
-                    raw = _per_group(scale, row, k, (r + 2) % STEPS, GROUP, GROUPS, RUNS, FLUSH)
-                if ZERO < 0:
-                    raw_zero = _per_group(zeros, row, k, (r + 2) % STEPS, GROUP, GROUPS, RUNS, FLUSH)
+                place = here if r + 2 < STEPS else next1
+                raw, raw_zero = _per_group(
+                    scale, zeros, local, rows, place, (r + 2) % STEPS, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
+                )  # fmt: skip
+            here = next1
+            next1 = next2
+            next2 = _after(next2, begin, chunks, down)
         acc, before = warpgroup_mma_wait(0, deps=[acc, before])
-        async_copy.wait_group(0)
-        count += steps
+        done += last - first
+        tile = n * down + m
+        first_row = n * BN
+        first_line = m * BM
 
         out_row = gl.arange(0, BN, gl.SliceLayout(1, mma))
-        place = out_row[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
+        inside = out_row[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
         if last < chunks:
-            gl.store(parts + program * (BN * BM) + place, acc)
+            gl.store(parts + program * (BN * BM) + inside, acc)
             tl.debug_barrier()
             gl.atomic_xchg(flags + program, 1, sem="release", scope="gpu")
         else:
             # What lower programs have of this tile: they ran it first.
             other = program
-            at = begin
-            while at > tile * chunks:
+            from_unit = begin
+            while from_unit > tile * chunks:
                 other -= 1
-                at = (other * units) // programs
+                from_unit = (other * units) // programs
                 while gl.atomic_cas(flags + other, 1, 0, sem="acquire", scope="gpu") == 0:
                     pass
                 tl.debug_barrier()
-                acc += gl.load(parts + other * (BN * BM) + place, cache_modifier=".cg")
+                acc += gl.load(parts + other * (BN * BM) + inside, cache_modifier=".cg")
             out_row = gl.where(first_row + out_row < rows, first_row + out_row, 0)
             if WHOLE:
                 acc = acc * scale_value(gl.load(scale + out_row), SCALES)[:, None]
             if SCALES == 1:
-                acc = acc * (gl.load(row_scale + out_row) * (1.0 if WHOLE else 256.0))[:, None]
+                acc = acc * (gl.load(row_scale + out_row) * (4.0 if MODE == 1 and not WHOLE else 1.0))[:, None]
             out = gl.convert_layout(gl.permute(acc, (1, 0)).to(y.dtype.element_ty), out_layout)
-            n = first_row + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
-            m = first_line + gl.arange(0, BM, gl.SliceLayout(1, out_layout))
-            gl.store(y + m[:, None] * rows + n[None, :], out, (m < batch)[:, None] & (n < rows)[None, :])
+            to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
+            to_line = first_line + gl.arange(0, BM, gl.SliceLayout(1, out_layout))
+            to_ok = (to_line < batch)[:, None] & (to_row < rows)[None, :]
+            gl.store(y + to_line[:, None] * rows + to_row[None, :], out, to_ok)
         left = tile * chunks + first
+    async_copy.wait_group(0)
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -635,7 +658,7 @@ def _flags(device: torch.device, stream: int, programs: int) -> Tensor:
 @cache
 def _shared(bk: int) -> Any:
     """How a tile of activations lies in shared memory: rows of bk numbers, swizzled."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * bk, element_bitwidth=16, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * bk), element_bitwidth=16, rank=2)
 
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
