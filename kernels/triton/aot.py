@@ -75,6 +75,8 @@ def source(spec: KernelSpec, row: Architecture) -> tuple[Any, dict[str, Any]]:
                 attrs[(i,)] = []
             continue
         kind = signature[name] = spec.signature[name]
+        if kind.startswith("tensordesc"):
+            continue
         if kind.startswith("*"):
             found = [["tt.divisibility", 16]] if name in spec.divisible else []
             # Encoded arrays and activations are below 2 GiB each: the launch checks it.
@@ -85,6 +87,10 @@ def source(spec: KernelSpec, row: Architecture) -> tuple[Any, dict[str, Any]]:
             attrs[(i,)] = [["tt.divisibility", 16]] if aligned else []
     constants = {(fn.arg_names.index(name),): value for name, value in spec.constants.items()}
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    if fn.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(fn, signature, dict(sorted(constants.items())), attrs), options
     return ASTSource(fn, signature, dict(sorted(constants.items())), attrs), options
 
 

@@ -2,6 +2,7 @@
 
     up to 16 rows            skinny.py on NVIDIA, codes straight to operands of matrix instructions
     one row                  gemv.py, straight from the codes
+    17 rows and more         hopper.py on Hopper, for large matrices
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
@@ -129,6 +130,7 @@ def _leaf_specs(
     leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
+    from nstf.kernels.triton import hopper
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.skinny import skinny_specs, suits
@@ -152,6 +154,8 @@ def _leaf_specs(
         return skinny_specs(layout, batch, inside, arch, outside)
     if batch == 1:
         return gemv_specs(layout, inside, arch, outside)
+    if hopper.suits(layout, batch, inside, arch):
+        return hopper.wgmma_specs(layout, batch, inside, arch, outside)
     if batch <= GEMM_BATCH:
         return measured_specs(layout, batch, inside, arch, outside)
     return [decode_spec(layout, min(out, _block(width)), inside, False)]
@@ -258,21 +262,29 @@ def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> t
 
 def _halved(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> bool:
     """Whether two products of half the rows are faster than one that decodes otherwise: for trellises and tables."""
-    from nstf.kernels.triton import skinny, trellis_gemm
+    from nstf.kernels.triton import hopper, skinny, trellis_gemm
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
         return batch > trellis_gemm.LARGEST_BATCH and trellis_gemm.suits(half, dtype, arch)
     layout = layout_of(leaf)
-    if layout is None or layout.mode != TABLE:
+    if layout is None or layout.mode != TABLE or hopper.suits(layout, batch, dtype, arch):
         return False
     return batch > skinny.LARGEST_BATCH and skinny.suits(layout, half, dtype, arch)
+
+
+def _on_hopper(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    from nstf.kernels.triton import hopper
+
+    layout = layout_of(leaf)
+    return layout is not None and hopper.suits(layout, batch, dtype, arch)
 
 
 def _leaf(
     x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, dtype: torch.dtype, tiled: bool = False
 ) -> Tensor:
     """dtype: of the activations before they were turned into another basis."""
+    from nstf.kernels.triton import hopper
     from nstf.kernels.triton.gemm import gemm
     from nstf.kernels.triton.gemv import gemv, gemv_specs
     from nstf.kernels.triton.rotate import rotate
@@ -292,13 +304,15 @@ def _leaf(
         if batch <= TRELLIS_BATCH:
             turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
             return trellis_gemv(turned, prepare(encoded), out, arch)
-    elif batch <= GEMM_BATCH:
+    elif batch <= GEMM_BATCH or _on_hopper(encoded, batch, x.dtype, arch):
         packed = _packed(encoded)
         layout = packed.layout
         if suits(layout, batch, x.dtype, arch):
             return skinny(x, packed, skinny_specs(layout, batch, x.dtype, arch, out), out)
         if batch == 1:
             return gemv(x, packed, gemv_specs(layout, x.dtype, arch, out), out)
+        if hopper.suits(layout, batch, x.dtype, arch):
+            return hopper.wgmma(x, packed, hopper.wgmma_specs(layout, batch, x.dtype, arch, out), out)
         return gemm(x, packed, measured_specs(layout, batch, x.dtype, arch, out), out)
     return _blocks(x, encoded, arch).to(out)
 

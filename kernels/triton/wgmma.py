@@ -19,13 +19,7 @@ Numbers are rounded to the dtype of the activations after scaling, as `decode` t
 group too where it is bfloat16). Gluon has no interpreter: on a CPU this is compiled and its code read, not run.
 """
 
-from functools import cache
-from typing import Any
-
-import torch
-import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,28 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nstf.kernels.triton import gemm as _gemm
 from nstf.kernels.triton import gemv as _gemv
 from nstf.kernels.triton import operands as _operands
-from nstf.kernels.triton.gemv import (
-    even_sizes,
-    launch,
-    layout_name,
-    leaf_arguments,
-    overlap_options,
-    overlaps,
-    processors_of,
-    scale_type,
-)
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
-
 # Functions of plain Triton that work on elements alone, for use in Gluon.
 codes_at = gluon.jit(_gemm.codes_at.fn)
 numbers32 = gluon.jit(_gemm.numbers32.fn)
 scale_value = gluon.jit(_gemv.scale_value.fn)
 looked_up = gluon.jit(_operands.looked_up.fn)
 bytes_of = gluon.jit(_operands.bytes_of.fn)
-
-SMALLEST_BATCH = 17
-
 
 @gluon.constexpr_function
 def words_layout(warps, rows):
@@ -550,128 +528,3 @@ def wgmma_kernel(
             gl.store(y + to_line[:, None] * rows + to_row[None, :], out, to_ok)
         left = tile * chunks + first
     async_copy.wait_group(0)
-
-
-def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether to take this kernel: Hopper, 16-bit activations that its copy engine reads, groups of whole runs."""
-    if arch != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or triton.knobs.runtime.interpret:
-        return False
-    return batch >= SMALLEST_BATCH and (layout.whole or layout.group % RUN == 0) and layout.cols % 8 == 0
-
-
-def wgmma_specs(
-    layout: Layout,
-    batch: int,
-    dtype: torch.dtype,
-    arch: str,
-    out: torch.dtype | None = None,
-    tile: dict[str, int] | None = None,
-) -> list[KernelSpec]:
-    """The launch for X [batch, cols]. `tile` overrides the choice; `out`: Y's dtype (X's when None)."""
-    out = out or dtype
-    chosen = _tile(layout, batch, arch) | (tile or {})
-    bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
-    span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
-    units = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm) * triton.cdiv(layout.padded, span)
-    half = dtype == torch.float16
-    # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
-    pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
-    pairs |= layout.mode == FLOAT or (layout.mode == TABLE and half)
-    return [
-        KernelSpec(
-            name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
-            f"_{bm}x{bn}x{bk}a{ahead}w{warps}" + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
-            fn=wgmma_kernel,
-            signature={
-                "x": f"tensordesc<{pointer_type(dtype)[1:]}[{bm}, {bk}],{_shared(bk)!r}>",
-                "words": "*i32",
-                "scale": scale_type(layout),
-                "zeros": "*u8",
-                "row_scale": "*fp32",
-                "table": "*fp16",
-                "y": pointer_type(out),
-                "parts": "*fp32",
-                "flags": "*i32",
-                **dict.fromkeys(("batch", "rows", "cols", "padded"), "i32"),
-            },
-            constants={
-                "PLANES": tuple(b for b, _ in layout.planes),
-                "SHIFTS": tuple(s for _, s in layout.planes),
-                "BITS": layout.bits,
-                "ZERO": layout.zero,
-                "GROUP": layout.group,
-                "GROUPS": layout.groups,
-                "SCALES": layout.scales,
-                "MODE": layout.mode,
-                "EXPONENT": layout.exponent,
-                "BIAS": layout.bias,
-                "DTYPE": tl.float16 if half else tl.bfloat16,
-                "PAIRS": pairs,
-                "PDL": overlaps(arch),
-                "BM": bm,
-                "BN": bn,
-                "BK": bk,
-                "AHEAD": ahead,
-                "WARPS": warps,
-            },
-            divisible=(
-                *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
-                *even_sizes(layout),
-            ),
-            num_warps=warps,
-            num_stages=1,
-            options=overlap_options(arch) | ({"maxnreg": chosen["REGISTERS"]} if chosen["REGISTERS"] else {}),
-            batch=batch,
-            kind="wgmma",
-            # A program without a share would be waited for by the one above it.
-            grid=(min(units, chosen["PROGRAMS"]), 1, 1),
-        )
-    ]
-
-
-def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    (spec,) = specs
-    layout, batch, known = packed.layout, len(x), spec.constants
-    # The copy engine wants rows side by side from an aligned address on.
-    x = x.contiguous()
-    if x.data_ptr() % 16:
-        x = x.clone()
-    tile = [known["BM"], known["BK"]]
-    described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
-    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
-    parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
-    flags = _flags(x.device, torch.cuda.current_stream(x.device).cuda_stream, spec.grid[0])
-    sizes = (batch, layout.rows, layout.cols, layout.padded)
-    launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
-    return y
-
-
-@cache
-def _flags(device: torch.device, stream: int, programs: int) -> Tensor:
-    """Zeros that launches on a stream hand on to each other."""
-    return torch.zeros(programs, dtype=torch.int32, device=device)
-
-
-@cache
-def _shared(bk: int) -> Any:
-    """How a tile of activations lies in shared memory: rows of bk numbers, swizzled."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * bk), element_bitwidth=16, rank=2)
-
-
-def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
-    """Two programs of four warps on a multiprocessor, or one of eight."""
-    runs = 16 // min(b for b, _ in layout.planes)
-    bm = max(32, min(256, triton.next_power_of_2(batch)))
-    large = bm == 256
-    return {
-        "BM": bm,
-        "BN": 128,
-        "BK": 64 if runs % 2 == 0 else 32,
-        "AHEAD": 3 if large else 4,
-        "WARPS": 8 if large else 4,
-        "REGISTERS": 0,
-        "PROGRAMS": processors_of(arch) * (1 if large else 2),
-    }

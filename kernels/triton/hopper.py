@@ -1,0 +1,185 @@
+"""When and how wgmma.py runs: the choice of tiles, the launch, and whether this Triton has what it is written in."""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.triton.gemv import (
+    even_sizes,
+    launch,
+    layout_name,
+    leaf_arguments,
+    overlap_options,
+    overlaps,
+    processors_of,
+    scale_type,
+)
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+# Above, decoding once for all tiles of activations is faster.
+LARGEST_BATCH = 2048
+_BN = 128
+# Matrices of so many tiles of rows, and of so many weights, are where it was faster on an H200 (docs/gpu_speed.md): programs
+# that share a tile exchange its sums, which small matrices do not repay.
+_TALL, _LARGE = 100 * _BN, 1 << 25
+
+
+def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether to take this kernel: Hopper, 16-bit activations that its copy engine reads, groups of whole runs, and a
+    matrix and batch for which it is faster than gemm.py."""
+    if arch != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not available():
+        return False
+    if not (layout.whole or layout.group % RUN == 0) or layout.cols % 8:
+        return False
+    tall, large = layout.rows >= _TALL, layout.rows * layout.cols >= _LARGE
+    # What gemm.py decodes fast.
+    light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
+    if batch <= 16 or batch > LARGEST_BATCH:
+        return False
+    if batch <= 32:
+        return tall and not (light and (layout.bits <= 4 or (layout.bits == 8 and not layout.whole)))
+    light &= layout.bits in (4, 8)
+    if batch <= 64:
+        return tall and not light
+    return large and (batch > 128 or tall or not light)
+
+
+def available() -> bool:
+    """Whether this Triton has Gluon; its interpreter does not run it."""
+    return not triton.knobs.runtime.interpret and _has_gluon()
+
+
+@cache
+def _has_gluon() -> bool:
+    try:
+        return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    except ImportError:
+        return False
+
+
+def wgmma_specs(
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    out: torch.dtype | None = None,
+    tile: dict[str, int] | None = None,
+) -> list[KernelSpec]:
+    """The launch for X [batch, cols]. `tile` overrides the choice; `out`: Y's dtype (X's when None)."""
+    from nstf.kernels.triton.wgmma import runs_of, wgmma_kernel
+
+    out = out or dtype
+    chosen = _tile(layout, batch, arch) | (tile or {})
+    bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
+    span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
+    units = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm) * triton.cdiv(layout.padded, span)
+    half = dtype == torch.float16
+    # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
+    pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
+    pairs |= layout.mode == FLOAT or (layout.mode == TABLE and half)
+    return [
+        KernelSpec(
+            name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
+            f"_{bm}x{bn}x{bk}a{ahead}w{warps}" + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
+            fn=wgmma_kernel,
+            signature={
+                "x": f"tensordesc<{pointer_type(dtype)[1:]}[{bm}, {bk}],{_shared(bk)!r}>",
+                "words": "*i32",
+                "scale": scale_type(layout),
+                "zeros": "*u8",
+                "row_scale": "*fp32",
+                "table": "*fp16",
+                "y": pointer_type(out),
+                "parts": "*fp32",
+                "flags": "*i32",
+                **dict.fromkeys(("batch", "rows", "cols", "padded"), "i32"),
+            },
+            constants={
+                "PLANES": tuple(b for b, _ in layout.planes),
+                "SHIFTS": tuple(s for _, s in layout.planes),
+                "BITS": layout.bits,
+                "ZERO": layout.zero,
+                "GROUP": layout.group,
+                "GROUPS": layout.groups,
+                "SCALES": layout.scales,
+                "MODE": layout.mode,
+                "EXPONENT": layout.exponent,
+                "BIAS": layout.bias,
+                "DTYPE": tl.float16 if half else tl.bfloat16,
+                "PAIRS": pairs,
+                "PDL": overlaps(arch),
+                "BM": bm,
+                "BN": bn,
+                "BK": bk,
+                "AHEAD": ahead,
+                "WARPS": warps,
+            },
+            divisible=(
+                *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
+                *even_sizes(layout),
+            ),
+            num_warps=warps,
+            num_stages=1,
+            options=overlap_options(arch) ,
+            batch=batch,
+            kind="wgmma",
+            # A program without a share would be waited for by the one above it.
+            grid=(min(units, chosen["PROGRAMS"]), 1, 1),
+        )
+    ]
+
+
+def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    (spec,) = specs
+    layout, batch, known = packed.layout, len(x), spec.constants
+    # The copy engine wants rows side by side from an aligned address on.
+    x = x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    tile = [known["BM"], known["BK"]]
+    described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
+    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
+    parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
+    flags = _flags(x.device, torch.cuda.current_stream(x.device).cuda_stream, spec.grid[0])
+    sizes = (batch, layout.rows, layout.cols, layout.padded)
+    launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
+    return y
+
+
+@cache
+def _flags(device: torch.device, stream: int, programs: int) -> Tensor:
+    """Zeros that launches on a stream hand on to each other."""
+    return torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+@cache
+def _shared(bk: int) -> Any:
+    """How a tile of activations lies in shared memory: rows of bk numbers, swizzled."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * bk), element_bitwidth=16, rank=2)
+
+
+def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
+    """One program of eight warps on a multiprocessor, or two of four for few rows of activations: from sweeps on an H200."""
+    bm = max(32, min(256, triton.next_power_of_2(batch)))
+    # Codes of three planes and of two that are dear leave no room in the registers of four warps.
+    small = bm <= 64 and layout.bits not in (5, 7)
+    return {
+        "BM": bm,
+        "BN": _BN,
+        # A chunk of 3-bit codes is an odd number of runs.
+        "BK": 32 if layout.bits == 3 else 64,
+        "AHEAD": 3 if bm == 256 else 4,
+        "WARPS": 4 if small else 8,
+        "PROGRAMS": processors_of(arch) * (2 if small else 1),
+    }
