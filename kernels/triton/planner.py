@@ -272,25 +272,18 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
         if row.wave == 64:
             nonkdims = [16, 32] if min(block_m, block_n) >= 32 else [16]
         tiles_m = -(-p.m // block_m)
+        # RDNA's waves have 256 registers, and spilled when they walked.
+        walks = tiles_m > 1 and p.rows <= min(MOST_WALKED, MOST_TILES * block_m) and block_k <= MOST_DEPTH
+        walks = walks and not (amd and row.wave == 32)
         for nonkdim in nonkdims:
-            tile: tuple[Any, ...] = (True, block_m, block_n, block_k)
+            common = {"waves": waves, "stages": stage, "nonkdim": nonkdim, "kpack": kpack}
+            shape = block_m, block_n, block_k
             for split in splits if tiles_m == 1 else [1]:
                 # With nothing shared by workgroups their order says nothing.
                 dies = row.xcds if tiles_m > 1 or split > 1 else 1
-                yield Tiling(
-                    "output", *tile, split, waves, stage, nonkdim, kpack, group=min(8, tiles_m), xcds=dies
-                )
-            # Not on RDNA, whose waves have 256 registers: compiled ones spilled.
-            fits = not (amd and row.wave == 32)
-            if (
-                fits
-                and tiles_m > 1
-                and p.rows <= min(MOST_WALKED, MOST_TILES * block_m)
-                and block_k <= MOST_DEPTH
-            ):
-                for split in splits:
-                    dies = row.xcds if split > 1 else 1
-                    yield Tiling("weight", *tile, split, waves, stage, nonkdim, kpack, xcds=dies)
+                yield Tiling("output", True, *shape, split, group=min(8, tiles_m), xcds=dies, **common)
+            for split in splits if walks else []:
+                yield Tiling("weight", True, *shape, split, xcds=row.xcds if split > 1 else 1, **common)
 
 
 def plan(
