@@ -502,7 +502,7 @@ def corrected_specs(
             fn=fn,
             signature={**pointers, **dict.fromkeys(("batch", "rows", "cols", *others), "i32")},
             constants={
-                **base.constants,
+                **{name: value for name, value in base.constants.items() if name in fn.arg_names},
                 "PDL": False,
                 "PHASE": phase,
                 "COLUMN_PROGRAMS": column_programs,

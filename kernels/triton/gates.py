@@ -54,6 +54,9 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
         planes = tuple(int(plane) for plane in c["PLANES"])
         weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]
         return Expected(matrix=True, weights=weights, weight_bytes=weights * sum(planes) / 8)
+    if kind == "attend":
+        # Not every target has matrix instructions for float32.
+        return Expected(matrix=spec.signature["keys"] != "*fp32")
     # Kernels that read codes (or factors) read them wide; those that read activations or sums take what there is.
     return Expected(matrix=kind.endswith("gemm"), wide_loads=kind in READ_WEIGHTS)
 

@@ -1,11 +1,14 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
 """A few to some hundred rows of activations times a packed matrix, on matrix cores: Y = X W^T.
 
 A program takes `BN` rows of W and `BM` of X. Codes go from their word to pairs of 16-bit numbers in registers (two at a
 time: low and high half of a word are neighbouring columns), without a conversion for integers: with the bits of a power of
 two around it, a code is that power plus the code. Sums over a group stay exact integers times activations and are scaled as
 sums, so that nothing is rounded but the activations and the result; for large batches, where the sums outnumber the
-weights, the weights are scaled instead (`SCALE_WEIGHTS`).
+weights, the weights are scaled instead (`SCALE_WEIGHTS`). Where decoding is dear, a program multiplies several tiles of
+activations with what it decodes (`WALK`: weight-stationary).
 
 Where the matrix gives too few programs, the columns are split over programs (`SPLIT`) whose float32 sums a second small
 kernel adds up: in a fixed order, so results do not change from run to run.
@@ -16,95 +19,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.gemm_tile import MOST_BESIDE, tile_for
 from nstf.kernels.triton.gemv import (
+    dies_of,
     even_sizes,
     launch,
     layout_name,
     leaf_arguments,
     overlap_options,
     overlaps,
-    processors_of,
     scale_type,
     scale_value,
     sum_spec,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.numbers import codes_at, numbers32, pair16
+from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-# The widest tile of activations, beyond which the batch is split over programs.
-WIDEST = 128
-
 
 @triton.jit
-def codes_at(w0, w1, w2, J: tl.constexpr, PLANES: tl.constexpr, SHIFTS: tl.constexpr):
-    """The two codes of run J in each word: one in either half of an int32. J counts from the chunk of each plane."""
-    N0: tl.constexpr = 16 // PLANES[0]
-    M0: tl.constexpr = ((1 << PLANES[0]) - 1) * 0x00010001
-    t = (w0 >> ((J % N0) * PLANES[0])) & M0
-    if len(PLANES) > 1:
-        N1: tl.constexpr = 16 // PLANES[1]
-        M1: tl.constexpr = ((1 << PLANES[1]) - 1) * 0x00010001
-        t |= ((w1 >> ((J % N1) * PLANES[1])) & M1) << SHIFTS[1]
-    if len(PLANES) > 2:
-        N2: tl.constexpr = 16 // PLANES[2]
-        M2: tl.constexpr = ((1 << PLANES[2]) - 1) * 0x00010001
-        t |= ((w2 >> ((J % N2) * PLANES[2])) & M2) << SHIFTS[2]
-    return t
+def placed(BESIDE: tl.constexpr, DIES: tl.constexpr):
+    """This program's tile of W's rows, of X's rows, and part of the columns.
 
-
-@triton.jit
-def numbers32(
-    code, table, zero, MODE: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr
-):
-    """Codes as the float32 they stand for, without their scale."""
-    if MODE == 0:
-        # Bits of 2^23 around a small integer: no conversion instruction, and exact.
-        return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-    elif MODE == 1:
-        LOW: tl.constexpr = 23 - (BITS - 1 - EXPONENT)
-        sign = code >> (BITS - 1)
-        rest = (code & ((1 << (BITS - 1)) - 1)) << LOW
-        return ((sign << 31) | rest).to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
-    else:
-        return tl.load(table + code).to(tl.float32)
-
-
-@triton.jit
-def _pair16(
-    t,
-    zero,
-    DTYPE: tl.constexpr,
-    MODE: tl.constexpr,
-    BITS: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    AMD: tl.constexpr,
-):
-    """[BN, LANES] pairs of codes -> [BN, 2 LANES] numbers of 16 bits; floats times a power of two (`after_of`)."""
-    if AMD and MODE == 0 and DTYPE == tl.bfloat16:
-        # No vector ALU of theirs subtracts bfloat16. In float32, whose upper half small integers do not exceed.
-        low = ((t & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-        high = ((t >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-        low = (low.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-        high = (high.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-        return tl.reshape(tl.join(low, high), [t.shape[0], 2 * t.shape[1]])
-    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-    if MODE == 0:
-        # Constants, not an argument: only then does Triton move the change of layout from the numbers to the words.
-        if DTYPE == tl.float16:
-            t = t | 0x64006400  # 1024 + code
-        else:
-            t = t | 0x43004300  # 128 + code
-    else:
-        REST: tl.constexpr = ((1 << (BITS - 1)) - 1) * 0x00010001
-        SIGN: tl.constexpr = (1 << (BITS - 1)) * 0x00010001
-        LOW: tl.constexpr = MANTISSA - (BITS - 1 - EXPONENT)
-        t = ((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW)
-    low = t.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (t >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    pairs = tl.reshape(tl.join(low, high), [t.shape[0], 2 * t.shape[1]])
-    if MODE == 0:
-        pairs -= ((1 << MANTISSA) + zero).to(DTYPE)
-    return pairs
+    As launched, neighbours differ in their rows of W. With BESIDE above 1 that many tiles of X run side by side and share
+    rows of W; with DIES above 1, too, each die gets a stretch of that order, and not every DIES-th program: the hardware
+    deals programs to its dies in turn, and each die has a cache of its own.
+    """
+    n = tl.program_id(0)
+    m = tl.program_id(1)
+    part = tl.program_id(2)
+    if DIES > 1 or BESIDE > 1:
+        tall = tl.num_programs(0)
+        wide = tl.num_programs(1)
+        at = n + tall * (m + wide * part)
+        if DIES > 1:
+            # The first `longer` dies have a program more than the others.
+            count = tall * wide * tl.num_programs(2)
+            longer = count % DIES
+            at = at % DIES * (count // DIES) + tl.minimum(at % DIES, longer) + at // DIES
+        part = at // (tall * wide)
+        at = at % (tall * wide)
+        first = at // (BESIDE * tall) * BESIDE
+        several = tl.minimum(wide - first, BESIDE)
+        at = at - first * tall
+        m = first + at % several
+        n = at // several
+    return n, m, part
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -143,6 +103,9 @@ def gemm_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     LANES: tl.constexpr,
+    WALK: tl.constexpr = 1,  # tiles of activations that a program multiplies with what it decodes
+    BESIDE: tl.constexpr = 1,  # the order of programs (`placed`)
+    DIES: tl.constexpr = 1,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 2 * LANES
@@ -162,12 +125,11 @@ def gemm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    col = tl.program_id(1) * BM + tl.arange(0, BM)
+    at_n, at_m, at_k = placed(BESIDE, DIES)
+    row = at_n * BN + tl.arange(0, BN)
     word = tl.arange(0, LANES)
     run = tl.arange(0, RUN)
     row_ok = row < rows
-    batch_ok = col < batch
     # Rows that do not exist read row 0: in bounds, and never stored.
     safe = tl.where(row_ok, row, 0)
     at0 = safe[:, None] * (padded // (RUN * N0) * LANES) + word[None, :]
@@ -177,20 +139,22 @@ def gemm_kernel(
         at1 = (safe[:, None] * PLANES[1] + rows * SHIFTS[1]) * (padded // 32) + word[None, :]
     if len(PLANES) > 2:
         at2 = (safe[:, None] * PLANES[2] + rows * SHIFTS[2]) * (padded // 32) + word[None, :]
-    at_x = tl.where(batch_ok, col, 0)[:, None] * cols + run[None, :]
-
-    if SWAP:
-        acc = tl.zeros([BN, BM], tl.float32)
-    else:
-        acc = tl.zeros([BM, BN], tl.float32)
+    at_x = ()
+    accs = ()
+    for i in tl.static_range(WALK):
+        col = (at_m * WALK + i) * BM + tl.arange(0, BM)
+        at_x = at_x + (tl.where(col < batch, col, 0)[:, None] * cols + run[None, :],)
+        accs = accs + (tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32),)
     chunks = padded // SPAN
     each = (chunks + SPLIT - 1) // SPLIT
-    first = tl.program_id(2) * each
+    first = at_k * each
     for several in range(first, tl.minimum(first + each, chunks), CHUNKS):
         for one in tl.static_range(CHUNKS):
             chunk = several + one
+            parts = ()
             if LATE and not WHOLE:
-                part = tl.zeros_like(acc)
+                for i in tl.static_range(WALK):
+                    parts = parts + (tl.zeros_like(accs[i]),)
             for j in tl.static_range(J):
                 if j % N0 == 0:
                     w0 = tl.load(words + at0 + (chunk * (J // N0) + j // N0) * LANES)
@@ -204,10 +168,13 @@ def gemm_kernel(
                     if j % N2 == 0:
                         w2 = tl.load(words + at2 + (chunk * (J // N2) + j // N2) * LANES)
                 k = chunk * SPAN + j * RUN
-                if EVEN:
-                    some = tl.load(x + at_x + k)
-                else:
-                    some = tl.load(x + at_x + k, mask=(run + k < cols)[None, :], other=0.0)
+                some = ()
+                for i in tl.static_range(WALK):
+                    if EVEN:
+                        tile = tl.load(x + at_x[i] + k)
+                    else:
+                        tile = tl.load(x + at_x[i] + k, mask=(run + k < cols)[None, :], other=0.0)
+                    some = some + (tile.to(tl.float32) if WIDE else tile,)
 
                 group = k // GROUP
                 if not EVEN:
@@ -220,7 +187,7 @@ def gemm_kernel(
                     zero = tl.full([1, 1], 0, tl.float32)
                 t = codes_at(w0, w1, w2, j, PLANES, SHIFTS)
                 if PAIRS and UNIFORM:
-                    numbers = _pair16(t, zero, DTYPE, MODE, BITS, EXPONENT, AMD)
+                    numbers = pair16(t, zero, DTYPE, MODE, BITS, EXPONENT, AMD)
                     if not LATE:
                         factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
                         numbers *= factor.to(DTYPE)[:, None]
@@ -239,38 +206,42 @@ def gemm_kernel(
                         numbers *= scale_value(tl.load(scale + at_scale), SCALES)
                     if not WIDE:
                         numbers = numbers.to(DTYPE)
-                if WIDE:
-                    some = some.to(tl.float32)
-                if LATE and not WHOLE:
+                # A second set of sums would not find room in registers for the largest tiles.
+                sums = parts if LATE and not WHOLE else accs
+                grown = ()
+                for i in tl.static_range(WALK):
                     if SWAP:
-                        part = tl.dot(numbers, tl.trans(some), part, input_precision="ieee")
+                        one_sum = tl.dot(numbers, tl.trans(some[i]), sums[i], input_precision="ieee")
                     else:
-                        part = tl.dot(some, tl.trans(numbers), part, input_precision="ieee")
+                        one_sum = tl.dot(some[i], tl.trans(numbers), sums[i], input_precision="ieee")
+                    grown = grown + (one_sum,)
+                if LATE and not WHOLE:
+                    parts = grown
                     if (j + 1) % FLUSH == 0:
                         factor = scale_value(tl.load(scale + safe * GROUPS + group), SCALES)
-                        if SWAP:
-                            acc += part * factor[:, None]
-                        else:
-                            acc += part * factor[None, :]
-                        part = tl.zeros_like(part)
+                        factor = factor[:, None] if SWAP else factor[None, :]
+                        scaled = ()
+                        parts = ()
+                        for i in tl.static_range(WALK):
+                            scaled = scaled + (accs[i] + grown[i] * factor,)
+                            parts = parts + (tl.zeros_like(grown[i]),)
+                        accs = scaled
                 else:
-                    # A second set of sums would not find room in registers for the largest tiles.
-                    if SWAP:
-                        acc = tl.dot(numbers, tl.trans(some), acc, input_precision="ieee")
-                    else:
-                        acc = tl.dot(some, tl.trans(numbers), acc, input_precision="ieee")
+                    accs = grown
 
     factor = tl.full([BN], AFTER, tl.float32)
     if LATE and WHOLE:
         factor *= scale_value(tl.load(scale + safe), SCALES)
     if SCALES == 1:
         factor *= tl.load(row_scale + safe)
-    if SWAP:
-        acc = tl.trans(acc * factor[:, None])
-    else:
-        acc = acc * factor[None, :]
-    at = (tl.program_id(2) * batch + col)[:, None] * rows + row[None, :]
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=batch_ok[:, None] & row_ok[None, :])
+    for i in tl.static_range(WALK):
+        col = (at_m * WALK + i) * BM + tl.arange(0, BM)
+        if SWAP:
+            acc = tl.trans(accs[i] * factor[:, None])
+        else:
+            acc = accs[i] * factor[None, :]
+        at = (at_k * batch + col)[:, None] * rows + row[None, :]
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=(col < batch)[:, None] & row_ok[None, :])
 
 
 def gemm_specs(
@@ -286,8 +257,8 @@ def gemm_specs(
     `tile` overrides the choice; `out`: Y's dtype (X's when None).
     """
     out = out or dtype
-    chosen = _tile(layout, batch, dtype, arch) | (tile or {})
-    bm, bn, split = chosen["BM"], chosen["BN"], chosen["SPLIT"]
+    chosen = tile_for(layout, batch, dtype, arch) | (tile or {})
+    bm, bn, split, walk = chosen["BM"], chosen["BN"], chosen["SPLIT"], chosen["WALK"]
     narrow = min(b for b, _ in layout.planes)
     span = RUN * (16 // narrow)
     chunks = layout.padded // span
@@ -311,6 +282,11 @@ def gemm_specs(
         else 1.0
     )
     even = layout.cols == layout.padded
+    tiles_m = triton.cdiv(batch, bm * walk)
+    # What programs can share: rows of W those of several tiles of X, columns of X those of one part of the columns.
+    shared = tiles_m > 1 or split > 1
+    dies = (chosen["DIES"] or dies_of(arch)) if shared else 1
+    beside = min(tiles_m, chosen["BESIDE"] or (MOST_BESIDE if dies > 1 else 1))
     constants = {
         "PLANES": tuple(b for b, _ in layout.planes),
         "SHIFTS": tuple(s for _, s in layout.planes),
@@ -335,9 +311,14 @@ def gemm_specs(
         "BM": bm,
         "BN": bn,
         "LANES": LANES,
+        "WALK": walk,
+        "BESIDE": beside,
+        "DIES": dies,
     }
     name = f"{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
     flags = ("e" if even else "") + ("s" if scaled_first else "") + ("l" if chosen["SWAP"] else "")
+    flags += (f"a{walk}" if walk > 1 else "") + (f"b{beside}" if beside > 1 else "")
+    flags += f"d{dies}" if dies > 1 else ""
     product = KernelSpec(
         name=f"gemm_{name}_{bm}x{bn}x{split}w{chosen['WARPS']}p{chosen['STAGES']}k{several}{flags}"
         + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
@@ -362,7 +343,7 @@ def gemm_specs(
         options=overlap_options(arch),
         batch=batch,
         kind="gemm",
-        grid=(triton.cdiv(layout.rows, bn), triton.cdiv(batch, bm), split),
+        grid=(triton.cdiv(layout.rows, bn), tiles_m, split),
     )
     return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
 
@@ -387,45 +368,3 @@ def gemm(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | 
     if len(specs) > 1:
         launch(specs[1], parts, y, y.numel())
     return y
-
-
-def _tile(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str, int]:
-    """Tile sizes, warps and stages for a batch."""
-    amd = not arch.startswith("sm_")
-    span = RUN * (16 // min(b for b, _ in layout.planes))
-    bm = max(16, min(WIDEST, triton.next_power_of_2(batch)))
-    # RDNA's registers hold no wider tile: 128 columns on four waves spilled hundreds of them.
-    rdna = arch.startswith("gfx1")
-    bn = 64 if bm <= 16 or (rdna and bm >= 64) else 128
-
-    def stage_bytes() -> int:
-        return int(bm * span * dtype.itemsize + bn * span * layout.bits // 8)
-
-    # The shared memory of a program: 64 KiB on CDNA and RDNA, 227 KiB on Hopper, where two stages at least should fit.
-    while stage_bytes() > (60_000 if amd else 100_000) and bm > 16:
-        bm //= 2
-    while stage_bytes() > (60_000 if amd else 100_000) and bn > 32:
-        bn //= 2
-    programs = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
-    processors, split = processors_of(arch), 1
-    if bm <= 32:
-        # Some five small programs for each multiprocessor.
-        while programs * split < processors * (5 if bm == 16 else 1.5) and split < 8:
-            split *= 2
-    else:
-        # As many as run at once: two on a multiprocessor, one of the largest.
-        split = max(1, min(8, processors * (2 if bm == 64 else 1) // programs))
-    stages = max(2, min(3 if bm <= 16 else 4, int(220_000 / stage_bytes() + 0.4)))
-    if amd:
-        # Look-ups keep more in registers.
-        stages = 1 if rdna and bm >= 128 and layout.mode == TABLE else 2
-    return {
-        "BM": bm,
-        "BN": bn,
-        "SPLIT": split,
-        "WARPS": 8 if bm >= 128 and (rdna or not amd) else 4,
-        "STAGES": stages,
-        "SWAP": 1,
-        "CHUNKS": 1,
-        "SCALE_WEIGHTS": 0,
-    }

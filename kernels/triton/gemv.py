@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.packed import INTEGER, LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -287,6 +288,11 @@ def processors_of(arch: str) -> int:
     return {"sm_80": 108, "sm_90": 132, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 96}.get(
         arch, 64
     )
+
+
+def dies_of(arch: str) -> int:
+    """Dies of that card that programs are dealt to in turn, each with a second-level cache of its own."""
+    return ARCHITECTURES[arch].xcds if arch in ARCHITECTURES else 1
 
 
 def overlaps(arch: str) -> bool:

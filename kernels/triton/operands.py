@@ -13,7 +13,7 @@ its numbers, since with more the way Triton deals tensors to lanes differs betwe
 import triton
 import triton.language as tl
 
-from nstf.kernels.triton.gemm import numbers32
+from nstf.kernels.triton.numbers import numbers32
 
 
 @triton.jit

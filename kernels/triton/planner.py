@@ -6,9 +6,11 @@ cache and local memory: small tiles read each number more often) and latency (to
 memory's bandwidth: Little's law). It orders candidates; it does not promise a time. The tuner measures the short list
 alone, and remembers the best by (architecture, shape, format).
 
-Two dataflows. Output-stationary: a workgroup keeps a tile of the output in registers, walks over k and decodes every
-weight once for each tile of rows. Weight-stationary: it keeps a decoded tile of weights in local memory, walks over the
-rows and adds into the output: each weight is decoded once, the output is written more often.
+Two dataflows, both of gemm.py. Output-stationary: a workgroup keeps a tile of the output in registers and walks over k;
+every weight is decoded once for each tile of rows. Weight-stationary: what it decodes stays in registers while all rows
+pass, a tile at a time: every weight is decoded once, and the sums of all tiles are in registers, which limits the rows to
+MOST_WALKED. With more, decoding to memory once and a dense product (linear.py) write less than sums that leave the
+registers would.
 """
 
 import json
@@ -29,8 +31,10 @@ VECTOR_ROWS, MATRIX_ROWS = 8, 2
 BASE_REGISTERS = 40
 # Above this share of the registers that a wave can address, or of 256, compiled tilings began to spill.
 REGISTER_SHARE = 0.81
-# Depth of the pieces in which decoded weights change threads, and in which kept weights meet activations.
-RUN_DEPTH, KEPT_DEPTH = 32, 64
+# Depth of the pieces in which decoded weights change threads.
+RUN_DEPTH = 32
+# Rows whose sums a weight-stationary workgroup holds, and tiles of them; more tiles or deeper iterations spilled.
+MOST_WALKED, MOST_TILES, MOST_DEPTH = 256, 4, 256
 # Clocks that an iteration of a matrix loop loses at its barriers and waits when no other workgroup fills them. Assumed.
 ITERATION_CLOCKS = 200
 # The share of the lesser times that the greatest does not hide. Assumed; it decides between equals.
@@ -45,6 +49,7 @@ class Problem:
 
     bits: stored for each weight, scales counted. decode: vector instructions to make a number of a stored weight
     (`nstf compile --report` counts them). format: the encoding's name, a key of the cache. activation_bits: 16 or 8.
+    depth: columns of an iteration where the encoding leaves no choice; 0: any.
     """
 
     m: int
@@ -54,6 +59,7 @@ class Problem:
     decode: float
     format: str
     activation_bits: int = 16
+    depth: int = 0
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 1 or self.bits <= 0 or self.decode < 0:
@@ -63,10 +69,14 @@ class Problem:
     def weight_bytes(self) -> float:
         return self.n * self.k * self.bits / 8
 
+    @property
+    def rows(self) -> int:
+        """The next power of two: a tiling serves a range of batches."""
+        return 1 << (self.m - 1).bit_length()
+
     def key(self, target: str) -> str:
-        """The cache's key. Rows count by the next power of two: a tiling serves a range of batches."""
-        rows = 1 << (self.m - 1).bit_length()
-        return f"{target}/{rows}x{self.n}x{self.k}/{self.format}"
+        """The cache's key."""
+        return f"{target}/{self.rows}x{self.n}x{self.k}/{self.format}"
 
 
 @dataclass(frozen=True, order=True)
@@ -92,6 +102,10 @@ class Tiling:
     waves_per_eu: int = 0
     group: int = 1
     xcds: int = 1
+
+    def walked(self, problem: Problem) -> int:
+        """Tiles of rows that a workgroup multiplies with the same decoded weights."""
+        return max(1, problem.rows // self.block_m) if self.dataflow == "weight" else 1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,11 +137,9 @@ def lds_bytes(problem: Problem, tiling: Tiling, row: Architecture) -> int:
     width = problem.activation_bits // 8
     if not tiling.matrix:
         return 4 * tiling.waves * max(tiling.block_m * tiling.block_n, 1)  # the sum over waves
-    if tiling.dataflow == "weight":
-        staged = tiling.block_m * KEPT_DEPTH * width
-        return tiling.block_n * tiling.block_k * width + staged * tiling.stages
     copies = tiling.stages - 1 if row.backend == "hip" else tiling.stages
-    staged = tiling.block_m * tiling.block_k * width * copies + tiling.block_n * RUN_DEPTH * width
+    rows = tiling.block_m * tiling.walked(problem)
+    staged = rows * tiling.block_k * width * copies + tiling.block_n * RUN_DEPTH * width
     return max(staged if tiling.stages > 1 else 0, tiling.block_m * tiling.block_n * 2)
 
 
@@ -137,17 +149,17 @@ def registers(problem: Problem, tiling: Tiling, row: Architecture) -> int:
     From compiled tilings of gemm.py: at most a quarter too low, and above the limit for those that spilled.
     """
     lanes = tiling.waves * row.wave
-    sums = tiling.block_m * tiling.block_n / lanes
-    # Weights that stay in local memory pass through the registers in pieces.
-    depth = tiling.block_k if tiling.dataflow == "output" else min(tiling.block_k, KEPT_DEPTH)
+    rows = tiling.block_m * tiling.walked(problem)
+    sums = rows * tiling.block_n / lanes
+    depth = tiling.block_k
     raw = tiling.block_n * depth * problem.bits / 32 / lanes * max(1, tiling.stages - 1)
     width = problem.activation_bits / 32
     if tiling.matrix:
         # RDNA3 keeps each operand twice, once in either half of the wave.
         copies = 2 if row.target.startswith("gfx11") else 1
-        operands = copies * width * depth * (tiling.block_m + tiling.block_n) / lanes
+        operands = copies * width * depth * (rows + tiling.block_n) / lanes
         if row.backend == "hip" and tiling.stages > 1:
-            raw += width * depth * tiling.block_m / lanes
+            raw += width * depth * rows / lanes
     else:
         sums = tiling.block_m * max(1.0, tiling.block_n * tiling.block_k / lanes / 8)
         operands = tiling.block_k * (tiling.block_n + tiling.block_m) * width / lanes
@@ -163,19 +175,19 @@ def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction |
     if fits.groups_per_unit < 1 or fits.waves_per_simd < tiling.waves_per_eu:
         return None
     p, t = problem, tiling
-    tiles_m, tiles_n = -(-p.m // t.block_m), -(-p.n // t.block_n)
-    if t.dataflow == "output":
-        tiles_k, decodes = t.split_k, tiles_m
-        groups = tiles_m * tiles_n * t.split_k
-    else:
-        tiles_k, decodes = -(-p.k // t.block_k), 1
-        groups = tiles_n * tiles_k
-    # Memory: weights come once for each group of rows that runs beside each other; activations once for each die;
-    # sums of parts of k are written as float32 and read again.
+    walked, tiles_n, tiles_k = t.walked(p), -(-p.n // t.block_n), t.split_k
+    # Workgroups along the rows; each of them decodes all weights.
+    along_m = -(-p.m // (t.block_m * walked))
+    tiles_m = along_m * walked
+    groups = along_m * tiles_n * tiles_k
+    # Memory: weights come once for each group of rows that runs beside each other; activations once for each die, of a
+    # part of k to those that work on it; sums of parts of k are written as float32 and read again.
     dies = min(row.xcds, tiles_n)
-    rereads = -(-tiles_m // max(1, t.group)) if t.dataflow == "output" else 1
-    if t.xcds == 1 and row.xcds > 1 and tiles_m > 1:
-        rereads = min(tiles_m, rereads * row.xcds)
+    rereads = -(-along_m // max(1, t.group))
+    if row.xcds > 1 and t.xcds == 1:
+        rereads = min(along_m, rereads * row.xcds)
+    elif row.xcds > 1:
+        dies = max(1, dies // tiles_k)
     activations = p.m * p.k * p.activation_bits / 8
     again = 1.0 if activations <= row.cache_bytes else max(1.0, tiles_n / max(1, row.units // row.xcds))
     output = p.m * p.n * (2 if tiles_k == 1 else 2 + 8 * tiles_k)
@@ -183,11 +195,11 @@ def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction |
     # Work is dealt in whole workgroups: the last round may leave units idle.
     share = groups / (-(-groups // row.units) * row.units)
     resident = min(groups, row.units * fits.groups_per_unit)
-    in_flight = t.block_n * t.block_k * p.bits / 8 + t.block_m * t.block_k * p.activation_bits / 8
+    in_flight = t.block_n * t.block_k * p.bits / 8 + walked * t.block_m * t.block_k * p.activation_bits / 8
     in_flight *= max(1, t.stages - 1) * resident
     memory_s = moved / row.bandwidth
     latency_s = max(0.0, moved * row.latency_s / in_flight - memory_s)
-    decoded = p.n * p.k * p.decode * decodes
+    decoded = p.n * p.k * p.decode * along_m
     if t.matrix:
         work = 2.0 * tiles_m * t.block_m * tiles_n * t.block_n * p.k
         matrix_s = work / (row.matrix_rate(p.activation_bits) * share)
@@ -217,17 +229,15 @@ def predict(problem: Problem, tiling: Tiling, row: Architecture) -> Prediction |
 
 def _operand_s(p: Problem, t: Tiling, row: Architecture, tiles: int, groups_per_unit: int) -> float:
     """Seconds that all units take to bring the operands of `tiles` tiles over all of k to the matrix cores."""
-    width = p.activation_bits / 8
+    width, walked = p.activation_bits / 8, t.walked(p)
     # Weights go from registers to the matrix cores; waves side by side along n read the same rows of activations.
     along_n = max(1, min(t.waves, t.block_n // 16))
     reads = width * t.block_m * along_n
     writes = width * t.block_m
-    if t.dataflow == "weight":
-        reads += width * t.block_n * max(1, t.waves // along_n)
-    from_cache = width * t.block_m + t.block_n * p.bits / 8
+    from_cache = width * t.block_m + t.block_n * p.bits / 8 / walked
     clocks = max((reads + writes) / row.lds_rate, from_cache / row.cache_rate)
     # Workgroups on the same unit hide each other's waits.
-    clocks += ITERATION_CLOCKS / t.block_k / groups_per_unit
+    clocks += ITERATION_CLOCKS / t.block_k / groups_per_unit / walked
     return tiles * p.k * clocks / (row.units * row.clock_hz)
 
 
@@ -236,7 +246,7 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
     p, amd = problem, row.backend == "hip"
     stages = (1, 2) if amd else (2, 3, 4)
     splits = [s for s in (1, 2, 4, 8, 16) if s == 1 or p.k // s >= 512]
-    depths = [b for b in (32, 64, 128, 256, 512, 1024) if b <= max(32, p.k)]
+    depths = [p.depth] if p.depth else [b for b in (32, 64, 128, 256, 512, 1024) if b <= max(32, p.k)]
     if p.m <= VECTOR_ROWS:
         yield Tiling("output", False, p.m, 1, 256, 1, 1, 1)  # always possible: for matrices of a few numbers
         for block_n, block_k, split, waves, stage in product(
@@ -248,11 +258,12 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
                 yield Tiling("output", False, p.m, block_n, block_k, split, waves, stage)
     if p.m < MATRIX_ROWS:
         return
-    rows = [b for b in (16, 32, 64, 128, 256) if b < 2 * p.m] or [16]
+    # AMD: more rows are walked over, which took less local memory and fewer registers than one tile of them.
+    rows = [b for b in (16, 32, 64, 128, 256)[: 4 if amd else 5] if b < 2 * p.m] or [16]
     columns = [b for b in (16, 32, 64, 128, 256) if b <= max(16, p.n)]
     kpack = 2 if row.target in ("gfx90a", "gfx942") else 1
     for block_m, block_n, block_k, waves, stage in product(rows, columns, depths, (2, 4, 8), stages):
-        if block_k > 256 or block_m * block_n < 16 * 16 * waves // 2:
+        if (block_k > 256 and not p.depth) or block_m * block_n < 16 * 16 * waves // 2:
             continue
         # Less than 16 bytes of weights a lane would not come in wide loads; narrow matrices have no choice.
         if block_n * block_k * p.bits / 8 < 16 * waves * row.wave and 4 * block_n < p.n:
@@ -261,17 +272,18 @@ def candidates(problem: Problem, row: Architecture) -> Iterator[Tiling]:
         if row.wave == 64:
             nonkdims = [16, 32] if min(block_m, block_n) >= 32 else [16]
         tiles_m = -(-p.m // block_m)
+        # RDNA's waves have 256 registers, and spilled when they walked.
+        walks = tiles_m > 1 and p.rows <= min(MOST_WALKED, MOST_TILES * block_m) and block_k <= MOST_DEPTH
+        walks = walks and not (amd and row.wave == 32)
         for nonkdim in nonkdims:
-            common = {"nonkdim": nonkdim, "kpack": kpack, "xcds": row.xcds}
-            group = min(8, tiles_m)
+            common = {"waves": waves, "stages": stage, "nonkdim": nonkdim, "kpack": kpack}
+            shape = block_m, block_n, block_k
             for split in splits if tiles_m == 1 else [1]:
-                yield Tiling(
-                    "output", True, block_m, block_n, block_k, split, waves, stage, group=group, **common
-                )
-            if tiles_m > 1 and block_k == 128 and block_n <= 64:
-                for kept in (256, 512, 1024, 2048):
-                    if kept <= p.k:
-                        yield Tiling("weight", True, block_m, block_n, kept, 1, waves, stage, **common)
+                # With nothing shared by workgroups their order says nothing.
+                dies = row.xcds if tiles_m > 1 or split > 1 else 1
+                yield Tiling("output", True, *shape, split, group=min(8, tiles_m), xcds=dies, **common)
+            for split in splits if walks else []:
+                yield Tiling("weight", True, *shape, split, xcds=row.xcds if split > 1 else 1, **common)
 
 
 def plan(

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemm import codes_at
 from nstf.kernels.triton.gemv import (
     even_sizes,
     launch,
@@ -38,6 +37,7 @@ from nstf.kernels.triton.gemv import (
     scale_value,
     sum_spec,
 )
+from nstf.kernels.triton.numbers import codes_at
 from nstf.kernels.triton.operands import (
     activation_tile,
     bytes_of,

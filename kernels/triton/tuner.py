@@ -26,10 +26,10 @@ def problem_of(layout: Layout, batch: int) -> Problem:
     scale_bits = 8 if layout.scales else 32 if layout.wide_scales else 16
     bits = layout.bits + (scale_bits + (0 if layout.symmetric else layout.bits)) / layout.group
     name = f"{kind}{layout.bits}{'' if layout.symmetric else 'z'}g{layout.group}"
-    return Problem(batch, layout.rows, layout.cols, bits, DECODE[kind], name)
+    return Problem(batch, layout.rows, layout.cols, bits, DECODE[kind], name, depth=_depth(layout))
 
 
-def tile_of(tiling: Tiling) -> dict[str, int]:
+def tile_of(tiling: Tiling, problem: Problem) -> dict[str, int]:
     """The tiling in gemm.py's words."""
     return {
         "BM": tiling.block_m,
@@ -37,6 +37,9 @@ def tile_of(tiling: Tiling) -> dict[str, int]:
         "SPLIT": tiling.split_k,
         "WARPS": tiling.waves,
         "STAGES": tiling.stages,
+        "WALK": tiling.walked(problem),
+        "BESIDE": tiling.group,
+        "DIES": tiling.xcds,
     }
 
 
@@ -57,7 +60,7 @@ def use_measured(cache: TuningCache, target: str) -> int:
             16 <= min(sizes[:2]) and max(sizes[:2]) <= 256 and sizes[2] <= 64 and sizes[3] <= 16
         ):
             raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
-        if not 1 <= tiling.stages <= 8:
+        if not (1 <= tiling.stages <= 8 and 1 <= tiling.group <= 64 and 1 <= tiling.xcds <= 64):
             raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
     _MEASURED.entries |= known
     return len(known)
@@ -89,7 +92,8 @@ def specs_with(
     out: torch.dtype | None = None,
 ) -> list[KernelSpec]:
     """The launches of a tiling, with AMD's options where it has matrix instructions."""
-    made = gemm_specs(layout, batch, dtype, row.target, tile_of(tiling), out)
+    tile = tile_of(tiling, problem_of(layout, batch))
+    made = gemm_specs(layout, batch, dtype, row.target, tile, out)
     if row.backend != "hip":
         return made
     options = {"kpack": tiling.kpack, "waves_per_eu": tiling.waves_per_eu}
@@ -99,9 +103,13 @@ def specs_with(
 
 
 def suits(layout: Layout) -> Callable[[Tiling], bool]:
-    """Which tilings gemm.py does: on matrix cores, sums in registers, and as deep as a chunk of codes."""
-    depth = RUN * 16 // min(bits for bits, _ in layout.planes)
-    return lambda tiling: tiling.matrix and tiling.dataflow == "output" and tiling.block_k == depth
+    """Which tilings gemm.py does: on matrix cores, and as deep as a chunk of codes."""
+    return lambda tiling: tiling.matrix and tiling.block_k == _depth(layout)
+
+
+def _depth(layout: Layout) -> int:
+    """Columns of a chunk of the narrowest plane."""
+    return RUN * (16 // min(bits for bits, _ in layout.planes))
 
 
 def proposals(

@@ -20,7 +20,7 @@ from nstf.kernels.triton.packed import layout_of  # noqa: E402
 from nstf.kernels.triton.spec import KernelSpec, hollow, specs_for  # noqa: E402
 
 SHAPE = (4096, 4096)
-# One of each kernel; the batch decides which kernel a format gets.
+# One of each kernel, the rows of the table in docs/gpu.md; the batch decides which kernel a format gets.
 CASES = {
     "int4 gemv": ("int4", 1),
     "int4 gemm 16": ("int4", 16),
@@ -33,13 +33,23 @@ CASES = {
     "int4 and low rank": ("int4 and low rank", 1),
     "int4 and low rank 8": ("int4 and low rank", 8),
 }
+# One of each other family of formats: decoding once for many rows, planes, tables, the tiles between.
+FAMILIES = {
+    "int3 zeros 256": ("int3 zeros", 256),
+    "int6 zeros 64": ("int6 zeros", 64),
+    "fp8 16": ("fp8", 16),
+    "mxfp4 1": ("mxfp4", 1),
+    "grid4 32": ("grid4", 32),
+    "rotated 1": ("rotated", 1),
+}
 MORE = {
     **{
         f"{name} {batch}": (name, batch)
-        for name in ("int8", "fp8", "mxfp4", "grid4")
-        for batch in (1, 16, 256)
+        for name in ("int2", "int5", "int6 zeros", "int8", "fp8", "mxfp4", "grid4")
+        for batch in (1, 16, 32, 64, 256)
     },
-    **{f"int3 zeros {batch}": ("int3 zeros", batch) for batch in (1, 16)},
+    **{f"int3 zeros {batch}": ("int3 zeros", batch) for batch in (1, 16, 256)},
+    **{f"int4 in 24 {batch}": ("int4 in 24", batch) for batch in (16, 64, 256)},
     **{f"rotated {batch}": ("rotated", batch) for batch in (1, 16)},
     "trellis gemv 8": ("trellis", 8),
     **{
@@ -67,7 +77,11 @@ def tree(name: str, samples: Any) -> Any:
     return {
         "int4": lambda: leaf("int", bits=4, group=128),
         "int8": lambda: leaf("int", bits=8, group=64),
+        "int2": lambda: leaf("int", bits=2, group=32),
         "int3 zeros": lambda: leaf("int", bits=3, group=64, symmetric=False),
+        "int4 in 24": lambda: leaf("int", bits=4, group=24),
+        "int5": lambda: leaf("int", bits=5, group=64),
+        "int6 zeros": lambda: leaf("int", bits=6, group=64, symmetric=False),
         "fp8": lambda: leaf("fp8"),
         "mxfp4": lambda: leaf("mxfp4"),
         "grid4": lambda: leaf("grid", group=64),
@@ -115,6 +129,18 @@ def check(
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_keeps_its_promises(name: str, target: str, samples: Any, compiled: Any) -> None:
     check(CASES[name], name, ARCHITECTURES[target], samples, compiled, torch.float16)
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_formats_keeps_its_promises(name: str, target: str, samples: Any, compiled: Any) -> None:
+    # What people run: bfloat16 where its arithmetic is emulated by mistake more easily, float16 otherwise.
+    dtype = torch.bfloat16 if FAMILIES[name][1] > 16 else torch.float16
+    check(FAMILIES[name], name, ARCHITECTURES[target], samples, compiled, dtype)
+
+
+def test_a_family_has_no_case_of_its_own_in_the_default_run_alone() -> None:
+    assert FAMILIES.items() <= MORE.items()
 
 
 @pytest.mark.slow

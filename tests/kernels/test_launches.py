@@ -1,23 +1,24 @@
 """What is compiled ahead is what runs: every launch of the Triton kernels, caught on a CPU before it is compiled.
 
-Triton is told of a card that is not here. A hook sees each launch's source, types, constants, attributes and options,
-and stops it. They must be those of `specs_for`, or a server would compile again what it was given.
+Each launch must be one of `specs_for` (launches.py), or a server would compile again what it was given. What a captured
+step of decoding launches is in tests/runtime/test_graph_launches.py.
 """
 
-import json
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-aot = pytest.importorskip("nstf.kernels.triton.aot")
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from launches import catching, compiled_facts, differing, forget, pretend
 
-from nstf.kernels.triton import linear  # noqa: E402
-from nstf.kernels.triton.architecture import ARCHITECTURES, Architecture  # noqa: E402
-from nstf.kernels.triton.spec import specs_for  # noqa: E402
+from nstf.kernels.triton import linear
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.kernels.triton.spec import specs_for
 
 SHAPES = ((384, 512), (1000, 384))
 BATCHES = (1, 3, 8, 16, 100, 600)
@@ -75,55 +76,9 @@ NAMES = (
 
 
 @pytest.fixture
-def caught(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """The facts of each launch from now on; nothing is compiled, nothing runs."""
-    from triton.runtime.driver import driver
-
-    found: list[dict[str, Any]] = []
-    before = driver._active
-
-    def hook(**event: Any) -> bool:
-        made = event["compile"]
-        function = event["fn"].jit_function
-        source = triton.compiler.ASTSource(function, made["signature"], made["constants"], made["configs"][0])
-        found.append(facts(source, json.loads(made["specialization_data"])["options"]))
-        return True
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
-    yield found
-    driver._active = before
-
-
-def facts(source: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """All that Triton's key of a kernel is made of, by the names of the arguments."""
-    names = source.fn.arg_names
-    return {
-        "kernel": source.name,
-        **{f"type of {name}": kind for name, kind in source.signature.items()},
-        **{f"value of {names[at]}": str(value) for (at,), value in source.constants.items()},
-        **{f"attributes of {names[at]}": value for (at,), value in source.attrs.items()},
-        **json.loads(json.dumps(options, default=str)),
-        "hash": source.hash(),
-    }
-
-
-def differing(launch: dict[str, Any], compiled: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as (at the launch, compiled ahead)."""
-    both = {key: (launch.get(key), compiled.get(key)) for key in (*launch, *compiled)}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
-
-
-def pretend(row: Architecture, functions: set[Any]) -> None:
-    from triton.runtime.driver import driver
-
-    card = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: aot.gpu_target(row),
-    )
-    driver.set_active(card)
-    for function in functions:
-        function.device_caches.clear()
+def caught() -> Iterator[list[dict[str, Any]]]:
+    with catching() as found:
+        yield found
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -145,18 +100,12 @@ def test_every_launch_is_one_that_was_compiled_ahead(
         if "low rank" in name and batch > (4 if name == "low rank" else 8):
             continue  # the library's products
         assert ahead, "no kernel"
-        functions = {spec.fn for spec in ahead}
-        pretend(row, functions)
+        pretend(row, ahead)
         caught.clear()
         x = torch.randn(batch, shape[1]).to(dtype)
         linear._matmul(x, encoded, target)
-        backend = triton.compiler.compiler.make_backend(aot.gpu_target(row))
-        expected = []
-        for spec in ahead:
-            source, options = aot.source(spec, row)
-            expected.append(facts(source, backend.parse_options(options).__dict__))
-        for function in functions:
-            function.device_caches.clear()
+        expected = [compiled_facts(spec, row) for spec in ahead]
+        forget(ahead)
         assert [launch["kernel"] for launch in caught] == [launch["kernel"] for launch in expected]
         for launch, compiled in zip(caught, expected, strict=True):
             assert differing(launch, compiled) == {}, f"batch {batch}"

@@ -111,9 +111,33 @@ def test_decoding_is_bound_by_memory_and_a_prompt_by_the_matrix_cores() -> None:
 
 def test_a_dear_decoder_makes_weights_stationary_and_a_cheap_one_does_not() -> None:
     row = architecture("gfx950")
-    prompt = at(INT4, m=4096, n=4096)
-    assert plan(prompt, row)[0].tiling.dataflow == "output"
-    assert plan(at(prompt, decode=60), row)[0].tiling.dataflow == "weight"
+    batch = at(INT4, m=256)
+    assert plan(batch, row)[0].tiling.dataflow == "output"
+    best = plan(at(batch, decode=20), row)[0]
+    assert best.tiling.dataflow == "weight"
+    assert best.tiling.walked(batch) * best.tiling.block_m == 256
+    # The sums of a prompt do not fit registers: its weights are decoded to memory.
+    assert all(t.dataflow == "output" for t in candidates(at(batch, m=257, decode=60), row))
+
+
+def test_walked_rows_are_decoded_once() -> None:
+    row, batch = architecture("gfx942"), at(INT4, m=256, decode=20)
+    walks = Tiling("weight", True, 64, 64, 128, waves=4, stages=1, nonkdim=16)
+    found, plain = (
+        predict(batch, walks, row),
+        predict(batch, dataclasses.replace(walks, dataflow="output"), row),
+    )
+    assert found is not None and plain is not None
+    assert plain.groups == 4 * found.groups and plain.waves_per_simd > found.waves_per_simd
+    # Four times the work, on four times the workgroups: 224 of them leave a quarter of 304 units idle.
+    assert plain.vector_s == pytest.approx(4 * found.vector_s * (224 / 304) / (896 / 912))
+
+
+def test_an_encoding_that_leaves_no_choice_of_depth_has_tilings_of_that_depth() -> None:
+    for row in ROWS:
+        for depth in (160, 512):
+            found = plan(at(INT4, m=64, depth=depth), row, suits=lambda t: t.matrix)
+            assert {x.tiling.block_k for x in found} == {depth}
 
 
 def test_few_tiles_are_split_over_depth() -> None:
@@ -129,6 +153,17 @@ def test_dies_are_dealt_neighbouring_tiles() -> None:
     problem = at(INT4, m=4096)
     dealt, plain = predict(problem, tiling, row), predict(problem, dataclasses.replace(tiling, xcds=1), row)
     assert dealt is not None and plain is not None and dealt.bytes_moved < plain.bytes_moved
+    # Of a split depth a die reads only its part of the activations, when its programs are neighbours.
+    tiling = Tiling("output", True, 16, 64, 128, 4, waves=4, nonkdim=16, xcds=8)
+    problem = at(INT4, m=16)
+    dealt, plain = predict(problem, tiling, row), predict(problem, dataclasses.replace(tiling, xcds=1), row)
+    assert dealt is not None and plain is not None
+    assert plain.bytes_moved - dealt.bytes_moved == (8 - 2) * 16 * 4096 * 2
+    for m in (16, 256):
+        for tiling in candidates(at(INT4, m=m), row):
+            shares = tiling.split_k > 1 or (tiling.dataflow == "output" and tiling.block_m < m)
+            assert tiling.xcds == (8 if shares and tiling.matrix else 1)
+    assert all(t.xcds == 1 for t in candidates(at(INT4, m=256), architecture("gfx90a")))
 
 
 def test_too_large_a_tile_is_no_candidate() -> None:

@@ -1,0 +1,154 @@
+"""What a captured step of decoding launches is what `nstf compile` compiles: caught on a CPU before it is compiled.
+
+The decoder runs its step on the CPU, with the Triton kernels in the place of torch's and a card that is not here: stacks of
+q, k, v and of gate, up, the kernels between the matrices, rows of the table. Every launch must be one of `all_specs`.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).parent))
+from launches import catching, compiled_facts, differing, forget, pretend
+from test_engine import build
+
+import nstf.runtime
+from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.formats.tree import format_of
+from nstf.kernels.triton import decode_step, linear
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.kernels.triton.packed import compact
+from nstf.runtime import graph_decoder, parameter, stacking
+from nstf.runtime.artifact import open_artifact
+from nstf.runtime.compiled import all_specs
+from nstf.runtime.graph_decoder import Decoder
+from nstf.runtime.parameter import EncodedParameter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "vocab_size": 112,
+    "max_position_embeddings": 2048,
+}
+# Norms of heads and out of blocks, windows and the other gate; biases; neither.
+MODELS = ("gemma 3", "qwen 2", "llama, linear rope")
+
+
+def node(kind: str, children: dict[str, Node], **params: Any) -> Node:
+    return Node(kind, format_of(kind).Params(**params), children)
+
+
+def tree_of(tiny: ModuleType, name: str) -> Node:
+    """A format for each place: what stacks, and what does not."""
+    leaf = tiny.leaf
+    dense = leaf("dense", dtype="float16")
+    correction = node("low_rank", {"a": dense, "b": dense}, rank=16)
+    for part, tree in {
+        "q_proj": leaf("int", bits=4, group=64, symmetric=False),
+        "o_proj": leaf("trellis", quarter_bits=(10,)),
+        "gate_proj": leaf("mxfp4"),
+        "down_proj": node("add", {"x": leaf("int", bits=4, group=64), "y": correction}),
+        "lm_head": leaf("grid", group=32),
+        "embed": leaf("int", bits=8, group=0),
+    }.items():
+        # k and v as q, up as gate.
+        name = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
+        if part in name:
+            found: Node = tree
+            return found
+    raise ValueError(name)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def artifact(
+    request: pytest.FixtureRequest, tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "matrix_tree", lambda model, name, shape: tree_of(tiny, name))
+        path: Path = tiny.write(tmp_path_factory.mktemp("model"), build(request.param, **SIZES))
+    return path
+
+
+def decoder_on(target: str, path: Path, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Decoder:
+    """A decoder whose step launches kernels for `target`, its codes kept as on a GPU."""
+
+    def resident(encoded: EncodedTensor) -> EncodedTensor:
+        # As after a copy to a device: arrays of their own, and not parts of a file that lie where they lie.
+        arrays = {path: array.clone() for path, array in encoded.arrays.items()}
+        return compact(EncodedTensor(encoded.tree, encoded.shape, arrays))
+
+    patch.setattr(parameter, "resident", resident)
+    patch.setattr(graph_decoder, "arch_of", lambda device: target)
+
+    def product(x: torch.Tensor, encoded: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = linear._matmul(x, encoded, target)
+        return y if bias is None else y + bias
+
+    patch.setattr(stacking, "linear", product)
+    patch.setattr(
+        graph_decoder, "rows_on_gpu", lambda encoded, ids, dtype: linear.decoder(encoded, target)(ids, dtype)
+    )
+    model: Any = nstf.runtime.load(path, "cpu", dtype=dtype, engine="off")
+    for module in model.modules():
+        if isinstance(module, EncodedParameter):
+            module._encoded = None
+    decoder = Decoder(model)
+    decoder._glue.kernels = decode_step
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_every_launch_of_a_step_was_compiled_ahead(
+    target: str, dtype: torch.dtype, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ARCHITECTURES[target]
+    decoder = decoder_on(target, artifact, dtype, monkeypatch)
+    layers = decoder._layers
+    assert all(len(layer.qkv) == len(layer.gate_up) == 1 for layer in layers), "no stacks"
+    for batch, tokens in ((1, 30), (4, 900)):
+        with open_artifact(artifact) as opened:
+            specs = list(all_specs(opened, (batch,), dtype, row).values())
+        ahead = [compiled_facts(spec, row) for spec in specs]
+        known = {facts["hash"]: facts for facts in ahead}
+        with catching() as launched, torch.no_grad():
+            pretend(row, specs)
+            decoder._renew(batch, decoder._rounded(tokens))
+            assert decoder._state is not None
+            decoder.logits(decoder._state)
+            forget(specs)
+        for launch in launched:
+            same = [facts for facts in ahead if facts["kernel"] == launch["kernel"]]
+            nearest = known.get(launch["hash"]) or min(
+                same, key=lambda f: len(differing(launch, f)), default={}
+            )
+            assert differing(launch, nearest) == {}
+        kernels = [launch["kernel"] for launch in launched]
+        assert {kernels.count(name) for name in ("attend_kernel", "gate_kernel")} == {len(layers)}
+        assert kernels.count("norm_kernel") == 2 * len(layers) + 1
+        # The table's rows come first; of the six products of a layer two are stacks.
+        assert kernels[0] == "decode_kernel" and len(kernels) >= 1 + 3 * len(layers) + 1 + 4 * len(layers) + 1
+
+
+def test_a_launch_that_differs_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees one constant, one attribute and one option."""
+    with open_artifact(artifact) as opened:
+        specs = list(all_specs(opened, (1,), torch.float16, ARCHITECTURES["gfx942"]).values())
+    spec = next(spec for spec in specs if spec.kind == "norm")
+    row = ARCHITECTURES["gfx942"]
+    for change in (
+        {"constants": {**spec.constants, "BLOCK": 4096}},
+        {"divisible": spec.divisible[1:]},
+        {"num_warps": 2},
+    ):
+        other = dataclasses.replace(spec, **change)
+        assert differing(compiled_facts(spec, row), compiled_facts(other, row)) != {}
