@@ -19,6 +19,7 @@ READ_WEIGHTS = (
     "trellis_gemv",
     "trellis_decode",
     "trellis_embed",
+    "wgmma",
 )
 
 
@@ -50,6 +51,13 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
         limit = MOST_VECTOR if int(c["BITS"]) == 4 and c["MODE"] == 0 else None
         each = weights * sum(planes) / 8
         return Expected(matrix=True, weights=weights, weight_bytes=each, vector_per_weight=limit)
+    if kind == "wgmma":
+        # An iteration is a chunk of the narrowest plane, or two (wgmma.runs_of).
+        planes = tuple(int(plane) for plane in c["PLANES"])
+        runs = 16 // planes[-1]
+        runs *= 1 + runs * 32 // int(c["BK"]) % 2
+        weights = int(c["BN"]) * 32 * runs
+        return Expected(matrix=True, weights=weights, weight_bytes=weights * sum(planes) / 8)
     if kind == "gemm":
         planes = tuple(int(plane) for plane in c["PLANES"])
         weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]

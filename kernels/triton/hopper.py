@@ -126,7 +126,7 @@ def wgmma_specs(
             ),
             num_warps=warps,
             num_stages=1,
-            options=overlap_options(arch) ,
+            options=overlap_options(arch),
             batch=batch,
             kind="wgmma",
             # A program without a share would be waited for by the one above it.
@@ -149,7 +149,8 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
     parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
-    flags = _flags(x.device, torch.cuda.current_stream(x.device).cuda_stream, spec.grid[0])
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    flags = _flags(x.device, stream, spec.grid[0])
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
     return y
@@ -171,8 +172,9 @@ def _shared(bk: int) -> Any:
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     """One program of eight warps on a multiprocessor, or two of four for few rows of activations: from sweeps on an H200."""
-    bm = max(32, min(256, triton.next_power_of_2(batch)))
-    # Codes of three planes and of two that are dear leave no room in the registers of four warps.
+    # Codes of three planes leave no room for the sums of 256 rows.
+    bm = max(32, min(128 if layout.bits == 7 else 256, triton.next_power_of_2(batch)))
+    # Nor those of two, where they are dear, in the registers of four warps.
     small = bm <= 64 and layout.bits not in (5, 7)
     return {
         "BM": bm,

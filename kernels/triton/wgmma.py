@@ -30,20 +30,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nstf.kernels.triton import gemm as _gemm
 from nstf.kernels.triton import gemv as _gemv
+from nstf.kernels.triton import numbers as _numbers
 from nstf.kernels.triton import operands as _operands
+
 # Functions of plain Triton that work on elements alone, for use in Gluon.
-codes_at = gluon.jit(_gemm.codes_at.fn)
-numbers32 = gluon.jit(_gemm.numbers32.fn)
+codes_at = gluon.jit(_numbers.codes_at.fn)
+numbers32 = gluon.jit(_numbers.numbers32.fn)
 scale_value = gluon.jit(_gemv.scale_value.fn)
 looked_up = gluon.jit(_operands.looked_up.fn)
 bytes_of = gluon.jit(_operands.bytes_of.fn)
 
+
 @gluon.constexpr_function
 def words_layout(warps, rows):
-    """Where the words [rows, 16] of a chunk are: lane 4 g + t has the words t, t + 4, t + 8 and t + 12 of the rows g and g + 8
-    of its warp's sixteen, whose columns are those that m64nNk16 wants of it, two to a word."""
+    """Where the words [rows, 16] of a chunk are: lane 4 g + t has the words t, t + 4, t + 8 and t + 12 of the rows g and
+    g + 8 of its warp's sixteen, whose columns are those that m64nNk16 wants of it, two to a word."""
     registers, warp, at = [[0, 4], [0, 8], [8, 0]], [], 16
     while at < 16 * warps:
         warp.append([at, 0])
@@ -51,7 +53,9 @@ def words_layout(warps, rows):
     while at < rows:
         registers.append([at, 0])
         at *= 2
-    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp, [], [rows, 16])
+    return gl.DistributedLinearLayout(
+        registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp, [], [rows, 16]
+    )
 
 
 @gluon.constexpr_function
@@ -80,13 +84,9 @@ def tiles_of(bits, ahead, bk):
 def _both(value, DTYPE: gl.constexpr):
     """A float32 rounded to DTYPE, in both halves of a word."""
     if DTYPE == gl.float16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1
-        )
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1)
     else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1
-        )
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -145,7 +145,7 @@ def _per_group(
     WHOLE: gl.constexpr,
     ZERO: gl.constexpr,
 ):
-    """Scales and zeros, as they are stored, of the groups that begin in step R of the chunk at `place`: one load for each."""
+    """Scales and zeros, as they are stored, of the groups that begin in step R of the chunk at `place`: a load for each."""
     n, _, c, _ = place
     # Rows that do not exist have those of others: in bounds, and never stored.
     row = gl.minimum(gl.maximum(n * BN + local, 0), rows - 1)
@@ -520,7 +520,9 @@ def wgmma_kernel(
             if WHOLE:
                 acc = acc * scale_value(gl.load(scale + out_row), SCALES)[:, None]
             if SCALES == 1:
-                acc = acc * (gl.load(row_scale + out_row) * (4.0 if MODE == 1 and not WHOLE else 1.0))[:, None]
+                acc = (
+                    acc * (gl.load(row_scale + out_row) * (4.0 if MODE == 1 and not WHOLE else 1.0))[:, None]
+                )
             out = gl.convert_layout(gl.permute(acc, (1, 0)).to(y.dtype.element_ty), out_layout)
             to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
             to_line = first_line + gl.arange(0, BM, gl.SliceLayout(1, out_layout))

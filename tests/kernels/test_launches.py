@@ -109,3 +109,28 @@ def test_every_launch_is_one_that_was_compiled_ahead(
         assert [launch["kernel"] for launch in caught] == [launch["kernel"] for launch in expected]
         for launch, compiled in zip(caught, expected, strict=True):
             assert differing(launch, compiled) == {}, f"batch {batch}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["int4", "int4 with zeros", "int3", "int8 in steps", "fp8", "mxfp4", "rotated int4"]
+)
+def test_products_on_hopper_are_compiled_ahead(
+    name: str, dtype: torch.dtype, samples: Any, caught: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = pytest.importorskip("nstf.kernels.triton.hopper")
+    monkeypatch.setattr(hopper, "_TALL", 0)
+    monkeypatch.setattr(hopper, "_LARGE", 0)
+    row, shape = ARCHITECTURES["sm_90"], (384, 512)
+    encoded = samples.random_encoded(trees(samples, shape[0])[name], shape)
+    for batch in (100, 300):
+        ahead = specs_for(encoded, shape, batch, dtype, "sm_90")
+        assert ahead[-1].kind == "wgmma"
+        pretend(row, ahead)
+        caught.clear()
+        linear._matmul(torch.randn(batch, shape[1]).to(dtype), encoded, "sm_90")
+        expected = [compiled_facts(spec, row) for spec in ahead]
+        forget(ahead)
+        assert [launch["kernel"] for launch in caught] == [launch["kernel"] for launch in expected]
+        for launch, compiled in zip(caught, expected, strict=True):
+            assert differing(launch, compiled) == {}, f"batch {batch}"

@@ -1,0 +1,155 @@
+"""Products on Hopper by asynchronous matrix instructions: compiled and read on a CPU, run on a card that has them.
+
+Gluon has no interpreter; what of it is plain arithmetic (the order of a program's work) is run here as Python.
+"""
+
+import re
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+hopper = pytest.importorskip("nstf.kernels.triton.hopper")
+if not hopper.available():
+    pytest.skip("this Triton has no Gluon", allow_module_level=True)
+
+from nstf.kernels.formats import decode  # noqa: E402
+from nstf.kernels.triton import aot, gates, wgmma  # noqa: E402
+from nstf.kernels.triton.architecture import ARCHITECTURES  # noqa: E402
+from nstf.kernels.triton.assembly import disassemble  # noqa: E402
+from nstf.kernels.triton.packed import layout_of, pack_leaf  # noqa: E402
+from nstf.kernels.triton.spec import hollow, specs_for  # noqa: E402
+
+ROW = ARCHITECTURES["sm_90"]
+
+
+def trees(samples: Any) -> dict[str, Any]:
+    leaf = samples.leaf
+    return {
+        **{f"int{bits}": leaf("int", bits=bits, group=128) for bits in range(2, 9)},
+        "int4 in 32": leaf("int", bits=4, group=32),
+        "int4 with zeros": leaf("int", bits=4, group=64, symmetric=False),
+        "int4 row": leaf("int", bits=4, group=0),
+        "int8 with zeros": leaf("int", bits=8, group=64, symmetric=False),
+        "int8 in steps": leaf("int", bits=8, group=64, scale_bits=8),
+        "fp8": leaf("fp8"),
+        "fp8 fnuz": leaf("fp8", variant="e4m3fnuz"),
+        "mxfp4": leaf("mxfp4"),
+        "grid": leaf("grid", group=64),
+        "grid in steps": leaf("grid", group=32, scale_bits=8),
+    }
+
+
+QUICK = ("int4", "int3", "int7", "int8", "fp8", "grid")
+
+
+@pytest.mark.parametrize("batch", [64, 256])
+@pytest.mark.parametrize("name", QUICK)
+def test_compiled_kernels_keep_their_promises(name: str, batch: int, samples: Any) -> None:
+    layout = layout_of(hollow(trees(samples)[name], (16384, 4096)))
+    (spec,) = hopper.wgmma_specs(layout, batch, torch.bfloat16, "sm_90")
+    compiled = aot.compile_spec(spec, ROW)
+    assert gates.check(spec, compiled.report("sm_90"), ROW) == []
+    # The point of the kernel: matrix instructions run while weights are decoded. Where the assembler cannot tell that the
+    # registers of an operand stay as they are, it waits for all of them after each.
+    text = disassemble(compiled.binary)
+    if text is None:
+        pytest.skip("no nvdisasm")
+    products, waits = text.count("HGMMA."), len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", text))
+    assert products >= 4
+    assert waits <= 1, "waits for all products after each"
+
+
+def test_it_takes_large_matrices_on_hopper_alone(samples: Any) -> None:
+    int4, grid = (layout_of(hollow(trees(samples)[n], (14336, 4096))) for n in ("int4", "grid"))
+    half = torch.bfloat16
+    assert hopper.suits(int4, 256, half, "sm_90")
+    assert hopper.suits(grid, 20, half, "sm_90")
+    assert not hopper.suits(int4, 20, half, "sm_90"), "gemm.py is faster"
+    for arch in ("sm_80", "sm_100", "gfx942"):
+        assert not hopper.suits(int4, 256, half, arch)
+    assert not hopper.suits(int4, 256, torch.float32, "sm_90")
+    assert not hopper.suits(int4, 4096, half, "sm_90")
+    small = layout_of(hollow(trees(samples)["int4"], (1024, 1024)))
+    assert not hopper.suits(small, 256, half, "sm_90")
+    odd = layout_of(hollow(trees(samples)["int4"], (14336, 4100)))
+    assert not hopper.suits(odd, 256, half, "sm_90"), "rows that the copy engine cannot read"
+    kinds = {spec.kind for spec in specs_for(trees(samples)["int4"], (14336, 4096), 256, half, "sm_90")}
+    assert kinds == {"wgmma"}
+    kinds = {spec.kind for spec in specs_for(trees(samples)["int4"], (14336, 4096), 256, half, "gfx942")}
+    assert kinds == {"gemm"}
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_an_iteration_is_an_even_number_of_steps(bits: int, samples: Any) -> None:
+    layout = layout_of(hollow(samples.leaf("int", bits=bits, group=128), (16384, 4096)))
+    (spec,) = hopper.wgmma_specs(layout, 256, torch.float16, "sm_90")
+    planes, bk = spec.constants["PLANES"], spec.constants["BK"]
+    runs = wgmma.runs_of(planes, bk)
+    assert runs * 32 % (2 * bk) == 0
+    assert all(runs % (16 // plane) == 0 for plane in planes)
+    # Places are known two chunks ahead.
+    assert spec.constants["AHEAD"] <= runs * 32 // bk * 2
+
+
+def walks(units: int, programs: int, chunks: int, down: int) -> list[list[tuple[int, int]]]:
+    """(tile, chunk) of each program in its order, by the kernel's own arithmetic."""
+    plain = types.SimpleNamespace(where=lambda c, a, b: a if c else b, maximum=max)
+    after = types.FunctionType(wgmma._after.fn.__code__, {"gl": plain})
+    found = []
+    for program in range(programs):
+        begin, left = program * units // programs, (program + 1) * units // programs
+        tile = (left - 1) // chunks
+        place = (tile // down, tile % down, max(begin - tile * chunks, 0), left - tile * chunks)
+        walk = []
+        for _ in range(left - begin):
+            walk.append((place[0] * down + place[1], place[2]))
+            place = after(place, begin, chunks, down)
+        found.append(walk)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tiles", "down", "chunks", "programs"),
+    [(6, 1, 8, 5), (6, 2, 8, 48), (7, 1, 1, 3), (12, 3, 5, 11), (4, 4, 33, 132), (3, 1, 7, 1)],
+)
+def test_programs_share_all_chunks_and_wait_downwards(
+    tiles: int, down: int, chunks: int, programs: int
+) -> None:
+    found = walks(tiles * chunks, programs, chunks, down)
+    everything = sorted(unit for walk in found for unit in walk)
+    assert everything == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)]
+    for program, walk in enumerate(found):
+        unfinished = {t for t, _ in walk} - {t for t, c in walk if c == chunks - 1}
+        # One slot for sums is enough, and it is filled before the program can come to wait.
+        assert unfinished <= {walk[0][0]}
+        begun_elsewhere = {t for t, _ in walk} - {t for t, c in walk if c == 0}
+        assert begun_elsewhere <= {walk[-1][0]}
+        for tile in begun_elsewhere - unfinished:
+            others = [p for p, other in enumerate(found) if p != program and any(t == tile for t, _ in other)]
+            assert all(p < program for p in others)
+            assert all(found[p][0][0] == tile for p in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "batch"), [((300, 1000), 37), ((520, 2112), 70), ((260, 1088), 300)])
+def test_products_are_those_of_the_decoded_matrix(
+    shape: tuple[int, int], batch: int, dtype: torch.dtype, samples: Any
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not Hopper")
+    for name, tree in trees(samples).items():
+        encoded = samples.random_encoded(tree, shape)
+        weight = decode(encoded).double().cuda()
+        encoded = type(encoded)(tree, shape, {path: array.cuda() for path, array in encoded.arrays.items()})
+        x = torch.randn(batch, shape[1], device="cuda", dtype=dtype)
+        packed = pack_leaf(encoded)
+        specs = hopper.wgmma_specs(packed.layout, batch, dtype, "sm_90")
+        exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+        y = hopper.wgmma(x, packed, specs)
+        assert float(((y.double() - exact).abs() / size).max()) < 1.2e-2, name
+        again = hopper.wgmma(x, packed, specs)
+        assert torch.equal(y, again), f"{name}: sums depend on who comes first"
