@@ -126,7 +126,7 @@ def wgmma_specs(
             ),
             num_warps=warps,
             num_stages=1,
-            options=overlap_options(arch),
+            options=overlap_options(arch) | {"maxnreg": chosen["REGISTERS"]},
             batch=batch,
             kind="wgmma",
             # A program without a share would be waited for by the one above it.
@@ -149,16 +149,25 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
     parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    flags = _flags(x.device, stream, spec.grid[0])
+    flags = _flags(x.device, spec.grid[0])
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
     return y
 
 
+def _flags(device: torch.device, programs: int) -> Tensor:
+    """i32 [programs] zeros, which a launch leaves as it found them."""
+    if device.type != "cuda":
+        return torch.zeros(programs, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        # What a graph allocates is zero from its first replay on, and may not be handed to launches outside of it.
+        return torch.zeros(programs, dtype=torch.int32, device=device)
+    return _kept_flags(device, torch.cuda.current_stream(device).cuda_stream, programs)
+
+
 @cache
-def _flags(device: torch.device, stream: int, programs: int) -> Tensor:
-    """Zeros that launches on a stream hand on to each other."""
+def _kept_flags(device: torch.device, stream: int, programs: int) -> Tensor:
+    """Launches on a stream follow one another, and hand them on."""
     return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
@@ -171,17 +180,20 @@ def _shared(bk: int) -> Any:
 
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
-    """One program of eight warps on a multiprocessor, or two of four for few rows of activations: from sweeps on an H200."""
-    # Codes of three planes leave no room for the sums of 256 rows.
-    bm = max(32, min(128 if layout.bits == 7 else 256, triton.next_power_of_2(batch)))
-    # Nor those of two, where they are dear, in the registers of four warps.
-    small = bm <= 64 and layout.bits not in (5, 7)
+    """Two programs on a multiprocessor for few rows of activations, else one: from sweeps on an H200."""
+    # Codes of three planes leave no room in the registers for the sums of 256 rows, nor for two programs.
+    most, alone = (128, True) if layout.bits == 7 else (256, False)
+    bm = max(32, min(most, triton.next_power_of_2(batch)))
+    two = bm <= 64 and not alone
+    # With four warps five bits spill.
+    wide = not two or layout.bits == 5
     return {
         "BM": bm,
         "BN": _BN,
         # A chunk of 3-bit codes is an odd number of runs.
         "BK": 32 if layout.bits == 3 else 64,
         "AHEAD": 3 if bm == 256 else 4,
-        "WARPS": 4 if small else 8,
-        "PROGRAMS": processors_of(arch) * (2 if small else 1),
+        "WARPS": 8 if wide else 4,
+        "REGISTERS": 128 if two and wide else 255,
+        "PROGRAMS": processors_of(arch) * (2 if two else 1),
     }
