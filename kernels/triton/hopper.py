@@ -126,7 +126,7 @@ def wgmma_specs(
             ),
             num_warps=warps,
             num_stages=1,
-            options=overlap_options(arch) | {"maxnreg": chosen["REGISTERS"]},
+            options=overlap_options(arch),
             batch=batch,
             kind="wgmma",
             # A program without a share would be waited for by the one above it.
@@ -181,19 +181,16 @@ def _shared(bk: int) -> Any:
 
 def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     """Two programs on a multiprocessor for few rows of activations, else one: from sweeps on an H200."""
-    # Codes of three planes leave no room in the registers for the sums of 256 rows, nor for two programs.
-    most, alone = (128, True) if layout.bits == 7 else (256, False)
-    bm = max(32, min(most, triton.next_power_of_2(batch)))
-    two = bm <= 64 and not alone
-    # With four warps five bits spill.
-    wide = not two or layout.bits == 5
+    # Codes of three planes leave no room in the registers for the sums of 256 rows.
+    bm = max(32, min(128 if layout.bits == 7 else 256, triton.next_power_of_2(batch)))
+    # Nor do those that are dear for two programs of four warps.
+    two = bm <= 64 and layout.bits not in (5, 7)
     return {
         "BM": bm,
         "BN": _BN,
         # A chunk of 3-bit codes is an odd number of runs.
         "BK": 32 if layout.bits == 3 else 64,
         "AHEAD": 3 if bm == 256 else 4,
-        "WARPS": 8 if wide else 4,
-        "REGISTERS": 128 if two and wide else 255,
+        "WARPS": 4 if two else 8,
         "PROGRAMS": processors_of(arch) * (2 if two else 1),
     }
