@@ -27,7 +27,7 @@ LARGEST_BATCH = 2048
 _BN = 128
 # Matrices of so many tiles of rows, and of so many weights, are where it was faster on an H200 (docs/gpu_speed.md): programs
 # that share a tile exchange its sums, which small matrices do not repay.
-_TALL, _LARGE = 100 * _BN, 1 << 25
+_TALL, _LARGE = 80 * _BN, 1 << 25
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
