@@ -248,10 +248,11 @@ def skinny_specs(
     span = RUN * (16 // min(b for b, _ in layout.planes))
     chunks = layout.padded // span
     split = triton.cdiv(chunks, s * each)
-    pairs = not interpreted
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
-    convert = pairs and dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
+    convert = dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
     half = dtype == torch.float16 or convert
+    # The interpreter multiplies no bfloat16: there codes become numbers one by one.
+    pairs = half or not interpreted
     after, offset = 1.0, 0.0
     if pairs and layout.mode == FLOAT:
         # Floats made in pairs keep the exponent bias of their code.
@@ -302,7 +303,7 @@ def skinny_specs(
             "OFFSET": offset,
             "PAIRS": pairs,
             "EVEN": even,
-            "WIDE": interpreted,
+            "WIDE": not pairs,
             "CONVERT": convert,
             "PDL": overlaps(arch),
             "N": n,
