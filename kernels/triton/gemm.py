@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.gemm_tile import MOST_BESIDE, tile_for
-from nstf.kernels.triton.gemv import (
+from nstf.kernels.triton.launching import (
     dies_of,
     even_sizes,
     launch,
@@ -29,12 +29,11 @@ from nstf.kernels.triton.gemv import (
     overlap_options,
     overlaps,
     scale_type,
-    scale_value,
-    sum_spec,
 )
-from nstf.kernels.triton.numbers import codes_at, numbers32, pair16
+from nstf.kernels.triton.numbers import codes_at, numbers32, pair16, scale_value
 from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
 
 
 @triton.jit

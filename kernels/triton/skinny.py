@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import (
+from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
     layout_name,
@@ -34,10 +34,8 @@ from nstf.kernels.triton.gemv import (
     overlaps,
     processors_of,
     scale_type,
-    scale_value,
-    sum_spec,
 )
-from nstf.kernels.triton.numbers import codes_at
+from nstf.kernels.triton.numbers import codes_at, scale_value
 from nstf.kernels.triton.operands import (
     activation_tile,
     bytes_of,
@@ -54,6 +52,7 @@ from nstf.kernels.triton.operands import (
 )
 from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
 
