@@ -23,6 +23,7 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.compiled import use_compiled
+from nstf.runtime.devices import usable
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
@@ -200,12 +201,9 @@ def _config(artifact: Artifact) -> dict[str, Any]:
 def _device(device: str | torch.device) -> torch.device:
     """A device that this machine has. Raises UsageError."""
     try:
-        found = torch.device(device)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or ["there is none"])[0]
-        raise UsageError(f"device {str(device)[:40]!r}: {reason}; device='cpu' runs everywhere") from error
-    return found
+        return usable(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {str(device)[:40]!r}: {error}; device='cpu' runs everywhere") from error
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import even_sizes, launch, layout_name, leaf_arguments, scale_type, scale_value
-from nstf.kernels.triton.numbers import codes_at, numbers32
+from nstf.kernels.triton.launching import even_sizes, launch, layout_name, leaf_arguments, scale_type
+from nstf.kernels.triton.numbers import codes_at, numbers32, scale_value
 from nstf.kernels.triton.packed import LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.gemm_tile import MOST_BESIDE, tile_for
-from nstf.kernels.triton.gemv import (
+from nstf.kernels.triton.launching import (
     dies_of,
     even_sizes,
     launch,
@@ -29,12 +29,11 @@ from nstf.kernels.triton.gemv import (
     overlap_options,
     overlaps,
     scale_type,
-    scale_value,
-    sum_spec,
 )
-from nstf.kernels.triton.numbers import codes_at, numbers32, pair16
+from nstf.kernels.triton.numbers import codes_at, numbers32, pair16, scale_value
 from nstf.kernels.triton.packed import FLOAT, INTEGER, LANES, RUN, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
 
 
 @triton.jit
@@ -67,8 +66,8 @@ def placed(BESIDE: tl.constexpr, DIES: tl.constexpr):
     return n, m, part
 
 
-@triton.jit(do_not_specialize=["batch"])
-def gemm_kernel(
+@triton.jit
+def gemm_product(
     x,  # [batch, cols]
     words,  # i32: all planes
     scale,  # [rows, GROUPS]
@@ -103,9 +102,10 @@ def gemm_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     LANES: tl.constexpr,
+    place,  # of this program among those along the rows
+    lines,  # its first row of activations
+    across,  # likewise along the columns
     WALK: tl.constexpr = 1,  # tiles of activations that a program multiplies with what it decodes
-    BESIDE: tl.constexpr = 1,  # the order of programs (`placed`)
-    DIES: tl.constexpr = 1,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 2 * LANES
@@ -125,8 +125,7 @@ def gemm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    at_n, at_m, at_k = placed(BESIDE, DIES)
-    row = at_n * BN + tl.arange(0, BN)
+    row = place * BN + tl.arange(0, BN)
     word = tl.arange(0, LANES)
     run = tl.arange(0, RUN)
     row_ok = row < rows
@@ -142,12 +141,12 @@ def gemm_kernel(
     at_x = ()
     accs = ()
     for i in tl.static_range(WALK):
-        col = (at_m * WALK + i) * BM + tl.arange(0, BM)
+        col = lines + i * BM + tl.arange(0, BM)
         at_x = at_x + (tl.where(col < batch, col, 0)[:, None] * cols + run[None, :],)
         accs = accs + (tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32),)
     chunks = padded // SPAN
     each = (chunks + SPLIT - 1) // SPLIT
-    first = at_k * each
+    first = across * each
     for several in range(first, tl.minimum(first + each, chunks), CHUNKS):
         for one in tl.static_range(CHUNKS):
             chunk = several + one
@@ -235,13 +234,32 @@ def gemm_kernel(
     if SCALES == 1:
         factor *= tl.load(row_scale + safe)
     for i in tl.static_range(WALK):
-        col = (at_m * WALK + i) * BM + tl.arange(0, BM)
+        col = lines + i * BM + tl.arange(0, BM)
         if SWAP:
             acc = tl.trans(accs[i] * factor[:, None])
         else:
             acc = accs[i] * factor[None, :]
-        at = (at_k * batch + col)[:, None] * rows + row[None, :]
+        at = (across * batch + col)[:, None] * rows + row[None, :]
         tl.store(y + at, acc.to(y.dtype.element_ty), mask=(col < batch)[:, None] & row_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["batch"])
+def gemm_kernel(
+    x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
+    AFTER: tl.constexpr, PAIRS: tl.constexpr, SCALE_WEIGHTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, AMD: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+    WALK: tl.constexpr = 1, BESIDE: tl.constexpr = 1, DIES: tl.constexpr = 1,
+):  # fmt: skip
+    """`gemm_product` by a grid of programs along rows, batch and columns, in the order of `placed`."""
+    place, line, across = placed(BESIDE, DIES)
+    gemm_product(
+        x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, PLANES, SHIFTS, BITS, ZERO, GROUP,
+        GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, PAIRS, SCALE_WEIGHTS, SWAP, EVEN, WIDE, AMD, PDL, SPLIT, CHUNKS,
+        BM, BN, LANES, place, line * (WALK * BM), across, WALK,
+    )  # fmt: skip
 
 
 def gemm_specs(

@@ -7,7 +7,7 @@ instructions that decoding takes.
 import torch
 import triton
 
-from nstf.kernels.triton.gemv import processors_of
+from nstf.kernels.triton.launching import processors_of
 from nstf.kernels.triton.packed import RUN, TABLE, Layout
 
 # The widest tile of activations, beyond which the batch is split over programs, or walked over by one.

@@ -19,12 +19,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.kernels.triton.gemv_tile import places, tile_for
+from nstf.kernels.triton.launching import (
+    lanes_of,
+    launch,
+    layout_name,
+    leaf_arguments,
+    multiples,
+    overlap_options,
+    overlaps,
+    processors_of,
+    scale_type,
+)
+from nstf.kernels.triton.numbers import scale_value
 from nstf.kernels.triton.packed import INTEGER, LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
+
+# The home of the others is launching.py, sums.py and numbers.py.
+__all__ = [
+    "ONE",
+    "gemv",
+    "gemv_kernel",
+    "gemv_specs",
+    "lanes_of",
+    "launch",
+    "leaf_arguments",
+    "multiples",
+    "overlap_options",
+    "overlaps",
+    "processors_of",
+    "scale_value",
+    "sum_spec",
+]
 
 ONE = 0x3F800000
-_LOWEST = 11  # the lowest bit of a mantissa where a field may begin
 
 
 @triton.jit
@@ -60,19 +89,6 @@ def _field(
         return ((t >> DOWN) & (KEEP - 0x80000000)).to(tl.float32, bitcast=True)
     else:
         return tl.load(table + ((w >> OFFSET) & 15)).to(tl.float32)
-
-
-@triton.jit
-def scale_value(scale, KIND: tl.constexpr):
-    """A stored scale as float32."""
-    if KIND == 0:
-        return scale.to(tl.float32)
-    elif KIND == 1:
-        return scale.to(tl.float32) + 1.0
-    else:
-        code = scale.to(tl.int32)
-        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
-        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -265,64 +281,6 @@ def gemv_kernel(
         scales = next_scales
 
 
-@triton.jit
-def sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y [size] = the sum of parts f32 [SPLIT, size]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(SPLIT):
-        total += tl.load(parts + i * size + at, mask=at < size, other=0.0)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < size)
-
-
-def lanes_of(arch: str) -> int:
-    """Threads of a warp: 64 on CDNA (gfx9), 32 elsewhere."""
-    return 64 if arch.startswith("gfx9") else 32
-
-
-def processors_of(arch: str) -> int:
-    """Multiprocessors (compute units) of the usual card of an architecture: how many programs to start, no more."""
-    return {"sm_80": 108, "sm_90": 132, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 96}.get(
-        arch, 64
-    )
-
-
-def dies_of(arch: str) -> int:
-    """Dies of that card that programs are dealt to in turn, each with a second-level cache of its own."""
-    return ARCHITECTURES[arch].xcds if arch in ARCHITECTURES else 1
-
-
-def overlaps(arch: str) -> bool:
-    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch, from sm_90 on).
-
-    A kernel started so must wait (`gdc_wait`) before it reads what a kernel may have written, and before it writes.
-    Weights are not written by kernels, and may be read before.
-    """
-    return arch.startswith("sm_") and int(arch[3:]) >= 90 and not triton.knobs.runtime.interpret
-
-
-def overlap_options(arch: str) -> dict[str, bool]:
-    """The launch option for that."""
-    return {"launch_pdl": True} if overlaps(arch) else {}
-
-
-def places(bits: int) -> tuple[int, ...]:
-    """The shift, left when positive, that brings each field of a word into a mantissa: (j, half) by 2 j + half.
-
-    From the top of the word down, a field takes the shift of the one above it as long as it stays at _LOWEST or higher.
-    """
-    offsets = sorted((16 * half + j * bits for j in range(16 // bits) for half in range(2)), reverse=True)
-    shift_of, shift = {}, 0
-    for i, offset in enumerate(offsets):
-        if i == 0 or offset + shift < _LOWEST:
-            shift = 23 - bits - offset
-        shift_of[offset] = shift
-    return tuple(shift_of[16 * half + j * bits] for j in range(16 // bits) for half in range(2))
-
-
 def gemv_specs(
     layout: Layout,
     dtype: torch.dtype,
@@ -337,43 +295,12 @@ def gemv_specs(
     """
     out = out or dtype
     made, parts = [], 0
-    chosen = [_tile(layout, bits, arch) | (tile or {}) for bits, _ in layout.planes]
+    chosen = [tile_for(layout, bits, arch) | (tile or {}) for bits, _ in layout.planes]
     total = sum(c["SPLIT"] for c in chosen)
     for (bits, shift), one in zip(layout.planes, chosen, strict=True):
         made.append(_plane_spec(layout, bits, shift, one, dtype, out if total == 1 else torch.float32, arch))
         parts += one["SPLIT"]
     return made if total == 1 else [*made, sum_spec(layout.rows, total, out, arch)]
-
-
-def _tile(layout: Layout, bits: int, arch: str) -> dict[str, int]:
-    """QUADS: fours of words side by side; 32 to 64 columns a thread, so that registers hold their activations.
-
-    From sweeps on an H200. Four warps as far as their registers last, since the warps of a program meet once for every ROWS
-    rows; eight for 8-bit codes, where only bytes in flight count.
-    """
-    lanes = lanes_of(arch)
-    per_quad = 8 * (16 // bits)
-    quads = layout.padded // per_quad
-    wide = min(triton.next_power_of_2(quads), 32768 // triton.next_power_of_2(per_quad))
-    columns = wide * per_quad
-    warps = max(128 // lanes, columns // ((32 if bits == 8 else 64) * lanes))
-    warps = max(1, min(512 // lanes, wide // lanes, 1 << (warps.bit_length() - 1)))
-    each = max(1, wide // (warps * lanes))
-    rows = 2 if warps * lanes > 128 or bits == 3 else 4
-    if warps * lanes == 512 and not (layout.mode == INTEGER and layout.symmetric and bits < 8):
-        rows = 1
-    if arch.startswith("gfx1") and (bits != 4 or layout.mode != INTEGER):
-        # 256 registers: four rows of the wider codes would spill.
-        rows = max(1, rows // 2)
-    # Threads that find room on a multiprocessor, by the registers that so many columns need.
-    threads = 768 if columns <= 32 * warps * lanes else 512
-    return {
-        "QUADS": wide,
-        "WARPS": warps,
-        "ROWS": max(1, min(rows, 8 // each)),
-        "SPLIT": triton.cdiv(quads, wide),
-        "PROGRAMS": processors_of(arch) * max(1, threads // (warps * lanes)),
-    }
 
 
 def _plane_spec(
@@ -432,22 +359,6 @@ def _plane_spec(
     )
 
 
-def sum_spec(size: int, split: int, dtype: torch.dtype, arch: str) -> KernelSpec:
-    """The launch that adds up `split` float32 parts of `size` numbers."""
-    return KernelSpec(
-        name=f"sum_{split}_{pointer_type(dtype)[1:]}",
-        fn=sum_kernel,
-        signature={"parts": "*fp32", "y": pointer_type(dtype), "size": "i32"},
-        constants={"SPLIT": split, "BLOCK": 256, "PDL": overlaps(arch)},
-        divisible=("parts", "y", *multiples({"size": size})),
-        num_warps=4,
-        num_stages=1,
-        options=overlap_options(arch),
-        kind="sum",
-        grid=(triton.cdiv(size, 256), 1, 1),
-    )
-
-
 def gemv(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
     """x [1, cols] -> y [1, rows] of `out` (x's dtype when None), as the specs were made for."""
     layout = packed.layout
@@ -465,47 +376,3 @@ def gemv(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | 
     if len(specs) > 1:
         launch(specs[-1], parts, y, y.numel())
     return y
-
-
-def leaf_arguments(packed: Packed) -> tuple[Tensor, ...]:
-    """words, scale, zeros, row_scale, table: for what a matrix lacks stand its words, of the type stated and never read."""
-    words = packed.words
-
-    def present(array: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return words.view(dtype) if array is None else array
-
-    return (
-        words,
-        packed.scale,
-        present(packed.zeros, torch.uint8),
-        present(packed.row_scale, torch.float32),
-        present(packed.table, torch.float16),
-    )
-
-
-def launch(spec: KernelSpec, *arguments: object) -> None:
-    """Runs the kernel of a spec on the current device."""
-    spec.fn[spec.grid](
-        *arguments, **spec.constants, num_warps=spec.num_warps, num_stages=spec.num_stages, **spec.options
-    )
-
-
-def scale_type(layout: Layout) -> str:
-    """The pointer type of the stored scales."""
-    return "*u8" if layout.scales != 0 else "*fp32" if layout.wide_scales else "*fp16"
-
-
-def layout_name(layout: Layout) -> str:
-    """`int4`, `fp8`, `fp4`, `grid4`, with what else the code depends on."""
-    mode = ("int", "fp", "grid")[layout.mode]
-    return f"{mode}{layout.bits}{'' if layout.symmetric else 'z'}s{layout.scales}b{layout.bias}"
-
-
-def even_sizes(layout: Layout) -> tuple[str, ...]:
-    """The sizes among the run-time arguments that are multiples of 16."""
-    return multiples({"rows": layout.rows, "cols": layout.cols, "padded": layout.padded})
-
-
-def multiples(sizes: dict[str, int]) -> tuple[str, ...]:
-    """The names of those that are multiples of 16, as Triton wants to know."""
-    return tuple(name for name, size in sizes.items() if size % 16 == 0)

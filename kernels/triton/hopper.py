@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import (
+from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
     layout_name,

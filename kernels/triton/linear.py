@@ -2,7 +2,7 @@
 
     up to 16 rows            skinny.py on NVIDIA, codes straight to operands of matrix instructions
     one row                  gemv.py, straight from the codes
-    17 rows and more         hopper.py on Hopper, for large matrices
+    17 rows and more         wgmma.py on Hopper, for large matrices (hopper.py says which)
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
@@ -85,7 +85,6 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     """The launches `matmul` makes, in order, without those of torch's own libraries; [] when there are none."""
     from nstf.kernels.triton.low_rank import low_rank_specs
     from nstf.kernels.triton.rotate import rotate_spec
-    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
 
     if len(encoded.shape) != 2 or not _known(encoded, batch):
         return []
@@ -112,17 +111,9 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
         before = [rotate_spec(batch, width, params.block_in, 0, dtype, inside, tiled)]
         if params.block_out:
             after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False)]
-    elif leaf.tree.kind == "trellis" and batch <= TRELLIS_BATCH and not suits_trellis(batch, dtype, arch):
+    elif _kernel_of(leaf, batch, dtype, arch) == "trellis_gemv":
         before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True)]
-    if _halved(leaf, batch, dtype, arch):
-        # The two halves of the rows, by the same launches.
-        half = -(-batch // 2)
-        made = [
-            *_leaf_specs(leaf, half, inside, outside, dtype, arch),
-            *_leaf_specs(leaf, batch - half, inside, outside, dtype, arch),
-        ]
-    else:
-        made = _leaf_specs(leaf, batch, inside, outside, dtype, arch)
+    made = _leaf_specs(leaf, batch, inside, outside, dtype, arch)
     return [*before, *made, *after] if made else []
 
 
@@ -133,32 +124,68 @@ def _leaf_specs(
     from nstf.kernels.triton import hopper
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.gemv import gemv_specs
-    from nstf.kernels.triton.skinny import skinny_specs, suits
+    from nstf.kernels.triton.skinny import skinny_specs
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
-    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
     from nstf.kernels.triton.tuner import measured_specs
 
     out, width = leaf.shape
+    kernel = _kernel_of(leaf, batch, dtype, arch)
+    if kernel == "halves":
+        some = (_leaf_specs(leaf, rows, inside, outside, dtype, arch) for rows in _halves(batch))
+        return [spec for specs in some for spec in specs]
     if leaf.tree.kind == "trellis":
         params = leaf.tree.params
-        if suits_trellis(batch, dtype, arch):
+        if kernel == "trellis_gemm":
             return trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
-        if batch <= TRELLIS_BATCH:
+        if kernel == "trellis_gemv":
             return trellis_specs(params, out, width, batch, outside, arch)
         return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
     layout = layout_of(leaf)
     if layout is None:
         return []
-    if suits(layout, batch, inside, arch):
+    if kernel == "skinny":
         return skinny_specs(layout, batch, inside, arch, outside)
-    if batch == 1:
+    if kernel == "gemv":
         return gemv_specs(layout, inside, arch, outside)
-    if hopper.suits(layout, batch, inside, arch):
+    if kernel == "wgmma":
         return hopper.wgmma_specs(layout, batch, inside, arch, outside)
-    if batch <= GEMM_BATCH:
+    if kernel == "gemm":
         return measured_specs(layout, batch, inside, arch, outside)
     return [decode_spec(layout, min(out, _block(width)), inside, False)]
+
+
+def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
+    """Which kernel multiplies a leaf by `batch` rows of activations that are (or were, before they were turned) `dtype`:
+    a file's name; "halves": two products of half the rows, for trellises and tables, which are faster than one that
+    decodes otherwise; "blocks": the library's product by decoded rows.
+    """
+    from nstf.kernels.triton import hopper, skinny, trellis_gemm
+
+    half = -(-batch // 2)
+    if leaf.tree.kind == "trellis":
+        if trellis_gemm.suits(batch, dtype, arch):
+            return "trellis_gemm"
+        if batch > trellis_gemm.LARGEST_BATCH and trellis_gemm.suits(half, dtype, arch):
+            return "halves"
+        return "trellis_gemv" if batch <= TRELLIS_BATCH else "blocks"
+    layout = layout_of(leaf)
+    if layout is not None:
+        if skinny.suits(layout, batch, dtype, arch):
+            return "skinny"
+        if hopper.suits(layout, batch, dtype, arch):
+            return "wgmma"
+        table = layout.mode == TABLE and batch > skinny.LARGEST_BATCH
+        if table and skinny.suits(layout, half, dtype, arch):
+            return "halves"
+    if batch == 1:
+        return "gemv"
+    return "gemm" if batch <= GEMM_BATCH else "blocks"
+
+
+def _halves(batch: int) -> tuple[int, int]:
+    """Rows of the two products in the place of one."""
+    return -(-batch // 2), batch // 2
 
 
 def arch_of(device: torch.device) -> str:
@@ -247,74 +274,39 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
 
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
-    from nstf.kernels.triton.skinny import suits
-    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
-
-    if leaf.tree.kind == "trellis":
-        if suits_trellis(batch, dtype, arch) or _halved(leaf, batch, dtype, arch):
-            return torch.float32, False
-        return (torch.float32, True) if batch <= TRELLIS_BATCH else (dtype, False)
-    layout = layout_of(leaf)
-    if batch == 1 and not (layout is not None and suits(layout, batch, dtype, arch)):
-        return torch.float32, False
-    return dtype, False
-
-
-def _halved(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether two products of half the rows are faster than one that decodes otherwise: for trellises and tables."""
-    from nstf.kernels.triton import hopper, skinny, trellis_gemm
-
-    half = -(-batch // 2)
-    if leaf.tree.kind == "trellis":
-        return batch > trellis_gemm.LARGEST_BATCH and trellis_gemm.suits(half, dtype, arch)
-    layout = layout_of(leaf)
-    if layout is None or layout.mode != TABLE or hopper.suits(layout, batch, dtype, arch):
-        return False
-    return batch > skinny.LARGEST_BATCH and skinny.suits(layout, half, dtype, arch)
-
-
-def _on_hopper(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    from nstf.kernels.triton import hopper
-
-    layout = layout_of(leaf)
-    return layout is not None and hopper.suits(layout, batch, dtype, arch)
+    kernel = _kernel_of(leaf, batch, dtype, arch)
+    wide = kernel in ("gemv", "trellis_gemv", "trellis_gemm") or (
+        kernel == "halves" and leaf.tree.kind == "trellis"
+    )
+    return torch.float32 if wide else dtype, kernel == "trellis_gemv"
 
 
 def _leaf(
     x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, dtype: torch.dtype, tiled: bool = False
 ) -> Tensor:
     """dtype: of the activations before they were turned into another basis."""
-    from nstf.kernels.triton import hopper
     from nstf.kernels.triton.gemm import gemm
-    from nstf.kernels.triton.gemv import gemv, gemv_specs
+    from nstf.kernels.triton.gemv import gemv
+    from nstf.kernels.triton.hopper import wgmma
     from nstf.kernels.triton.rotate import rotate
-    from nstf.kernels.triton.skinny import skinny, skinny_specs, suits
+    from nstf.kernels.triton.skinny import skinny
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
-    from nstf.kernels.triton.trellis_gemm import suits as suits_trellis
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
-    from nstf.kernels.triton.tuner import measured_specs
 
     batch = len(x)
-    if _halved(encoded, batch, dtype, arch):
-        half = -(-batch // 2)
-        return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:half], x[half:])])
-    if encoded.tree.kind == "trellis":
-        if suits_trellis(batch, dtype, arch):
-            return trellis_gemm(x, prepare(encoded), out, arch)
-        if batch <= TRELLIS_BATCH:
-            turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
-            return trellis_gemv(turned, prepare(encoded), out, arch)
-    elif batch <= GEMM_BATCH or _on_hopper(encoded, batch, x.dtype, arch):
-        packed = _packed(encoded)
-        layout = packed.layout
-        if suits(layout, batch, x.dtype, arch):
-            return skinny(x, packed, skinny_specs(layout, batch, x.dtype, arch, out), out)
-        if batch == 1:
-            return gemv(x, packed, gemv_specs(layout, x.dtype, arch, out), out)
-        if hopper.suits(layout, batch, x.dtype, arch):
-            return hopper.wgmma(x, packed, hopper.wgmma_specs(layout, batch, x.dtype, arch, out), out)
-        return gemm(x, packed, measured_specs(layout, batch, x.dtype, arch, out), out)
-    return _blocks(x, encoded, arch).to(out)
+    kernel = _kernel_of(encoded, batch, dtype, arch)
+    if kernel == "halves":
+        first = _halves(batch)[0]
+        return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:first], x[first:])])
+    if kernel == "trellis_gemm":
+        return trellis_gemm(x, prepare(encoded), out, arch)
+    if kernel == "trellis_gemv":
+        turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
+        return trellis_gemv(turned, prepare(encoded), out, arch)
+    if kernel == "blocks":
+        return _blocks(x, encoded, arch).to(out)
+    product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
+    return product(x, _packed(encoded), _leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
 
 
 def _blocks(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Packed codes as numbers, inside kernels: what gemm.py, skinny.py and decode.py do between a word and a product."""
+"""Packed codes and stored scales as numbers, inside kernels: what is done between a word and a product."""
 
 import triton
 import triton.language as tl
@@ -75,3 +75,16 @@ def pair16(
     if MODE == 0:
         pairs -= ((1 << MANTISSA) + zero).to(DTYPE)
     return pairs
+
+
+@triton.jit
+def scale_value(scale, KIND: tl.constexpr):
+    """A stored scale as float32."""
+    if KIND == 0:
+        return scale.to(tl.float32)
+    elif KIND == 1:
+        return scale.to(tl.float32) + 1.0
+    else:
+        code = scale.to(tl.int32)
+        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        return bits.to(tl.float32, bitcast=True)

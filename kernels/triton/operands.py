@@ -15,6 +15,9 @@ import triton.language as tl
 
 from nstf.kernels.triton.numbers import numbers32
 
+# The interpreter has no assembler.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 
 @triton.jit
 def word_tile(
@@ -212,6 +215,8 @@ def looked_up(w, entries):
 
     entries: the low bytes of the sixteen, four to a word, then the high bytes.
     """
+    if _INTERPRETED:
+        return _looked_up_plainly(w, entries)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 s, m, a, b, l0, h0, l1, h1;
@@ -261,6 +266,23 @@ def looked_up(w, entries):
         True,
         1,
     )
+
+
+@triton.jit
+def _looked_up_plainly(w, entries):
+    """`looked_up` without its instruction."""
+    found = ()
+    for j in tl.static_range(4):
+        pair = w & 0
+        for half in tl.static_range(2):
+            code = (w >> (16 * half + 4 * j)) & 15
+            for high in tl.static_range(2):
+                four = entries[4 * high]
+                for i in tl.static_range(1, 4):
+                    four = tl.where(code // 4 == i, entries[4 * high + i], four)
+                pair |= ((four >> (code % 4 * 8)) & 0xFF) << (16 * half + 8 * high)
+        found = found + (pair,)
+    return found
 
 
 @triton.jit

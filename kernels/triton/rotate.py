@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.formats.rotated import Params
-from nstf.kernels.triton.gemv import launch
+from nstf.kernels.triton.launching import launch
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 _AT_ONCE = 1024

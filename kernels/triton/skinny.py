@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import (
+from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
     layout_name,
@@ -34,10 +34,8 @@ from nstf.kernels.triton.gemv import (
     overlaps,
     processors_of,
     scale_type,
-    scale_value,
-    sum_spec,
 )
-from nstf.kernels.triton.numbers import codes_at
+from nstf.kernels.triton.numbers import codes_at, scale_value
 from nstf.kernels.triton.operands import (
     activation_tile,
     bytes_of,
@@ -54,6 +52,7 @@ from nstf.kernels.triton.operands import (
 )
 from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
 
@@ -248,10 +247,11 @@ def skinny_specs(
     span = RUN * (16 // min(b for b, _ in layout.planes))
     chunks = layout.padded // span
     split = triton.cdiv(chunks, s * each)
-    pairs = not interpreted
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
-    convert = pairs and dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
+    convert = dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
     half = dtype == torch.float16 or convert
+    # The interpreter multiplies no bfloat16: there codes become numbers one by one.
+    pairs = half or not interpreted
     after, offset = 1.0, 0.0
     if pairs and layout.mode == FLOAT:
         # Floats made in pairs keep the exponent bias of their code.
@@ -302,7 +302,7 @@ def skinny_specs(
             "OFFSET": offset,
             "PAIRS": pairs,
             "EVEN": even,
-            "WIDE": interpreted,
+            "WIDE": not pairs,
             "CONVERT": convert,
             "PDL": overlaps(arch),
             "N": n,

@@ -30,14 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nstf.kernels.triton import gemv as _gemv
 from nstf.kernels.triton import numbers as _numbers
 from nstf.kernels.triton import operands as _operands
 
 # Functions of plain Triton that work on elements alone, for use in Gluon.
 codes_at = gluon.jit(_numbers.codes_at.fn)
 numbers32 = gluon.jit(_numbers.numbers32.fn)
-scale_value = gluon.jit(_gemv.scale_value.fn)
+scale_value = gluon.jit(_numbers.scale_value.fn)
 looked_up = gluon.jit(_operands.looked_up.fn)
 bytes_of = gluon.jit(_operands.bytes_of.fn)
 

@@ -140,15 +140,12 @@ def check_kv_cache(value: str) -> None:
 
 def check_device(name: str) -> str:
     """Raises UsageError for a device that this machine or this torch does not have, or that nothing here runs on."""
-    import torch
+    from nstf.runtime.devices import usable
 
     try:
-        if torch.device(name).type not in ("cpu", "cuda"):
-            raise RuntimeError("choose cpu or cuda (ROCm is called cuda)")
-        torch.empty(1, device=torch.device(name))
-    except (RuntimeError, AssertionError) as error:
-        hint = "" if "choose" in str(error) else "; --device cpu runs everywhere"
-        raise UsageError(f"--device {name}: {str(error).splitlines()[0].rstrip('.')}{hint}") from error
+        usable(name, ("cpu", "cuda"))
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: {error}; --device cpu runs everywhere") from error
     return name
 
 

@@ -56,6 +56,19 @@ def test_the_launches_are_those_that_are_compiled_ahead(interpreted: dict[str, A
     assert compared > 60
 
 
+def test_codes_become_numbers_in_pairs_where_the_interpreter_has_the_dtype(
+    interpreted: dict[str, Any],
+) -> None:
+    """skinny.py as it runs on a card, but for plain bfloat16, which the interpreter does not multiply."""
+    paired = 0
+    for name, case in CASES.items():
+        skinny = [n for n in interpreted[name]["launched"] if n.startswith("skinny")]
+        if case.dtype == "float16" or case.tree == "grid":
+            assert interpreted[name]["single"] == [], name
+            paired += len(skinny)
+    assert paired > 20
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_on_a_gpu_give_what_decode_says(name: str) -> None:

@@ -128,6 +128,13 @@ def cases() -> Iterator[Case]:
         yield Case(name, (20, 1032), 1 if name.endswith("row") else 3, "float16")
     yield Case("int4", (5, 200), 3, "bfloat16")
     yield Case("int8_asymmetric", (24, 264), 9, "bfloat16")
+    for name in ("int3_asymmetric", "int6", "grid", "fp8", "mxfp4"):
+        yield Case(name, (20, 264), 1, "bfloat16")
+        yield Case(name, (20, 264), 18, "bfloat16")
+    yield Case("grid", (20, 264), 9, "bfloat16")
+    yield Case("trellis8", (40, 72), 3, "bfloat16")
+    yield Case("rotated_both", (64, 128), 18, "bfloat16")
+    yield Case("low_rank", (64, 128), 3, "bfloat16")
     for name in ("int3", "int4_group_24", "int6_asymmetric", "grid_row", "fp8", "mxfp4"):
         yield Case(name, (5, 200), 300)
         yield Case(name, (5, 200), 0, rows=True)
@@ -226,10 +233,13 @@ def main() -> None:
     from nstf.kernels.triton import decode as decode_module
 
     launched: list[str] = []
+    single: list[str] = []
     plain = gemv.launch
 
     def launch(spec: Any, *arguments: object) -> None:
         launched.append(spec.name)
+        if spec.kind == "skinny" and not spec.constants["PAIRS"]:
+            single.append(spec.name)
         plain(spec, *arguments)
 
     for module in (corrected, decode_module, gemm, gemv, low_rank, rotate, skinny, trellis, trellis_gemm):
@@ -238,7 +248,9 @@ def main() -> None:
     found = {}
     for case in cases():
         launched.clear()
-        found[case.name] = {"error": error_of(case, "cpu"), "launched": list(launched)}
+        single.clear()
+        error = error_of(case, "cpu")
+        found[case.name] = {"error": error, "launched": list(launched), "single": list(single)}
         if any("corrected" in name for name in launched):
             # Once more with the same counters.
             found[case.name]["error"] = max(found[case.name]["error"], error_of(case, "cpu"))

@@ -1,0 +1,84 @@
+"""What every kernel's launch needs: the arguments of a packed matrix, cards by their architecture, options, the call."""
+
+import torch
+import triton
+from torch import Tensor
+
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.kernels.triton.packed import Layout, Packed
+from nstf.kernels.triton.spec import KernelSpec
+
+
+def lanes_of(arch: str) -> int:
+    """Threads of a warp: 64 on CDNA (gfx9), 32 elsewhere."""
+    return 64 if arch.startswith("gfx9") else 32
+
+
+def processors_of(arch: str) -> int:
+    """Multiprocessors (compute units) of the usual card of an architecture: how many programs to start, no more."""
+    return {"sm_80": 108, "sm_90": 132, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "gfx1100": 96}.get(
+        arch, 64
+    )
+
+
+def dies_of(arch: str) -> int:
+    """Dies of that card that programs are dealt to in turn, each with a second-level cache of its own."""
+    return ARCHITECTURES[arch].xcds if arch in ARCHITECTURES else 1
+
+
+def overlaps(arch: str) -> bool:
+    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch, from sm_90 on).
+
+    A kernel started so must wait (`gdc_wait`) before it reads what a kernel may have written, and before it writes.
+    Weights are not written by kernels, and may be read before.
+    """
+    return arch.startswith("sm_") and int(arch[3:]) >= 90 and not triton.knobs.runtime.interpret
+
+
+def overlap_options(arch: str) -> dict[str, bool]:
+    """The launch option for that."""
+    return {"launch_pdl": True} if overlaps(arch) else {}
+
+
+def leaf_arguments(packed: Packed) -> tuple[Tensor, ...]:
+    """words, scale, zeros, row_scale, table: for what a matrix lacks stand its words, of the type stated and never read."""
+    words = packed.words
+
+    def present(array: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return words.view(dtype) if array is None else array
+
+    return (
+        words,
+        packed.scale,
+        present(packed.zeros, torch.uint8),
+        present(packed.row_scale, torch.float32),
+        present(packed.table, torch.float16),
+    )
+
+
+def launch(spec: KernelSpec, *arguments: object) -> None:
+    """Runs the kernel of a spec on the current device."""
+    spec.fn[spec.grid](
+        *arguments, **spec.constants, num_warps=spec.num_warps, num_stages=spec.num_stages, **spec.options
+    )
+
+
+def scale_type(layout: Layout) -> str:
+    """The pointer type of the stored scales."""
+    return "*u8" if layout.scales != 0 else "*fp32" if layout.wide_scales else "*fp16"
+
+
+def layout_name(layout: Layout) -> str:
+    """`int4`, `fp8`, `fp4`, `grid4`, with what else the code depends on."""
+    mode = ("int", "fp", "grid")[layout.mode]
+    return f"{mode}{layout.bits}{'' if layout.symmetric else 'z'}s{layout.scales}b{layout.bias}"
+
+
+def even_sizes(layout: Layout) -> tuple[str, ...]:
+    """The sizes among the run-time arguments that are multiples of 16."""
+    return multiples({"rows": layout.rows, "cols": layout.cols, "padded": layout.padded})
+
+
+def multiples(sizes: dict[str, int]) -> tuple[str, ...]:
+    """The names of those that are multiples of 16, as Triton wants to know."""
+    return tuple(name for name, size in sizes.items() if size % 16 == 0)

@@ -1,0 +1,19 @@
+"""Devices by name, tried before anything is loaded."""
+
+import torch
+
+
+def usable(device: str | torch.device, kinds: tuple[str, ...] = ()) -> torch.device:
+    """The device, on which a number was put. Raises RuntimeError with the reason in one line.
+
+    kinds: types it may be of; () for any.
+    """
+    try:
+        found = torch.device(device)
+        if kinds and found.type not in kinds:
+            raise RuntimeError(f"choose {' or '.join(kinds)} (ROCm is called cuda)")
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["there is none"])[0]
+        raise RuntimeError(reason.rstrip(".")) from error
+    return found
