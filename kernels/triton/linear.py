@@ -5,7 +5,7 @@
     17 rows and more         wgmma.py on Hopper, for large matrices (hopper.py says which)
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
-    trellis                  trellis_gemm.py on NVIDIA up to 32 rows, trellis.py up to eight, decoded blocks above
+    trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank                 low_rank.py up to four rows, the library's two products above
     cp, tensor_train, tucker their two sides (factors.py) likewise, up to eight rows; W itself where that is smaller

@@ -316,7 +316,7 @@ def prepare(encoded: EncodedTensor) -> Prepared:
             place[members] = torch.arange(len(members), dtype=torch.int32, device=codes.device)
         words = (
             codes.reshape(-1).view(torch.int32)
-            if codes.data_ptr() % 4 == 0
+            if codes.data_ptr() % 8 == 0
             else codes.clone().view(torch.int32)
         )
         sections.append(

@@ -4,9 +4,10 @@
 """One to 32 rows of activations times trellis codes on NVIDIA's matrix cores, codes straight to operands.
 
 As skinny.py: a warp keeps the activations of its columns as operands and goes down the rows, sixteen at a time. Here a lane
-takes a row of a tile, whose sixteen columns are those that two instructions of depth 32 want of it, in another order, which
-the activations are put into. Up to 3 bits a weight is 1024 plus a sum of four bytes, exact as float16 bits; the centre and
-the 1024 are a multiple of the sum of the activations, from which the sums start.
+takes two rows of a tile (trellis_rows.py), whose sixteen columns are those that two instructions of depth 32 want of it, in
+another order, which the activations are put into. Up to 3 bits a weight is 1024 plus a sum of four bytes, exact as float16
+bits; the centre and the 1024 are a multiple of the sum of the activations, from which the sums start. For up to four rows of
+activations at such rates the matrix cores do that sum too (trellis_bytes.py).
 
 Activations become float16 for this, each row of them scaled by a power of two for each warp so that the largest is in range:
 nothing of a bfloat16 is lost but what is below 2^-38 of the largest.
@@ -18,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.formats import trellis
+from nstf.kernels.triton import trellis_bytes
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of, sum_spec
 from nstf.kernels.triton.operands import halves, over_warps, scaled
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.trellis import Prepared, _quantile_value, hardware_of, words_of
+from nstf.kernels.triton.trellis import Prepared, _quantile_value, hardware_of
+from nstf.kernels.triton.trellis_rows import aligned, lane_words, pair_words, state
 
 LARGEST_BATCH = 32
 # Of a sum of four bytes: what it is in the middle, and its standard deviation.
@@ -29,103 +32,35 @@ _CENTRE, _DEVIATION = 510.0, 148.0
 
 
 @triton.jit
-def _funnel(low, high, shift, HARDWARE: tl.constexpr):
-    """Bits `shift` to `shift` + 31 of two words."""
+def _pair(low, high, base, HARDWARE: tl.constexpr):
+    """Two float16 in a word: 1024 + the sum of the four bytes of each multiplied state."""
     if HARDWARE == 1:
         return tl.inline_asm_elementwise(
-            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], tl.uint32, True, 1
+            """{
+            .reg .b32 a, b;
+            dp4a.u32.u32 a, $1, $3, $4;
+            dp4a.u32.u32 b, $2, $3, $4;
+            prmt.b32 $0, a, b, 0x5410;
+            }""",
+            "=r,r,r,r,r",
+            [low * 0xA7491E23, high * 0xA7491E23, 0x01010101, base],
+            tl.uint32,
+            True,
+            1,
         )
     else:
-        return (low >> shift) | ((high << 1) << (31 - shift))
+        return _sum(low * 0xA7491E23) | (_sum(high * 0xA7491E23) << 16)
 
 
 @triton.jit
-def _second_half(word, HARDWARE: tl.constexpr):
-    """Bits 8 to 23."""
-    if HARDWARE == 1:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4421;", "=r,r", [word], tl.uint32, True, 1)
-    else:
-        return (word >> 8) & 0xFFFF
+def _sum(product):
+    two = (product & 0x00FF00FF) + ((product >> 8) & 0x00FF00FF)
+    return ((two + (two >> 16)) & 0x7FF) + 0x6400
 
 
 @triton.jit
-def _state(words, C: tl.constexpr, QUARTER: tl.constexpr, HARDWARE: tl.constexpr):
-    """The state of column C of a row. Shifts of less than a byte serve several columns; a byte more is a permutation."""
-    AT: tl.constexpr = ((C + 1) * QUARTER) // 4 + (16 if (4 * QUARTER) % 32 == 0 else 0)
-    S: tl.constexpr = AT % 32
-    BYTE: tl.constexpr = S % 16 // 8
-    DOWN: tl.constexpr = S - 8 * BYTE
-    word = words[AT // 32]
-    if DOWN > 0:
-        if S > 16:
-            word = _funnel(word, words[AT // 32 + 1], tl.full([1], DOWN, tl.uint32), HARDWARE)
-        else:
-            word = word >> DOWN
-    if BYTE == 1:
-        return _second_half(word, HARDWARE)
-    elif S == 16:
-        return word
-    else:
-        return word & 0xFFFF
-
-
-@triton.jit
-def _sum16(state, base, HARDWARE: tl.constexpr):
-    """The float16 1024 + the sum of the four bytes of the multiplied state."""
-    product = state * 0xA7491E23
-    if HARDWARE == 1:
-        bits = tl.inline_asm_elementwise(
-            "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [product, 0x01010101, base], tl.uint32, True, 1
-        )
-    else:
-        two = (product & 0x00FF00FF) + ((product >> 8) & 0x00FF00FF)
-        bits = ((two + (two >> 16)) & 0x7FF) + 0x6400
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _row_words(
-    codes,
-    down,
-    across,
-    rows,
-    group,
-    QUARTER: tl.constexpr,
-    COUNT: tl.constexpr,
-    S: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """[64 S] each: the words with a row of a tile and the 16 bits before it, sixteen rows by four tiles for each warp."""
-    i = tl.arange(0, 64 * S)
-    r = i // (32 * S) * 8 + i // 4 % 8
-    ct = (group + i // 32 % S * GROUPS) * 4 + i % 4
-    tile = codes + (down * across + ct) * (2 * QUARTER)
-    first = (r * (4 * QUARTER) + (64 * QUARTER - 16)) // 32
-    found = ()
-    for k in tl.static_range(COUNT):
-        # The stream is circular.
-        found = found + (
-            tl.load(tile + (first + k) % (2 * QUARTER), mask=(ct < across) & (down * 16 < rows), other=0),
-        )
-    return found
-
-
-@triton.jit
-def _aligned(words, QUARTER: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr, HARDWARE: tl.constexpr):
-    """Those words from the first of the 16 bits on; as they are where all rows begin at bit 16."""
-    if (4 * QUARTER) % 32 == 0:
-        return words
-    else:
-        i = tl.arange(0, 64 * S)
-        r = i // (32 * S) * 8 + i // 4 % 8
-        shift = ((r * (4 * QUARTER) + (64 * QUARTER - 16)) % 32).to(tl.uint32)
-        found = ()
-        for k in tl.static_range(COUNT):
-            if k + 1 < COUNT:
-                found = found + (_funnel(words[k], words[k + 1], shift, HARDWARE),)
-            else:
-                found = found + (words[k] >> shift,)
-        return found
+def _bits(value):
+    return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
@@ -154,12 +89,12 @@ def trellis_gemm_kernel(
     base,  # the bits of the float16 1024: an argument, to lie in a register
     ones,  # two of the float16 1: an argument, so that nothing is folded and all operands are made the same way
     QUARTER: tl.constexpr,
-    COUNT: tl.constexpr,
     UNIT: tl.constexpr,
     OFFSET: tl.constexpr,
     HARDWARE: tl.constexpr,
     SECTIONED: tl.constexpr,
     PDL: tl.constexpr,
+    EVEN: tl.constexpr,
     N: tl.constexpr,
     S: tl.constexpr,
     GROUPS: tl.constexpr,  # of four tiles for each warp
@@ -169,9 +104,14 @@ def trellis_gemm_kernel(
     group0 = tl.program_id(1) * S * GROUPS
     begin = tl.program_id(0)
     step = tl.num_programs(0)
+    last = (rows + 15) // 16 - 1
+    size = across * (2 * QUARTER)
+    lanes = lane_words(group0, QUARTER, S, GROUPS)
     words = ()
     for c in tl.static_range(GROUPS):
-        words = words + _row_words(codes, begin, across, rows, group0 + c, QUARTER, COUNT, S, GROUPS)
+        words = words + (
+            pair_words(codes + begin * size, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),
+        )
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -188,34 +128,37 @@ def trellis_gemm_kernel(
             start = tl.dot(unit, xs[i], start)
     start = start * -OFFSET
 
-    for down in range(begin, (rows + 15) // 16, step):
+    for down in range(begin, last + 1, step):
+        # The last ones come again where there are none after them.
+        ahead = codes + tl.minimum(down + step, last) * size
         later = ()
-        for c in tl.static_range(GROUPS):
-            later = later + _row_words(
-                codes, down + step, across, rows, group0 + c, QUARTER, COUNT, S, GROUPS
-            )
         acc = start
         for c in tl.static_range(GROUPS):
-            own = ()
-            for k in tl.static_range(COUNT):
-                own = own + (words[c * COUNT + k],)
-            bits = _aligned(own, QUARTER, COUNT, S, HARDWARE)
-            for d in tl.static_range(2):
-                values = ()
-                for e in tl.static_range(8):
-                    state = _state(bits, 8 * d + e, QUARTER, HARDWARE)
+            bits = aligned(words[c], QUARTER, S, HARDWARE)
+            for h in tl.static_range(2):
+                pairs = ()
+                for p in tl.static_range(8):
+                    # The four pairs of eight columns of a row, then of the other row.
+                    low = state(bits, p // 4 * 16 + 8 * h + p % 4 * 2, QUARTER, False, HARDWARE)
+                    high = state(bits, p // 4 * 16 + 8 * h + p % 4 * 2 + 1, QUARTER, False, HARDWARE)
                     if QUARTER <= 12:
-                        value = _sum16(state, base, HARDWARE)
+                        pair = _pair(low, high, base, HARDWARE)
                     else:
-                        value = _quantile_value(state, HARDWARE).to(tl.float16)
-                    values = values + (value,)
-                # [64 S, the two of a pair, pairs, halves of a run].
-                low = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
-                high = tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7]))
-                tile = tl.reshape(tl.join(low, high), [2, S, 8, 4, 2, 2, 2])
-                tile = tl.reshape(tl.permute(tile, (1, 0, 2, 6, 3, 5, 4)), [S, 16, 32])
-                acc = tl.dot(tile, xs[2 * c + d], acc)
-        row = down * 16 + tl.arange(0, 16)
+                        pair = _bits(_quantile_value(low, HARDWARE)) | (
+                            _bits(_quantile_value(high, HARDWARE)) << 16
+                        )
+                    pairs = pairs + (pair,)
+                # [32 S, pairs of a half, halves of a run, rows].
+                upper = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))
+                lower = tl.join(tl.join(pairs[4], pairs[5]), tl.join(pairs[6], pairs[7]))
+                tile = tl.reshape(tl.join(upper, lower), [S, 8, 4, 2, 2, 2])
+                tile = tl.reshape(tl.permute(tile, (0, 5, 1, 4, 2, 3)), [S, 16, 16])
+                acc = tl.dot(halves(tile.to(tl.int32, bitcast=True), tl.float16), xs[2 * c + h], acc)
+            # Into the registers that have just become free: asked for before, they would be loaded at the end.
+            later = later + (pair_words(ahead, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),)
+        # A lane's rows are neighbours, which the operand has eight apart.
+        m = tl.arange(0, 16)
+        row = down * 16 + m % 8 * 2 + m // 8
         ok = row < rows
         if SECTIONED:
             row = tl.load(members + row, mask=ok, other=0)
@@ -232,6 +175,17 @@ def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
     return arch.startswith("sm_") and dtype in (torch.float16, torch.bfloat16) and 1 <= batch <= LARGEST_BATCH
 
 
+def _usual(batch: int, quarter_bits: int, processors: int) -> dict[str, int]:
+    """From sweeps on an H200: warps of 256 columns, and the programs that find room with their registers. A program takes
+    as many columns as one of trellis_bytes.py, so that all sections leave as many parts of sums."""
+    if batch > 16:
+        return {"N": 32, "S": 8, "GROUPS": 2, "PROGRAMS": processors, "REGISTERS": 255}
+    usual = {"N": 8 if batch <= 8 else 16, "S": 4, "GROUPS": 4}
+    # As many warps as have registers, which more rows of activations take, and more codes.
+    held, registers = ((4, 128), (3, 168), (2, 255))[(batch > 8) + (quarter_bits > 16)]
+    return usual | {"PROGRAMS": processors * held, "REGISTERS": registers}
+
+
 def trellis_gemm_specs(
     params: trellis.Params,
     out_rows: int,
@@ -245,20 +199,19 @@ def trellis_gemm_specs(
     """The launches for X [batch, cols] of dtype `inside`: one for each section and, when the columns take several
     programs, the sum of their parts. `tile` overrides the choice."""
     across = trellis.tiles(cols)
-    n = 8 if batch <= 8 else 16 if batch <= 16 else 32
-    processors = processors_of(arch)
-    # From sweeps on an H200: warps of 256 columns, and the programs that find room with their registers.
-    usual = {"N": n, "S": 4, "GROUPS": 4, "PROGRAMS": processors * 4, "REGISTERS": 128}
-    if n == 16:
-        usual |= {"PROGRAMS": processors * 3, "REGISTERS": 168}
-    elif n == 32:
-        usual |= {"S": 8, "GROUPS": 2, "PROGRAMS": processors, "REGISTERS": 255}
-    chosen = usual | (tile or {})
-    n, s, groups = chosen["N"], chosen["S"], chosen["GROUPS"]
-    split = triton.cdiv(across, 4 * s * groups)
-    registers = {} if triton.knobs.runtime.interpret else {"maxnreg": chosen["REGISTERS"]}
+    split = triton.cdiv(across, trellis_bytes.PART_TILES)
     made = []
-    for rows, q in zip(trellis.section_rows(params, out_rows), params.quarter_bits, strict=True):
+    for section, rows in enumerate(trellis.section_rows(params, out_rows)):
+        q = params.quarter_bits[section]
+        if tile is None and trellis_bytes.suits(batch, q):
+            made.append(
+                trellis_bytes.trellis_bytes_spec(params, section, out_rows, cols, batch, inside, out, arch)
+            )
+            continue
+        chosen = _usual(batch, q, processors_of(arch)) | (tile or {})
+        n, s, groups = chosen["N"], chosen["S"], chosen["GROUPS"]
+        split = triton.cdiv(across, 4 * s * groups)
+        registers = {} if triton.knobs.runtime.interpret else {"maxnreg": chosen["REGISTERS"]}
         sizes = {"rows": rows, "out_rows": out_rows, "cols": cols, "across": across}
         computed = q <= 12
         made.append(
@@ -280,12 +233,12 @@ def trellis_gemm_specs(
                 },
                 constants={
                     "QUARTER": q,
-                    "COUNT": words_of(q),
                     "UNIT": 1 / _DEVIATION if computed else 1.0,
                     "OFFSET": 1024 + _CENTRE if computed else 0.0,
                     "HARDWARE": hardware_of(arch),
                     "SECTIONED": bool(params.rows),
                     "PDL": overlaps(arch),
+                    "EVEN": across % (4 * s * groups) == 0,
                     "N": n,
                     "S": s,
                     "GROUPS": groups,
@@ -315,8 +268,9 @@ def trellis_gemm(
         parts = torch.empty(specs[-1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
     for s, spec in zip(prepared.sections, specs, strict=False):
         members = s.codes if s.members is None else s.members
-        sizes = (s.rows, prepared.rows, prepared.cols, prepared.across, batch, 0x6400, 0x3C003C00)
-        launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, parts, *sizes)
+        sizes = (s.rows, prepared.rows, prepared.cols, prepared.across, batch)
+        numbers = (trellis_bytes.MIDDLE,) if "middle" in spec.signature else (0x6400, 0x3C003C00)
+        launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, parts, *sizes, *numbers)
     if summed:
         launch(specs[-1], parts, y, y.numel())
     return y

@@ -88,17 +88,19 @@ TREES = {
 
 
 class Case(NamedTuple):
-    """x [batch, in] of `dtype` times a matrix of `shape`; `rows`: rows by index instead."""
+    """x [batch, in] of `dtype` times a matrix of `shape`; `rows`: rows by index instead; `nan`: one in the last row of x."""
 
     tree: str
     shape: tuple[int, int]
     batch: int
     dtype: str = "float32"
     rows: bool = False
+    nan: bool = False
 
     @property
     def name(self) -> str:
         kind = "rows" if self.rows else self.dtype
+        kind += "-nan" if self.nan else ""
         return f"{self.tree}-{self.shape[0]}x{self.shape[1]}-{self.batch}-{kind}"
 
     @property
@@ -162,6 +164,13 @@ def cases() -> Iterator[Case]:
     yield Case("rotated_trellis", (64, 128), 33, "float16")
     yield Case("grid", (20, 264), 18, "float16")
     yield Case("rotated_trellis", (64, 128), 12)
+    # trellis_bytes.py: all digits and both of trellis_gemm.py's paths, columns that are all a program's and that are not.
+    yield Case("trellis10", (40, 1024), 2, "bfloat16")
+    yield Case("trellis12", (24, 1032), 1, "float16")
+    yield Case("trellis8", (40, 1024), 4, "bfloat16")
+    yield Case("trellis7", (24, 1032), 5, "bfloat16")
+    yield Case("trellis8", (40, 72), 2, "bfloat16", nan=True)
+    yield Case("trellis12", (40, 72), 4, "float16", nan=True)
     for name in ("tensor_train", "tensor_train_packed", "tucker", "tucker_right", "tucker_wide", "cp"):
         for batch, dtype in ((1, "float16"), (3, "float32"), (8, "bfloat16"), (17, "float32")):
             yield Case(name, (45, 126), batch, dtype)
@@ -218,7 +227,14 @@ def error_of(case: Case, device: str) -> float:
         return float((found[:4] - weight[ids[:4]]).abs().max() / weight.abs().max())
     x = torch.randn(case.batch, case.shape[1], generator=torch.Generator().manual_seed(case.batch))
     x = x.to(getattr(torch, case.dtype))
-    return relative_error(linear.matmul(x.to(device), there).cpu(), x, weight)
+    if case.nan:
+        x[-1, 5] = float("nan")
+    y = linear.matmul(x.to(device), there).cpu()
+    if case.nan:
+        if not bool(y[-1].isnan().all()):
+            return float("inf")
+        x, y = x[:-1], y[:-1]
+    return relative_error(y, x, weight)
 
 
 def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
