@@ -73,7 +73,7 @@ def dear(layout: Layout) -> bool:
 def _walking(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     """Weight-stationary: a program decodes its weights once and multiplies several tiles of activations with them.
 
-    For 256 rows that is 1.2 to 2.4 times fewer vector instructions on gfx942 than a program for every tile of 128 (or 64)
+    For 256 rows that is 1.3 to 2.4 times fewer vector instructions on gfx942 than a program for every tile of 128 (or 64)
     rows. Nothing is staged: so many activations would not fit. Not for an iteration of 512 columns (5 and 7 bits), which
     spilled hundreds of registers.
     """
