@@ -43,7 +43,9 @@ def tile_for(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[
     if rdna and span > 256 and bm > 16:
         bn = 32
     uniform = layout.whole or layout.group % RUN == 0
-    if arch.startswith("gfx9") and (layout.bits == 6 or not uniform) and bm >= 64:
+    # Numbers that go through float32, one by one, take more registers than pairs of them.
+    single = layout.mode == TABLE or not uniform
+    if arch.startswith("gfx9") and (layout.bits == 6 or single) and bm >= 64:
         bn = 64
     programs = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
     processors, split = processors_of(arch), 1
@@ -58,8 +60,6 @@ def tile_for(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[
     if amd:
         # Look-ups keep more in registers.
         stages = 1 if rdna and bm >= 128 and layout.mode == TABLE else 2
-    # Numbers that go through float32, one by one, take more registers than pairs of them.
-    single = layout.mode == TABLE or not uniform
     many = bm >= 128 if not amd else rdna and bm >= (32 if single else 64 if span > 128 else 128)
     return _tile(bm, bn, split, 8 if many else 4, stages)
 
@@ -73,7 +73,7 @@ def dear(layout: Layout) -> bool:
 def _walking(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     """Weight-stationary: a program decodes its weights once and multiplies several tiles of activations with them.
 
-    For 256 rows that is 1.2 to 2.4 times fewer vector instructions on gfx942 than a program for every tile of 128 (or 64)
+    For 256 rows that is 1.3 to 2.4 times fewer vector instructions on gfx942 than a program for every tile of 128 (or 64)
     rows. Nothing is staged: so many activations would not fit. Not for an iteration of 512 columns (5 and 7 bits), which
     spilled hundreds of registers.
     """

@@ -27,7 +27,7 @@ def tile_for(layout: Layout, bits: int, arch: str) -> dict[str, int]:
         rows = 1
     if arch.startswith("gfx1") and (bits != 4 or layout.mode != INTEGER):
         # 256 registers: four rows of the wider codes would spill.
-        rows = max(1, rows // 2)
+        rows = 1 if bits == 1 else max(1, rows // 2)
     # Threads that find room on a multiprocessor, by the registers that so many columns need.
     threads = 768 if columns <= 32 * warps * lanes else 512
     return {
