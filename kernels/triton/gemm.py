@@ -107,8 +107,8 @@ def _pair16(
     return pairs
 
 
-@triton.jit(do_not_specialize=["batch"])
-def gemm_kernel(
+@triton.jit
+def gemm_product(
     x,  # [batch, cols]
     words,  # i32: all planes
     scale,  # [rows, GROUPS]
@@ -143,6 +143,9 @@ def gemm_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     LANES: tl.constexpr,
+    place,  # of this program among those along the rows
+    lines,  # its first row of activations
+    across,  # likewise along the columns
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 2 * LANES
@@ -162,8 +165,8 @@ def gemm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    col = tl.program_id(1) * BM + tl.arange(0, BM)
+    row = place * BN + tl.arange(0, BN)
+    col = lines + tl.arange(0, BM)
     word = tl.arange(0, LANES)
     run = tl.arange(0, RUN)
     row_ok = row < rows
@@ -185,7 +188,7 @@ def gemm_kernel(
         acc = tl.zeros([BM, BN], tl.float32)
     chunks = padded // SPAN
     each = (chunks + SPLIT - 1) // SPLIT
-    first = tl.program_id(2) * each
+    first = across * each
     for several in range(first, tl.minimum(first + each, chunks), CHUNKS):
         for one in tl.static_range(CHUNKS):
             chunk = several + one
@@ -269,8 +272,25 @@ def gemm_kernel(
         acc = tl.trans(acc * factor[:, None])
     else:
         acc = acc * factor[None, :]
-    at = (tl.program_id(2) * batch + col)[:, None] * rows + row[None, :]
+    at = (across * batch + col)[:, None] * rows + row[None, :]
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=batch_ok[:, None] & row_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["batch"])
+def gemm_kernel(
+    x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
+    AFTER: tl.constexpr, PAIRS: tl.constexpr, SCALE_WEIGHTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, AMD: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """`gemm_product` by a grid of programs along rows, batch and columns."""
+    gemm_product(
+        x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, PLANES, SHIFTS, BITS, ZERO, GROUP,
+        GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, PAIRS, SCALE_WEIGHTS, SWAP, EVEN, WIDE, AMD, PDL, SPLIT, CHUNKS,
+        BM, BN, LANES, tl.program_id(0), tl.program_id(1) * BM, tl.program_id(2),
+    )  # fmt: skip
 
 
 def gemm_specs(
