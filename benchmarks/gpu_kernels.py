@@ -211,8 +211,8 @@ def low_rank_row(rank: int, batch: int, size: int = 4096) -> dict[str, Any]:
     return {"rank": rank, "batch": batch, "time_us": time_s * 1e6, "two_linears_us": two_s * 1e6}
 
 
-def corrected_row(rank: int, batch: int, shape: tuple[int, int]) -> dict[str, Any]:
-    """int4 in groups of 128 with a low-rank correction: alone, corrected in one launch, corrected by launches of its own.
+def corrected_row(rank: int, batch: int, shape: tuple[int, int], name: str = "int4 g128") -> dict[str, Any]:
+    """A format with a low-rank correction: the base alone, corrected in one launch, corrected by launches of their own.
 
     Those are the better of low_rank.py adding to the base's result, and the library's two products.
     """
@@ -222,7 +222,7 @@ def corrected_row(rank: int, batch: int, shape: tuple[int, int]) -> dict[str, An
 
     dense = leaf("dense", dtype="bfloat16")
     chain = Node("low_rank", format_of("low_rank").Params(rank=rank), {"a": dense, "b": dense})
-    tree = Node("add", format_of("add").Params(), {"x": INT4, "y": chain})
+    tree = Node("add", format_of("add").Params(), {"x": FORMATS[name], "y": chain})
     x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
     matrices = [random_encoded(tree, shape, i) for i in range(copies(shape[0] * shape[1] // 2))]
     parts = [(children_of(m)["x"], m.arrays["y.a.values"], m.arrays["y.b.values"]) for m in matrices]
@@ -234,12 +234,13 @@ def corrected_row(rank: int, batch: int, shape: tuple[int, int]) -> dict[str, An
         seconds([lambda p=p, a=a, b=b: torch.addmm(linear(x, p), F.linear(x, b), a.T) for p, a, b in parts]),  # type: ignore[misc]
     )
     print(
-        f"int4 g128 and rank {rank}, {shape[0]}x{shape[1]}, batch {batch}: {time_s * 1e6:.1f} us, base alone "
-        f"{base_s * 1e6:.1f} ({time_s / base_s:.2f}x), in launches of its own {apart_s * 1e6:.1f} ({apart_s / time_s:.2f}x)",
+        f"{name} and rank {rank}, {shape[0]}x{shape[1]}, batch {batch}: {time_s * 1e6:.1f} us, base alone "
+        f"{base_s * 1e6:.1f} ({time_s / base_s:.2f}x), in launches of their own {apart_s * 1e6:.1f} "
+        f"({apart_s / time_s:.2f}x)",
         flush=True,
     )
     times = {"time_us": time_s * 1e6, "base_us": base_s * 1e6, "apart_us": apart_s * 1e6}
-    return {"shape": shape, "rank": rank, "batch": batch, **times}
+    return {"format": name, "shape": shape, "rank": rank, "batch": batch, **times}
 
 
 def chain_row(kind: str, bond: int, batch: int, base: Baselines) -> dict[str, Any]:
@@ -266,7 +267,12 @@ def chain_row(kind: str, bond: int, batch: int, base: Baselines) -> dict[str, An
     return {"kind": kind, "bond": bond, "batch": batch, "time_us": time_s * 1e6, "bf16_us": dense_s * 1e6}
 
 
-CORRECTED = [((4096, 4096), (64, 128)), ((14336, 4096), (64,)), ((28672, 8192), (32, 64, 128))]
+CORRECTED = [
+    ((4096, 4096), (32, 64, 128)),
+    ((14336, 4096), (32, 64, 128)),
+    ((28672, 8192), (32, 64, 128)),
+    ((8192, 28672), (64,)),
+]
 CHAINS = ("cp", "tucker", "tensor_train")
 PLANNED = [(shape, batch) for shape in ((4096, 4096), (14336, 4096), (28672, 8192)) for batch in (32, 256)]
 
@@ -369,6 +375,9 @@ def main() -> None:
     low_ranks = [low_rank_row(rank, batch) for rank in (64, 128) for batch in few]
     corrected = [
         corrected_row(rank, batch, shape) for shape, ranks in CORRECTED for rank in ranks for batch in few
+    ]
+    corrected += [
+        corrected_row(64, 1, LARGE, name) for name in FORMATS if "g128" in name and name != "int4 g128"
     ]
     chains = [
         chain_row(kind, bond, batch, base) for kind in CHAINS for bond in (64, 128) for batch in few[::2]

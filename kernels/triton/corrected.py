@@ -27,7 +27,7 @@ from nstf.kernels.triton.gemv import (
     launch,
     leaf_arguments,
     multiples,
-    overlap_options,
+    processors_of,
 )
 from nstf.kernels.triton.low_rank import (
     APART,
@@ -255,24 +255,23 @@ def corrected_specs(
     layout: Layout, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launch for X [batch, cols] of `dtype`, with A and B of `factors`."""
+    # Codes of 8 and 5 bits fill the registers: with half the work at a time, or two programs on a multiprocessor
+    # instead of three, there is room for what the correction keeps in them.
+    eight = layout.bits == 8 and layout.mode == INTEGER
     if skinny.suits(layout, batch, dtype, arch):
-        base = skinny_specs(layout, batch, dtype, arch, torch.float32)[0]
+        less = {"CHUNKS": 2} if eight else {"PROGRAMS": 2 * processors_of(arch)} if layout.bits == 5 else None
+        base = skinny_specs(layout, batch, dtype, arch, torch.float32, less)[0]
         fn, others = corrected_skinny_kernel, ("padded", "rank", "ones", "magic")
     elif batch == 1 and len(layout.planes) == 1:
-        base = gemv_specs(layout, dtype, arch, torch.float32)[0]
+        base = gemv_specs(layout, dtype, arch, torch.float32, {"ROWS": 2} if eight else None)[0]
         fn, others = corrected_gemv_kernel, ("width", "rank", "one")
     else:
         base = gemm_specs(layout, batch, dtype, arch, out=torch.float32)[0]
         fn, others = corrected_gemm_kernel, ("padded", "rank")
-    pdl, options = base.constants["PDL"], dict(base.options)
-    if fn is corrected_skinny_kernel:
-        # Five-bit codes fill the registers: no room for the first words while the launch before ends.
-        pdl = pdl and layout.bits != 5
-        options = overlap_options(arch) if pdl else {}
-        if layout.mode == INTEGER and layout.bits != 7:
-            # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
-            threads = 32 * base.num_warps * skinny.resident(layout, batch)
-            options["maxnreg"] = 65536 // threads // 8 * 8
+    options = dict(base.options)
+    if fn is corrected_skinny_kernel and layout.mode == INTEGER and layout.bits not in (5, 7):
+        # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
+        options["maxnreg"] = 65536 // (32 * base.num_warps * skinny.resident(layout, batch)) // 8 * 8
     column_programs = base.grid[1] * base.grid[2]
     made = inner_constants(layout.cols, rank, batch, dtype, factors, base.num_warps, arch)
     r = int(str(made["R"]))
@@ -296,12 +295,11 @@ def corrected_specs(
             constants={
                 **made,
                 **base.constants,
-                "PDL": pdl,
                 "GENERATION": generation(arch),
                 "COLUMN_PROGRAMS": column_programs,
                 "PIECES": pieces,
                 "TALL": tall,
-                **({"AHEAD": AHEAD if pdl else 0} if fn is corrected_skinny_kernel else {}),
+                **({"AHEAD": AHEAD if base.constants["PDL"] else 0} if fn is corrected_skinny_kernel else {}),
             },
             divisible=(
                 *pointers,
