@@ -46,13 +46,11 @@ def arrive(counter, GENERATION: tl.constexpr, SEM: tl.constexpr):
 def wait_for(counter, wanted, GENERATION: tl.constexpr):
     """Returns when a counter has reached `wanted`; what was stored before is then there for loads with `.cg`."""
     if GENERATION == 1:
-        # Relaxed loads, not atomics, which would keep away those that raise the counter, and not acquiring ones, which drop
-        # the first-level cache of the programs beside.
-        while _loaded(counter, "nanosleep.u32 32; ld.relaxed.gpu.global.b64 $0, [$1];") < wanted:
+        # Loads, not atomics: hundreds of those on one address would keep away the ones that raise it.
+        while _acquired(counter) < wanted:
             pass
-        _loaded(counter, "ld.acquire.gpu.global.b64 $0, [$1];")
     else:
-        # AMD's compiler takes a volatile load of Triton's out of the loop.
+        # AMD's compiler takes a volatile load of Triton's out of the loop, and makes loads of these.
         while tl.atomic_add(counter, 0, sem="relaxed") < wanted:
             pass
         tl.atomic_add(counter, 0, sem="acquire")
@@ -60,5 +58,7 @@ def wait_for(counter, wanted, GENERATION: tl.constexpr):
 
 
 @triton.jit
-def _loaded(counter, ASSEMBLY: tl.constexpr):
-    return tl.inline_asm_elementwise(ASSEMBLY, "=l,l", [counter.to(tl.int64)], tl.int64, False, 1)
+def _acquired(counter):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [counter.to(tl.int64)], tl.int64, False, 1
+    )

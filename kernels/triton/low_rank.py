@@ -6,7 +6,7 @@ others have asked for their rows of A meanwhile, wait, add up the slices (in ord
 multiply. Both products are made by matrix instructions. t is kept as the sum of two numbers of A's type, scaled so that
 they neither overflow nor lose digits: 16 bits of it for bfloat16, 22 for float16. corrected.py takes the same steps.
 
-t, its slices and the counters stay in the second-level cache: rank x rows of activations x 4 bytes x at most 32 slices.
+t, its slices and the counters stay in the second-level cache: rank x rows of activations x 4 bytes x at most 16 slices.
 """
 
 from functools import cache
@@ -192,9 +192,8 @@ def inner_constants(
     nvidia = arch.startswith("sm_")
     wide = interpreted or torch.float32 in (dtype, factors)
     r = max(16, triton.next_power_of_2(rank))
-    # Whoever multiplies by t adds up the slices: fewer for more ranks, more for longer rows.
-    slices = _SLICES * (1 if r < 128 else 0.5) * (1 if cols <= 16384 else 2)
-    steps = triton.cdiv(cols, int(slices) * warps * 32)
+    # Whoever multiplies by t adds up the slices: fewer for more ranks.
+    steps = triton.cdiv(cols, (_SLICES if r < 128 else _SLICES // 2) * warps * 32)
     at_once = min(steps, 4)
     steps = triton.cdiv(steps, at_once) * at_once
     return {
@@ -264,7 +263,7 @@ def low_rank_specs(
 
 def tall_for(rows: int, r: int) -> int:
     """Rows of A for a program: as many as registers hold beside the rest, where there are enough for all multiprocessors."""
-    return max(16, min(128 if rows > 8192 else 64, 8192 // r))
+    return max(16, min(128 if rows >= 8192 else 64, 8192 // r))
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, arch: str, into: Tensor | None = None) -> Tensor:
