@@ -212,7 +212,8 @@ def low_rank_row(rank: int, batch: int, size: int = 4096) -> dict[str, Any]:
 
 
 def corrected_row(rank: int, batch: int, shape: tuple[int, int], name: str = "int4 g128") -> dict[str, Any]:
-    """A format with a low-rank correction: the base alone, corrected in one launch, corrected by launches of their own.
+    """A format with a low-rank correction as `linear` does it (one launch where that is faster), against the base alone and
+    against the base and then the correction.
 
     Those are the better of low_rank.py adding to the base's result, and the library's two products.
     """

@@ -52,7 +52,6 @@ def test_every_wave_waits_for_its_stores_before_a_counter_is_raised(
         before = max((i for i in range(barrier) if lines[i] == wait), default=-1)
         # Nothing is stored between the wait and the barrier, nor from there to the atomic.
         assert before >= 0 and not any(before < i < at for i in stores), (target, lines[barrier - 8 : at + 1])
-        assert barrier - before <= 4, lines[before : barrier + 1]
         if target in ("gfx942", "gfx950"):
             assert any(found.startswith("buffer_wbl2") for found in lines[barrier:at])
         raised += 1

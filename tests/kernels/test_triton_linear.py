@@ -161,6 +161,23 @@ def test_specs_need_no_arrays_and_have_unique_names() -> None:
     assert layout is not None and layout.words == 64 * 128 // 8
 
 
+def test_a_correction_is_one_launch_unless_several_were_measured_to_be_faster(samples: ModuleType) -> None:
+    dense, int4 = samples.leaf("dense", dtype="float16"), samples.leaf("int", bits=4, group=128)
+
+    def kinds(shape: tuple[int, int], rank: int, batch: int, arch: str) -> list[str]:
+        chain = samples.node("low_rank", {"a": dense, "b": dense}, rank=rank)
+        tree = samples.node("add", {"x": int4, "y": chain})
+        return [spec.kind for spec in specs_for(tree, shape, batch, torch.float16, arch)]
+
+    for shape, rank in (((4096, 4096), 16), ((28672, 8192), 64), ((14336, 4096), 128)):
+        assert kinds(shape, rank, 8, "sm_90") == ["corrected_skinny"]
+    apart = ["skinny", "sum", "low_rank"]
+    assert kinds((8192, 28672), 64, 1, "sm_90") == apart == kinds((28672, 8192), 32, 1, "sm_90")
+    assert kinds((4096, 4096), 129, 8, "sm_90") == apart
+    assert kinds((4096, 4096), 64, 9, "sm_90") == ["skinny", "sum"]
+    assert kinds((8192, 28672), 64, 1, "gfx942") == ["corrected_gemv"]
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 def test_the_kernels_compile_for(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
