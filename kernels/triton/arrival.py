@@ -5,8 +5,8 @@ Publication is a store of every thread, a barrier of the program, and one atomic
 reader's is one atomic with acquire semantics, a barrier, and loads past the first-level cache. CUDA's memory model needs no
 more. On AMD the release waits for the stores of the wave that runs it, and the compiler leaves the barrier without a wait
 for stores (workgroups whose waves share a first-level cache need none among themselves); so every wave waits for its own
-stores first. The release then writes back the second-level cache of its die (`buffer_wbl2` on gfx90a, gfx942, gfx950),
-and the acquire drops what the reader's caches hold.
+stores first. The release then writes back the second-level cache of its die (`buffer_wbl2 sc1` on gfx942, gfx950), and the
+acquire drops what the reader's caches hold; no line of what is handed over was read before it was stored.
 
 A program takes a number when it begins, and waits for programs with lower numbers only. Those began before it, so that no
 number of programs can stop each other, resident all at once or not; the interpreter, which runs one after the other, needs

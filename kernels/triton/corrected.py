@@ -154,7 +154,7 @@ def corrected_skinny_kernel(
     COUNT: tl.constexpr,
     GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
     B: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr, EIGHTS: tl.constexpr,
-    WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
     base = places * COLUMN_PROGRAMS
@@ -167,7 +167,7 @@ def corrected_skinny_kernel(
                 )  # fmt: skip
         _inner(
             x, b, inner, counters, batch, cols, rank, mine, base,
-            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, PRECISION, GENERATION, PDL,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
         )  # fmt: skip
         skinny_product(
             x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic,
@@ -193,14 +193,14 @@ def corrected_gemm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
     B: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
-    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, PRECISION: tl.constexpr,
+    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
     base = places * COLUMN_PROGRAMS
     if mine < base:
         _inner(
             x, b, inner, counters, batch, cols, rank, mine, base,
-            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, PRECISION, GENERATION, PDL,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
         )  # fmt: skip
         gemm_product(
             x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded,
@@ -225,14 +225,14 @@ def corrected_gemv_kernel(
     QUADS: tl.constexpr, LANES: tl.constexpr,
     GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
     B: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
-    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, PRECISION: tl.constexpr,
+    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
     base = places * COLUMN_PROGRAMS
     if mine < base:
         _inner(
             x, b, inner, counters, batch, cols, rank, mine, base,
-            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, PRECISION, GENERATION, PDL,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
         )  # fmt: skip
         gemv_product(
             x, words, scale, zeros, row_scale, table, parts, rows, cols, width, one,
@@ -263,11 +263,11 @@ def corrected_specs(
     layout: Layout, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launch for X [batch, cols] of `dtype`, with A and B of `factors`."""
-    # Codes of 8 and 5 bits fill the registers: with half the work at a time, or two programs on a multiprocessor
-    # instead of three, there is room for what the correction keeps in them.
+    # 8-bit codes fill the registers: with half the work at a time there is room for what the correction keeps in them.
     eight = layout.bits == 8 and layout.mode == INTEGER
+    programs = _resident(layout, batch)
     if skinny.suits(layout, batch, dtype, arch):
-        less = {"CHUNKS": 2} if eight else {"PROGRAMS": 2 * processors_of(arch)} if layout.bits == 5 else None
+        less = {"PROGRAMS": programs * processors_of(arch)} | ({"CHUNKS": 2} if eight else {})
         base = skinny_specs(layout, batch, dtype, arch, torch.float32, less)[0]
         fn, others = corrected_skinny_kernel, ("padded", "rank", "ones", "magic")
     elif batch == 1 and len(layout.planes) == 1:
@@ -277,14 +277,14 @@ def corrected_specs(
         base = gemm_specs(layout, batch, dtype, arch, out=torch.float32)[0]
         fn, others = corrected_gemm_kernel, ("padded", "rank")
     options = dict(base.options)
-    if fn is corrected_skinny_kernel and layout.mode == INTEGER and layout.bits not in (5, 7):
+    if fn is corrected_skinny_kernel and layout.mode == INTEGER and layout.bits != 7 and programs > 2:
         # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
-        options["maxnreg"] = 65536 // (32 * base.num_warps * skinny.resident(layout, batch)) // 8 * 8
+        options["maxnreg"] = 65536 // (32 * base.num_warps * programs) // 8 * 8
     column_programs = base.grid[1] * base.grid[2]
     made = inner_constants(layout.cols, rank, batch, dtype, factors, base.num_warps, arch)
     r = int(str(made["R"]))
     pieces = r // 16 * int(str(made["SLICES"]))
-    tall = tall_for(layout.rows, r)
+    tall = min(tall_for(layout.rows, r), 128 if layout.mode == INTEGER else 64)
     pointers = {
         **{name: base.signature[name] for name in ("x", "words", "scale", "zeros", "row_scale", "table")},
         "parts": "*fp32",
@@ -297,7 +297,7 @@ def corrected_specs(
     return [
         replace(
             base,
-            name=f"corrected_{base.name}_{pointer_type(factors)[1:]}b{made['B']}r{r}s{made['SLICES']}x{made['STEPS']}t{tall}",
+            name=f"corrected_{base.name}_{pointer_type(factors)[1:]}b{made['B']}r{r}s{made['SLICES']}x{made['STEPS']}c{column_programs}t{tall}",
             fn=fn,
             signature={**pointers, **dict.fromkeys(("batch", "places", "rows", "cols", *others), "i32")},
             constants={
@@ -320,6 +320,14 @@ def corrected_specs(
             grid=(base.grid[0] * column_programs + triton.cdiv(layout.rows, tall), 1, 1),
         )
     ]
+
+
+def _resident(layout: Layout, batch: int) -> int:
+    """Programs of corrected_skinny_kernel that find room on a multiprocessor: of some codes fewer than of the base's own."""
+    if layout.bits == 5:
+        return 2
+    wide = layout.mode == INTEGER and not layout.symmetric and layout.bits in (4, 6)
+    return 3 if wide else skinny.resident(layout, batch)
 
 
 def corrected(x: Tensor, packed: Packed, a: Tensor, b: Tensor, specs: list[KernelSpec]) -> Tensor:

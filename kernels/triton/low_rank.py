@@ -153,6 +153,7 @@ def low_rank_kernel(
     EIGHTS: tl.constexpr,
     WIDE_INNER: tl.constexpr,
     WIDE_OUTER: tl.constexpr,
+    EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
@@ -165,7 +166,7 @@ def low_rank_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         inner_piece(
-            x, b, inner, batch, cols, rank, mine, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, PRECISION
+            x, b, inner, batch, cols, rank, mine, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT
         )
         arrive(counters + APART, GENERATION, "release")
     else:
@@ -207,6 +208,8 @@ def inner_constants(
         "EIGHTS": cols % 8 == 0,
         "WIDE_INNER": wide or dtype != factors,
         "WIDE_OUTER": wide,
+        # Of B x and of A t. Two kinds of 16-bit numbers are exact in TF32.
+        "EXACT": "ieee" if interpreted or not nvidia else "tf32x3" if wide else "tf32",
         "PRECISION": "tf32x3" if nvidia and not interpreted else "ieee",
     }
 
