@@ -211,6 +211,70 @@ def low_rank_row(rank: int, batch: int, size: int = 4096) -> dict[str, Any]:
     return {"rank": rank, "batch": batch, "time_us": time_s * 1e6, "two_linears_us": two_s * 1e6}
 
 
+def corrected_row(rank: int, batch: int, shape: tuple[int, int], name: str = "int4 g128") -> dict[str, Any]:
+    """A format with a low-rank correction as `linear` does it (one launch where that is faster), against the base alone and
+    against the base and then the correction.
+
+    Those are the better of low_rank.py adding to the base's result, and the library's two products.
+    """
+    from nstf.kernels.torch.rows import children_of
+    from nstf.kernels.triton.linear import arch_of
+    from nstf.kernels.triton.low_rank import low_rank
+
+    dense = leaf("dense", dtype="bfloat16")
+    chain = Node("low_rank", format_of("low_rank").Params(rank=rank), {"a": dense, "b": dense})
+    tree = Node("add", format_of("add").Params(), {"x": FORMATS[name], "y": chain})
+    x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
+    matrices = [random_encoded(tree, shape, i) for i in range(copies(shape[0] * shape[1] // 2))]
+    parts = [(children_of(m)["x"], m.arrays["y.a.values"], m.arrays["y.b.values"]) for m in matrices]
+    arch = arch_of(x.device)
+    base_s = seconds([lambda p=p: linear(x, p) for p, _, _ in parts])  # type: ignore[misc]
+    time_s = seconds([lambda m=m: linear(x, m) for m in matrices])  # type: ignore[misc]
+    apart_s = min(
+        seconds([lambda p=p, a=a, b=b: low_rank(x, a, b, arch, linear(x, p)) for p, a, b in parts]),  # type: ignore[misc]
+        seconds([lambda p=p, a=a, b=b: torch.addmm(linear(x, p), F.linear(x, b), a.T) for p, a, b in parts]),  # type: ignore[misc]
+    )
+    print(
+        f"{name} and rank {rank}, {shape[0]}x{shape[1]}, batch {batch}: {time_s * 1e6:.1f} us, base alone "
+        f"{base_s * 1e6:.1f} ({time_s / base_s:.2f}x), in launches of their own {apart_s * 1e6:.1f} "
+        f"({apart_s / time_s:.2f}x)",
+        flush=True,
+    )
+    times = {"time_us": time_s * 1e6, "base_us": base_s * 1e6, "apart_us": apart_s * 1e6}
+    return {"format": name, "shape": shape, "rank": rank, "batch": batch, **times}
+
+
+def chain_row(kind: str, bond: int, batch: int, base: Baselines) -> dict[str, Any]:
+    """A 4096 x 4096 matrix that is stored decomposed, multiplied by as its two contracted sides, against F.linear."""
+    view, shape = (64, 64, 64, 64), (4096, 4096)
+    dense = leaf("dense", dtype="bfloat16")
+    params, parts = {
+        "cp": ({"rank": bond}, [f"factor{i}" for i in range(4)]),
+        "tucker": ({"ranks": (16, bond // 16, bond // 16, 16)}, ["core", *(f"factor{i}" for i in range(4))]),
+        "tensor_train": ({"ranks": (64, bond, 64)}, [f"core{i}" for i in range(4)]),
+    }[kind]
+    tree = Node(kind, format_of(kind).Params(view=view, **params), dict.fromkeys(parts, dense))
+    x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
+    matrices = [
+        random_encoded(tree, shape, i) for i in range(min(128, CACHE_BYTES // (bond * 2 * sum(shape))))
+    ]
+    time_s = seconds([lambda m=m: linear(x, m) for m in matrices])  # type: ignore[misc]
+    dense_s = base.dense(shape, batch)
+    print(
+        f"{kind} of bond {bond}, {shape[0]}x{shape[1]}, batch {batch}: {time_s * 1e6:.1f} us, "
+        f"F.linear {dense_s * 1e6:.1f} us, {dense_s / time_s:.2f}x",
+        flush=True,
+    )
+    return {"kind": kind, "bond": bond, "batch": batch, "time_us": time_s * 1e6, "bf16_us": dense_s * 1e6}
+
+
+CORRECTED = [
+    ((4096, 4096), (32, 64, 128)),
+    ((14336, 4096), (32, 64, 128)),
+    ((28672, 8192), (32, 64, 128)),
+    ((8192, 28672), (64,)),
+]
+CHAINS = ("cp", "tucker", "tensor_train")
 PLANNED = [(shape, batch) for shape in ((4096, 4096), (14336, 4096), (28672, 8192)) for batch in (32, 256)]
 
 
@@ -308,11 +372,26 @@ def main() -> None:
     for name, tree in FORMATS.items():
         for batch in (1,) if options.quick else (1, 4, 16, 64):
             rows.append(row(name, tree, LARGE, batch, base, read))
+    few = (1,) if options.quick else (1, 4, 8)
+    low_ranks = [low_rank_row(rank, batch) for rank in (64, 128) for batch in few]
+    corrected = [
+        corrected_row(rank, batch, shape) for shape, ranks in CORRECTED for rank in ranks for batch in few
+    ]
+    corrected += [
+        corrected_row(64, 1, LARGE, name) for name in FORMATS if "g128" in name and name != "int4 g128"
+    ]
     chains = [
-        low_rank_row(rank, batch) for rank in (64, 128) for batch in ((1,) if options.quick else (1, 4))
+        chain_row(kind, bond, batch, base) for kind in CHAINS for bond in (64, 128) for batch in few[::2]
     ]
     if options.json:
-        found = {"device": device, "read_bytes_per_s": read, "rows": rows, "low_rank": chains}
+        found = {
+            "device": device,
+            "read_bytes_per_s": read,
+            "rows": rows,
+            "low_rank": low_ranks,
+            "corrected": corrected,
+            "chains": chains,
+        }
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

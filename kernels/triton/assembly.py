@@ -112,10 +112,17 @@ def main_loop(text: str) -> Counts:
     """
     body, loops = _parse(text)
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    if not inner:
-        return _count(body, False)
     counted = [_count(body[a : b + 1], True) for a, b in inner]
+    counted = [c for c in counted if not _only_waits(c)]
+    if not counted:
+        return _count(body, False)
     return max(counted, key=lambda c: (c.matrix, c.load_bytes, c.instructions))
+
+
+def _only_waits(loop: Counts) -> bool:
+    """Whether a loop is the one in which a program looks at a counter until others have raised it."""
+    loaded = sum(loop.loads.values())
+    return loop.matrix == 0 and loop.instructions <= 24 and loaded <= 1 and max(loop.loads, default=0) <= 8
 
 
 def whole(text: str) -> Counts:

@@ -1,20 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-# Triton adds tuples, it does not unpack them.
-# ruff: noqa: RUF005
 """y = (W + A B) x for a packed W and up to eight rows of activations, in one launch.
 
-The base is what skinny.py, gemv.py or gemm.py computes, by their code, but into float32 parts. Of the correction, t = B x
-is computed by the programs that begin first, a slice of the columns each, before their share of the base, and the last of
-them adds up the slices; both go through the second-level cache (rank x rows of activations x 4 bytes for each slice). Of the
-programs that have parts of the same rows the last to end adds up the parts, and A t to them.
+The base is what skinny.py, gemv.py or gemm.py computes, by their code, but into float32 parts. The programs that begin
+first compute a piece of t = B x each (low_rank.py) before their share of the base. The last programs to begin, which take
+the places of those that end, multiply their rows of A by t while the rest of the base runs, wait for its end, and add up
+its parts.
 
-Only t is waited for, and only after the base. The programs that owe it took the first numbers from a counter, so they
-run already and wait for nothing themselves: no number of programs can stop each other, resident all at once or not.
-Everything is added up in a fixed order, so results do not change from run to run.
+Programs take numbers when they begin and wait for lower numbers only (arrival.py). Everything is added up in a fixed order,
+so equal inputs give equal bits.
 """
 
 from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
@@ -22,465 +18,273 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton import skinny
-from nstf.kernels.triton.gemm import gemm_kernel, gemm_specs
-from nstf.kernels.triton.gemv import ONE, gemv_kernel, gemv_specs, launch, leaf_arguments, multiples
+from nstf.kernels.triton.arrival import arrive, generation, wait_for
+from nstf.kernels.triton.gemm import gemm_product, gemm_specs
+from nstf.kernels.triton.gemv import (
+    ONE,
+    gemv_product,
+    gemv_specs,
+    launch,
+    leaf_arguments,
+    multiples,
+    processors_of,
+)
+from nstf.kernels.triton.low_rank import (
+    APART,
+    inner_constants,
+    inner_piece,
+    meeting,
+    outer_tile,
+    rows_of,
+    summed_inner,
+    tall_for,
+)
 from nstf.kernels.triton.packed import INTEGER, Layout, Packed
-from nstf.kernels.triton.skinny import skinny_kernel, skinny_specs
+from nstf.kernels.triton.skinny import skinny_product, skinny_specs
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 LARGEST_BATCH = 8
 LARGEST_RANK = 128
-_PARTS = 64  # slices of t at most
-_TILE = tl.constexpr(4096)  # numbers of B at a time
+LONGEST_ROW, LARGE_NUMEL, SMALL_RANK = 8192, 28672 * 8192, 32
+AHEAD = 2  # tiles of words
 
 
 @triton.jit
-def begin(
-    x,
-    b,  # [rank, cols]
-    inner,  # f32 [PARTS + 1, B, R]: the slices' sums, then t
-    counters,  # i64: programs that began, slices that are there, whole ts, and programs that ended for each share of rows
-    batch,
-    cols,
-    rank,
-    PARTS: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    LINES: tl.constexpr,  # rows of activations at a time: their sums are in registers
-):
-    """Takes a number, and with one of the first a slice of t. Returns the number of the launch, counted from 1."""
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+def _begun(counters, places, PDL: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr):
+    """(The number of this program in its launch, its places along rows and columns of the base, launches before.)
+
+    The first have the last places, which have a tile of rows less than others where tiles do not go round.
+    """
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
-    part = (ticket % programs).to(tl.int32)
-    if part < PARTS:
-        COLUMNS: tl.constexpr = _TILE // R
-        r = tl.arange(0, R)
-        for several in range(0, batch, LINES):
-            accs = ()
-            for _ in tl.static_range(LINES):
-                accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
-            for first in range(part * COLUMNS, cols, PARTS * COLUMNS):
-                k = first + tl.arange(0, COLUMNS)
-                inside = (r < rank)[:, None] & (k < cols)[None, :]
-                tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
-                grown = ()
-                for i in tl.static_range(LINES):
-                    ok = (k < cols) & (several + i < batch)
-                    some = tl.load(x + (several + i) * cols + k, mask=ok, other=0.0).to(tl.float32)
-                    grown = grown + (accs[i] + tile * some[None, :],)
-                accs = grown
-            for i in tl.static_range(LINES):
-                tl.store(inner + (part * B + several + i) * R + r, tl.sum(accs[i], axis=1))
-        tl.debug_barrier()
-        if tl.atomic_add(counters + 1, 1, sem="acq_rel") % PARTS == PARTS - 1:
-            tl.debug_barrier()
-            p = tl.arange(0, PARTS)
-            for line in range(batch):
-                # Past the first-level cache, which knows nothing of other multiprocessors.
-                slices = tl.load(inner + (p[:, None] * B + line) * R + r[None, :], cache_modifier=".cg")
-                tl.store(inner + (PARTS * B + line) * R + r, tl.sum(slices, axis=0))
-            tl.debug_barrier()
-            tl.atomic_add(counters + 2, 1, sem="acq_rel")
-    return ticket // programs + 1
+    # Not before: the next launch's numbers are higher than all of this one's.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    before = ticket // tl.num_programs(0)
+    mine = (ticket - before * tl.num_programs(0)).to(tl.int32)
+    return mine, places - 1 - mine // COLUMN_PROGRAMS, mine % COLUMN_PROGRAMS, before
 
 
 @triton.jit
-def settle(
+def _inner(
+    x, b, inner, counters, batch, cols, rank, mine, base,
+    PIECES: tl.constexpr, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr, S: tl.constexpr, STEPS: tl.constexpr,
+    AT_ONCE: tl.constexpr, EIGHTS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GENERATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """This program's pieces of t. base: how many programs there are for them."""
+    if mine < PIECES:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for piece in range(mine, PIECES, base):
+            inner_piece(
+                x, b, inner, batch, cols, rank, piece, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE, PRECISION
+            )
+        arrive(counters + APART, GENERATION, "release")
+
+
+@triton.jit
+def _outer(
     parts,  # f32 [COLUMN_PROGRAMS, batch, rows]
     a,  # [rows, rank]
     inner,
     counters,
     y,  # [batch, rows]
-    wanted,
-    column_program,
     batch,
     rows,
     rank,
-    PHASE: tl.constexpr,  # 0: all; 1, 2: where the interpreter would wait for a later program, in two launches
-    COLUMN_PROGRAMS: tl.constexpr,  # programs that have parts of the same rows
-    TALL: tl.constexpr,  # rows of a program at a time, as the base deals them
-    AT_ONCE: tl.constexpr,
-    PARTS: tl.constexpr,
+    mine,  # from 0
+    before,
+    base,
+    COLUMN_PROGRAMS: tl.constexpr,  # that have parts of the same rows
+    PIECES: tl.constexpr,
+    TALL: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
-):
-    """The last program for its rows adds up what they are made of."""
-    mine = tl.program_id(0)
-    if PHASE == 0:
-        tl.debug_barrier()
-        ended = tl.atomic_add(counters + 3 + mine, 1, sem="acq_rel")
-        last = ended % COLUMN_PROGRAMS == COLUMN_PROGRAMS - 1
-    else:
-        last = (column_program == 0) & (PHASE == 2)
-    if last:
-        if PHASE == 0:
-            while tl.atomic_add(counters + 2, 0, sem="acquire") < wanted:
-                pass
-            tl.debug_barrier()
-        r = tl.arange(0, R)
-        for block in range(mine * TALL, rows, tl.num_programs(0) * TALL):
-            for some in range(block, block + TALL, AT_ONCE):
-                row = some + tl.arange(0, AT_ONCE)
-                inside = (row < rows)[:, None] & (r < rank)[None, :]
-                tile = tl.load(a + row[:, None] * rank + r[None, :], mask=inside, other=0.0).to(tl.float32)
-                for line in range(batch):
-                    t = tl.load(inner + (PARTS * B + line) * R + r, cache_modifier=".cg")
-                    out = tl.sum(tile * t[None, :], axis=1)
-                    for part in tl.static_range(COLUMN_PROGRAMS):
-                        at = parts + (part * batch + line) * rows + row
-                        out += tl.load(at, mask=row < rows, other=0.0, cache_modifier=".cg")
-                    tl.store(y + line * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["batch", "ones", "magic"])
-def corrected_skinny_kernel(
-    x,
-    words,
-    scale,
-    zeros,
-    row_scale,
-    table,
-    parts,
-    a,
-    b,
-    inner,
-    counters,
-    y,
-    batch,
-    rows,
-    cols,
-    padded,
-    rank,
-    ones,
-    magic,
-    PLANES: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
-    MODE: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    BIAS: tl.constexpr,
-    AFTER: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    CONVERT: tl.constexpr,
-    PDL: tl.constexpr,
     N: tl.constexpr,
-    S: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr,
-    PHASE: tl.constexpr,
-    COLUMN_PROGRAMS: tl.constexpr,
-    TALL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PARTS: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    wanted = tl.zeros([], tl.int64)
-    if PHASE != 2:
-        wanted = begin(x, b, inner, counters, batch, cols, rank, PARTS, R, B, LINES)
-        skinny_kernel(
-            x,
-            words,
-            scale,
-            zeros,
-            row_scale,
-            table,
-            parts,
-            batch,
-            rows,
-            cols,
-            padded,
-            ones,
-            magic,
-            PLANES,
-            SHIFTS,
-            BITS,
-            ZERO,
-            GROUP,
-            GROUPS,
-            SCALES,
-            MODE,
-            EXPONENT,
-            BIAS,
-            AFTER,
-            OFFSET,
-            PAIRS,
-            EVEN,
-            WIDE,
-            CONVERT,
-            PDL,
-            N,
-            S,
-            CHUNKS,
-            COUNT,
-        )
-    settle(
-        parts,
-        a,
-        inner,
-        counters,
-        y,
-        wanted,
-        tl.program_id(1),
-        batch,
-        rows,
-        rank,
-        PHASE,
-        COLUMN_PROGRAMS,
-        TALL,
-        AT_ONCE,
-        PARTS,
-        R,
-        B,
-    )
-
-
-@triton.jit(do_not_specialize=["batch"])
-def corrected_gemm_kernel(
-    x,
-    words,
-    scale,
-    zeros,
-    row_scale,
-    table,
-    parts,
-    a,
-    b,
-    inner,
-    counters,
-    y,
-    batch,
-    rows,
-    cols,
-    padded,
-    rank,
-    PLANES: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
-    MODE: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    BIAS: tl.constexpr,
-    AFTER: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN: tl.constexpr,
+    SLICES: tl.constexpr,
     WIDE: tl.constexpr,
-    AMD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GENERATION: tl.constexpr,
     PDL: tl.constexpr,
-    SPLIT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    LANES: tl.constexpr,
-    PHASE: tl.constexpr,
-    COLUMN_PROGRAMS: tl.constexpr,
-    TALL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PARTS: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    wanted = tl.zeros([], tl.int64)
-    if PHASE != 2:
-        wanted = begin(x, b, inner, counters, batch, cols, rank, PARTS, R, B, LINES)
-        gemm_kernel(
-            x,
-            words,
-            scale,
-            zeros,
-            row_scale,
-            table,
-            parts,
-            batch,
-            rows,
-            cols,
-            padded,
-            PLANES,
-            SHIFTS,
-            BITS,
-            ZERO,
-            GROUP,
-            GROUPS,
-            SCALES,
-            MODE,
-            EXPONENT,
-            BIAS,
-            AFTER,
-            PAIRS,
-            SCALE_WEIGHTS,
-            SWAP,
-            EVEN,
-            WIDE,
-            AMD,
-            PDL,
-            SPLIT,
-            CHUNKS,
-            BM,
-            BN,
-            LANES,
-        )
-    settle(
-        parts,
-        a,
-        inner,
-        counters,
-        y,
-        wanted,
-        tl.program_id(2),
-        batch,
-        rows,
-        rank,
-        PHASE,
-        COLUMN_PROGRAMS,
-        TALL,
-        AT_ONCE,
-        PARTS,
-        R,
-        B,
-    )
+    row = mine * TALL + tl.arange(0, TALL)
+    tile = rows_of(a, row, rows, rank, R)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    wait_for(counters + APART, (before + 1) * tl.minimum(base, PIECES), GENERATION)
+    t = summed_inner(inner, batch, R, B, N, SLICES)
+    out = outer_tile(tile, t, WIDE, PRECISION)
+    wait_for(counters + 2 * APART, (before + 1) * base, GENERATION)
+    n = tl.arange(0, N)
+    ok = (row < rows)[:, None] & (n < batch)[None, :]
+    for part in tl.static_range(COLUMN_PROGRAMS):
+        at = parts + (part * batch + n)[None, :] * rows + row[:, None]
+        out += tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
+    tl.store(y + n[None, :] * rows + row[:, None], out.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
+def _ask_ahead(
+    words, first, step, rows, padded, chunk0,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Brings the words of the first rows of `skinny_product` into the second-level cache: CHUNKS chunks, AHEAD tiles."""
+    for p in tl.static_range(len(PLANES)):
+        width = padded // (32 * (16 // PLANES[p])) * 16
+        i = tl.arange(0, 16 * CHUNKS * (PLANES[p] // PLANES[len(PLANES) - 1]))
+        each = CHUNKS * (PLANES[p] // PLANES[len(PLANES) - 1])
+        # 16 words of a row, of 64 bytes, to a thread.
+        at = chunk0 * (each // CHUNKS) * 16 + i % each * 16
+        for tile in tl.static_range(AHEAD):
+            row = tl.minimum(first + tile * step + i // each, rows - 1)
+            place = words + SHIFTS[p] * (padded // 32) * rows + row * width + at
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], tl.int32, False, 1
+            )
+
+
+@triton.jit(do_not_specialize=["batch", "places", "ones", "magic"])
+def corrected_skinny_kernel(
+    x, words, scale, zeros, row_scale, table, parts, a, b, inner, counters, y,
+    batch, places, rows, cols, padded, rank, ones, magic,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
+    AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
+    B: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr, EIGHTS: tl.constexpr,
+    WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
+    base = places * COLUMN_PROGRAMS
+    if mine < base:
+        if AHEAD > 0:
+            if mine < PIECES:
+                _ask_ahead(
+                    words, place * 16, places * 16, rows, padded, across * S * CHUNKS,
+                    PLANES, SHIFTS, S * CHUNKS, AHEAD,
+                )  # fmt: skip
+        _inner(
+            x, b, inner, counters, batch, cols, rank, mine, base,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
+        )  # fmt: skip
+        skinny_product(
+            x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic,
+            PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE,
+            CONVERT, PDL, N, S, CHUNKS, COUNT, place, places, across,
+        )  # fmt: skip
+        arrive(counters + 2 * APART, GENERATION, "release")
+    else:
+        _outer(
+            parts, a, inner, counters, y, batch, rows, rank, mine - base, before, base,
+            COLUMN_PROGRAMS, PIECES, TALL, R, B, N, SLICES, WIDE_OUTER, PRECISION, GENERATION, PDL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "places"])
+def corrected_gemm_kernel(
+    x, words, scale, zeros, row_scale, table, parts, a, b, inner, counters, y,
+    batch, places, rows, cols, padded, rank,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
+    AFTER: tl.constexpr, PAIRS: tl.constexpr, SCALE_WEIGHTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, AMD: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+    GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
+    B: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
+    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
+    base = places * COLUMN_PROGRAMS
+    if mine < base:
+        _inner(
+            x, b, inner, counters, batch, cols, rank, mine, base,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
+        )  # fmt: skip
+        gemm_product(
+            x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded,
+            PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, PAIRS, SCALE_WEIGHTS, SWAP,
+            EVEN, WIDE, AMD, PDL, SPLIT, CHUNKS, BM, BN, LANES, place, 0, across,
+        )  # fmt: skip
+        arrive(counters + 2 * APART, GENERATION, "release")
+    else:
+        _outer(
+            parts, a, inner, counters, y, batch, rows, rank, mine - base, before, base,
+            COLUMN_PROGRAMS, PIECES, TALL, R, B, N, SLICES, WIDE_OUTER, PRECISION, GENERATION, PDL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "places"])
 def corrected_gemv_kernel(
-    x,
-    words,
-    scale,
-    zeros,
-    row_scale,
-    table,
-    parts,
-    a,
-    b,
-    inner,
-    counters,
-    y,
-    batch,
-    rows,
-    cols,
-    width,
-    rank,
-    one,
-    BITS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
-    MODE: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    FACTOR: tl.constexpr,
-    AFTER: tl.constexpr,
-    PLACES: tl.constexpr,
-    AMD: tl.constexpr,
-    PDL: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    QUADS: tl.constexpr,
-    LANES: tl.constexpr,
-    PHASE: tl.constexpr,
-    COLUMN_PROGRAMS: tl.constexpr,
-    TALL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PARTS: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    wanted = tl.zeros([], tl.int64)
-    if PHASE != 2:
-        wanted = begin(x, b, inner, counters, batch, cols, rank, PARTS, R, B, LINES)
-        gemv_kernel(
-            x,
-            words,
-            scale,
-            zeros,
-            row_scale,
-            table,
-            parts,
-            rows,
-            cols,
-            width,
-            one,
-            BITS,
-            WEIGHT,
-            ZERO,
-            GROUP,
-            GROUPS,
-            SCALES,
-            MODE,
-            EXPONENT,
-            FACTOR,
-            AFTER,
-            PLACES,
-            AMD,
-            PDL,
-            EVEN,
-            ROWS,
-            QUADS,
-            LANES,
-        )
-    settle(
-        parts,
-        a,
-        inner,
-        counters,
-        y,
-        wanted,
-        tl.program_id(1),
-        batch,
-        rows,
-        rank,
-        PHASE,
-        COLUMN_PROGRAMS,
-        TALL,
-        AT_ONCE,
-        PARTS,
-        R,
-        B,
-    )
+    x, words, scale, zeros, row_scale, table, parts, a, b, inner, counters, y,
+    batch, places, rows, cols, width, rank, one,
+    BITS: tl.constexpr, WEIGHT: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, FACTOR: tl.constexpr, AFTER: tl.constexpr,
+    PLACES: tl.constexpr, AMD: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    QUADS: tl.constexpr, LANES: tl.constexpr,
+    GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
+    B: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr,
+    EIGHTS: tl.constexpr, WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    mine, place, across, before = _begun(counters, places, PDL, COLUMN_PROGRAMS)
+    base = places * COLUMN_PROGRAMS
+    if mine < base:
+        _inner(
+            x, b, inner, counters, batch, cols, rank, mine, base,
+            PIECES, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT, GENERATION, PDL,
+        )  # fmt: skip
+        gemv_product(
+            x, words, scale, zeros, row_scale, table, parts, rows, cols, width, one,
+            BITS, WEIGHT, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, FACTOR, AFTER, PLACES, AMD, PDL, EVEN, ROWS,
+            QUADS, LANES, place, places, across,
+        )  # fmt: skip
+        arrive(counters + 2 * APART, GENERATION, "release")
+    else:
+        _outer(
+            parts, a, inner, counters, y, batch, rows, rank, mine - base, before, base,
+            COLUMN_PROGRAMS, PIECES, TALL, R, B, N, SLICES, WIDE_OUTER, PRECISION, GENERATION, PDL,
+        )  # fmt: skip
 
 
-def suits(layout: Layout | None, rank: int, batch: int) -> bool:
-    """Whether a packed base and a correction of this rank are one launch."""
-    return layout is not None and batch <= LARGEST_BATCH and rank <= LARGEST_RANK
+def suits(layout: Layout | None, rank: int, batch: int, arch: str) -> bool:
+    """Whether a packed base and a correction of this rank are one launch: by what an H200 was measured to do faster.
+
+    Rows beyond 8192 columns are shared by so many programs that one launch took 1.2 times as long as several, and a small
+    rank beside a large matrix 1.02 times.
+    """
+    if layout is None or batch > LARGEST_BATCH or rank > LARGEST_RANK:
+        return False
+    large = layout.rows * layout.cols >= LARGE_NUMEL
+    return not arch.startswith("sm_") or (layout.cols <= LONGEST_ROW and not (large and rank <= SMALL_RANK))
 
 
 def corrected_specs(
     layout: Layout, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, arch: str
 ) -> list[KernelSpec]:
-    """The launch (two under the interpreter) for X [batch, cols] of `dtype`, with A and B of `factors`."""
-    # 8-bit integers fill the registers: with half the work at a time there is room for what the correction keeps in them.
+    """The launch for X [batch, cols] of `dtype`, with A and B of `factors`."""
+    # 8-bit codes fill the registers: with half the work at a time there is room for what the correction keeps in them.
     eight = layout.bits == 8 and layout.mode == INTEGER
+    programs = _resident(layout, batch)
     if skinny.suits(layout, batch, dtype, arch):
-        base = skinny_specs(layout, batch, dtype, arch, torch.float32, {"CHUNKS": 2} if eight else None)[0]
-        fn, tall, others = corrected_skinny_kernel, 16, ("padded", "rank", "ones", "magic")
+        less = {"PROGRAMS": programs * processors_of(arch)} | ({"CHUNKS": 2} if eight else {})
+        base = skinny_specs(layout, batch, dtype, arch, torch.float32, less)[0]
+        fn, others = corrected_skinny_kernel, ("padded", "rank", "ones", "magic")
     elif batch == 1 and len(layout.planes) == 1:
         base = gemv_specs(layout, dtype, arch, torch.float32, {"ROWS": 2} if eight else None)[0]
-        fn, tall, others = corrected_gemv_kernel, base.constants["ROWS"], ("width", "rank", "one")
+        fn, others = corrected_gemv_kernel, ("width", "rank", "one")
     else:
         base = gemm_specs(layout, batch, dtype, arch, out=torch.float32)[0]
-        fn, tall, others = corrected_gemm_kernel, base.constants["BN"], ("padded", "rank")
-    # CDNA: a few registers more than the base has would leave one wave where it has two. Other codes would spill.
-    plain4 = layout.bits == 4 and layout.mode == INTEGER and layout.symmetric and layout.group >= 128
-    two_waves = fn is corrected_gemv_kernel and plain4 and arch.startswith("gfx9")
-    r, b = max(16, triton.next_power_of_2(rank)), triton.next_power_of_2(batch)
-    programs = base.grid[0] * base.grid[1] * base.grid[2]
-    most = min(_PARTS, programs, triton.cdiv(layout.cols, _TILE.value // r))
-    parts = 1 << (most.bit_length() - 1)
+        fn, others = corrected_gemm_kernel, ("padded", "rank")
+    options = dict(base.options)
+    if fn is corrected_skinny_kernel and layout.mode == INTEGER and layout.bits != 7 and programs > 2:
+        # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
+        options["maxnreg"] = 65536 // (32 * base.num_warps * programs) // 8 * 8
+    column_programs = base.grid[1] * base.grid[2]
+    made = inner_constants(layout.cols, rank, batch, dtype, factors, base.num_warps, arch)
+    r = int(str(made["R"]))
+    pieces = r // 16 * int(str(made["SLICES"]))
+    tall = min(tall_for(layout.rows, r), 128 if layout.mode == INTEGER else 64)
     pointers = {
         **{name: base.signature[name] for name in ("x", "words", "scale", "zeros", "row_scale", "table")},
         "parts": "*fp32",
@@ -490,67 +294,57 @@ def corrected_specs(
         "counters": "*i64",
         "y": pointer_type(dtype),
     }
-    even = multiples({"rank": rank})
-    column_programs = base.grid[1] * base.grid[2]
-    # One after the other, programs must not wait for later ones.
-    phases = (1, 2) if parts > column_programs and triton.knobs.runtime.interpret else (0,)
     return [
         replace(
             base,
-            name=f"corrected_{base.name}_{pointer_type(factors)[1:]}b{b}r{r}p{parts}"
-            + (f"_phase{phase}" if phase else ""),
+            name=f"corrected_{base.name}_{pointer_type(factors)[1:]}b{made['B']}r{r}s{made['SLICES']}x{made['STEPS']}c{column_programs}t{tall}",
             fn=fn,
-            signature={**pointers, **dict.fromkeys(("batch", "rows", "cols", *others), "i32")},
+            signature={**pointers, **dict.fromkeys(("batch", "places", "rows", "cols", *others), "i32")},
             constants={
+                **made,
                 **{name: value for name, value in base.constants.items() if name in fn.arg_names},
-                "PDL": False,
-                "PHASE": phase,
+                "GENERATION": generation(arch),
                 "COLUMN_PROGRAMS": column_programs,
+                "PIECES": pieces,
                 "TALL": tall,
-                "AT_ONCE": min(tall, 32),
-                "PARTS": parts,
-                "R": r,
-                "B": b,
-                "LINES": min(b, 2 if r <= 64 else 1),
+                **({"AHEAD": AHEAD if base.constants["PDL"] else 0} if fn is corrected_skinny_kernel else {}),
             },
             divisible=(
                 *pointers,
                 *(name for name in base.divisible if name in ("rows", "cols", *others)),
-                *even,
+                *multiples({"rank": rank}),
             ),
-            options={"waves_per_eu": 2} if two_waves else {},
+            options=options,
             batch=batch,
             kind=f"corrected_{base.kind}",
+            grid=(base.grid[0] * column_programs + triton.cdiv(layout.rows, tall), 1, 1),
         )
-        for phase in phases
     ]
+
+
+def _resident(layout: Layout, batch: int) -> int:
+    """Programs of corrected_skinny_kernel that find room on a multiprocessor: of some codes fewer than of the base's own."""
+    if layout.bits == 5:
+        return 2
+    wide = layout.mode == INTEGER and not layout.symmetric and layout.bits in (4, 6)
+    return 3 if wide else skinny.resident(layout, batch)
 
 
 def corrected(x: Tensor, packed: Packed, a: Tensor, b: Tensor, specs: list[KernelSpec]) -> Tensor:
     """x [batch, cols] -> (W + A B) x [batch, rows] in x's dtype, by `corrected_specs`. a: [rows, rank], b: [rank, cols]."""
-    layout, batch, rank, made = packed.layout, len(x), len(b), specs[0].constants
+    (spec,) = specs
+    layout, batch, made = packed.layout, len(x), spec.constants
     y = torch.empty(batch, layout.rows, dtype=x.dtype, device=x.device)
-    column_programs, grid = made["COLUMN_PROGRAMS"], specs[0].grid
+    column_programs = made["COLUMN_PROGRAMS"]
     parts = torch.empty(column_programs, batch, layout.rows, dtype=torch.float32, device=x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    size = (made["PARTS"] + 1) * made["B"] * made["R"]
-    inner, counters = _scratch(x.device, stream, grid, made["PARTS"], size)
-    kind = specs[0].kind.removeprefix("corrected_")
-    others: tuple[int, ...] = (layout.padded, rank)
+    inner, counters = meeting(x, spec, made["SLICES"] * made["B"] * made["R"])
+    others: tuple[int, ...] = (layout.padded, len(b))
+    kind = spec.kind.removeprefix("corrected_")
     if kind == "skinny":
         others = (*others, *skinny.ones_and_magic(x.dtype, made))
     elif kind == "gemv":
-        others = (layout.width(layout.bits), rank, ONE)
-    for spec in specs:
-        sizes = (batch, layout.rows, layout.cols, *others)
-        launch(spec, x, *leaf_arguments(packed), parts, a, b, inner, counters, y, *sizes)
+        others = (layout.width(layout.bits), len(b), ONE)
+    places = (spec.grid[0] - triton.cdiv(layout.rows, made["TALL"])) // column_programs
+    sizes = (batch, places, layout.rows, layout.cols, *others)
+    launch(spec, x, *leaf_arguments(packed), parts, a, b, inner, counters, y, *sizes)
     return y
-
-
-@cache
-def _scratch(
-    device: torch.device, stream: int, grid: tuple[int, int, int], parts: int, size: int
-) -> tuple[Tensor, Tensor]:
-    """Room for t and the counters, for launches of a grid that follow one another on a stream."""
-    inner = torch.empty(size, dtype=torch.float32, device=device)
-    return inner, torch.zeros(3 + grid[0], dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.triton.architecture import architecture
+from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -139,6 +140,7 @@ def attend_kernel(
     WIDTH: tl.constexpr,  # SIZE likewise
     TILE: tl.constexpr,
     EACH: tl.constexpr,  # tiles of a program before another one helps
+    GENERATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys.dtype.element_ty
@@ -222,8 +224,7 @@ def attend_kernel(
         tl.store(block + g[:, None] * WIDTH + d[None, :], acc, mask=wanted)
         tl.store(block + ROWS * WIDTH + g, top)
         tl.store(block + ROWS * (WIDTH + 1) + g, total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+        arrived = arrive(counters + pair, GENERATION, "acq_rel")
         if arrived == active - 1:
             tl.debug_barrier()
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -365,6 +366,7 @@ def attend_spec(
             "WIDTH": width,
             "TILE": tile["TILE"],
             "EACH": tile["EACH"],
+            "GENERATION": generation(arch),
             "PDL": overlaps(arch),
         },
         divisible=(

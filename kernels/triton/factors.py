@@ -23,8 +23,7 @@ from nstf.kernels.torch.rows import children_of, leading_axes
 CHAINS = ("cp", "tensor_train", "tucker")
 KINDS = (*CHAINS, "low_rank")
 LARGEST_RANK = 256
-# Rows of activations for one launch. Plain low rank as measured: above, the library's two products were as fast.
-LOW_RANK_BATCH, CHAIN_BATCH = 4, 8
+LARGEST_BATCH = 8  # rows of activations for one launch
 
 
 def bond_of(encoded: EncodedTensor) -> int | None:
@@ -64,8 +63,7 @@ def is_pair(encoded: EncodedTensor) -> bool:
 def in_one_launch(encoded: EncodedTensor, batch: int) -> bool:
     """Whether `low_rank.py` multiplies `batch` rows of activations by both sides; else the library does, one by one."""
     bond = bond_of(encoded)
-    most = CHAIN_BATCH if encoded.tree.kind in CHAINS else LOW_RANK_BATCH
-    return bond is not None and is_pair(encoded) and batch <= most and bond <= LARGEST_RANK
+    return bond is not None and is_pair(encoded) and batch <= LARGEST_BATCH and bond <= LARGEST_RANK
 
 
 def stored_dtype(encoded: EncodedTensor) -> torch.dtype | None:

@@ -138,7 +138,7 @@ def _per_group(
 
 
 @triton.jit
-def gemv_kernel(
+def gemv_product(
     x,  # [cols]
     words,  # i32: one plane
     scale,  # [rows, GROUPS]
@@ -167,6 +167,9 @@ def gemv_kernel(
     ROWS: tl.constexpr,
     QUADS: tl.constexpr,
     LANES: tl.constexpr,
+    place,  # of this program among those along the rows
+    places,
+    across,  # likewise along the columns
 ):
     J: tl.constexpr = 16 // BITS
     RUN: tl.constexpr = 2 * LANES
@@ -183,7 +186,7 @@ def gemv_kernel(
     if AMD:
         # Into a vector register: with mask and ones both scalar, CDNA would take two instructions for `and-or`.
         one = tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [one], tl.int32, True, 1)
-    lane = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
+    lane = across * QUADS + tl.arange(0, QUADS)
     four = tl.arange(0, 4)
     eight = tl.arange(0, 8)
     begin = lane // (LANES // 4) * SPAN + lane % (LANES // 4) * 8
@@ -223,15 +226,15 @@ def gemv_kernel(
             added = tl.zeros([QUADS, 4], tl.float32)
             plain = tl.zeros([QUADS, 4], tl.float32)
 
-    step = tl.num_programs(0) * ROWS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    step = places * ROWS
+    row = place * ROWS + tl.arange(0, ROWS)
     w = _words(words, row, rows, lane, four, width, EVEN)
     scales = ()
     if not WHOLE:
         scales = _per_group(
             scale, row, rows, begin, four, cols, GROUP, GROUPS, FLUSHES, FLUSH * RUN, UNIFORM, EVEN
         )
-    for first in range(tl.program_id(0) * ROWS, rows, step):
+    for first in range(place * ROWS, rows, step):
         row = first + tl.arange(0, ROWS)
         next_row = row + step
         next_w = _words(words, next_row, rows, lane, four, width, EVEN)
@@ -276,9 +279,25 @@ def gemv_kernel(
             out *= scale_value(tl.load(scale + row, mask=row < rows, other=0), SCALES)
         if SCALES == 1:
             out *= tl.load(row_scale + row, mask=row < rows, other=0)
-        tl.store(y + tl.program_id(1) * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
+        tl.store(y + across * rows + row, out.to(y.dtype.element_ty), mask=row < rows)
         w = next_w
         scales = next_scales
+
+
+@triton.jit
+def gemv_kernel(
+    x, words, scale, zeros, row_scale, table, y, rows, cols, width, one,
+    BITS: tl.constexpr, WEIGHT: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, FACTOR: tl.constexpr, AFTER: tl.constexpr,
+    PLACES: tl.constexpr, AMD: tl.constexpr, PDL: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    QUADS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """`gemv_product` by a grid of programs along rows and columns."""
+    gemv_product(
+        x, words, scale, zeros, row_scale, table, y, rows, cols, width, one, BITS, WEIGHT, ZERO, GROUP, GROUPS,
+        SCALES, MODE, EXPONENT, FACTOR, AFTER, PLACES, AMD, PDL, EVEN, ROWS, QUADS, LANES, tl.program_id(0),
+        tl.num_programs(0), tl.program_id(1),
+    )  # fmt: skip
 
 
 def gemv_specs(

@@ -7,8 +7,8 @@
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
-    low_rank                 low_rank.py up to four rows, the library's two products above
-    cp, tensor_train, tucker their two sides (factors.py) likewise, up to eight rows; W itself where that is smaller
+    low_rank                 low_rank.py up to eight rows, the library's two products above
+    cp, tensor_train, tucker their two sides (factors.py) likewise; W itself where that is smaller
     add                      corrected.py up to eight rows, in one launch; else the one, then the low rank onto its result
     dense                    the library's product
 
@@ -244,7 +244,7 @@ def _corrected_specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arc
         return []
     base, chain = children_of(encoded)["x"], children_of(encoded)["y"]
     layout, rank = layout_of(base), factors.bond_of(chain) or 0
-    if layout is None or not suits(layout, rank, batch):
+    if layout is None or not suits(layout, rank, batch, arch):
         return []
     return corrected_specs(layout, rank, batch, dtype, factors.sides_dtype(chain, dtype), arch)
 

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-# Triton adds tuples, it does not unpack them.
-# ruff: noqa: RUF005
-"""y = A (B x) for a few rows of activations in one launch, and the same added to what another product left in y.
+"""y = A (B x) for up to eight rows of activations in one launch, and the same added to what another product left in y.
 
-Every program takes a slice of the columns for t = B x, and all add up the slices' sums once they are there: a few hundred
-bytes a program that stay in the second-level cache. They wait for each other in between, so there may be no more programs
-than multiprocessors; their part of A is on its way meanwhile. A launch of its own for A would cost more than the wait.
+The programs that begin first compute t = B x, a slice of the columns for 16 of the ranks each, and store its sums; the
+others have asked for their rows of A meanwhile, wait, add up the slices (in order, so equal inputs give equal bits), and
+multiply. Both products are made by matrix instructions. t is kept as the sum of two numbers of A's type, scaled so that
+they neither overflow nor lose digits: 16 bits of it for bfloat16, 22 for float16. corrected.py takes the same steps.
+
+t, its slices and the counters stay in the second-level cache: rank x rows of activations x 4 bytes x at most 16 slices.
 """
 
 from functools import cache
@@ -15,13 +16,114 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.gemv import launch, multiples, processors_of
+from nstf.kernels.triton.arrival import arrive, generation, wait_for
+from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps
+from nstf.kernels.triton.operands import over_warps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 LARGEST_BATCH = 8
 LARGEST_RANK = 256
-_COLUMNS = 32
-_ROWS = 32
+_SLICES = 16
+_WARPS = 4
+APART = tl.constexpr(16)  # numbers from one counter to the next: a line of the cache each
+
+
+@triton.jit
+def _by_eight(
+    p, first, rows, cols, begin, STRIDE: tl.constexpr, S: tl.constexpr, H: tl.constexpr, EIGHTS: tl.constexpr
+):
+    """[32 S H, 8] numbers of 8 H rows from `first` on and 32 columns of each warp, STRIDE apart: a lane's in a row."""
+    i = tl.arange(0, 32 * S * H)
+    row = first + i // (32 * S) * 8 + i // 4 % 8
+    k = begin + i // 32 % S * STRIDE + i % 4 * 8
+    at = (row * cols + k)[:, None] + tl.arange(0, 8)[None, :]
+    if EIGHTS:
+        ok = ((row < rows) & (k < cols))[:, None]
+    else:
+        ok = (row < rows)[:, None] & (k[:, None] + tl.arange(0, 8)[None, :] < cols)
+    return tl.load(p + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def inner_piece(
+    x,  # [batch, cols]
+    b,  # [rank, cols]
+    inner,  # f32 [SLICES, B, R]
+    batch,
+    cols,
+    rank,
+    piece,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    STEPS: tl.constexpr,  # of 32 columns for each warp in a slice
+    AT_ONCE: tl.constexpr,  # steps whose loads are under way together
+    EIGHTS: tl.constexpr,  # columns come in eights
+    WIDE: tl.constexpr,  # multiply in float32
+    PRECISION: tl.constexpr,
+):
+    """A piece of t: 16 of the ranks, one slice of the columns."""
+    first = piece % (R // 16) * 16
+    part = piece // (R // 16)
+    begin = part * (S * STEPS * 32)
+    acc = tl.zeros([S, 16, N], tl.float32)
+    for step in range(0, STEPS, AT_ONCE):
+        left = ()
+        right = ()
+        for i in tl.static_range(AT_ONCE):
+            at = begin + (step + i) * 32
+            # In the order of operands.py: a lane's columns are those that it loads, for either side alike.
+            some = _by_eight(b, first, rank, cols, at, STEPS * 32, S, 2, EIGHTS)
+            more = _by_eight(x, 0, batch, cols, at, STEPS * 32, S, N // 8, EIGHTS)
+            if WIDE:
+                some = some.to(tl.float32)
+                more = more.to(tl.float32)
+            some = tl.permute(tl.reshape(some, [2, S, 8, 4, 2, 2, 2]), (1, 0, 2, 4, 3, 5, 6))
+            more = tl.permute(tl.reshape(more, [N // 8, S, 8, 4, 2, 2, 2]), (1, 4, 3, 5, 6, 0, 2))
+            left = left + (tl.reshape(some, [S, 16, 32]),)  # noqa: RUF005 (Triton adds tuples)
+            right = right + (tl.reshape(more, [S, 32, N]),)  # noqa: RUF005
+        for i in tl.static_range(AT_ONCE):
+            acc = tl.dot(left[i], right[i], acc, input_precision=PRECISION)
+    total = over_warps(acc, S, 16, N)
+    n = tl.arange(0, N)
+    at = (part * B + n)[None, :] * R + (first + tl.arange(0, 16))[:, None]
+    tl.store(inner + at, total, mask=(n < batch)[None, :])
+
+
+@triton.jit
+def summed_inner(inner, batch, R: tl.constexpr, B: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr):
+    """t [N, R], f32."""
+    n = tl.arange(0, N)[:, None]
+    r = tl.arange(0, R)[None, :]
+    t = tl.zeros([N, R], tl.float32)
+    for part in tl.static_range(SLICES):
+        # Past the first-level cache, which knows nothing of other multiprocessors.
+        t += tl.load(inner + (part * B + n) * R + r, mask=n < batch, other=0.0, cache_modifier=".cg")
+    return t
+
+
+@triton.jit
+def outer_tile(tile, t, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """A's rows [TALL, R] times t [N, R] -> f32 [TALL, N]."""
+    if WIDE:
+        return tl.dot(tile.to(tl.float32), tl.trans(t), input_precision=PRECISION)
+    else:
+        exponent = tl.maximum(tl.max(tl.abs(t), axis=1).to(tl.int32, bitcast=True) >> 23, 15)
+        t *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        high = t.to(tile.dtype)
+        low = (t - high.to(tl.float32)).to(tile.dtype)
+        acc = tl.dot(tile, tl.trans(low), input_precision=PRECISION)
+        acc = tl.dot(tile, tl.trans(high), acc, input_precision=PRECISION)
+        return acc * ((exponent - 14) << 23).to(tl.float32, bitcast=True)[None, :]
+
+
+@triton.jit
+def rows_of(a, row, rows, rank, R: tl.constexpr):
+    """[TALL, R] of A [rows, rank]."""
+    r = tl.arange(0, R)
+    inside = (row < rows)[:, None] & (r < rank)[None, :]
+    return tl.load(a + row[:, None] * rank + r[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -29,69 +131,87 @@ def low_rank_kernel(
     x,  # [batch, cols]
     a,  # [rows, rank]
     b,  # [rank, cols]
-    parts,  # f32 [programs, B, R]
-    counter,  # i64 [1]: programs that arrived, over all launches
+    inner,  # f32 [SLICES, B, R]
+    counters,  # i64: programs that began, and those that computed their pieces of t, over all launches
     y,  # [batch, rows]
     batch,
     rows,
     cols,
     rank,
     ADD: tl.constexpr,  # to what is in y
-    PHASE: tl.constexpr,  # 0: both; 1, 2: the interpreter runs programs one after the other, so in two launches
-    PROGRAMS: tl.constexpr,
+    GENERATION: tl.constexpr,
+    PDL: tl.constexpr,
+    FIRST: tl.constexpr,  # programs that compute t
+    TALL: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
-    LINES: tl.constexpr,  # rows of activations at a time: their sums are in registers
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    SLICES: tl.constexpr,
+    STEPS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    WIDE_INNER: tl.constexpr,
+    WIDE_OUTER: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    r = tl.arange(0, R)
-    if PHASE != 2:
-        for several in tl.static_range(0, B, LINES):
-            accs = ()
-            for _ in tl.static_range(LINES):
-                accs = accs + (tl.zeros([R, COLUMNS], tl.float32),)
-            for first in range(program * COLUMNS, cols, PROGRAMS * COLUMNS):
-                k = first + tl.arange(0, COLUMNS)
-                inside = (r < rank)[:, None] & (k < cols)[None, :]
-                tile = tl.load(b + r[:, None] * cols + k[None, :], mask=inside, other=0.0).to(tl.float32)
-                grown = ()
-                for i in tl.static_range(LINES):
-                    ok = (k < cols) & (several + i < batch)
-                    some = tl.load(x + (several + i) * cols + k, mask=ok, other=0.0).to(tl.float32)
-                    grown = grown + (accs[i] + tile * some[None, :],)
-                accs = grown
-            for i in tl.static_range(LINES):
-                tl.store(parts + (program * B + several + i) * R + r, tl.sum(accs[i], axis=1))
-    if PHASE != 1:
-        row = program * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (r < rank)[None, :]
-        tile = tl.load(a + row[:, None] * rank + r[None, :], mask=inside, other=0.0)
-        if PHASE == 0:
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-            wanted = (arrived // PROGRAMS + 1) * PROGRAMS
-            while tl.atomic_add(counter, 0, sem="acquire") < wanted:
-                pass
-            tl.debug_barrier()
-        p = tl.arange(0, PROGRAMS)
-        for first in range(program * ROWS, rows, PROGRAMS * ROWS):
-            if first > program * ROWS:
-                row = first + tl.arange(0, ROWS)
-                inside = (row < rows)[:, None] & (r < rank)[None, :]
-                tile = tl.load(a + row[:, None] * rank + r[None, :], mask=inside, other=0.0)
-            for line in tl.static_range(B):
-                # Past the first-level cache, which knows nothing of other multiprocessors.
-                t = tl.sum(
-                    tl.load(parts + (p[:, None] * B + line) * R + r[None, :], cache_modifier=".cg"), axis=0
-                )
-                out = tl.sum(tile.to(tl.float32) * t[None, :], axis=1)
-                at = y + line * rows + row
-                ok = (row < rows) & (line < batch)
-                if ADD:
-                    out += tl.load(at, mask=ok, other=0.0).to(tl.float32)
-                tl.store(at, out.to(y.dtype.element_ty), mask=ok)
+    ticket = tl.atomic_add(counters, 1, sem="relaxed")
+    # Not before: the next launch's numbers are higher than all of this one's.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    before = ticket // tl.num_programs(0)
+    mine = (ticket - before * tl.num_programs(0)).to(tl.int32)
+    if mine < FIRST:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        inner_piece(
+            x, b, inner, batch, cols, rank, mine, R, B, N, S, STEPS, AT_ONCE, EIGHTS, WIDE_INNER, EXACT
+        )
+        arrive(counters + APART, GENERATION, "release")
+    else:
+        row = (mine - FIRST) * TALL + tl.arange(0, TALL)
+        tile = rows_of(a, row, rows, rank, R)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        wait_for(counters + APART, (before + 1) * FIRST, GENERATION)
+        t = summed_inner(inner, batch, R, B, N, SLICES)
+        out = outer_tile(tile, t, WIDE_OUTER, PRECISION)
+        n = tl.arange(0, N)
+        at = y + n[None, :] * rows + row[:, None]
+        ok = (row < rows)[:, None] & (n < batch)[None, :]
+        if ADD:
+            out += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(at, out.to(y.dtype.element_ty), mask=ok)
+
+
+def inner_constants(
+    cols: int, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, warps: int, arch: str
+) -> dict[str, object]:
+    """What `inner_piece` and `outer_tile` have to know, by the names of their arguments."""
+    interpreted = triton.knobs.runtime.interpret
+    nvidia = arch.startswith("sm_")
+    wide = interpreted or torch.float32 in (dtype, factors)
+    r = max(16, triton.next_power_of_2(rank))
+    # Whoever multiplies by t adds up the slices: fewer for more ranks.
+    steps = triton.cdiv(cols, (_SLICES if r < 128 else _SLICES // 2) * warps * 32)
+    at_once = min(steps, 4)
+    steps = triton.cdiv(steps, at_once) * at_once
+    return {
+        "R": r,
+        "B": triton.next_power_of_2(batch),
+        "N": 8 if nvidia else 16,
+        "S": warps,
+        "SLICES": triton.cdiv(cols, warps * 32 * steps),
+        "STEPS": steps,
+        "AT_ONCE": at_once,
+        "EIGHTS": cols % 8 == 0,
+        "WIDE_INNER": wide or dtype != factors,
+        "WIDE_OUTER": wide,
+        # Of B x and of A t. Two kinds of 16-bit numbers are exact in TF32.
+        "EXACT": "ieee" if interpreted or not nvidia else "tf32x3" if wide else "tf32",
+        "PRECISION": "tf32x3" if nvidia and not interpreted else "ieee",
+    }
 
 
 def low_rank_specs(
@@ -103,50 +223,50 @@ def low_rank_specs(
     factors: torch.dtype,
     add: bool,
     arch: str,
-    processors: int = 0,
 ) -> list[KernelSpec]:
-    """The launch (two under the interpreter). processors: of the card, when it is known."""
-    most = processors or processors_of(arch)
-    programs = min(
-        128, 1 << (most.bit_length() - 1), triton.next_power_of_2(triton.cdiv(max(rows, cols), _ROWS))
-    )
-    r, b = max(16, triton.next_power_of_2(rank)), triton.next_power_of_2(batch)
-    sizes = {"batch": batch, "rows": rows, "cols": cols, "rank": rank}
-    phases = (1, 2) if triton.knobs.runtime.interpret else (0,)
+    """The launch for X [batch, cols] of `dtype`, with A and B of `factors`."""
+    made = inner_constants(cols, rank, batch, dtype, factors, _WARPS, arch)
+    r, slices = int(str(made["R"])), int(str(made["SLICES"]))
+    tall = tall_for(rows, r)
+    first = r // 16 * slices
+    sizes = {"rows": rows, "cols": cols, "rank": rank}
     return [
         KernelSpec(
-            name=f"low_rank_{pointer_type(dtype)[1:]}_{pointer_type(factors)[1:]}_b{b}r{r}p{programs}"
-            + ("a" if add else "")
-            + (f"_phase{phase}" if phase else ""),
+            name=f"low_rank_{pointer_type(dtype)[1:]}_{pointer_type(factors)[1:]}_b{made['B']}r{r}s{slices}x{made['STEPS']}"
+            f"t{tall}" + ("a" if add else ""),
             fn=low_rank_kernel,
             signature={
                 "x": pointer_type(dtype),
                 "a": pointer_type(factors),
                 "b": pointer_type(factors),
-                "parts": "*fp32",
-                "counter": "*i64",
+                "inner": "*fp32",
+                "counters": "*i64",
                 "y": pointer_type(dtype),
+                "batch": "i32",
                 **dict.fromkeys(sizes, "i32"),
             },
             constants={
                 "ADD": add,
-                "PHASE": phase,
-                "PROGRAMS": programs,
-                "R": r,
-                "B": b,
-                "LINES": min(b, 4 if r <= 128 else 2),
-                "COLUMNS": _COLUMNS,
-                "ROWS": _ROWS,
+                "GENERATION": generation(arch),
+                "PDL": overlaps(arch),
+                "FIRST": first,
+                "TALL": tall,
+                **made,
             },
-            divisible=("x", "a", "b", "parts", "counter", "y", *multiples(sizes)),
-            num_warps=4,
+            divisible=("x", "a", "b", "inner", "counters", "y", *multiples(sizes)),
+            num_warps=_WARPS,
             num_stages=1,
+            options=overlap_options(arch),
             batch=batch,
             kind="low_rank",
-            grid=(programs, 1, 1),
+            grid=(first + triton.cdiv(rows, tall), 1, 1),
         )
-        for phase in phases
     ]
+
+
+def tall_for(rows: int, r: int) -> int:
+    """Rows of A for a program: as many as registers hold beside the rest, where there are enough for all multiprocessors."""
+    return max(16, min(128 if rows >= 8192 else 64, 8192 // r))
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, arch: str, into: Tensor | None = None) -> Tensor:
@@ -156,19 +276,23 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, arch: str, into: Tensor | None = N
     """
     batch, cols = x.shape
     rows, rank = a.shape
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
-    specs = low_rank_specs(rows, cols, rank, batch, x.dtype, a.dtype, into is not None, arch, processors)
+    (spec,) = low_rank_specs(rows, cols, rank, batch, x.dtype, a.dtype, into is not None, arch)
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device) if into is None else into
-    made = specs[0].constants
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    parts, counter = _scratch(x.device, stream, made["PROGRAMS"], made["B"] * made["R"])
-    for spec in specs:
-        launch(spec, x, a, b, parts, counter, y, batch, rows, cols, rank)
+    made = spec.constants
+    inner, counters = meeting(x, spec, made["SLICES"] * made["B"] * made["R"])
+    launch(spec, x, a, b, inner, counters, y, batch, rows, cols, rank)
     return y
 
 
+def meeting(x: Tensor, spec: KernelSpec, size: int) -> tuple[Tensor, Tensor]:
+    """Room for the slices of t and the counters, for the launches of a kernel that follow one another on a stream."""
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return _scratch(x.device, stream, spec.name, spec.grid, size)
+
+
 @cache
-def _scratch(device: torch.device, stream: int, programs: int, size: int) -> tuple[Tensor, Tensor]:
-    """Room for the parts and the counter, for launches that follow one another on a stream."""
-    parts = torch.empty(programs, size, device=device)
-    return parts, torch.zeros(1, dtype=torch.int64, device=device)
+def _scratch(
+    device: torch.device, stream: int, kernel: str, grid: tuple[int, int, int], size: int
+) -> tuple[Tensor, Tensor]:
+    inner = torch.empty(size, dtype=torch.float32, device=device)
+    return inner, torch.zeros(3 * APART.value, dtype=torch.int64, device=device)

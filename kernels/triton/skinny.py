@@ -57,8 +57,8 @@ from nstf.kernels.triton.sums import sum_spec
 LARGEST_BATCH = 16
 
 
-@triton.jit(do_not_specialize=["batch", "ones", "magic"])
-def skinny_kernel(
+@triton.jit
+def skinny_product(
     x,  # [batch, cols]
     words,  # i32: all planes
     scale,  # [rows, GROUPS]
@@ -93,6 +93,9 @@ def skinny_kernel(
     S: tl.constexpr,  # warps, side by side along the columns
     CHUNKS: tl.constexpr,  # of the narrowest plane for each warp
     COUNT: tl.constexpr,  # groups in the columns of a warp; 0: not a whole power of two of them
+    place,  # of this program among those along the rows
+    places,
+    across,  # likewise along the columns
 ):
     DTYPE: tl.constexpr = tl.float32 if WIDE else (tl.float16 if CONVERT else x.dtype.element_ty)
     J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
@@ -110,9 +113,9 @@ def skinny_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    chunk0 = tl.program_id(1) * S * CHUNKS
-    begin = tl.program_id(0) * 16
-    step = tl.num_programs(0) * 16
+    chunk0 = across * S * CHUNKS
+    begin = place * 16
+    step = places * 16
     w = word_tiles(words, begin, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
     scales = ()
     if not WHOLE:
@@ -209,11 +212,28 @@ def skinny_kernel(
         if SCALES == 1:
             out *= tl.load(row_scale + row, mask=row < rows, other=0)[:, None]
         line = tl.arange(0, N)
-        at = (tl.program_id(1) * batch + line)[None, :] * rows + row[:, None]
+        at = (across * batch + line)[None, :] * rows + row[:, None]
         ok = (row < rows)[:, None] & (line < batch)[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
         w = next_w
         scales = next_scales
+
+
+@triton.jit(do_not_specialize=["batch", "ones", "magic"])
+def skinny_kernel(
+    x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic,
+    PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
+    AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """`skinny_product` by a grid of programs along rows and columns."""
+    skinny_product(
+        x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS, BITS,
+        ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N, S,
+        CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
+    )  # fmt: skip
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -348,12 +368,19 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
 
     More warps would meet more often, wider ones keep fewer loads on their way.
     """
-    n = 8 if batch <= 8 else 16
     span = RUN * (16 // min(b for b, _ in layout.planes))
-    if n == 8:
-        resident = 3 if layout.bits == 5 else 4
-    else:
-        heavy = layout.bits in (5, 7, 8) or layout.mode == TABLE
-        heavy |= layout.mode == INTEGER and (layout.group < 128 or not layout.symmetric)
-        resident = 2 if heavy else 3
-    return {"N": n, "S": 4, "CHUNKS": max(1, 256 // span), "PROGRAMS": processors_of(arch) * resident}
+    return {
+        "N": 8 if batch <= 8 else 16,
+        "S": 4,
+        "CHUNKS": max(1, 256 // span),
+        "PROGRAMS": processors_of(arch) * resident(layout, batch),
+    }
+
+
+def resident(layout: Layout, batch: int) -> int:
+    """Programs of four warps that registers leave room for on a multiprocessor."""
+    if batch <= 8:
+        return 3 if layout.bits == 5 else 4
+    heavy = layout.bits in (5, 7, 8) or layout.mode == TABLE
+    heavy |= layout.mode == INTEGER and (layout.group < 128 or not layout.symmetric)
+    return 2 if heavy else 3
