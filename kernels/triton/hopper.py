@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nstf.kernels.triton.launching import (
     even_sizes,
+    handed_on,
     launch,
     layout_name,
     leaf_arguments,
@@ -149,26 +150,11 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
     parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
-    flags = _flags(x.device, spec.grid[0])
+    # Zeros, which a launch leaves as it found them.
+    flags = handed_on(x.device, spec.grid[0], torch.int32, "wgmma")
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
     return y
-
-
-def _flags(device: torch.device, programs: int) -> Tensor:
-    """i32 [programs] zeros, which a launch leaves as it found them."""
-    if device.type != "cuda":
-        return torch.zeros(programs, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        # What a graph allocates is zero from its first replay on, and may not be handed to launches outside of it.
-        return torch.zeros(programs, dtype=torch.int32, device=device)
-    return _kept_flags(device, torch.cuda.current_stream(device).cuda_stream, programs)
-
-
-@cache
-def _kept_flags(device: torch.device, stream: int, programs: int) -> Tensor:
-    """Launches on a stream follow one another, and hand them on."""
-    return torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 @cache

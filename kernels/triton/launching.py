@@ -8,6 +8,8 @@ from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.packed import Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec
 
+_HANDED_ON: dict[tuple[torch.device, int, int, torch.dtype, str], Tensor] = {}
+
 
 def lanes_of(arch: str) -> int:
     """Threads of a warp: 64 on CDNA (gfx9), 32 elsewhere."""
@@ -61,6 +63,24 @@ def launch(spec: KernelSpec, *arguments: object) -> None:
     spec.fn[spec.grid](
         *arguments, **spec.constants, num_warps=spec.num_warps, num_stages=spec.num_stages, **spec.options
     )
+
+
+def handed_on(device: torch.device, count: int, dtype: torch.dtype, kernel: str) -> Tensor:
+    """[count] zeros that the launches of a kernel on a stream hand on to each other: counters of programs that meet.
+
+    In the capture of a graph on a stream that has none yet, new ones: what a graph allocates is zero from its first replay on
+    only, and may not be handed to launches outside of it.
+    """
+    stream = 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (device, stream, count, dtype, kernel)
+    if key in _HANDED_ON:
+        return _HANDED_ON[key]
+    made = torch.zeros(count, dtype=dtype, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _HANDED_ON[key] = made
+    return made
 
 
 def scale_type(layout: Layout) -> str:

@@ -9,7 +9,6 @@ they neither overflow nor lose digits: 16 bits of it for bfloat16, 22 for float1
 t, its slices and the counters stay in the second-level cache: rank x rows of activations x 4 bytes x at most 16 slices.
 """
 
-from functools import cache
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from nstf.kernels.triton.arrival import arrive, generation, wait_for
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps
+from nstf.kernels.triton.launching import handed_on
 from nstf.kernels.triton.operands import over_warps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -285,14 +285,7 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, arch: str, into: Tensor | None = N
 
 
 def meeting(x: Tensor, spec: KernelSpec, size: int) -> tuple[Tensor, Tensor]:
-    """Room for the slices of t and the counters, for the launches of a kernel that follow one another on a stream."""
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    return _scratch(x.device, stream, spec.name, spec.grid, size)
-
-
-@cache
-def _scratch(
-    device: torch.device, stream: int, kernel: str, grid: tuple[int, int, int], size: int
-) -> tuple[Tensor, Tensor]:
-    inner = torch.empty(size, dtype=torch.float32, device=device)
-    return inner, torch.zeros(3 * APART.value, dtype=torch.int64, device=device)
+    """Room for the slices of t, and the counters, which launches of one grid alone may share."""
+    inner = torch.empty(size, dtype=torch.float32, device=x.device)
+    kernel = f"{spec.name} {spec.grid}"
+    return inner, handed_on(x.device, 3 * APART.value, torch.int64, kernel)
