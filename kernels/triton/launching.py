@@ -68,8 +68,8 @@ def launch(spec: KernelSpec, *arguments: object) -> None:
 def handed_on(device: torch.device, count: int, dtype: torch.dtype, kernel: str) -> Tensor:
     """[count] zeros that the launches of a kernel on a stream hand on to each other: counters of programs that meet.
 
-    In the capture of a graph on a stream that has none yet, new ones: what a graph allocates is zero from its first replay on
-    only, and may not be handed to launches outside of it.
+    In the capture of a graph on a stream that has none yet, new ones: what a graph allocates is zero from its first replay
+    on only, and may not be handed to launches outside of it.
     """
     stream = 0
     if device.type == "cuda":
