@@ -36,7 +36,7 @@ def cell(name: str, row: Architecture, report: Report) -> str:
         str(found.lds_bytes >> 10),
         f"{found.occupancy.waves_per_simd:.0f}",
     ]
-    if expected.matrix:
+    if found.loop.matrix:
         parts.append(str(found.loop.matrix))
     if expected.weights:
         parts.append(f"{found.vector_per_weight(expected.weights):.1f}")
