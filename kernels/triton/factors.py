@@ -89,6 +89,9 @@ def sides(encoded: EncodedTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         else:
             left, right = (side.to(dtype) for side in _balanced(*_contracted(encoded)))
         made[dtype] = left.contiguous(), right.contiguous()
+        if right.is_cuda and not torch.cuda.is_current_stream_capturing():
+            # Kernels ask for A before the launch in front of them has ended: it must not be the one that writes it.
+            torch.cuda.current_stream(right.device).synchronize()
     return made[dtype]
 
 

@@ -20,7 +20,7 @@ from nstf.kernels.triton.launching import (
     processors_of,
     scale_type,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, STEPS, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Above, decoding once for all tiles of activations is faster.
@@ -38,6 +38,8 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
         return False
     if not (layout.whole or layout.group % RUN == 0) or layout.cols % 8:
         return False
+    if layout.mode == TABLE and layout.scales == STEPS:
+        return False  # one product on a card was wrong by more than its roundings; not understood yet
     tall, large = layout.rows >= _TALL, layout.rows * layout.cols >= _LARGE
     # What gemm.py decodes fast.
     light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
@@ -76,14 +78,16 @@ def wgmma_specs(
     from nstf.kernels.triton.wgmma import runs_of, wgmma_kernel
 
     out = out or dtype
-    chosen = _tile(layout, batch, arch) | (tile or {})
+    chosen = _tile(layout, batch, arch, out) | (tile or {})
     bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
     span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
     units = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm) * triton.cdiv(layout.padded, span)
     half = dtype == torch.float16
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
     pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
-    pairs |= layout.mode == FLOAT or (layout.mode == TABLE and half)
+    pairs |= layout.mode == TABLE and half
+    # Nor does a float16 hold every scale that is stored as a float32.
+    pairs |= layout.mode == FLOAT and (layout.whole or not (half and layout.wide_scales))
     return [
         KernelSpec(
             name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
@@ -165,10 +169,11 @@ def _shared(bk: int) -> Any:
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * bk), element_bitwidth=16, rank=2)
 
 
-def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
+def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, int]:
     """Two programs on a multiprocessor for few rows of activations, else one: from sweeps on an H200."""
-    # Codes of three planes leave no room in the registers for the sums of 256 rows.
-    bm = max(32, min(128 if layout.bits == 7 else 256, triton.next_power_of_2(batch)))
+    # Codes of three planes leave no room in the registers for the sums of 256 rows, nor those in float32 in local memory.
+    most = 128 if layout.bits == 7 or out == torch.float32 else 256
+    bm = max(32, min(most, triton.next_power_of_2(batch)))
     # Nor do those that are dear for two programs of four warps.
     two = bm <= 64 and layout.bits not in (5, 7)
     return {

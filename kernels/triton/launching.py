@@ -78,7 +78,13 @@ def handed_on(device: torch.device, count: int, dtype: torch.dtype, kernel: str)
     if key in _HANDED_ON:
         return _HANDED_ON[key]
     made = torch.zeros(count, dtype=dtype, device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    # Counters are read before the launch in front has ended: it must not be the one that writes the zeros.
+    if device.type != "cuda":
+        _HANDED_ON[key] = made
+    elif torch.cuda.is_current_stream_capturing():
+        torch.zeros(1, device=device)
+    else:
+        torch.cuda.current_stream(device).synchronize()
         _HANDED_ON[key] = made
     return made
 

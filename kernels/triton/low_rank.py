@@ -9,7 +9,6 @@ they neither overflow nor lose digits: 16 bits of it for bfloat16, 22 for float1
 t, its slices and the counters stay in the second-level cache: rank x rows of activations x 4 bytes x at most 16 slices.
 """
 
-
 import torch
 import triton
 import triton.language as tl

@@ -105,7 +105,10 @@ class Tiling:
 
     def walked(self, problem: Problem) -> int:
         """Tiles of rows that a workgroup multiplies with the same decoded weights."""
-        return max(1, problem.rows // self.block_m) if self.dataflow == "weight" else 1
+        if self.dataflow != "weight":
+            return 1
+        # A tiling may come from a file, where nothing else bounds it.
+        return max(1, min(MOST_TILES, problem.rows // self.block_m))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

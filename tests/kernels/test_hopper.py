@@ -42,14 +42,20 @@ def trees(samples: Any) -> dict[str, Any]:
     }
 
 
-QUICK = ("int4", "int3", "int7", "int8", "fp8", "grid")
+# float32: what a matrix that is rotated on both sides wants. Its results take twice the room in local memory.
+QUICK = (
+    *((name, batch, None) for name in ("int4", "int3", "int7", "int8", "fp8", "grid") for batch in (64, 256)),
+    ("int6", 256, torch.float32),
+    ("int8", 300, torch.float32),
+)
 
 
-@pytest.mark.parametrize("batch", [64, 256])
-@pytest.mark.parametrize("name", QUICK)
-def test_compiled_kernels_keep_their_promises(name: str, batch: int, samples: Any) -> None:
+@pytest.mark.parametrize(("name", "batch", "out"), QUICK)
+def test_compiled_kernels_keep_their_promises(
+    name: str, batch: int, out: torch.dtype | None, samples: Any
+) -> None:
     layout = layout_of(hollow(trees(samples)[name], (16384, 4096)))
-    (spec,) = hopper.wgmma_specs(layout, batch, torch.bfloat16, "sm_90")
+    (spec,) = hopper.wgmma_specs(layout, batch, torch.bfloat16, "sm_90", out)
     compiled = aot.compile_spec(spec, ROW)
     assert gates.check(spec, compiled.report("sm_90"), ROW) == []
     # The point of the kernel: matrix instructions run while weights are decoded. Where the assembler cannot tell that the
@@ -76,6 +82,8 @@ def test_it_takes_large_matrices_on_hopper_alone(samples: Any) -> None:
     assert not hopper.suits(small, 256, half, "sm_90")
     odd = layout_of(hollow(trees(samples)["int4"], (14336, 4100)))
     assert not hopper.suits(odd, 256, half, "sm_90"), "rows that the copy engine cannot read"
+    steps = layout_of(hollow(trees(samples)["grid in steps"], (14336, 4096)))
+    assert not hopper.suits(steps, 256, half, "sm_90")
     kinds = {spec.kind for spec in specs_for(trees(samples)["int4"], (14336, 4096), 256, half, "sm_90")}
     assert kinds == {"wgmma"}
     kinds = {spec.kind for spec in specs_for(trees(samples)["int4"], (14336, 4096), 256, half, "gfx942")}
@@ -150,6 +158,7 @@ def test_products_are_those_of_the_decoded_matrix(
         specs = hopper.wgmma_specs(packed.layout, batch, dtype, "sm_90")
         exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
         y = hopper.wgmma(x, packed, specs)
-        assert float(((y.double() - exact).abs() / size).max()) < 1.2e-2, name
+        limit = 3e-3 if dtype == torch.float16 else 1.2e-2
+        assert float(((y.double() - exact).abs() / size).max()) < limit, name
         again = hopper.wgmma(x, packed, specs)
         assert torch.equal(y, again), f"{name}: sums depend on who comes first"

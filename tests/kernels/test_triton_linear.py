@@ -48,7 +48,6 @@ def test_the_launches_are_those_that_are_compiled_ahead(interpreted: dict[str, A
         if case.rows:
             continue
         ahead = specs_for(triton_cases.TREES[case.tree], case.shape, case.batch, getattr(torch, case.dtype))
-        # The interpreter runs one launch of these in two phases.
         assert interpreted[name]["launched"] == [spec.name for spec in ahead], name
         compared += bool(ahead)
     assert compared > 60
