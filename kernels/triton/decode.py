@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.launching import even_sizes, launch, layout_name, leaf_arguments, scale_type
+from nstf.kernels.triton.launching import (
+    even_sizes,
+    launch,
+    layout_constants,
+    layout_name,
+    leaf_arguments,
+    scale_type,
+)
 from nstf.kernels.triton.numbers import codes_at, numbers32, scale_value
 from nstf.kernels.triton.packed import LANES, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
@@ -103,16 +110,7 @@ def decode_spec(layout: Layout, count: int, dtype: torch.dtype, indexed: bool) -
     span = 2 * LANES * (16 // min(b for b, _ in layout.planes))
     rows = min(_ROWS, triton.next_power_of_2(count))
     constants = {
-        "PLANES": tuple(b for b, _ in layout.planes),
-        "SHIFTS": tuple(s for _, s in layout.planes),
-        "BITS": layout.bits,
-        "ZERO": layout.zero,
-        "GROUP": layout.group,
-        "GROUPS": layout.groups,
-        "SCALES": layout.scales,
-        "MODE": layout.mode,
-        "EXPONENT": layout.exponent,
-        "BIAS": layout.bias,
+        **layout_constants(layout),
         "INDEXED": indexed,
         "BN": rows,
         "LANES": LANES,

@@ -24,6 +24,7 @@ from nstf.kernels.triton.launching import (
     dies_of,
     even_sizes,
     launch,
+    layout_constants,
     layout_name,
     leaf_arguments,
     overlap_options,
@@ -306,16 +307,7 @@ def gemm_specs(
     dies = (chosen["DIES"] or dies_of(arch)) if shared else 1
     beside = min(tiles_m, chosen["BESIDE"] or (MOST_BESIDE if dies > 1 else 1))
     constants = {
-        "PLANES": tuple(b for b, _ in layout.planes),
-        "SHIFTS": tuple(s for _, s in layout.planes),
-        "BITS": layout.bits,
-        "ZERO": layout.zero,
-        "GROUP": layout.group,
-        "GROUPS": layout.groups,
-        "SCALES": layout.scales,
-        "MODE": layout.mode,
-        "EXPONENT": layout.exponent,
-        "BIAS": layout.bias,
+        **layout_constants(layout),
         "AFTER": after,
         "PAIRS": pairs,
         "SCALE_WEIGHTS": scaled_first,

@@ -1,5 +1,7 @@
 """What every kernel's launch needs: the arguments of a packed matrix, cards by their architecture, options, the call."""
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -92,6 +94,22 @@ def handed_on(device: torch.device, count: int, dtype: torch.dtype, kernel: str)
 def scale_type(layout: Layout) -> str:
     """The pointer type of the stored scales."""
     return "*u8" if layout.scales != 0 else "*fp32" if layout.wide_scales else "*fp16"
+
+
+def layout_constants(layout: Layout) -> dict[str, Any]:
+    """What every kernel that reads all planes of a layout knows of it at compile time."""
+    return {
+        "PLANES": tuple(bits for bits, _ in layout.planes),
+        "SHIFTS": tuple(shift for _, shift in layout.planes),
+        "BITS": layout.bits,
+        "ZERO": layout.zero,
+        "GROUP": layout.group,
+        "GROUPS": layout.groups,
+        "SCALES": layout.scales,
+        "MODE": layout.mode,
+        "EXPONENT": layout.exponent,
+        "BIAS": layout.bias,
+    }
 
 
 def layout_name(layout: Layout) -> str:

@@ -80,15 +80,6 @@ def tiles_of(bits, ahead, bk):
 
 
 @gluon.jit
-def _both(value, DTYPE: gl.constexpr):
-    """A float32 rounded to DTYPE, in both halves of a word."""
-    if DTYPE == gl.float16:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1)
-    else:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], gl.int32, True, 1)
-
-
-@gluon.jit
 def _rounded(low, high, DTYPE: gl.constexpr):
     """Two float32 rounded to DTYPE, in a word."""
     if DTYPE == gl.float16:
@@ -215,13 +206,13 @@ def _decoded(
             t = codes_at(w[0], w[1], w[2], R * RUNS + i, PLANES, SHIFTS)
         if PAIRS:
             if MODE == 0:
-                t = _less(t | MAGIC, _spread(_both(less + POWER, DTYPE), t), DTYPE)
+                t = _less(t | MAGIC, _spread(_rounded(less + POWER, less + POWER, DTYPE), t), DTYPE)
             elif MODE == 1:
                 # The bits of the float in place, then the difference of the biases.
                 t = ((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW)
-                t = _times(t, _spread(_both(less * 0 + UP, DTYPE), t), DTYPE)
+                t = _times(t, _spread(_rounded(less * 0 + UP, less * 0 + UP, DTYPE), t), DTYPE)
             if not WHOLE:
-                t = _times(t, _spread(_both(factor, DTYPE), t), DTYPE)
+                t = _times(t, _spread(_rounded(factor, factor, DTYPE), t), DTYPE)
         else:
             if MODE == 2:
                 low = t.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
