@@ -65,11 +65,11 @@ def state(words, P: tl.constexpr, QUARTER: tl.constexpr, DOT: tl.constexpr, HARD
         return _half(_funnel(low, high, FROM % 32, HARDWARE), (AT + OFF - FROM) // 8, DOT, HARDWARE)
 
 
-@triton.jit
-def words_of_pair(QUARTER: tl.constexpr):
+@triton.constexpr_function
+def words_of_pair(quarter):
     """The most words that two rows and the 16 bits before them touch, which begin at a multiple of 16 bits or, where the
     quarters of a bit are odd, of 8."""
-    return (8 * QUARTER + 16 + (16 if QUARTER % 2 == 0 else 24) + 31) // 32
+    return (8 * quarter + 16 + (16 if quarter % 2 == 0 else 24) + 31) // 32
 
 
 @triton.jit
