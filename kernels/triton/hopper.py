@@ -82,7 +82,8 @@ def wgmma_specs(
     chosen = _tile(layout, batch, arch, out) | (tile or {})
     bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
     span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
-    units = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm) * triton.cdiv(layout.padded, span)
+    tiles = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
+    units = tiles * triton.cdiv(layout.padded, span)
     half = dtype == torch.float16
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
     pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
@@ -116,6 +117,8 @@ def wgmma_specs(
                 "BK": bk,
                 "AHEAD": ahead,
                 "WARPS": warps,
+                "SPLIT": chosen["SPLIT"],
+                "LAG": chosen["LAG"],
             },
             divisible=(
                 *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
@@ -127,7 +130,7 @@ def wgmma_specs(
             batch=batch,
             kind="wgmma",
             # A program without a share would be waited for by the one above it.
-            grid=(min(units, chosen["PROGRAMS"]), 1, 1),
+            grid=(min(units, tiles * chosen["SPLIT"] or chosen["PROGRAMS"]), 1, 1),
         )
     ]
 
@@ -176,4 +179,6 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         "AHEAD": 3 if bm == 256 else 4,
         "WARPS": 4 if two else 8,
         "PROGRAMS": processors_of(arch) * (2 if two else 1),
+        "SPLIT": 0,
+        "LAG": 0,
     }

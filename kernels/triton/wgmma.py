@@ -262,10 +262,91 @@ def _after(place, begin, chunks, down):
 
 
 @gluon.jit
-def _ask(
+def _begin(program, programs, units, chunks, SPLIT: gl.constexpr, LAG: gl.constexpr):
+    """The first of a program's units (chunks of tiles, one tile after the other).
+
+    With SPLIT, a tile is shared by so many programs, of which the last has LAG chunks more than the others: these have
+    written their sums when it comes to read them.
+    """
+    if SPLIT == 0:
+        return (program * units) // programs
+    return program // SPLIT * chunks + program % SPLIT * (chunks - LAG) // SPLIT
+
+
+@gluon.jit
+def _side_by_side(sums, BM: gl.constexpr, BN: gl.constexpr):
+    """Sums [BN, BM] in the order in which lanes hold them: four of a lane, then the lanes of a warp, so that each stores and
+    loads 16 bytes beside its neighbour's."""
+    sums = gl.reshape(sums, [BN // 16, 2, 8, BM // 8, 4, 2])
+    return gl.reshape(gl.permute(sums, (3, 0, 2, 4, 1, 5)), [BN * BM])
+
+
+@gluon.jit
+def _in_place(sums, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """_side_by_side back to [BN, BM]."""
+    sums = gl.reshape(sums, [BM // 8, BN // 16, 8, 4, 2, 2])
+    sums = gl.reshape(gl.permute(sums, (1, 4, 2, 0, 3, 5)), [BN, BM])
+    return gl.convert_layout(sums, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(sums, BM: gl.constexpr, BN: gl.constexpr):
+    """[BN, BM] as two of [BN, BM / 2]: the first columns and the last."""
+    return gl.split(gl.permute(gl.reshape(sums, [BN, 2, BM // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _store(
+    y,
+    staged,
+    sums,
+    first_row,
+    first_line,
+    batch,
+    rows,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    PART: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Sums [BN, BM] to Y, by way of shared memory, where they turn from rows of W to rows of Y; PART rows of Y at a time."""
+    if BM > PART:
+        upper, lower = _halves(sums, BM, BN)
+        _store(y, staged, upper, first_row, first_line, batch, rows, BM // 2, BN, PART, LAYOUT)
+        _store(y, staged, lower, first_row, first_line + BM // 2, batch, rows, BM // 2, BN, PART, LAYOUT)
+    else:
+        staged.store(gl.permute(sums, (1, 0)).to(y.dtype.element_ty))
+        to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+        to_line = first_line + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+        to_ok = (to_line < batch)[:, None] & (to_row < rows)[None, :]
+        gl.store(y + to_line[:, None] * rows + to_row[None, :], staged.load(LAYOUT), to_ok)
+
+
+@gluon.jit
+def _ask_lines(
     x,
     xs,
     full,
+    place,
+    step,
+    exists,
+    R: gl.constexpr,
+    AHEAD: gl.constexpr,
+    BM: gl.constexpr,
+    BK: gl.constexpr,
+    SPAN: gl.constexpr,
+):
+    """Asks for the tile of activations of a step (R, counted within the chunk at `place`; `step`, of the program)."""
+    _, m, c, _ = place
+    stage = step % (AHEAD + 2)
+    mbarrier.expect(full.index(stage), BM * BK * 2, pred=exists)
+    tma.async_copy_global_to_shared(
+        x, [m * BM, c * SPAN + R * BK], full.index(stage), xs.index(stage), pred=exists
+    )
+
+
+@gluon.jit
+def _ask_words(
     planes,
     words,
     rows,
@@ -275,7 +356,6 @@ def _ask(
     exists,
     R: gl.constexpr,
     AHEAD: gl.constexpr,
-    BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
     SPAN: gl.constexpr,
@@ -283,14 +363,8 @@ def _ask(
     SHIFTS: gl.constexpr,
     COPY: gl.constexpr,
 ):
-    """Asks for what a step needs (R, counted within the chunk at `place`; `step`, of the program): the tile of activations,
-    and the words that begin there of each plane that has some."""
-    n, m, c, _ = place
-    stage = step % (AHEAD + 2)
-    mbarrier.expect(full.index(stage), BM * BK * 2, pred=exists)
-    tma.async_copy_global_to_shared(
-        x, [m * BM, c * SPAN + R * BK], full.index(stage), xs.index(stage), pred=exists
-    )
+    """Asks for the words that begin at a step, of each plane that has some."""
+    n, _, c, _ = place
     word = gl.arange(0, 16, gl.SliceLayout(0, COPY))
     row = n * BN + gl.arange(0, BN, gl.SliceLayout(1, COPY))
     for p in gl.static_range(len(PLANES)):
@@ -370,6 +444,8 @@ def wgmma_kernel(
     BK: gl.constexpr,
     AHEAD: gl.constexpr,  # steps from asking to use
     WARPS: gl.constexpr,
+    SPLIT: gl.constexpr,  # programs to a tile; 0: shares are equal, and tiles begin anywhere in them
+    LAG: gl.constexpr,
 ):
     J: gl.constexpr = runs_of(PLANES, BK)
     SPAN: gl.constexpr = 32 * J
@@ -387,6 +463,8 @@ def wgmma_kernel(
     # Rows of 64 bytes: eight of them read at once meet in no bank.
     shared_w: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    PART: gl.constexpr = min(BM, 64)
+    staged_layout: gl.constexpr = gl.NVMMASharedLayout(128, y.dtype.element_ty.primitive_bitwidth, 2)
 
     xs = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], x.layout)
     planes = ()
@@ -394,6 +472,7 @@ def wgmma_kernel(
         planes = planes + (
             gl.allocate_shared_memory(gl.int32, [tiles_of(PLANES[p], AHEAD, BK), BN, 16], shared_w),
         )
+    staged = gl.allocate_shared_memory(y.dtype.element_ty, [PART, BN], staged_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -405,8 +484,8 @@ def wgmma_kernel(
     units = (rows + BN - 1) // BN * down * chunks
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    begin = (program * units) // programs
-    left = ((program + 1) * units) // programs
+    begin = _begin(program, programs, units, chunks, SPLIT, LAG)
+    left = _begin(program + 1, programs, units, chunks, SPLIT, LAG)
     total = left - begin
     local = gl.arange(0, BN, row_layout)
     entries = ()
@@ -419,14 +498,24 @@ def wgmma_kernel(
     here = (tile // down, tile % down, gl.maximum(begin - tile * chunks, 0), left - tile * chunks)
     next1 = _after(here, begin, chunks, down)
     next2 = _after(next1, begin, chunks, down)
+    # What belongs to the matrix does not wait for the launch in front.
+    for s in gl.static_range(AHEAD):
+        place = here if s < STEPS else next1
+        _ask_words(
+            planes, words, rows, padded, place, s, s // STEPS < total, s % STEPS,
+            AHEAD, BN, BK, SPAN, PLANES, SHIFTS, copy,
+        )  # fmt: skip
+    raw0, raw_zero0 = _per_group(
+        scale, zeros, local, rows, here, 0, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
+    )
+    raw, raw_zero = _per_group(
+        scale, zeros, local, rows, here, 1, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
     for s in gl.static_range(AHEAD):
         place = here if s < STEPS else next1
-        _ask(
-            x, xs, full, planes, words, rows, padded, place, s, s // STEPS < total, s % STEPS,
-            AHEAD, BM, BN, BK, SPAN, PLANES, SHIFTS, copy,
-        )  # fmt: skip
+        _ask_lines(x, xs, full, place, s, s // STEPS < total, s % STEPS, AHEAD, BM, BK, SPAN)
     async_copy.wait_group(AHEAD - 1)
     tl.debug_barrier()
     none = gl.zeros([BN, 16], gl.int32, word_layout)
@@ -435,17 +524,11 @@ def wgmma_kernel(
     w, values = _take_words(
         planes, (none, none, none), (none, none, none, none), entries, 0, 0, AHEAD, BK, PLANES, MODE, word_layout
     )  # fmt: skip
-    raw, raw_zero = _per_group(
-        scale, zeros, local, rows, here, 0, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
-    )
     pairs, factor, less = _decoded(
-        w, values, table, factor, less, raw, raw_zero, 0, RUNS, FLUSH,
+        w, values, table, factor, less, raw0, raw_zero0, 0, RUNS, FLUSH,
         DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
     )  # fmt: skip
     a = _operand(pairs, RUNS, BN, DTYPE, operand)
-    raw, raw_zero = _per_group(
-        scale, zeros, local, rows, here, 1, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
-    )
     before = a
     done = 0
     while left > begin:
@@ -462,9 +545,11 @@ def wgmma_kernel(
                 # All warps are done with the product of the step before, and see the words of the next.
                 tl.debug_barrier()
                 place = here if r + AHEAD < STEPS else (next1 if r + AHEAD < 2 * STEPS else next2)
-                _ask(
-                    x, xs, full, planes, words, rows, padded, place, now + AHEAD, chunk + (r + AHEAD) // STEPS < total,
-                    (r + AHEAD) % STEPS, AHEAD, BM, BN, BK, SPAN, PLANES, SHIFTS, copy,
+                exists = chunk + (r + AHEAD) // STEPS < total
+                _ask_lines(x, xs, full, place, now + AHEAD, exists, (r + AHEAD) % STEPS, AHEAD, BM, BK, SPAN)
+                _ask_words(
+                    planes, words, rows, padded, place, now + AHEAD, exists, (r + AHEAD) % STEPS,
+                    AHEAD, BN, BK, SPAN, PLANES, SHIFTS, copy,
                 )  # fmt: skip
                 # The next step's weights, while the product runs.
                 w, values = _take_words(
@@ -489,10 +574,9 @@ def wgmma_kernel(
         first_row = n * BN
         first_line = m * BM
 
-        out_row = gl.arange(0, BN, gl.SliceLayout(1, mma))
-        inside = out_row[:, None] * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
         if last < chunks:
-            gl.store(parts + program * (BN * BM) + inside, acc)
+            sums = _side_by_side(acc, BM, BN)
+            gl.store(parts + program * (BN * BM) + gl.arange(0, BN * BM, sums.type.layout), sums)
             tl.debug_barrier()
             gl.atomic_xchg(flags + program, 1, sem="release", scope="gpu")
         else:
@@ -501,11 +585,14 @@ def wgmma_kernel(
             from_unit = begin
             while from_unit > tile * chunks:
                 other -= 1
-                from_unit = (other * units) // programs
+                from_unit = _begin(other, programs, units, chunks, SPLIT, LAG)
                 while gl.atomic_cas(flags + other, 1, 0, sem="acquire", scope="gpu") == 0:
                     pass
                 tl.debug_barrier()
-                acc += gl.load(parts + other * (BN * BM) + inside, cache_modifier=".cg")
+                inside = gl.arange(0, BN * BM, _side_by_side(acc, BM, BN).type.layout)
+                sums = gl.load(parts + other * (BN * BM) + inside, cache_modifier=".cg")
+                acc += _in_place(sums, BM, BN, mma)
+            out_row = gl.arange(0, BN, gl.SliceLayout(1, mma))
             out_row = gl.where(first_row + out_row < rows, first_row + out_row, 0)
             if WHOLE:
                 acc = acc * scale_value(gl.load(scale + out_row), SCALES)[:, None]
@@ -513,10 +600,6 @@ def wgmma_kernel(
                 acc = (
                     acc * (gl.load(row_scale + out_row) * (4.0 if MODE == 1 and not WHOLE else 1.0))[:, None]
                 )
-            out = gl.convert_layout(gl.permute(acc, (1, 0)).to(y.dtype.element_ty), out_layout)
-            to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, out_layout))
-            to_line = first_line + gl.arange(0, BM, gl.SliceLayout(1, out_layout))
-            to_ok = (to_line < batch)[:, None] & (to_row < rows)[None, :]
-            gl.store(y + to_line[:, None] * rows + to_row[None, :], out, to_ok)
+            _store(y, staged, acc, first_row, first_line, batch, rows, BM, BN, PART, out_layout)
         left = tile * chunks + first
     async_copy.wait_group(0)
