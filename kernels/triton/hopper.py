@@ -28,8 +28,9 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 LARGEST_BATCH = 2048
 _BN = 128
 # Matrices of so many tiles of rows, and of so many weights, are where it was faster on an H200 (docs/gpu_speed.md): programs
-# that share a tile exchange its sums, which small matrices do not repay.
-_TALL, _LARGE = 80 * _BN, 1 << 25
+# that share a tile exchange its sums, which small matrices do not repay. Rows longer than that are read slowly in pieces of
+# 64 bytes.
+_TALL, _MIDDLE, _LARGE, _LONG = 80 * _BN, 1 << 24, 1 << 25, 1 << 14
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -41,17 +42,21 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
         return False
     if layout.mode == TABLE and layout.scales == STEPS:
         return False  # one product on a card was wrong by more than its roundings; not understood yet
-    tall, large = layout.rows >= _TALL, layout.rows * layout.cols >= _LARGE
-    # What gemm.py decodes fast.
-    light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
     if batch <= 16 or batch > LARGEST_BATCH:
         return False
+    weights, tall = layout.rows * layout.cols, layout.rows >= _TALL
+    # What gemm.py decodes fast.
+    light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
+    if batch > 64:
+        long = light and layout.bits == 4 and layout.cols > _LONG
+        return weights >= _MIDDLE and (batch > 128 or not long)
+    if layout.mode == TABLE:
+        return tall or weights >= _MIDDLE
     if batch <= 32:
-        return tall and not (light and (layout.bits <= 4 or (layout.bits == 8 and not layout.whole)))
-    light &= layout.bits in (4, 8)
-    if batch <= 64:
-        return tall and not light
-    return large and (batch > 128 or tall or not light)
+        light &= layout.bits <= 4 or (layout.bits == 8 and not layout.whole)
+        return (tall or (weights >= _LARGE and layout.bits == 6)) and not light
+    few = layout.whole and layout.rows < 64 * _BN
+    return (tall or (weights >= _LARGE and not few)) and not (light and layout.bits == 4)
 
 
 def available() -> bool:
@@ -83,7 +88,10 @@ def wgmma_specs(
     bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
     span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
     tiles = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
-    units = tiles * triton.cdiv(layout.padded, span)
+    chunks = triton.cdiv(layout.padded, span)
+    split, lag = chosen["SPLIT"], chosen["LAG_COLUMNS"] // span
+    if split > chunks - lag:
+        split = lag = 0
     half = dtype == torch.float16
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
     pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
@@ -93,7 +101,8 @@ def wgmma_specs(
     return [
         KernelSpec(
             name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
-            f"_{bm}x{bn}x{bk}a{ahead}w{warps}" + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
+            f"_{bm}x{bn}x{bk}a{ahead}w{warps}s{split}l{lag}"
+            + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
             fn=wgmma_kernel,
             signature={
                 "x": f"tensordesc<{pointer_type(dtype)[1:]}[{bm}, {bk}],{_shared(bk)!r}>",
@@ -117,8 +126,8 @@ def wgmma_specs(
                 "BK": bk,
                 "AHEAD": ahead,
                 "WARPS": warps,
-                "SPLIT": chosen["SPLIT"],
-                "LAG": chosen["LAG"],
+                "SPLIT": split,
+                "LAG": lag,
             },
             divisible=(
                 *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
@@ -130,7 +139,7 @@ def wgmma_specs(
             batch=batch,
             kind="wgmma",
             # A program without a share would be waited for by the one above it.
-            grid=(min(units, tiles * chosen["SPLIT"] or chosen["PROGRAMS"]), 1, 1),
+            grid=(min(tiles * chunks, tiles * split or chosen["PROGRAMS"]), 1, 1),
         )
     ]
 
@@ -165,12 +174,21 @@ def _shared(bk: int) -> Any:
 
 
 def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, int]:
-    """Two programs on a multiprocessor for few rows of activations, else one: from sweeps on an H200."""
+    """The tile and how programs share it, from sweeps on an H200 (docs/gpu_speed.md).
+
+    Two programs on a multiprocessor for few rows of activations, else one.
+    """
     # Codes of three planes leave no room in the registers for the sums of 256 rows, nor those in float32 in local memory.
     most = 128 if layout.bits == 7 or out == torch.float32 else 256
     bm = max(32, min(most, triton.next_power_of_2(batch)))
     # Nor do those that are dear for two programs of four warps.
     two = bm <= 64 and layout.bits not in (5, 7)
+    programs = processors_of(arch) * (2 if two else 1)
+    split = _split(layout, batch, bm, programs)
+    if bm == 256 and split > 1:
+        half = _split(layout, batch, bm // 2, programs)
+        if half and _cycles(layout, bm // 2, half) < _cycles(layout, bm, split):
+            bm, split = bm // 2, half
     return {
         "BM": bm,
         "BN": _BN,
@@ -178,7 +196,22 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         "BK": 32 if layout.bits == 3 else 64,
         "AHEAD": 3 if bm == 256 else 4,
         "WARPS": 4 if two else 8,
-        "PROGRAMS": processors_of(arch) * (2 if two else 1),
-        "SPLIT": 0,
-        "LAG": 0,
+        "PROGRAMS": programs,
+        "SPLIT": split,
+        # What the others take to write their sums, in columns.
+        "LAG_COLUMNS": 256 if bm >= 128 and split > 1 else 0,
     }
+
+
+def _split(layout: Layout, batch: int, bm: int, programs: int) -> int:
+    """Programs to a tile where whole numbers of them fill most of the device, else 0: then shares are equal, and a program
+    has parts of two tiles, of which it hands on one and waits for the other's."""
+    tiles = triton.cdiv(layout.rows, _BN) * triton.cdiv(batch, bm)
+    split = min(programs // tiles, triton.cdiv(layout.cols, 512))
+    return split if split * tiles >= 0.7 * programs else 0
+
+
+def _cycles(layout: Layout, bm: int, split: int) -> float:
+    """Of a tile in 256 or 128 rows of activations, by the parts measured of int4: 64 columns, reading another's sums."""
+    step, read = (1180, 2540) if bm == 256 else (760, 1270)
+    return layout.cols / 64 / split * step + (split - 1) * read
