@@ -83,6 +83,8 @@ def random_encoded(tree: Node, shape: tuple[int, ...], seed: int) -> EncodedTens
 
 def seconds(calls: list[Callable[[], object]]) -> float:
     """Median time of one call of a graph of them; each is the same work on other weights."""
+    # The matrices were made on another stream: before they are there, codes may look like NaN and go to the reference.
+    torch.cuda.synchronize()
     # One stream for both: what a stream's launches hand on to each other is made by the first of them, outside of the graph.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -21,7 +21,7 @@ from nstf.kernels.triton.launching import (
     processors_of,
     scale_type,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, STEPS, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Above, decoding once for all tiles of activations is faster.
@@ -40,8 +40,6 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
         return False
     if not (layout.whole or layout.group % RUN == 0) or layout.cols % 8:
         return False
-    if layout.mode == TABLE and layout.scales == STEPS:
-        return False  # one product on a card was wrong by more than its roundings; not understood yet
     if batch <= 16 or batch > LARGEST_BATCH:
         return False
     weights, tall = layout.rows * layout.cols, layout.rows >= _TALL
@@ -178,10 +176,10 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
 
     Two programs on a multiprocessor for few rows of activations, else one.
     """
-    # Codes of three planes leave no room in the registers for the sums of 256 rows, nor those in float32 in local memory.
-    most = 128 if layout.bits == 7 or out == torch.float32 else 256
+    # Results of 256 rows in float32 find no room in local memory.
+    most = 128 if out == torch.float32 else 256
     bm = max(32, min(most, triton.next_power_of_2(batch)))
-    # Nor do those that are dear for two programs of four warps.
+    # What is dear to decode leaves no room in the registers of two programs of four warps.
     two = bm <= 64 and layout.bits not in (5, 7)
     programs = processors_of(arch) * (2 if two else 1)
     split = _split(layout, batch, bm, programs)

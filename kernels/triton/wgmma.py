@@ -463,7 +463,8 @@ def wgmma_kernel(
     # Rows of 64 bytes: eight of them read at once meet in no bank.
     shared_w: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    PART: gl.constexpr = min(BM, 64)
+    # Three planes of codes leave less room.
+    PART: gl.constexpr = min(BM, 64 if len(PLANES) < 3 else 32)
     staged_layout: gl.constexpr = gl.NVMMASharedLayout(128, y.dtype.element_ty.primitive_bitwidth, 2)
 
     xs = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], x.layout)
