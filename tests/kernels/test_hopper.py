@@ -3,6 +3,7 @@
 Gluon has no interpreter; what of it is plain arithmetic (the order of a program's work) is run here as Python.
 """
 
+import itertools
 import re
 import types
 from typing import Any
@@ -100,13 +101,48 @@ def test_an_iteration_is_an_even_number_of_steps(bits: int, samples: Any) -> Non
     assert spec.constants["AHEAD"] <= runs * 32 // bk * 2
 
 
-def walks(units: int, programs: int, chunks: int, down: int) -> list[list[tuple[int, int]]]:
+def test_whole_programs_share_a_tile_where_they_fill_the_device(samples: Any) -> None:
+    def of(shape: tuple[int, int], batch: int) -> tuple[int, int, int]:
+        (spec,) = hopper.wgmma_specs(
+            layout_of(hollow(trees(samples)["int4"], shape)), batch, torch.float16, "sm_90"
+        )
+        return spec.constants["BM"], spec.constants["SPLIT"], spec.grid[0]
+
+    assert of((8192, 8192), 256) == (256, 2, 128)
+    assert of((14336, 4096), 256) == (256, 1, 112)
+    assert of((10240, 8192), 256) == (256, 0, 132), "80 tiles would leave a third of it idle"
+    assert of((4096, 4096), 256) == (128, 2, 128), "four to a tile of 256 would read three sums"
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (4096, 4096), (8192, 1024), (128 * 66, 512), (4096, 14336)])
+def test_every_program_has_a_share(shape: tuple[int, int], samples: Any) -> None:
+    begin = types.FunctionType(wgmma._begin.fn.__code__, {})
+    for tree in trees(samples).values():
+        for batch in (17, 64, 128, 256, 300, 2048):
+            layout = layout_of(hollow(tree, shape))
+            (spec,) = hopper.wgmma_specs(layout, batch, torch.bfloat16, "sm_90")
+            known, programs = spec.constants, spec.grid[0]
+            chunks = -(-layout.padded // (32 * wgmma.runs_of(known["PLANES"], known["BK"])))
+            units = -(-shape[0] // known["BN"]) * -(-batch // known["BM"]) * chunks
+            at = [
+                begin(p, programs, units, chunks, known["SPLIT"], known["LAG"]) for p in range(programs + 1)
+            ]
+            assert at[0] == 0
+            assert at[-1] == units
+            assert all(first < second for first, second in itertools.pairwise(at))
+
+
+def walks(
+    units: int, programs: int, chunks: int, down: int, split: int, lag: int
+) -> list[list[tuple[int, int]]]:
     """(tile, chunk) of each program in its order, by the kernel's own arithmetic."""
     plain = types.SimpleNamespace(where=lambda c, a, b: a if c else b, maximum=max)
-    after = types.FunctionType(wgmma._after.fn.__code__, {"gl": plain})
+    after, begin_of = (
+        types.FunctionType(function.fn.__code__, {"gl": plain}) for function in (wgmma._after, wgmma._begin)
+    )
     found = []
     for program in range(programs):
-        begin, left = program * units // programs, (program + 1) * units // programs
+        begin, left = (begin_of(p, programs, units, chunks, split, lag) for p in (program, program + 1))
         tile = (left - 1) // chunks
         place = (tile // down, tile % down, max(begin - tile * chunks, 0), left - tile * chunks)
         walk = []
@@ -118,15 +154,24 @@ def walks(units: int, programs: int, chunks: int, down: int) -> list[list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("tiles", "down", "chunks", "programs"),
-    [(6, 1, 8, 5), (6, 2, 8, 48), (7, 1, 1, 3), (12, 3, 5, 11), (4, 4, 33, 132), (3, 1, 7, 1)],
+    ("tiles", "down", "chunks", "programs", "split", "lag"),
+    [
+        *((6, 1, 8, 5, 0, 0), (6, 2, 8, 48, 0, 0), (7, 1, 1, 3, 0, 0), (12, 3, 5, 11, 0, 0)),
+        *((4, 4, 33, 132, 0, 0), (3, 1, 7, 1, 0, 0)),
+        *((6, 2, 8, 12, 2, 0), (6, 1, 32, 24, 4, 2), (5, 5, 7, 5, 1, 0), (2, 1, 5, 6, 3, 2)),
+    ],
 )
 def test_programs_share_all_chunks_and_wait_downwards(
-    tiles: int, down: int, chunks: int, programs: int
+    tiles: int, down: int, chunks: int, programs: int, split: int, lag: int
 ) -> None:
-    found = walks(tiles * chunks, programs, chunks, down)
+    found = walks(tiles * chunks, programs, chunks, down, split, lag)
     everything = sorted(unit for walk in found for unit in walk)
     assert everything == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)]
+    assert all(found), "the program above one without a share would wait for it"
+    if split > 1:
+        assert all(len({tile for tile, _ in walk}) == 1 for walk in found)
+        longest = max(len(walk) for i, walk in enumerate(found) if i % split != split - 1)
+        assert min(map(len, found[split - 1 :: split])) >= longest + lag - 1
     for program, walk in enumerate(found):
         unfinished = {t for t, _ in walk} - {t for t, c in walk if c == chunks - 1}
         # One slot for sums is enough, and it is filled before the program can come to wait.
