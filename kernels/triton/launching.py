@@ -115,7 +115,8 @@ def layout_constants(layout: Layout) -> dict[str, Any]:
 def layout_name(layout: Layout) -> str:
     """`int4`, `fp8`, `fp4`, `grid4`, with what else the code depends on."""
     mode = ("int", "fp", "grid")[layout.mode]
-    return f"{mode}{layout.bits}{'' if layout.symmetric else 'z'}s{layout.scales}b{layout.bias}"
+    wide = "w" if layout.wide_scales else ""
+    return f"{mode}{layout.bits}{'' if layout.symmetric else 'z'}s{layout.scales}{wide}b{layout.bias}"
 
 
 def even_sizes(layout: Layout) -> tuple[str, ...]:

@@ -213,7 +213,7 @@ def pack_leaf(encoded: EncodedTensor) -> Packed | None:
     if layout is None or _nan_codes(encoded):
         return None
     arrays, codes = encoded.arrays, encoded.arrays["codes"]
-    return Packed(
+    packed = Packed(
         layout,
         codes.words if isinstance(codes, PackedCodes) else pack_words(codes, layout),
         arrays["scale_codes" if layout.scales == STEPS else "scale"].contiguous(),
@@ -221,6 +221,8 @@ def pack_leaf(encoded: EncodedTensor) -> Packed | None:
         arrays["scale_super"].float() / 256 if layout.scales == STEPS else None,
         arrays.get("table"),
     )
+    _written(packed.scale)
+    return packed
 
 
 def pack_words(codes: Tensor, layout: Layout) -> Tensor:
@@ -238,10 +240,15 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
             plane = _plane_words((part >> shift) & ((1 << bits) - 1), bits)
             out[at + start * width : at + stop * width] = plane.view(-1)
             at += rows * width
-    if out.is_cuda and not torch.cuda.is_current_stream_capturing():
-        # Kernels ask for words before the launch in front of them has ended: it must not be the one that writes them.
-        torch.cuda.current_stream(out.device).synchronize()
+    _written(out)
     return out
+
+
+def _written(array: Tensor) -> None:
+    """Waits until what was made for the kernels is there: they read what belongs to a matrix before the launch in front of
+    them has ended, which must not be the one that writes it."""
+    if array.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(array.device).synchronize()
 
 
 def _plane_words(codes: Tensor, bits: int) -> Tensor:

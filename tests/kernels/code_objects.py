@@ -10,7 +10,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 import conftest
-from test_gates import CASES, SHAPE, tree
+from test_gates import CASES, shape_of, tree
 
 from nstf.kernels.triton import aot, gates
 from nstf.kernels.triton.architecture import ARCHITECTURES, Architecture
@@ -24,7 +24,7 @@ _ROW = re.compile(r"^\| (?P<name>[\w ]+) \|(?P<cells>.*)\|$", re.MULTILINE)
 def cell(name: str, row: Architecture, report: Report) -> str:
     """registers / spills / local memory in KiB / waves on a SIMD (/ matrix instructions) (/ vector work a weight) (*)."""
     kind, batch = CASES[name]
-    specs = specs_for(tree(kind, conftest), SHAPE, batch, torch.float16, row.target)
+    specs = specs_for(tree(kind, conftest), shape_of(name), batch, torch.float16, row.target)
     # Beside it are sums of parts, and activations turned or sliced.
     (spec,) = (s for s in specs if s.kind.removeprefix("corrected_") in gates.READ_WEIGHTS)
     found = report(spec, row)
