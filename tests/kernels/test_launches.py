@@ -113,15 +113,24 @@ def test_every_launch_is_one_that_was_compiled_ahead(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["int4", "int4 with zeros", "int3", "int8 in steps", "fp8", "mxfp4", "rotated int4"]
+    ("name", "split"),
+    [
+        *((name, 0) for name in ("int4", "int4 with zeros", "int3", "int8 in steps", "fp8", "mxfp4")),
+        *(("rotated int4", 0), ("int4", 2), ("fp8", 3)),
+    ],
 )
 def test_products_on_hopper_are_compiled_ahead(
-    name: str, dtype: torch.dtype, samples: Any, caught: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    split: int,
+    dtype: torch.dtype,
+    samples: Any,
+    caught: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hopper = pytest.importorskip("nstf.kernels.triton.hopper")
-    monkeypatch.setattr(hopper, "_TALL", 0)
-    monkeypatch.setattr(hopper, "_LARGE", 0)
-    row, shape = ARCHITECTURES["sm_90"], (384, 512)
+    monkeypatch.setattr(hopper, "_MIDDLE", 0)
+    monkeypatch.setattr(hopper, "_split", lambda *_: split)
+    row, shape = ARCHITECTURES["sm_90"], (384, 1024)
     encoded = samples.random_encoded(trees(samples, shape[0])[name], shape)
     for batch in (100, 300):
         ahead = specs_for(encoded, shape, batch, dtype, "sm_90")
