@@ -83,7 +83,7 @@ def wgmma_specs(
 
     out = out or dtype
     chosen = _tile(layout, batch, arch, out) | (tile or {})
-    bm, bn, bk, ahead, warps = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS"))
+    bm, bn, bk, ahead, warps, grouped = (chosen[n] for n in ("BM", "BN", "BK", "AHEAD", "WARPS", "GROUPED"))
     span = RUN * runs_of(tuple(b for b, _ in layout.planes), bk)
     tiles = triton.cdiv(layout.rows, bn) * triton.cdiv(batch, bm)
     chunks = triton.cdiv(layout.padded, span)
@@ -99,7 +99,7 @@ def wgmma_specs(
     return [
         KernelSpec(
             name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
-            f"_{bm}x{bn}x{bk}a{ahead}w{warps}s{split}l{lag}"
+            f"_{bm}x{bn}x{bk}a{ahead}w{grouped}x{warps}s{split}l{lag}"
             + (f"_{pointer_type(out)[1:]}" if out != dtype else ""),
             fn=wgmma_kernel,
             signature={
@@ -123,9 +123,10 @@ def wgmma_specs(
                 "BN": bn,
                 "BK": bk,
                 "AHEAD": ahead,
-                "WARPS": warps,
                 "SPLIT": split,
                 "LAG": lag,
+                "GROUPED": grouped,
+                "WARPS": warps,
             },
             divisible=(
                 *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
@@ -157,7 +158,7 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
     parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
     # Zeros, which a launch leaves as it found them.
-    flags = handed_on(x.device, spec.grid[0], torch.int32, "wgmma")
+    flags = handed_on(x.device, spec.grid[0] * known["GROUPED"], torch.int32, "wgmma")
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
     return y
@@ -187,13 +188,17 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         half = _split(layout, batch, bm // 2, programs)
         if half and _cycles(layout, bm // 2, half) < _cycles(layout, bm, split):
             bm, split = bm // 2, half
+    # Warpgroups apart are faster, but the way into the second one's code wants a register more than these codes leave beside
+    # the sums of 256 rows.
+    parts = 1 if two or (bm == 256 and layout.bits in (3, 5, 6, 7)) else 2
     return {
         "BM": bm,
         "BN": _BN,
         # A chunk of 3-bit codes is an odd number of runs.
         "BK": 32 if layout.bits == 3 else 64,
         "AHEAD": 3 if bm == 256 else 4,
-        "WARPS": 4 if two else 8,
+        "GROUPED": parts,
+        "WARPS": 4 if two or parts == 2 else 8,
         "PROGRAMS": programs,
         "SPLIT": split,
         # What the others take to write their sums, in columns.
