@@ -26,11 +26,16 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Above, decoding once for all tiles of activations is faster.
 LARGEST_BATCH = 2048
+# Rows of W of a tile: those of two warpgroups, whose instructions take 64 each.
 _BN = 128
-# Matrices of so many tiles of rows, and of so many weights, are where it was faster on an H200 (docs/gpu_speed.md): programs
-# that share a tile exchange its sums, which small matrices do not repay. Rows longer than that are read slowly in pieces of
-# 64 bytes.
-_TALL, _MIDDLE, _LARGE, _LONG = 80 * _BN, 1 << 24, 1 << 25, 1 << 14
+# Where this kernel was faster than gemm.py on an H200, in sweeps over the matrices of Llama-3 8B and 70B. Programs that share
+# a tile exchange its sums, which small matrices do not repay.
+_TALL = 80 * _BN  # rows of W
+_MIDDLE, _LARGE = 1 << 24, 1 << 25  # weights
+# Longer rows are read slowly here, by 64 bytes of each row of a tile: 0.83 of bfloat16's speed for 0.89 (8192 x 28672, 128 rows).
+_LONG = 1 << 14
+# Below so many rows of W, 8-bit codes with a scale a row took 1.2 times as long as in gemm.py (4096 x 14336, 64 rows).
+_FEW = 64 * _BN
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -43,18 +48,18 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
     if batch <= 16 or batch > LARGEST_BATCH:
         return False
     weights, tall = layout.rows * layout.cols, layout.rows >= _TALL
-    # What gemm.py decodes fast.
+    # What gemm.py decodes fast, up to 64 rows of activations: it took 0.9 of the time.
     light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
     if batch > 64:
         long = light and layout.bits == 4 and layout.cols > _LONG
         return weights >= _MIDDLE and (batch > 128 or not long)
     if layout.mode == TABLE:
-        return tall or weights >= _MIDDLE
-    if batch <= 32:
-        light &= layout.bits <= 4 or (layout.bits == 8 and not layout.whole)
-        return (tall or (weights >= _LARGE and layout.bits == 6)) and not light
-    few = layout.whole and layout.rows < 64 * _BN
-    return (tall or (weights >= _LARGE and not few)) and not (light and layout.bits == 4)
+        return tall or weights >= _MIDDLE  # gemm.py looks numbers up one by one: 1.4 to 2.5 times the time
+    if batch > 32:
+        few = layout.whole and layout.rows < _FEW
+        return (tall or (weights >= _LARGE and not few)) and not (light and layout.bits == 4)
+    light &= layout.bits <= 4 or (layout.bits == 8 and not layout.whole)
+    return (tall or (weights >= _LARGE and layout.bits == 6)) and not light
 
 
 def available() -> bool:
@@ -157,8 +162,9 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile, _shared(known["BK"]))
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
     parts = torch.empty(spec.grid[0], known["BN"], known["BM"], dtype=torch.float32, device=x.device)
-    # Zeros, which a launch leaves as it found them.
-    flags = handed_on(x.device, spec.grid[0] * known["GROUPED"], torch.int32, "wgmma")
+    # Zeros, which a launch leaves as it found them: as many for all shapes, so that few are made in a capture.
+    count = max(2 * processors_of("sm_90"), spec.grid[0] * known["GROUPED"])
+    flags = handed_on(x.device, count, torch.int32, "wgmma")
     sizes = (batch, layout.rows, layout.cols, layout.padded)
     launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
     return y
@@ -210,11 +216,14 @@ def _split(layout: Layout, batch: int, bm: int, programs: int) -> int:
     """Programs to a tile where whole numbers of them fill most of the device, else 0: then shares are equal, and a program
     has parts of two tiles, of which it hands on one and waits for the other's."""
     tiles = triton.cdiv(layout.rows, _BN) * triton.cdiv(batch, bm)
+    # A share of fewer columns is over before its first words are there.
     split = min(programs // tiles, triton.cdiv(layout.cols, 512))
+    # 96 programs of 132 were a little faster than equal shares (6144 x 4096), 80 much slower (10240 x 8192).
     return split if split * tiles >= 0.7 * programs else 0
 
 
 def _cycles(layout: Layout, bm: int, split: int) -> float:
-    """Of a tile in 256 or 128 rows of activations, by the parts measured of int4: 64 columns, reading another's sums."""
-    step, read = (1180, 2540) if bm == 256 else (760, 1270)
+    """Of a tile in 256 or 128 rows of activations: 64 columns and reading another's sums, measured of int4 by the clock of a
+    multiprocessor. Other formats take longer for both tiles."""
+    step, read = (1100, 2540) if bm == 256 else (640, 1270)
     return layout.cols / 64 / split * step + (split - 1) * read

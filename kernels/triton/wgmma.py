@@ -13,11 +13,12 @@ Programs of two warpgroups run them apart (`warp_specialize`), each with half of
 hands on and stores these by itself, so that barriers are among four warps and one decodes while the other's product runs.
 They share the activations alone: a stage of these is filled again once both are done with it.
 
-The grid is as large as the device and each program has an equal share of all chunks of all tiles ("stream-K": Osama et al.
-2023, arXiv:2301.03598): with tiles as large as these, whole tiles would leave a good part of the multiprocessors idle in the
-last round. A program whose share ends within a tile leaves its float32 sums to the one that ends the tile. It runs its last
-tile first, and one program waits for lower numbers only, which were started before it: nobody waits for a program that
-cannot run. Sums are added in a fixed order.
+Where whole programs to a tile fill most of the device (SPLIT), each has a part of one tile. Else the grid is as large as the
+device and each program has an equal share of all chunks of all tiles ("stream-K": Osama et al. 2023, arXiv:2301.03598): with
+tiles as large as these, whole tiles would leave a good part of the multiprocessors idle in the last round. A program whose
+share ends within a tile leaves its float32 sums to the one that ends the tile. It runs its last tile first, and one program
+waits for lower numbers only, which were started before it: nobody waits for a program that cannot run. Sums are added in a
+fixed order.
 
 Numbers are rounded to the dtype of the activations after scaling, as `decode` to that dtype would round them (the scale of a
 group too where it is bfloat16). Gluon has no interpreter: on a CPU this is compiled and its code read, not run.
@@ -316,7 +317,7 @@ def _in_place(sums, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _halves(sums, BM: gl.constexpr, BN: gl.constexpr):
-    """[BN, BM] as two of [BN, BM / 2]: the first columns and the last."""
+    """[BN, BM] as two of [BN, BM / 2]: the first columns and the second."""
     return gl.split(gl.permute(gl.reshape(sums, [BN, 2, BM // 2]), (0, 2, 1)))
 
 
@@ -336,9 +337,9 @@ def _store(
 ):
     """Sums [BN, BM] to Y, by way of shared memory, where they turn from rows of W to rows of Y; PART rows of Y at a time."""
     if BM > PART:
-        upper, lower = _halves(sums, BM, BN)
-        _store(y, staged, upper, first_row, first_line, batch, rows, BM // 2, BN, PART, LAYOUT)
-        _store(y, staged, lower, first_row, first_line + BM // 2, batch, rows, BM // 2, BN, PART, LAYOUT)
+        first, second = _halves(sums, BM, BN)
+        _store(y, staged, first, first_row, first_line, batch, rows, BM // 2, BN, PART, LAYOUT)
+        _store(y, staged, second, first_row, first_line + BM // 2, batch, rows, BM // 2, BN, PART, LAYOUT)
     else:
         staged.store(gl.permute(sums, (1, 0)).to(y.dtype.element_ty))
         to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))

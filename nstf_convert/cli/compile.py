@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("nstf_convert")
 
 # One token of one sequence, of a few, of many, and prompts: more batches make larger files, never wrong results.
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# To 2048: how programs share the tiles of a large matrix, and so the kernel, changes up to there.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MAX_BATCHES = 64
 
 

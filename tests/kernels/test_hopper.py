@@ -99,6 +99,32 @@ def test_an_iteration_is_an_even_number_of_steps(bits: int, samples: Any) -> Non
     assert all(runs % (16 // plane) == 0 for plane in planes)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "batch", "taken"),
+    [
+        *(
+            ("int4", (4096, 4096), 128, True),
+            ("int4", (4096, 4096), 64, False),
+            ("int4", (4096, 2048), 256, False),
+        ),
+        *(("int4", (8192, 28672), 128, False), ("int4", (8192, 28672), 256, True)),
+        *(("grid in steps", (4096, 4096), 20, True), ("grid in steps", (4096, 2048), 64, False)),
+        *(("int8", (8192, 8192), 64, True), ("int8", (8192, 8192), 32, False)),
+        *(("fp8", (4096, 14336), 64, False), ("fp8", (8192, 8192), 64, True)),
+        *(
+            ("int6", (8192, 8192), 20, True),
+            ("int5", (8192, 8192), 20, False),
+            ("int5", (10240, 4096), 20, True),
+        ),
+    ],
+)
+def test_what_was_faster_on_a_card_is_taken(
+    name: str, shape: tuple[int, int], batch: int, taken: bool, samples: Any
+) -> None:
+    layout = layout_of(hollow(trees(samples)[name], shape))
+    assert hopper.suits(layout, batch, torch.bfloat16, "sm_90") == taken
+
+
 def test_whole_programs_share_a_tile_where_they_fill_the_device(samples: Any) -> None:
     def of(shape: tuple[int, int], batch: int) -> tuple[int, int, int]:
         (spec,) = hopper.wgmma_specs(
@@ -182,24 +208,59 @@ def test_programs_share_all_chunks_and_wait_downwards(
             assert all(found[p][0][0] == tile for p in others)
 
 
+SHARES: tuple[tuple[tuple[int, int], int, dict[str, int]], ...] = (
+    ((520, 2112), 70, {"PROGRAMS": 5, "SPLIT": 0}),  # several tiles and parts of tiles for each
+    ((260, 4096), 256, {"PROGRAMS": 2, "SPLIT": 0}),
+    ((520, 2112), 150, {"SPLIT": 2, "LAG_COLUMNS": 256}),
+    ((520, 2112), 300, {"SPLIT": 3, "LAG_COLUMNS": 256}),
+    ((520, 2112), 100, {"SPLIT": 1, "LAG_COLUMNS": 0}),
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "batch"), [((300, 1000), 37), ((520, 2112), 70), ((260, 1088), 300)])
 def test_products_are_those_of_the_decoded_matrix(
     shape: tuple[int, int], batch: int, dtype: torch.dtype, samples: Any
 ) -> None:
+    for name in trees(samples):
+        compare(name, shape, batch, dtype, None, None, samples)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "batch", "tile"), SHARES)
+def test_products_of_all_ways_to_share_them(
+    shape: tuple[int, int], batch: int, tile: dict[str, int], dtype: torch.dtype, samples: Any
+) -> None:
+    for name in ("int4", "int3", "int8 with zeros", "grid in steps"):
+        compare(name, shape, batch, dtype, None, tile, samples)
+    compare("int6", shape, batch, dtype, torch.float32, tile, samples)
+
+
+def compare(
+    name: str,
+    shape: tuple[int, int],
+    batch: int,
+    dtype: torch.dtype,
+    out: torch.dtype | None,
+    tile: dict[str, int] | None,
+    samples: Any,
+) -> None:
+    """A product on the card against that of the decoded matrix, and against itself."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not Hopper")
-    for name, tree in trees(samples).items():
-        encoded = samples.random_encoded(tree, shape)
-        weight = decode(encoded).double().cuda()
-        encoded = type(encoded)(tree, shape, {path: array.cuda() for path, array in encoded.arrays.items()})
-        x = torch.randn(batch, shape[1], device="cuda", dtype=dtype)
-        packed = pack_leaf(encoded)
-        specs = hopper.wgmma_specs(packed.layout, batch, dtype, "sm_90")
-        exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
-        y = hopper.wgmma(x, packed, specs)
-        limit = 3e-3 if dtype == torch.float16 else 1.2e-2
-        assert float(((y.double() - exact).abs() / size).max()) < limit, name
-        again = hopper.wgmma(x, packed, specs)
+    tree = trees(samples)[name]
+    encoded = samples.random_encoded(tree, shape)
+    weight = decode(encoded).double().cuda()
+    encoded = type(encoded)(tree, shape, {path: array.cuda() for path, array in encoded.arrays.items()})
+    x = torch.randn(batch, shape[1], device="cuda", dtype=dtype)
+    packed = pack_leaf(encoded)
+    specs = hopper.wgmma_specs(packed.layout, batch, dtype, "sm_90", out, tile)
+    exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    y = hopper.wgmma(x, packed, specs, out)
+    limit = 3e-3 if dtype == torch.float16 else 1.2e-2
+    assert float(((y.double() - exact).abs() / size).max()) < limit, name
+    for _ in range(5):
+        again = hopper.wgmma(x, packed, specs, out)
         assert torch.equal(y, again), f"{name}: sums depend on who comes first"
