@@ -28,11 +28,11 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 LARGEST_BATCH = 2048
 # Rows of W of a tile: those of two warpgroups, whose instructions take 64 each.
 _BN = 128
-# Where this kernel was faster than gemm.py on an H200, in sweeps over the matrices of Llama-3 8B and 70B. Programs that share
-# a tile exchange its sums, which small matrices do not repay.
+# Where this kernel was faster than gemm.py on an H200, in sweeps over the matrices of Llama-3 8B and 70B. Programs that
+# share a tile exchange its sums, which small matrices do not repay.
 _TALL = 80 * _BN  # rows of W
 _MIDDLE, _LARGE = 1 << 24, 1 << 25  # weights
-# Longer rows are read slowly here, by 64 bytes of each row of a tile: 0.83 of bfloat16's speed for 0.89 (8192 x 28672, 128 rows).
+# Longer rows are read slowly here, by 64 bytes of each row of a tile: 1.07 times the time (8192 x 28672, 128 rows).
 _LONG = 1 << 14
 # Below so many rows of W, 8-bit codes with a scale a row took 1.2 times as long as in gemm.py (4096 x 14336, 64 rows).
 _FEW = 64 * _BN
@@ -186,25 +186,25 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
     # Results of 256 rows in float32 find no room in local memory.
     most = 128 if out == torch.float32 else 256
     bm = max(32, min(most, triton.next_power_of_2(batch)))
-    # What is dear to decode leaves no room in the registers of two programs of four warps.
-    two = bm <= 64 and layout.bits not in (5, 7)
+    two = bm <= 64
     programs = processors_of(arch) * (2 if two else 1)
     split = _split(layout, batch, bm, programs)
     if bm == 256 and split > 1:
         half = _split(layout, batch, bm // 2, programs)
         if half and _cycles(layout, bm // 2, half) < _cycles(layout, bm, split):
             bm, split = bm // 2, half
-    # Warpgroups apart are faster, but the way into the second one's code wants a register more than these codes leave beside
-    # the sums of 256 rows.
-    parts = 1 if two or (bm == 256 and layout.bits in (3, 5, 6, 7)) else 2
+    # Warpgroups apart took 0.95 to 0.84 of the time, but 1.3 times as long for codes with a plane of one bit. And beside the
+    # sums of 256 rows the way into the second one's code wants a register more than 3 and 6 bits leave.
+    apart = not two and layout.bits not in (5, 7) and not (bm == 256 and layout.bits in (3, 6))
     return {
         "BM": bm,
         "BN": _BN,
         # A chunk of 3-bit codes is an odd number of runs.
         "BK": 32 if layout.bits == 3 else 64,
-        "AHEAD": 3 if bm == 256 else 4,
-        "GROUPED": parts,
-        "WARPS": 4 if two or parts == 2 else 8,
+        # With 4 steps instead of 3 a product of 3-bit codes took 1.7 times as long; why was not found.
+        "AHEAD": 3 if bm == 256 or layout.bits == 3 else 4,
+        "GROUPED": 2 if apart else 1,
+        "WARPS": 4 if two or apart else 8,
         "PROGRAMS": programs,
         "SPLIT": split,
         # What the others take to write their sums, in columns.
