@@ -32,8 +32,6 @@ _BN = 128
 # share a tile exchange its sums, which small matrices do not repay.
 _TALL = 80 * _BN  # rows of W
 _MIDDLE, _LARGE = 1 << 24, 1 << 25  # weights
-# Longer rows are read slowly here, by 64 bytes of each row of a tile: 1.07 times the time (8192 x 28672, 128 rows).
-_LONG = 1 << 14
 # Below so many rows of W, 8-bit codes with a scale a row took 1.2 times as long as in gemm.py (4096 x 14336, 64 rows).
 _FEW = 64 * _BN
 
@@ -48,17 +46,16 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
     if batch <= 16 or batch > LARGEST_BATCH:
         return False
     weights, tall = layout.rows * layout.cols, layout.rows >= _TALL
+    if batch > 64:
+        return weights >= _MIDDLE
     # What gemm.py decodes fast, up to 64 rows of activations: it took 0.9 of the time.
     light = layout.mode == INTEGER and layout.symmetric and layout.group >= 128
-    if batch > 64:
-        long = light and layout.bits == 4 and layout.cols > _LONG
-        return weights >= _MIDDLE and (batch > 128 or not long)
     if layout.mode == TABLE:
         return tall or weights >= _MIDDLE  # gemm.py looks numbers up one by one: 1.4 to 2.5 times the time
     if batch > 32:
         few = layout.whole and layout.rows < _FEW
         return (tall or (weights >= _LARGE and not few)) and not (light and layout.bits == 4)
-    light &= layout.bits <= 4 or (layout.bits == 8 and not layout.whole)
+    light &= layout.bits in (2, 4) or (layout.bits == 8 and not layout.whole)
     return (tall or (weights >= _LARGE and layout.bits == 6)) and not light
 
 
@@ -201,8 +198,8 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         "BN": _BN,
         # A chunk of 3-bit codes is an odd number of runs.
         "BK": 32 if layout.bits == 3 else 64,
-        # With 4 steps instead of 3 a product of 3-bit codes took 1.7 times as long; why was not found.
-        "AHEAD": 3 if bm == 256 or layout.bits == 3 else 4,
+        # With 4 steps instead of 3 a product of 64 rows by 3-bit codes took 1.7 times as long; why was not found.
+        "AHEAD": 3 if bm == 256 or (bm <= 64 and layout.bits == 3) else 4,
         "GROUPED": 2 if apart else 1,
         "WARPS": 4 if two or apart else 8,
         "PROGRAMS": programs,
