@@ -21,7 +21,7 @@ from nstf.kernels.triton.launching import (
     processors_of,
     scale_type,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import EXPONENT, FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Above, decoding once for all tiles of activations is faster.
@@ -96,8 +96,9 @@ def wgmma_specs(
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
     pairs = layout.mode == INTEGER and layout.bits <= (8 if half else 7)
     pairs |= layout.mode == TABLE and half
-    # Nor does a float16 hold every scale that is stored as a float32.
-    pairs |= layout.mode == FLOAT and (layout.whole or not (half and layout.wide_scales))
+    # Nor does a float16 hold every scale that is stored as a float32 or as an exponent.
+    wide = layout.wide_scales or layout.scales == EXPONENT
+    pairs |= layout.mode == FLOAT and (layout.whole or not (half and wide))
     return [
         KernelSpec(
             name=f"wgmma_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
@@ -204,7 +205,7 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         "WARPS": 4 if two or apart else 8,
         "PROGRAMS": programs,
         "SPLIT": split,
-        # What the others take to write their sums, in columns.
+        # What the others take to write their sums, in columns: none where a chunk is longer (3, 5 and 7 bits).
         "LAG_COLUMNS": 256 if bm >= 128 and split > 1 else 0,
     }
 
@@ -220,7 +221,8 @@ def _split(layout: Layout, batch: int, bm: int, programs: int) -> int:
 
 
 def _cycles(layout: Layout, bm: int, split: int) -> float:
-    """Of a tile in 256 or 128 rows of activations: 64 columns and reading another's sums, measured of int4 by the clock of a
-    multiprocessor. Other formats take longer for both tiles."""
+    """Of a tile in 256 or 128 rows of activations: 64 columns and reading another's sums, of int4. The latter was measured by
+    the clock of a multiprocessor; the former with warpgroups in step (1180 and 760), less what running apart saved since.
+    Other formats take longer for both tiles."""
     step, read = (1100, 2540) if bm == 256 else (640, 1270)
     return layout.cols / 64 / split * step + (split - 1) * read

@@ -214,6 +214,10 @@ SHARES: tuple[tuple[tuple[int, int], int, dict[str, int]], ...] = (
     ((520, 2112), 150, {"SPLIT": 2, "LAG_COLUMNS": 256}),
     ((520, 2112), 300, {"SPLIT": 3, "LAG_COLUMNS": 256}),
     ((520, 2112), 100, {"SPLIT": 1, "LAG_COLUMNS": 0}),
+    # Two programs on a multiprocessor, in tiles of 32 and 64 rows.
+    ((520, 2112), 20, {"PROGRAMS": 5, "SPLIT": 0}),
+    ((520, 2112), 64, {"PROGRAMS": 5, "SPLIT": 0}),
+    ((520, 2112), 48, {"SPLIT": 2}),
 )
 
 
@@ -225,6 +229,18 @@ def test_products_are_those_of_the_decoded_matrix(
 ) -> None:
     for name in trees(samples):
         compare(name, shape, batch, dtype, None, None, samples)
+
+
+def test_scales_that_float16_does_not_hold_go_through_float32(samples: Any) -> None:
+    def pairs(name: str, dtype: torch.dtype) -> bool:
+        (spec,) = hopper.wgmma_specs(
+            layout_of(hollow(trees(samples)[name], (8192, 4096))), 256, dtype, "sm_90"
+        )
+        return bool(spec.constants["PAIRS"])
+
+    assert not pairs("mxfp4", torch.float16), "powers of two up to 2**127"
+    assert pairs("mxfp4", torch.bfloat16)
+    assert pairs("fp8", torch.float16), "one scale a row, applied to the sums"
 
 
 @pytest.mark.gpu
