@@ -221,8 +221,8 @@ def _split(layout: Layout, batch: int, bm: int, programs: int) -> int:
 
 
 def _cycles(layout: Layout, bm: int, split: int) -> float:
-    """Of a tile in 256 or 128 rows of activations: 64 columns and reading another's sums, of int4. The latter was measured by
-    the clock of a multiprocessor; the former with warpgroups in step (1180 and 760), less what running apart saved since.
+    """Of a tile in 256 or 128 rows of activations: 64 columns and reading another's sums, of int4. The latter was measured
+    by the clock of a multiprocessor; the former with warpgroups in step (1180 and 760), less what running apart saved since.
     Other formats take longer for both tiles."""
     step, read = (1100, 2540) if bm == 256 else (640, 1270)
     return layout.cols / 64 / split * step + (split - 1) * read
