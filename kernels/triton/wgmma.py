@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
-"""From 17 rows of activations on times a packed matrix on Hopper: Y = X W^T by asynchronous matrix instructions (wgmma).
+"""Products of a packed matrix with 17 rows of activations or more on Hopper: Y = X W^T by asynchronous instructions (wgmma).
 
 W is the left operand, in registers: a warpgroup decodes the numbers of the next 64 columns while the product of these runs.
 Plain Triton cannot say so (it waits for each product whose left operand is in registers), so this is Gluon, Triton's own
@@ -35,15 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nstf.kernels.triton import numbers as _numbers
-from nstf.kernels.triton import operands as _operands
-
-# Functions of plain Triton that work on elements alone, for use in Gluon.
-codes_at = gluon.jit(_numbers.codes_at.fn)
-numbers32 = gluon.jit(_numbers.numbers32.fn)
-scale_value = gluon.jit(_numbers.scale_value.fn)
-looked_up = gluon.jit(_operands.looked_up.fn)
-bytes_of = gluon.jit(_operands.bytes_of.fn)
+from nstf.kernels.triton.wgmma_decode import bytes_of, decoded, looked_up, operand_of, per_group, scale_value
+from nstf.kernels.triton.wgmma_share import after, begin_of, in_place, side_by_side, store_turned
 
 
 @gluon.constexpr_function
@@ -88,264 +81,6 @@ def tiles_of(bits, ahead, bk):
 def staged_rows(bm, planes):
     """Rows of Y that turn in shared memory at once: three planes of codes leave less room."""
     return min(bm, 64 if len(planes) < 3 else 32)
-
-
-@gluon.jit
-def _rounded(low, high, DTYPE: gl.constexpr):
-    """Two float32 rounded to DTYPE, in a word."""
-    if DTYPE == gl.float16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, True, 1
-        )
-
-
-@gluon.jit
-def _less(pairs, other, DTYPE: gl.constexpr):
-    """Two numbers of a word less two others."""
-    if DTYPE == gl.float16:
-        return gl.inline_asm_elementwise(
-            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
-        )
-
-
-@gluon.jit
-def _times(pairs, other, DTYPE: gl.constexpr):
-    """Two numbers of a word times two others."""
-    if DTYPE == gl.float16:
-        return gl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, other], gl.int32, True, 1
-        )
-
-
-@gluon.jit
-def _per_group(
-    scale,
-    zeros,
-    local,
-    rows,
-    place,
-    R: gl.constexpr,
-    SPAN: gl.constexpr,
-    BN: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    RUNS: gl.constexpr,
-    FLUSH: gl.constexpr,
-    WHOLE: gl.constexpr,
-    ZERO: gl.constexpr,
-):
-    """Scales and zeros, as they are stored, of the groups that begin in step R of the chunk at `place`: a load for each."""
-    n, _, c, _ = place
-    # Rows that do not exist have those of others: in bounds, and never stored.
-    row = gl.minimum(gl.maximum(n * BN + local, 0), rows - 1)
-    scales = ()
-    offsets = ()
-    for i in gl.static_range(RUNS):
-        if (R * RUNS + i) % FLUSH == 0:
-            at = row * GROUPS + gl.minimum((c * SPAN + (R * RUNS + i) * 32) // GROUP, GROUPS - 1)
-            if not WHOLE:
-                scales = scales + (gl.load(scale + at),)
-            if ZERO < 0:
-                offsets = offsets + (gl.load(zeros + at),)
-    return scales, offsets
-
-
-@gluon.jit
-def _with_exponent(words, magic, MASK: gl.constexpr):
-    """words & MASK | magic, in one instruction: of two constants the assembler makes two."""
-    mask = gl.full_like(words, MASK)
-    magic = gl.full_like(words, 0) + magic
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, mask, magic], gl.int32, True, 1
-    )
-
-
-@gluon.jit
-def _spread(values, like):
-    """[rows] -> the shape of `like`, [rows, 16]."""
-    wide, _ = gl.broadcast(values[:, None], like)
-    return wide
-
-
-@gluon.jit
-def _decoded(
-    w,
-    values,
-    table,
-    factor,
-    less,
-    raw,
-    raw_zero,
-    magic,
-    R: gl.constexpr,
-    RUNS: gl.constexpr,
-    FLUSH: gl.constexpr,
-    DTYPE: gl.constexpr,
-    PLANES: gl.constexpr,
-    SHIFTS: gl.constexpr,
-    BITS: gl.constexpr,
-    ZERO: gl.constexpr,
-    SCALES: gl.constexpr,
-    MODE: gl.constexpr,
-    EXPONENT: gl.constexpr,
-    BIAS: gl.constexpr,
-    PAIRS: gl.constexpr,
-    WHOLE: gl.constexpr,
-):
-    """The numbers of step R of a chunk, two to a word, [rows, 16] for each run; and scale and zero of the last group."""
-    MAGIC: gl.constexpr = 0x64006400 if DTYPE == gl.float16 else 0x43004300
-    POWER: gl.constexpr = 1024.0 if DTYPE == gl.float16 else 128.0
-    N0: gl.constexpr = 16 // PLANES[0]
-    REST: gl.constexpr = ((1 << (BITS - 1)) - 1) * 0x00010001
-    SIGN: gl.constexpr = (1 << (BITS - 1)) * 0x00010001
-    LOW: gl.constexpr = (10 if DTYPE == gl.float16 else 7) - (BITS - 1 - EXPONENT)
-    UP: gl.constexpr = 2.0 ** ((15 if DTYPE == gl.float16 else 127) - BIAS)
-    found = ()
-    for i in gl.static_range(RUNS):
-        if (R * RUNS + i) % FLUSH == 0:
-            if not WHOLE:
-                factor = scale_value(raw[i // FLUSH], SCALES)
-                if SCALES == 1 and MODE == 1:
-                    # The largest float times the largest step stays in the range of float16.
-                    factor = factor * 0.25
-            if ZERO < 0:
-                less = raw_zero[i // FLUSH].to(gl.float32)
-        if MODE == 2:
-            t = values[(R * RUNS + i) % N0]
-        elif PAIRS and MODE == 0 and len(PLANES) == 1:
-            t = _with_exponent(w[0] >> ((R * RUNS + i) % N0 * BITS), magic, REST | SIGN)
-        else:
-            t = codes_at(w[0], w[1], w[2], R * RUNS + i, PLANES, SHIFTS)
-        if PAIRS:
-            if MODE == 0:
-                if len(PLANES) > 1:
-                    t = t | MAGIC
-                t = _less(t, _spread(_rounded(less + POWER, less + POWER, DTYPE), t), DTYPE)
-            elif MODE == 1:
-                # The bits of the float in place, then the difference of the biases.
-                t = ((t & SIGN) << (16 - BITS)) | ((t & REST) << LOW)
-                t = _times(t, _spread(_rounded(less * 0 + UP, less * 0 + UP, DTYPE), t), DTYPE)
-            if not WHOLE:
-                t = _times(t, _spread(_rounded(factor, factor, DTYPE), t), DTYPE)
-        else:
-            if MODE == 2:
-                low = t.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-                high = (t >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-            else:
-                zero = _spread(less, t)
-                low = numbers32(t & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
-                high = numbers32((t >> 16) & 0xFFFF, table, zero, MODE, BITS, EXPONENT, BIAS)
-            if not WHOLE:
-                scales = _spread(factor, t)
-                low = low * scales
-                high = high * scales
-            t = _rounded(low, high, DTYPE)
-        found = found + (t,)
-    return found, factor, less
-
-
-@gluon.jit
-def _operand(pairs, RUNS: gl.constexpr, BN: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Runs of pairs side by side, [BN, 32 RUNS], as left operand: nothing changes lanes."""
-    if RUNS == 4:
-        both = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))
-        both = gl.reshape(gl.permute(both, (0, 3, 2, 1)), [BN, 64])
-    elif RUNS == 2:
-        both = gl.reshape(gl.permute(gl.join(pairs[0], pairs[1]), (0, 2, 1)), [BN, 32])
-    else:
-        both = pairs[0]
-    low = both.to(gl.int16).to(DTYPE, bitcast=True)
-    high = (both >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    wide = gl.reshape(gl.join(low, high), [BN, 32 * RUNS])
-    return gl.convert_layout(wide, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _after(place, begin, chunks, down):
-    """The chunk after one in a program's order: the next of its tile, or the first that it has of the tile before.
-
-    A place is (tile along the rows of W, tile along the batch, chunk, and the one at which the program leaves the tile).
-    """
-    n, m, c, stop = place
-    ends = c + 1 == stop
-    down_one = ends & (m == 0)
-    next_n = gl.where(down_one, n - 1, n)
-    next_m = gl.where(ends, gl.where(m == 0, down - 1, m - 1), m)
-    first = gl.maximum(begin - (next_n * down + next_m) * chunks, 0)
-    return next_n, next_m, gl.where(ends, first, c + 1), gl.where(ends, chunks, stop)
-
-
-@gluon.jit
-def _begin(program, programs, units, chunks, SPLIT: gl.constexpr, LAG: gl.constexpr):
-    """The first of a program's units (chunks of tiles, one tile after the other).
-
-    With SPLIT, a tile is shared by so many programs, of which the last has LAG chunks more than the others: these have
-    written their sums when it comes to read them.
-    """
-    if SPLIT == 0:
-        return (program * units) // programs
-    return program // SPLIT * chunks + program % SPLIT * (chunks - LAG) // SPLIT
-
-
-@gluon.jit
-def _side_by_side(sums, BM: gl.constexpr, BN: gl.constexpr):
-    """Sums [BN, BM] in the order in which lanes hold them: four of a lane, then the lanes of a warp, so that each stores and
-    loads 16 bytes beside its neighbour's."""
-    sums = gl.reshape(sums, [BN // 16, 2, 8, BM // 8, 4, 2])
-    return gl.reshape(gl.permute(sums, (3, 0, 2, 4, 1, 5)), [BN * BM])
-
-
-@gluon.jit
-def _in_place(sums, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """_side_by_side back to [BN, BM]."""
-    sums = gl.reshape(sums, [BM // 8, BN // 16, 8, 4, 2, 2])
-    sums = gl.reshape(gl.permute(sums, (1, 4, 2, 0, 3, 5)), [BN, BM])
-    return gl.convert_layout(sums, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _halves(sums, BM: gl.constexpr, BN: gl.constexpr):
-    """[BN, BM] as two of [BN, BM / 2]: the first columns and the second."""
-    return gl.split(gl.permute(gl.reshape(sums, [BN, 2, BM // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _store(
-    y,
-    staged,
-    sums,
-    first_row,
-    first_line,
-    batch,
-    rows,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    PART: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Sums [BN, BM] to Y, by way of shared memory, where they turn from rows of W to rows of Y; PART rows of Y at a time."""
-    if BM > PART:
-        first, second = _halves(sums, BM, BN)
-        _store(y, staged, first, first_row, first_line, batch, rows, BM // 2, BN, PART, LAYOUT)
-        _store(y, staged, second, first_row, first_line + BM // 2, batch, rows, BM // 2, BN, PART, LAYOUT)
-    else:
-        staged.store(gl.permute(sums, (1, 0)).to(y.dtype.element_ty))
-        to_row = first_row + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-        to_line = first_line + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
-        to_ok = (to_line < batch)[:, None] & (to_row < rows)[None, :]
-        gl.store(y + to_line[:, None] * rows + to_row[None, :], staged.load(LAYOUT), to_ok)
 
 
 @gluon.jit
@@ -531,17 +266,17 @@ def _multiply(
     here = (tile // down, tile % down, gl.maximum(begin - tile * chunks, 0), left - tile * chunks)
     places = (here,)
     for i in gl.static_range((STEPS - 1 + AHEAD) // STEPS):
-        places = places + (_after(places[i], begin, chunks, down),)
+        places = places + (after(places[i], begin, chunks, down),)
     # What belongs to the matrix does not wait for the launch in front.
     for s in gl.static_range(AHEAD):
         _ask_words(
             planes, words, rows, padded, places[s // STEPS], s, s // STEPS < total, s % STEPS,
             AHEAD, WHICH, WARPS, ROWS, BN, BK, SPAN, PLANES, SHIFTS,
         )  # fmt: skip
-    raw0, raw_zero0 = _per_group(
+    raw0, raw_zero0 = per_group(
         scale, zeros, local, rows, here, 0, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
     )
-    raw, raw_zero = _per_group(
+    raw, raw_zero = per_group(
         scale, zeros, local, rows, here, 1, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
     )
     if PDL:
@@ -562,11 +297,11 @@ def _multiply(
         planes, (none, none, none), (none, none, none, none), entries, 0, 0, AHEAD, WHICH, BK, PLANES, MODE,
         word_layout,
     )  # fmt: skip
-    pairs, factor, less = _decoded(
+    pairs, factor, less = decoded(
         w, values, table, factor, less, raw0, raw_zero0, magic, 0, RUNS, FLUSH,
         DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
     )  # fmt: skip
-    a = _operand(pairs, RUNS, ROWS, DTYPE, operand)
+    a = operand_of(pairs, RUNS, ROWS, DTYPE, operand)
     before = a
     end = left
     stage = 0
@@ -605,29 +340,29 @@ def _multiply(
                     planes, w, values, entries, now + 1, (r + 1) % STEPS, AHEAD, WHICH, BK, PLANES, MODE,
                     word_layout,
                 )  # fmt: skip
-                pairs, factor, less = _decoded(
+                pairs, factor, less = decoded(
                     w, values, table, factor, less, raw, raw_zero, magic, (r + 1) % STEPS, RUNS, FLUSH,
                     DTYPE, PLANES, SHIFTS, BITS, ZERO, SCALES, MODE, EXPONENT, BIAS, PAIRS, WHOLE,
                 )  # fmt: skip
                 before = a
-                a = _operand(pairs, RUNS, ROWS, DTYPE, operand)
+                a = operand_of(pairs, RUNS, ROWS, DTYPE, operand)
                 wraps = stage == STAGES - 1
                 stage = gl.where(wraps, 0, stage + 1)
                 phase ^= wraps.to(gl.int32)
                 place = places[(r + 2) // STEPS]
-                raw, raw_zero = _per_group(
+                raw, raw_zero = per_group(
                     scale, zeros, local, rows, place, (r + 2) % STEPS, SPAN, BN, GROUP, GROUPS, RUNS, FLUSH, WHOLE, ZERO
                 )  # fmt: skip
             moved = ()
             for i in gl.static_range(len(places) - 1):
                 moved = moved + (places[i + 1],)
-            places = moved + (_after(places[len(places) - 1], begin, chunks, down),)
+            places = moved + (after(places[len(places) - 1], begin, chunks, down),)
         acc, before = warpgroup_mma_wait(0, deps=[acc, before])
         first_row = tile // down * BN + WHICH * ROWS
         first_line = tile % down * BM
 
         if left < (tile + 1) * chunks:
-            sums = _side_by_side(acc, BM, ROWS)
+            sums = side_by_side(acc, BM, ROWS)
             mine = program * GROUPED + WHICH
             gl.store(parts + mine * (ROWS * BM) + gl.arange(0, ROWS * BM, sums.type.layout), sums)
             tl.debug_barrier()
@@ -639,13 +374,13 @@ def _multiply(
             while from_unit > tile * chunks:
                 other -= 1
                 its = other * GROUPED + WHICH
-                from_unit = _begin(other, programs, units, chunks, SPLIT, LAG)
+                from_unit = begin_of(other, programs, units, chunks, SPLIT, LAG)
                 while gl.atomic_cas(flags + its, 1, 0, sem="acquire", scope="gpu") == 0:
                     pass
                 tl.debug_barrier()
-                inside = gl.arange(0, ROWS * BM, _side_by_side(acc, BM, ROWS).type.layout)
+                inside = gl.arange(0, ROWS * BM, side_by_side(acc, BM, ROWS).type.layout)
                 sums = gl.load(parts + its * (ROWS * BM) + inside, cache_modifier=".cg")
-                acc += _in_place(sums, BM, ROWS, mma)
+                acc += in_place(sums, BM, ROWS, mma)
             out_row = gl.arange(0, ROWS, gl.SliceLayout(1, mma))
             out_row = gl.where(first_row + out_row < rows, first_row + out_row, 0)
             if WHOLE:
@@ -654,7 +389,7 @@ def _multiply(
                 acc = (
                     acc * (gl.load(row_scale + out_row) * (4.0 if MODE == 1 and not WHOLE else 1.0))[:, None]
                 )
-            _store(
+            store_turned(
                 y, staged.index(WHICH), acc, first_row, first_line, batch, rows, BM, ROWS, PART, out_layout
             )
         left = first
@@ -729,8 +464,8 @@ def wgmma_kernel(
     units = (rows + BN - 1) // BN * down * chunks
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    begin = _begin(program, programs, units, chunks, SPLIT, LAG)
-    left = _begin(program + 1, programs, units, chunks, SPLIT, LAG)
+    begin = begin_of(program, programs, units, chunks, SPLIT, LAG)
+    left = begin_of(program + 1, programs, units, chunks, SPLIT, LAG)
     if GROUPED == 1:
         _multiply(
             x, words, scale, zeros, row_scale, table, y, parts, flags, xs, planes, staged, full, empty,

@@ -17,7 +17,7 @@ if not hopper.available():
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 
 from nstf.kernels.formats import decode  # noqa: E402
-from nstf.kernels.triton import aot, gates, wgmma  # noqa: E402
+from nstf.kernels.triton import aot, gates, wgmma, wgmma_share  # noqa: E402
 from nstf.kernels.triton.architecture import ARCHITECTURES  # noqa: E402
 from nstf.kernels.triton.assembly import disassemble  # noqa: E402
 from nstf.kernels.triton.packed import layout_of, pack_leaf  # noqa: E402
@@ -140,7 +140,7 @@ def test_whole_programs_share_a_tile_where_they_fill_the_device(samples: Any) ->
 
 @pytest.mark.parametrize("shape", [(300, 1000), (4096, 4096), (8192, 1024), (128 * 66, 512), (4096, 14336)])
 def test_every_program_has_a_share(shape: tuple[int, int], samples: Any) -> None:
-    begin = types.FunctionType(wgmma._begin.fn.__code__, {})
+    begin = types.FunctionType(wgmma_share.begin_of.fn.__code__, {})
     for tree in trees(samples).values():
         for batch in (17, 64, 128, 256, 300, 2048):
             layout = layout_of(hollow(tree, shape))
@@ -162,7 +162,8 @@ def walks(
     """(tile, chunk) of each program in its order, by the kernel's own arithmetic."""
     plain = types.SimpleNamespace(where=lambda c, a, b: a if c else b, maximum=max)
     after, begin_of = (
-        types.FunctionType(function.fn.__code__, {"gl": plain}) for function in (wgmma._after, wgmma._begin)
+        types.FunctionType(function.fn.__code__, {"gl": plain})
+        for function in (wgmma_share.after, wgmma_share.begin_of)
     )
     found = []
     for program in range(programs):
