@@ -23,8 +23,8 @@ from nstf_convert.measure import (
 )
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.propose.candidates import price
-from nstf_convert.pipeline.propose.encoder import ALGORITHMS, decoded_source
-from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS
+from nstf_convert.pipeline.propose.recipe import Recipe, on_device
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import content_key
@@ -143,23 +143,30 @@ def measure(
     if found is not None:
         kind = Accuracy if found["language"] else Similarity
         return Measured(kind(**found["accuracy"]), tuple(found["windows"]), tuple(found["domains"]))
-    if load is None:
-        source = decoded_source(session.encoder, session.units, dict(mix), session.source)
-    else:
-        given = load
-
-        def source(name: str) -> Tensor:
-            return decode(given(session.units[name], mix.get(name)), torch.float32)
-
-    measured = measure_model(
-        session, StreamedModel(session.reference().config, source, session.checkpoint.ties), split
-    )
+    model = session.streamed(weights_of(session, mix, load))
+    measured = measure_model(session, model, split)
     gc.collect()  # the model and its hooks refer to each other
     if key is not None and math.isfinite(measured.score):
         language = isinstance(measured.accuracy, Accuracy)
         facts = {"windows": measured.windows, "domains": measured.domains, "language": language}
         session.work.put(key, {}, {**facts, "accuracy": asdict(measured.accuracy)})
     return measured
+
+
+def weights_of(
+    session: Session, mix: Mapping[str, Recipe], load: Loader | None = None
+) -> Callable[[str], Tensor]:
+    """name -> the weight a mix stands for, float32 on the session's device. load: gives its tensors (None: each as
+    encoded on its own, and those that are kept from the checkpoint)."""
+    loader = load or encoder_loader(session)
+
+    def source(name: str) -> Tensor:
+        if load is None and name not in mix:
+            return session.source(name)
+        encoded = loader(session.units[name], mix.get(name))
+        return decode(on_device(encoded, session.device), torch.float32)
+
+    return source
 
 
 def _key(session: Session, mix: Mapping[str, Recipe], split: str) -> str:
@@ -184,19 +191,19 @@ def measure_model(session: Session, test: StreamedModel, split: str = "held_out"
     language = bool(file.metadata["language"])
     index = 0
     scores: list[Any] = []
-    for group in calibrations.merge_batches(batches, calibrations.TOKENS_PER_BATCH):
+    for group in calibrations.merge_batches(batches, session.machine.tokens_per_batch):
         if language:
             ids = group["input_ids"]
             hidden = test.hidden(ids)
             with reference.holding(reference.head), test.holding(test.head):
                 for row in range(ids.shape[0]):
-                    ref = file.get(f"{REFERENCES[split]}:{index + row}")
-                    scores.append(score_window(reference, ref, test, hidden[row], ids[row]))
+                    ref = file.get(f"{REFERENCES[split]}:{index + row}").to(hidden.device)
+                    scores.append(score_window(reference, ref, test, hidden[row], ids[row].to(hidden.device)))
         else:
             out = test.outputs(**group)
             out = out.mean(dim=1) if out.ndim == 3 else out
             names = [f"{REFERENCES[split]}:{index + row}" for row in range(out.shape[0])]
-            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]), out))
+            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]).to(out.device), out))
         index += next(iter(group.values())).shape[0]
     if language:
         return Measured(summarise(scores), tuple(float(s.kl.mean()) for s in scores), domains)

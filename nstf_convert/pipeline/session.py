@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import math
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.statistics import calibrate_model
+from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.units import Statistics, find_units
@@ -40,12 +40,12 @@ INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
 
 class Session:
-    """An opened conversion. Use as a context manager; closing releases the work directory. threads: of the CPU."""
+    """An opened conversion. Use as a context manager; closing releases the work directory."""
 
     def __init__(self, options: ConvertOptions, stages: Stages, keep_work: bool | None = None) -> None:
         self.options = options
         self.stages = stages
-        self.threads = options.threads or os.cpu_count() or 1
+        self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
         torch.set_num_threads(self.threads)
         with stages.stage("open"):
             self.checkpoint = open_checkpoint(options.model)
@@ -64,11 +64,13 @@ class Session:
             self.source = self._expanded()
             self.calibration = self._calibration()
             self.units = {u.name: u for u in find_units(self._infos(), self.model)}
-            self.statistics = Statistics(self.calibration)
+            self.statistics = Statistics(self.calibration, self.device)
             identity = content_key(
                 checkpoint=self.checkpoint.fingerprint(), calibration=self.calibration_fingerprint()
             )
-            self.encoder = Encoder(self.work, self.source, self.statistics, identity, self.config)
+            self.encoder = Encoder(
+                self.work, self.source, self.statistics, identity, self.config, self.machine
+            )
         except BaseException as error:
             self._close(type(error))
             raise
@@ -89,6 +91,27 @@ class Session:
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
         if useless and not self.keep_work:
             shutil.rmtree(self.work.path, ignore_errors=True)
+
+    @property
+    def threads(self) -> int:
+        """Threads of the CPU."""
+        return self.machine.threads
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        return self.machine.device
+
+    def streamed(self, source: Callable[[str], Tensor], lazy: bool = False) -> StreamedModel:
+        """A model of this architecture on the session's device, with weights from `source`.
+
+        Raises UnsupportedError when transformers does not know it.
+        """
+        if self.config is None:
+            raise UnsupportedError("there is no config.json")
+        machine = self.machine
+        resident = machine.resident_bytes if machine.on_gpu else 0
+        return StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident)
 
     def reference(self) -> StreamedModel:
         """The original model. Raises UnsupportedError when it cannot be run."""
@@ -113,9 +136,7 @@ class Session:
             self.model_reason = "there is no config.json"
         else:
             try:
-                return StreamedModel(
-                    self.config, lambda name: self.source(name), self.checkpoint.ties, lazy=True
-                )
+                return self.streamed(lambda name: self.source(name), lazy=True)
             except UnsupportedError as error:
                 self.model_reason = str(error)
         log.warning(
@@ -136,6 +157,7 @@ class Session:
             "tool": __version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "device": self.device.type,
         }
 
     def _expanded(self) -> Callable[[str], Tensor]:
@@ -145,7 +167,7 @@ class Session:
         plain = self.checkpoint.kind == "safetensors" and all(
             str(self.checkpoint.info(n).dtype).endswith("float32") for n in names
         )
-        if size > EXPAND_BYTES or plain:
+        if size > EXPAND_BYTES or plain or self.machine.on_gpu:
             return self.checkpoint.get
         path = self.work.path / "float32.safetensors"
         if not path.exists():
@@ -178,7 +200,9 @@ class Session:
                 "held_out_tokens": sum(next(iter(b.values())).numel() for b in data.held_out),
                 "report_tokens": sum(next(iter(b.values())).numel() for b in data.report),
             }
-            calibrate_model(self.model, data, path, metadata, self.options.seed)
+            calibrate_model(
+                self.model, data, path, metadata, self.options.seed, self.machine.tokens_per_batch
+            )
         return TensorFile(path)
 
     def _given_calibration(self, path: Path) -> TensorFile:

@@ -68,7 +68,7 @@ def end_loss_gradients(model: StreamedModel, data: Data, seed: int) -> Gradients
             handles.append(rows.watch(f"sensitivity_in:{name}", module))
             scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
     undo = checkpoint_layers(layer_list(model.module)[1])
-    loss = _Loss(model, data.language, torch.Generator().manual_seed(seed))
+    loss = _Loss(model, data.language, torch.Generator(model.device).manual_seed(seed))
     try:
         with _fast_products():
             for batch in tqdm(data.fit, desc="gradients", unit="window", disable=bars_off(), leave=False):
@@ -96,7 +96,7 @@ class _Loss:
 
     def __init__(self, model: StreamedModel, language: bool, generator: torch.Generator) -> None:
         self._model, self._language, self._generator = model, language, generator
-        self._head_total = torch.zeros(())
+        self._head_total = torch.zeros((), device=model.device)
         self.units = 0
         self.spread: list[Tensor] = []
 
@@ -104,7 +104,7 @@ class _Loss:
         """out: hidden states [b, t, d] of a language model, else outputs [b, ...]."""
         if not self._language:
             flat = out.reshape(out.shape[0], -1)
-            noise = torch.randn(flat.shape, generator=self._generator)
+            noise = torch.randn(flat.shape, generator=self._generator, device=flat.device)
             loss = (flat * noise / flat.detach().norm(dim=1, keepdim=True).clamp_min(1e-12)).sum()
             self.units += flat.shape[0]
             loss.backward()  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ def _counter(name: str, rows: int, counts: dict[str, Tensor]) -> Any:
             return
         if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or _finds_rows_itself(module):
             return
-        found = torch.bincount(ids.reshape(-1), minlength=rows).double()
+        found = torch.bincount(ids.reshape(-1), minlength=rows).double().cpu()
         counts[name] = counts.get(name, torch.zeros(rows, dtype=torch.float64)) + found
 
     return hook

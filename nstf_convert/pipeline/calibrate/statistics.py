@@ -69,7 +69,12 @@ __all__ = [
 
 
 def calibrate_model(
-    model: StreamedModel, data: Data, path: Path, metadata: dict[str, Any], seed: int
+    model: StreamedModel,
+    data: Data,
+    path: Path,
+    metadata: dict[str, Any],
+    seed: int,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`. Progress on stderr."""
     with TensorFileWriter(path) as writer:
@@ -79,7 +84,7 @@ def calibrate_model(
             writer.add(name, value)
         for name, value in gradients.frequency.items():
             writer.add(f"frequency:{name}", value)
-        experts = _write_hessians(model, data, writer, members, gradients.token_weight)
+        experts = _write_hessians(model, data, writer, members, gradients.token_weight, tokens_per_batch)
         for key in sorted(members.keys() & gradients.token_weight):
             writer.add(f"token_weight:{key}", gradients.token_weight[key])
         for name, counts in experts.tokens.items():
@@ -89,9 +94,9 @@ def calibrate_model(
             for i, batch in enumerate(batches):
                 for name, value in batch.items():
                     writer.add(f"{split}:{i}:{name}", value)
-        for i, reference in enumerate(reference_outputs(model, data, data.held_out)):
+        for i, reference in enumerate(reference_outputs(model, data, data.held_out, tokens_per_batch)):
             writer.add(f"reference:{i}", reference)
-        for i, reference in enumerate(reference_outputs(model, data, data.report)):
+        for i, reference in enumerate(reference_outputs(model, data, data.report, tokens_per_batch)):
             writer.add(f"report_reference:{i}", reference)
         writer.metadata = {
             **metadata,
@@ -112,6 +117,7 @@ def _write_hessians(
     writer: TensorFileWriter,
     members: dict[str, Any],
     token_weights: dict[str, Tensor],
+    tokens_per_batch: int,
 ) -> ExpertMoments:
     prefix, layers = layer_list(model.module)
     probe = prepared(data.fit[0], PROBE_TOKENS if data.language else None)
@@ -141,7 +147,7 @@ def _write_hessians(
                 "weights": sorted({weight_of[m] for m in moment.members}),
             }
 
-    batches = list(merge_batches(data.fit, TOKENS_PER_BATCH))
+    batches = list(merge_batches(data.fit, tokens_per_batch))
     head_moments = InputMoments(token_weights)
 
     def run(batch: Batch) -> None:
@@ -174,12 +180,13 @@ def _write_hessians(
     return experts
 
 
-def reference_outputs(model: StreamedModel, data: Data, batches: Sequence[Batch]) -> Iterator[Tensor]:
+def reference_outputs(
+    model: StreamedModel, data: Data, batches: Sequence[Batch], tokens_per_batch: int = TOKENS_PER_BATCH
+) -> Iterator[Tensor]:
     """What `batches` give: hidden states [tokens, hidden] of a language model, else pooled outputs."""
     with torch.no_grad():
-        for group in merge_batches(batches, TOKENS_PER_BATCH):
-            out = model_output(model, data, group)
-            yield from out.unbind(0)
+        for group in merge_batches(batches, tokens_per_batch):
+            yield from model_output(model, data, group).unbind(0)
 
 
 def _path_of(root: nn.Module, wanted: nn.Module) -> str:

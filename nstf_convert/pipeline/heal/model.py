@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.kernels.formats.tuning import Prepared
-from nstf_convert.streamed import StreamedModel
+from nstf_convert.streamed import StreamedModel, buffers_to
 
 # Weights above this are decoded when their module runs; smaller ones once a step.
 SMALL_ELEMENTS = 1 << 16
@@ -40,7 +40,7 @@ class TunedModel(StreamedModel):
         self._live: dict[int, Callable[[], Tensor]] = {}
         self._small: list[Callable[[], None]] = []
         super().__init__(config, self._large, ties, lazy=True)
-        to_device(self.module, device)
+        buffers_to(self.module, device)
 
     def set_values(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
         """The values of the next forward passes: name -> path -> tensor."""
@@ -133,53 +133,15 @@ class TunedModel(StreamedModel):
         module.forward = forward  # type: ignore[method-assign, assignment]
 
 
-class FreeModel(StreamedModel):
-    """A transformers model in float32 whose weights are given. weights: stored name -> parameter, on `device`."""
-
-    def __init__(
-        self,
-        config: dict[str, Any],
-        weights: Mapping[str, nn.Parameter],
-        ties: Mapping[str, str],
-        device: torch.device,
-    ) -> None:
-        self.weights = weights
-        self.dtype = torch.float32
-        super().__init__(config, weights.__getitem__, ties, lazy=True)
-        to_device(self.module, device)
-
-    @torch.no_grad()
-    def fix(self, name: str, value: Tensor) -> None:
-        """Gives a weight its final value: it is trained no longer."""
-        weight = self.weights[name]
-        weight.copy_(value.reshape(weight.shape))
-        weight.requires_grad_(False)
-        weight.grad = None
-
-    def _attach(self, module: nn.Module, names: dict[str, str]) -> None:
-        for local, stored in names.items():
-            module._parameters[local] = self.weights[stored]
-
-
-def to_device(module: nn.Module, device: torch.device) -> None:
-    """Moves the buffers of a model whose parameters are on the meta device."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                part._buffers[name] = buffer.to(device)
-
-
 def reference_on(
     device: torch.device, config: dict[str, Any], source: Callable[[str], Tensor], ties: Mapping[str, str]
 ) -> StreamedModel:
     """The original model with its computation on `device`, its weights where `source` has them."""
-    model = StreamedModel(config, lambda name: source(name).to(device), ties, lazy=True)
-    to_device(model.module, device)
-    return model
+    return StreamedModel(config, source, ties, lazy=True, device=device)
 
 
 def backward_of_divergence(
-    teacher: StreamedModel, target: Tensor, student: TunedModel | FreeModel, hidden: Tensor, rows: int
+    teacher: StreamedModel, target: Tensor, student: TunedModel, hidden: Tensor, rows: int
 ) -> Tensor:
     """Mean KL(teacher || student) over tokens, with its gradients added to what `hidden` and the head came from.
 

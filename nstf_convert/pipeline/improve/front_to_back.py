@@ -23,8 +23,9 @@ from nstf.analyzers.moments import rows_of
 from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import run_in_step
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
+from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
-from nstf_convert.pipeline.calibrate.batches import TOKENS_PER_BATCH, fit_batches, merge_batches, model_output
+from nstf_convert.pipeline.calibrate.batches import fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
 from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
@@ -107,13 +108,14 @@ def encode_in_prefix(
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
     if any(session.work.find_metadata(key) is None for key in keys.values()):
-        workers = torch.get_num_threads()
+        workers = 1 if session.machine.on_gpu else torch.get_num_threads()
+        threads = torch.get_num_threads()
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
             torch.set_num_threads(1)
             _Pass(prefixed, mix, groups, options, progress, workers).run(batches)
         finally:
-            torch.set_num_threads(workers)
+            torch.set_num_threads(threads)
     for name, key in keys.items():
         results.setdefault(name, Result(_stored_loss(session, name, key), 0.0))
     return prefixed
@@ -165,7 +167,7 @@ class _Pass:
         self.running = threading.local()
         self.streams: dict[int, Tensor] = {}
         self.count = 0
-        self.model = StreamedModel(self.session.reference().config, self.source, self.session.checkpoint.ties)
+        self.model = self.session.streamed(self.source)
         self.modules = dict(self.model.module.named_modules())
         self.by_weight: dict[str, list[nn.Module]] = {}
         for _, module, weight in self.model.linear_modules():
@@ -178,13 +180,14 @@ class _Pass:
                 return self.session.source(name)
             if name not in self.decoded:
                 unit = self.session.units[name]
-                self.decoded[name] = decode(self.prefixed.load(unit, self.mix[name]), torch.float32)
+                encoded = recipes.on_device(self.prefixed.load(unit, self.mix[name]), self.session.device)
+                self.decoded[name] = decode(encoded, torch.float32)
             return self.decoded[name]
 
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
         data = run_data(self.session)
-        merged = list(merge_batches(batches, TOKENS_PER_BATCH))
+        merged = list(merge_batches(batches, self.session.machine.tokens_per_batch))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
         models = [self.model] if self.options.target == "weight" else [self.model, self.session.reference()]
@@ -227,14 +230,14 @@ class _Pass:
         if any(self.session.work.find_metadata(self.prefixed.keys[n]) is None for n in group.weights):
             fit, held_out = self._moments(group, inputs)
             stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
-            with ThreadPoolExecutor(self.workers) as pool:
-                list(pool.map(lambda n: self._encode(n, stats, fit, held_out), group.weights))
+            self._encode_group(group, stats, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = _stored_loss(self.session, name, self.prefixed.keys[name])
             self.prefixed.results[name] = Result(loss, seconds / len(group.weights))
             self.progress(self.session.units[name])
             self.ready.add(name)
+            self.model.weights.drop(name)
             for module in self.by_weight[name]:
                 # Small weights stay loaded: what is there is still the original.
                 if not module.weight.is_meta:  # type: ignore[union-attr]
@@ -265,7 +268,7 @@ class _Pass:
         hessian = known.hessian.clone()
         if self.options.original and self.session.calibration is not None:
             before = self.session.calibration.get(f"hessian:{group.key}")
-            hessian = hessian.lerp(before, self.options.original)
+            hessian = hessian.lerp(before.to(hessian.device), self.options.original)
         return shrunk(hessian, self._shrinkage(group))
 
     def _shrinkage(self, group: Group) -> float:
@@ -280,21 +283,40 @@ class _Pass:
             return None
         return list(torch.split(found.reshape(-1), [r.shape[0] for r in rows]))
 
-    def _encode(self, name: str, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
-        key = self.prefixed.keys[name]
-        if self.session.work.find_metadata(key) is not None:
+    def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+        """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
+        wanted = [n for n in group.weights if self.session.work.find_metadata(self.prefixed.keys[n]) is None]
+        if self.session.machine.on_gpu:
+            self._encode(wanted, stats, fit, held_out)
             return
-        unit, recipe = self.session.units[name], self.mix[name]
-        inner, known = self.session.encoder.inputs(unit)
-        share = 0.0
-        if held_out is not None:
-            matrix = inner.reshape(inner.shape[0], -1)
-            matrix, share = target(matrix, fit, held_out, known.row_weight, self.options.damping)
-            inner = matrix.reshape(inner.shape)
-        stats = stats.for_rows(known.row_weight)
-        encoded = recipes.encode(recipe, inner, stats, unit.lead)
-        lost = loss(inner, decode(encoded).reshape(inner.shape), stats, unit.lead)
-        if unit.permute is not None:
-            encoded = recipes.permuted(encoded, unit.permute, unit.shape)
-        metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
-        self.session.work.put(key, dict(encoded.arrays), metadata)
+        # A thread that is left over helps with the search of the others' tiles.
+        inner = max(1, self.workers // len(wanted))
+
+        def one(name: str) -> None:
+            with search_threads(inner):
+                self._encode([name], stats, fit, held_out)
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            list(pool.map(one, wanted))
+
+    def _encode(self, names: Sequence[str], stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+        items, shares = [], []
+        for name in names:
+            unit = self.session.units[name]
+            inner = self.session.encoder.inner(unit)
+            row_weight = self.session.statistics.row_weight(unit)
+            share = 0.0
+            if held_out is not None:
+                matrix = inner.reshape(inner.shape[0], -1)
+                matrix, share = target(matrix, fit, held_out, row_weight, self.options.damping)
+                inner = matrix.reshape(inner.shape)
+            items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
+            shares.append(share)
+        for name, item, share, encoded in zip(names, items, shares, recipes.encode_many(items), strict=True):
+            unit, (_, inner, own, lead) = self.session.units[name], item
+            decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
+            lost = loss(inner, decoded, own, lead)
+            if unit.permute is not None:
+                encoded = recipes.permuted(encoded, unit.permute, unit.shape)
+            metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
+            self.session.work.put(self.prefixed.keys[name], dict(encoded.arrays), metadata)

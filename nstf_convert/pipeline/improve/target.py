@@ -105,7 +105,9 @@ def _direction(weight: Tensor, m: Moments, damping: float) -> Tensor:
     """D: [out, in]."""
     hessian = m.hessian.double()
     mean = hessian.diagonal().mean().clamp_min(1e-30)
-    damped = hessian + damping * mean * torch.eye(hessian.shape[0], dtype=torch.float64)
+    damped = hessian + damping * mean * torch.eye(
+        hessian.shape[0], dtype=torch.float64, device=hessian.device
+    )
     factor, failed = torch.linalg.cholesky_ex((damped + damped.T) / 2)
     if int(failed) or not bool(torch.isfinite(factor).all()):
         return torch.zeros_like(weight)

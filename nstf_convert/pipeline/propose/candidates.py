@@ -166,14 +166,16 @@ def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]
     """
     rows = math.prod(inner.shape[: unit.lead])
     matrix = inner.reshape(rows, -1)
-    weight = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1)
+    weight = (
+        torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight.reshape(-1)
+    )
     wanted = max(SAMPLE_ROWS, SAMPLE_ELEMENTS // matrix.shape[1])
     if rows <= wanted:
         return matrix, stats.for_rows(weight)
     order = torch.argsort(weight, stable=True)
-    edges = (torch.arange(wanted + 1) * rows) // wanted
+    edges = (torch.arange(wanted + 1, device=matrix.device) * rows) // wanted
     middle = order[(edges[:-1] + edges[1:]) // 2]
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.float64), weight[order].double().cumsum(0)])
+    cumulative = torch.nn.functional.pad(weight[order].double().cumsum(0), (1, 0))
     share = (cumulative[edges[1:]] - cumulative[edges[:-1]]).to(torch.float32)
     return matrix[middle], stats.for_rows(share)
 
@@ -184,7 +186,7 @@ def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Any, Tenso
 
     prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
     energy = prepared.singular_values.square()
-    tail = torch.cat([energy.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=energy.dtype)]) / 2
+    tail = torch.nn.functional.pad(energy.flip(0).cumsum(0).flip(0), (0, 1)) / 2
     return prepared, tail
 
 
@@ -255,7 +257,7 @@ def hybrid_losses(
         rank = int(recipe.parts["correction"].params["rank"])
         if rank not in left:
             correction = _correction(recipe, prepared, rank)
-            left[rank] = inner - decode(correction).reshape(inner.shape)
+            left[rank] = inner - decode(recipes.on_device(correction, inner.device)).reshape(inner.shape)
         base = recipe.parts["base"]
         if base.method == "trellis":
             out.append(recipes.estimate(base, left[rank], stats, unit.lead))

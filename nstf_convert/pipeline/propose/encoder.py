@@ -14,6 +14,7 @@ from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import signature
 from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
@@ -48,8 +49,10 @@ class Encoder:
         statistics: Statistics,
         identity: str,
         config: dict[str, Any] | None,
+        machine: Machine,
     ) -> None:
         """source: name -> the original tensor. identity: digest of checkpoint and calibration."""
+        self._machine = machine
         self._work = work
         self._source = source
         self.statistics = statistics
@@ -70,8 +73,12 @@ class Encoder:
 
     def inputs(self, unit: Unit) -> tuple[Tensor, Stats]:
         """(the tensor to encode, its statistics)."""
-        inner = unit.inner(self._source(unit.name))
+        inner = self.inner(unit)
         return inner, self.statistics.of(unit, inner)
+
+    def inner(self, unit: Unit) -> Tensor:
+        """The tensor to encode, float32 on the device that computes."""
+        return unit.inner(self._source(unit.name).to(self._machine.device))
 
     def encode(self, unit: Unit, recipe: Recipe) -> Result:
         """Makes sure the encoded tensor is in the work directory."""
@@ -82,7 +89,9 @@ class Encoder:
         start = time.perf_counter()
         inner, stats = self.inputs(unit)
         encoded = recipes.encode(recipe, inner, stats, unit.lead)
-        true = loss(inner, decode(encoded).reshape(inner.shape), stats, unit.lead)
+        true = loss(
+            inner, decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape), stats, unit.lead
+        )
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
         self._work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": true})
@@ -117,15 +126,22 @@ class Encoder:
             return out
 
         threads = torch.get_num_threads()
+        workers = self._machine.workers(self._bytes_each(units))
         # The largest first, so that no core is left with the embedding table at the end.
         order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
         try:
-            torch.set_num_threads(1)
-            with ThreadPoolExecutor(threads) as pool:
+            torch.set_num_threads(1 if workers > 1 else threads)
+            with ThreadPoolExecutor(workers) as pool:
                 done = [pair for part in pool.map(run, order) for pair in part]
         finally:
             torch.set_num_threads(threads)
         return dict(sorted(done))
+
+    def _bytes_each(self, units: Sequence[Unit]) -> int:
+        """What a worker takes at most: a tensor a few times over in float32, its Hessian in float64 with two copies."""
+        return max(
+            (4 * 6 * u.elements + 8 * 4 * _matrix(u)[1] ** 2 for u in units if u.kept is None), default=1
+        )
 
     def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
         """The encoded tensor; encodes it first when the work directory does not have it."""
@@ -216,19 +232,6 @@ class Encoder:
         for recipe in cand.structured_recipes(unit, inner, stats, self._config):
             if recipe.method in methods:
                 yield recipe, self.encode(unit, recipe).loss
-
-
-def decoded_source(
-    encoder: Encoder, units: dict[str, Unit], mix: dict[str, Recipe], original: Callable[[str], Tensor]
-) -> Callable[[str], Tensor]:
-    """name -> the weight a mix stands for, float32; tensors that are kept come from the original."""
-
-    def source(name: str) -> Tensor:
-        if name not in mix:
-            return original(name)
-        return decode(encoder.load(units[name], mix[name]), torch.float32)
-
-    return source
 
 
 def _matrix(unit: Unit) -> tuple[int, int]:

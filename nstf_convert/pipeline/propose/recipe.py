@@ -6,10 +6,11 @@ Recipe("add", {}, {"base": Recipe("int_grid", ...), "correction": Recipe("svd", 
 Recipe("dense", {"dtype": "bfloat16"})                                    as it is
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nstf import decomposers, quantizers
@@ -79,7 +80,7 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
         return EncodedTensor(
             Node(dense.KIND, params),
             shape,
-            {"values": weight.to(dense.torch_dtype(params.dtype)).contiguous()},
+            {"values": weight.to("cpu", dense.torch_dtype(params.dtype)).contiguous()},
         )
     if recipe.method == "add":
         # The correction takes the directions that matter most first; what is left has a smaller range to round.
@@ -101,6 +102,19 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
 
     decomposition = decompose(recipe, weight, stats, lead)
     return decomposition.encode(leaf)  # type: ignore[no-any-return]
+
+
+def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]]) -> list[EncodedTensor]:
+    """`encode` of several (recipe, weight, stats, lead), those of one format together: what fills a GPU."""
+    out: list[EncodedTensor | None] = [None] * len(items)
+    plain = [i for i, item in enumerate(items) if item[0].method in quantizers.METHODS]
+    batch = []
+    for i in plain:
+        recipe, weight, stats, lead = items[i]
+        batch.append((recipe.method, weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
+    for i, encoded in zip(plain, quantizers.encode_many(batch), strict=True):
+        out[i] = encoded
+    return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
 
 
 def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
@@ -126,6 +140,11 @@ def permuted(encoded: EncodedTensor, dims: tuple[int, ...], shape: Shape) -> Enc
     kind = format_of("permute")
     tree = Node("permute", kind.Params(dims), {"x": encoded.tree})
     return EncodedTensor(tree, shape, {join("x", k): a for k, a in encoded.arrays.items()})
+
+
+def on_device(encoded: EncodedTensor, device: torch.device) -> EncodedTensor:
+    """The same tensor with its arrays on a device."""
+    return replace(encoded, arrays={k: a.to(device) for k, a in encoded.arrays.items()})
 
 
 def describe(node: Node) -> str:

@@ -118,9 +118,10 @@ def _unit(
 class Statistics:
     """The calibration's numbers by tensor, turned into what quantisers take."""
 
-    def __init__(self, file: TensorFile | None) -> None:
-        """file: a calibration file, or None when nothing is known (every error counts relative to its tensor)."""
-        self._file = file
+    def __init__(self, file: TensorFile | None, device: torch.device | None = None) -> None:
+        """file: a calibration file, or None when nothing is known (every error counts relative to its tensor); device:
+        where the statistics are wanted (None: the CPU)."""
+        self._file, self._device = file, device or torch.device("cpu")
         self._key_of: dict[str, str] = {}
         self._recent = threading.local()
         self._typical = 1.0
@@ -147,7 +148,6 @@ class Statistics:
         """Statistics of one tensor. inner: the tensor to encode (for data-free ones its norm sets the scale)."""
         if self._file is None or not self.calibrated(unit):
             return self._data_free(unit, inner)
-        rows = math.prod(unit.inner_shape[: unit.lead])
         hessian_key = self._key_of.get(unit.name)
         sensitivity = self._find("sensitivity", unit.name)
         frequency = self._find("frequency", unit.name)
@@ -155,20 +155,25 @@ class Statistics:
             stats = self._shared(hessian_key)
             if unit.lead == 2:
                 return stats.for_rows(self._expert_rows(unit, inner, stats))
-            return (
-                stats if sensitivity is None or sensitivity.numel() != rows else stats.for_rows(sensitivity)
-            )
+            known = self.row_weight(unit)
+            return stats if known is None else stats.for_rows(known)
         inputs = self._find("sensitivity_in", unit.name)
-        look_up = torch.diag(inputs) if inputs is not None else torch.eye(unit.shape[-1])
+        look_up = torch.diag(inputs) if inputs is not None else torch.eye(unit.shape[-1], device=self._device)
         if hessian_key is None or sensitivity is None:
             return Stats(look_up, frequency)
         # A tied table errs in two places. Row j loses f_j d diag(g) d^T as an embedding and s_j d H d^T as the head;
         # one Hessian for all rows is their sum over rows, and each row's weight its own share of the trace.
-        head = self._file.get(f"hessian:{hessian_key}")
+        head = self._file.get(f"hessian:{hessian_key}").to(self._device)
         both = head * float(sensitivity.sum()) + look_up
         trace = float(torch.trace(both))
         weight = (sensitivity * float(torch.trace(head)) + frequency * float(torch.trace(look_up))) / trace
         return Stats(both, weight)
+
+    def row_weight(self, unit: Unit) -> Tensor | None:
+        """What an error of each output of a linear layer counts, [out], or None where nothing is known."""
+        sensitivity = self._find("sensitivity", unit.name)
+        rows = math.prod(unit.inner_shape[: unit.lead])
+        return sensitivity if sensitivity is not None and sensitivity.numel() == rows else None
 
     def expert_tokens(self) -> dict[str, list[int]]:
         """Tokens each expert saw during calibration, by expert module."""
@@ -182,31 +187,39 @@ class Statistics:
             return Stats()
         # One per thread: workers go through tensors group by group, and a group factors its Hessian once.
         if getattr(self._recent, "key", None) != key:
-            self._recent.key, self._recent.stats = key, Stats(self._file.get(f"hessian:{key}"))
+            self._recent.key, self._recent.stats = (
+                key,
+                Stats(self._file.get(f"hessian:{key}").to(self._device)),
+            )
         return self._recent.stats  # type: ignore[no-any-return]
 
     def _expert_rows(self, unit: Unit, inner: Tensor, stats: Stats) -> Tensor:
         """Row weights [experts * out] of a stack: each expert counts by the share of tokens it saw, at least 1 %."""
         experts, out = inner.shape[:2]
         tokens = self._find("experts", unit.name.rpartition(".")[0])
-        share = torch.ones(experts) / experts if tokens is None else tokens / tokens.sum().clamp_min(1)
+        share = (
+            torch.ones(experts, device=self._device) / experts
+            if tokens is None
+            else tokens / tokens.sum().clamp_min(1)
+        )
         share = share.clamp_min(0.01 / experts)
         sensitivity = self._find("sensitivity", unit.name)
         if sensitivity is None or sensitivity.numel() != out:
             # Inside the expert no gradient is seen: a relative error there counts like one at the expert's output.
             down = self._find("sensitivity", unit.name.rpartition(".")[0] + ".down_proj")
             scale = float(down.mean()) if down is not None else 1.0
-            sensitivity = torch.full((out,), scale)
+            sensitivity = torch.full((out,), scale, device=self._device)
         return (share[:, None] * sensitivity[None, :]).reshape(-1)
 
     def _data_free(self, unit: Unit, inner: Tensor) -> Stats:
         energy = float(inner.double().square().sum())
         rows = math.prod(unit.inner_shape[: unit.lead])
         weight = 2.0 * self._typical / max(energy, 1e-30)
-        return Stats(None, torch.full((rows,), weight))
+        return Stats(None, torch.full((rows,), weight, device=self._device))
 
     def _find(self, kind: str, name: str) -> Tensor | None:
-        return None if self._file is None else self._file.find(f"{kind}:{name}")
+        found = None if self._file is None else self._file.find(f"{kind}:{name}")
+        return None if found is None else found.to(self._device)
 
 
 def fused_groups(units: Iterable[Unit]) -> dict[str, str]:

@@ -39,7 +39,7 @@ class TensorFileWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Appends one tensor; its memory is no longer needed afterwards."""
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._data.write(raw.data)
         end = self._offset + raw.nbytes
         self._entries[name] = {

@@ -11,8 +11,8 @@ from nstf_convert import streamed
 from nstf_convert.pipeline.calibrate.statistics import fit_batches
 from nstf_convert.pipeline.improve import front_to_back as sequential
 from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
+from nstf_convert.pipeline.mix import weights_of
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose.encoder import decoded_source
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 from nstf_convert.streamed import StreamedModel
@@ -102,7 +102,7 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
     prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="weight"))
     model = StreamedModel(
         session.reference().config,
-        decoded_source(prefixed, session.units, mix, session.source),
+        weights_of(session, mix, prefixed.loader()),
         session.checkpoint.ties,
     )
     for name in (LAST_DOWN, "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight"):
@@ -219,7 +219,7 @@ def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypat
     prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="output"))
     model = StreamedModel(
         session.reference().config,
-        decoded_source(prefixed, session.units, mix, session.source),
+        weights_of(session, mix, prefixed.loader()),
         session.checkpoint.ties,
     )
     path = LAST_DOWN.removesuffix(".weight")
