@@ -104,8 +104,8 @@ def sweep_compiled(
         diagonal=importance if factor is None else factor.diagonal,
         upper=torch.empty(0, 0) if factor is None else factor.feedback,
         order=torch.empty(0, dtype=torch.int64) if order is None else order,
-        table=levels.values,
-        middles=levels.midpoints,
+        table=levels.values(),
+        middles=levels.midpoints(),
         ratios=torch.tensor(levels.ratios),
         width=min(cols, group_size(cols, group)),  # a group may be longer than the row
         bits=levels.bits,
@@ -143,26 +143,14 @@ def sweep_torch(
         empty = weight.new_zeros(rows, groups)
         grid = Grid(empty, empty.clone(), super_scales(weight, levels, group, importance), group)
     importance = importance.to(weight)
+    if factor is None:
+        return _nearest_torch(weight, levels, importance, grid, frozen)
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
     loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
-    if factor is None:
-        for g in range(groups):
-            part = slice(g * width, min((g + 1) * width, cols))
-            x = weight[:, part]
-            if not frozen:
-                s, z = search(x, importance[part], levels, grid.largest)
-                grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
-            scale, zero = grid.scale[:, g : g + 1], grid.zero[:, g : g + 1]
-            c = levels.codes_of(x, scale, zero)
-            error = x - levels.points_of(c, zero) * scale
-            loss += (error.square_() * importance[part]).sum(1, dtype=torch.float64) / 2
-            codes[:, part] = c.to(torch.uint8)
-        return Rounded(codes, grid, loss)
-    where = order if order is not None else torch.arange(cols)
     upper, diagonal = factor.feedback.to(weight), factor.diagonal.to(weight)
-    target = weight[:, where.to(weight.device)].clone()
+    target = weight.clone() if order is None else weight[:, order]
     error = torch.zeros_like(target)
-    group_of = (where // width).tolist()
+    column_of = list(range(cols)) if order is None else order.tolist()
     for start in range(0, cols, width):
         end = min(start + width, cols)
         target[:, start:end] += error[:, :start] @ upper[:start, start:end]
@@ -171,16 +159,45 @@ def sweep_torch(
             s, z = search(target[:, start:end], importance[start:end], levels, grid.largest)
             grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
         for j in range(start, end):
-            scale, zero = (a[:, group_of[j] : group_of[j] + 1] for a in (grid.scale, grid.zero))
-            x, column = target[:, j : j + 1], int(where[j])
+            column = column_of[j]
+            g = column // width
+            scale, zero = grid.scale[:, g : g + 1], grid.zero[:, g : g + 1]
+            x = target[:, j : j + 1]
             c = levels.codes_of(x, scale, zero)
             q = levels.points_of(c, zero) * scale
             codes[:, column : column + 1] = c.to(torch.uint8)
             error[:, j : j + 1] = weight[:, column : column + 1] - q
-            loss += (x - q).square().double().squeeze(1) * float(diagonal[j]) / 2
+            loss += ((x - q).square().double() * diagonal[j] / 2).squeeze(1)
             if j + 1 < end:
                 target[:, j + 1 : end] += error[:, j : j + 1] * upper[j : j + 1, j + 1 : end]
     return Rounded(codes, grid, loss)
+
+
+def _nearest_torch(weight: Tensor, levels: Levels, importance: Tensor, grid: Grid, frozen: bool) -> Rounded:
+    """Every weight alone, all groups of a row at once; the scales go into `grid` unless they are frozen."""
+    rows, cols = weight.shape
+    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
+    loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
+    for columns, numbers in _spans(cols, grid.group):
+        shape = (numbers.stop - numbers.start, -1)
+        x, h = weight[:, columns].reshape(rows, *shape), importance[columns].view(shape)
+        if not frozen:
+            scale, zero = search(x, h, levels, grid.largest.unsqueeze(1))
+            grid.scale[:, numbers], grid.zero[:, numbers] = scale.squeeze(2), zero.squeeze(2)
+        scale, zero = grid.scale[:, numbers].unsqueeze(2), grid.zero[:, numbers].unsqueeze(2)
+        c = levels.codes_of(x, scale, zero)
+        error = x - levels.points_of(c, zero) * scale
+        loss += (error.square_() * h).sum((1, 2), dtype=torch.float64) / 2
+        codes[:, columns] = c.reshape(rows, -1).to(torch.uint8)
+    return Rounded(codes, grid, loss)
+
+
+def _spans(cols: int, group: int) -> list[tuple[slice, slice]]:
+    """(columns, group numbers) of the groups of full width, and of a shorter last one."""
+    width, groups = group_size(cols, group), group_count(cols, group)
+    full = cols // width
+    spans = [(slice(0, full * width), slice(0, full))] if full else []
+    return spans if full == groups else [*spans, (slice(full * width, cols), slice(full, groups))]
 
 
 def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
@@ -188,10 +205,11 @@ def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor)
     largest = weight.new_zeros(weight.shape[0], 1)
     if levels.scale != "u8":
         return largest
-    free = replace(levels, scale="f32")
-    cols, width = weight.shape[1], group_size(weight.shape[1], group)
-    for start in range(0, cols, width):
-        x = weight[:, start : start + width]
-        found, _ = search(x, importance[start : start + width].to(weight), free, largest)
-        largest = torch.maximum(largest, found)
+    free, importance = replace(levels, scale="f32"), importance.to(weight)
+    rows, cols = weight.shape
+    for columns, numbers in _spans(cols, group):
+        shape = (numbers.stop - numbers.start, -1)
+        x = weight[:, columns].reshape(rows, *shape)
+        found, _ = search(x, importance[columns].view(shape), free, largest.unsqueeze(1))
+        largest = torch.maximum(largest, found.amax(1))
     return (largest * SUPER_MARGIN).clamp(max=F16_MAX).half().float()
