@@ -11,18 +11,20 @@ targets as they are then. Rows do not influence each other. `nstf.kernels.cpu` h
 this file is its reference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nstf.kernels import cpu
+from nstf.kernels import cpu, triton
 from nstf.kernels.formats.scales import group_count, group_size, per_column
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import F16_MAX, Levels
 from nstf.quantizers.rounding.search import search
 
 SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
+BLOCK = 128  # columns between matrix products: what a Triton program keeps in registers
 SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
 
 
@@ -133,8 +135,14 @@ def sweep_torch(
     importance: Tensor,
     factor: Factor | None,
     grid: Grid | None,
+    block: "Callable[[Pass, slice], None] | None" = None,
 ) -> Rounded:
-    """`sweep` in torch: any device, no compiler. Same arguments."""
+    """`sweep` in torch: any device, no compiler. Same arguments; `block`: how a block of columns is rounded.
+
+    Between blocks of 128 columns the feedback is a matrix product.
+    """
+    if block is None:
+        block = block_triton if weight.is_cuda and triton.AVAILABLE else block_torch
     rows, cols = weight.shape
     width, groups = group_size(cols, group), group_count(cols, group)
     order = factor.order if factor is not None else None
@@ -145,32 +153,85 @@ def sweep_torch(
     importance = importance.to(weight)
     if factor is None:
         return _nearest_torch(weight, levels, importance, grid, frozen)
-    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
-    loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
-    upper, diagonal = factor.feedback.to(weight), factor.diagonal.to(weight)
-    target = weight.clone() if order is None else weight[:, order]
-    error = torch.zeros_like(target)
-    column_of = list(range(cols)) if order is None else order.tolist()
-    for start in range(0, cols, width):
-        end = min(start + width, cols)
-        target[:, start:end] += error[:, :start] @ upper[:start, start:end]
+    where = torch.arange(cols, device=weight.device) if order is None else order
+    own = weight.T[where].contiguous()
+    at = Pass(
+        own,
+        own.clone(),
+        torch.empty_like(own),
+        torch.empty_like(own, dtype=torch.uint8),
+        (where // width).int(),
+        torch.zeros(rows, dtype=torch.float64, device=weight.device),
+        factor,
+        grid,
+        levels,
+    )
+    step = BLOCK if frozen else width
+    for start in range(0, cols, step):
+        end = min(start + step, cols)
+        at.target[start:end] += factor.feedback[:start, start:end].T @ at.error[:start]
         if not frozen:
             g = start // width
-            s, z = search(target[:, start:end], importance[start:end], levels, grid.largest)
+            s, z = search(at.target[start:end].T, importance[start:end], levels, grid.largest)
             grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
-        for j in range(start, end):
-            column = column_of[j]
-            g = column // width
-            scale, zero = grid.scale[:, g : g + 1], grid.zero[:, g : g + 1]
-            x = target[:, j : j + 1]
-            c = levels.codes_of(x, scale, zero)
-            q = levels.points_of(c, zero) * scale
-            codes[:, column : column + 1] = c.to(torch.uint8)
-            error[:, j : j + 1] = weight[:, column : column + 1] - q
-            loss += ((x - q).square().double() * diagonal[j] / 2).squeeze(1)
-            if j + 1 < end:
-                target[:, j + 1 : end] += error[:, j : j + 1] * upper[j : j + 1, j + 1 : end]
-    return Rounded(codes, grid, loss)
+        for first in range(start, end, BLOCK):
+            columns = slice(first, min(first + BLOCK, end))
+            if first > start:
+                at.target[columns] += factor.feedback[start:first, columns].T @ at.error[start:first]
+            block(at, columns)
+    return Rounded(at.codes[torch.argsort(where)].T.contiguous(), grid, at.loss)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A sweep on its way. `weight`, `target`, `error`: float32, and `codes`: uint8, all [cols, rows] in the order of the
+    sweep; `group_of`: the group of each column, int32 [cols] in that order; `loss`: float64 [rows]."""
+
+    weight: Tensor
+    target: Tensor
+    error: Tensor
+    codes: Tensor
+    group_of: Tensor
+    loss: Tensor
+    factor: Factor
+    grid: Grid
+    levels: Levels
+
+
+def block_torch(at: Pass, columns: slice) -> None:
+    """Rounds some columns: fills `codes` and `error` there, adds to `loss`, moves the targets of the block's later ones."""
+    for j in range(columns.start, columns.stop):
+        group = at.group_of[j : j + 1]
+        scale, zero = (a.index_select(1, group).squeeze(1) for a in (at.grid.scale, at.grid.zero))
+        c = at.levels.codes_of(at.target[j], scale, zero)
+        q = at.levels.points_of(c, zero) * scale
+        at.codes[j] = c.to(torch.uint8)
+        at.error[j] = at.weight[j] - q
+        at.loss.add_((at.target[j] - q).square().double() * at.factor.diagonal[j] / 2)
+        rest = slice(j + 1, columns.stop)
+        at.target[rest] += at.factor.feedback[j, rest, None] * at.error[j]
+
+
+def block_triton(at: Pass, columns: slice) -> None:
+    """`block_torch` in one Triton kernel."""
+    from nstf.kernels.triton.ldlq import sweep_block
+
+    sweep_block(
+        at.weight,
+        at.target,
+        at.factor.feedback,
+        at.factor.diagonal,
+        at.group_of,
+        at.grid.scale.contiguous(),
+        at.grid.zero.contiguous(),
+        at.levels.values(at.weight.device),
+        at.levels.midpoints(at.weight.device),
+        at.levels.count,
+        columns,
+        at.codes,
+        at.error,
+        at.loss,
+    )
 
 
 def _nearest_torch(weight: Tensor, levels: Levels, importance: Tensor, grid: Grid, frozen: bool) -> Rounded:
