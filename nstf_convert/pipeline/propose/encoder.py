@@ -226,8 +226,9 @@ class Encoder:
         key = self._key("signature", unit)
         found = self._work.find_metadata(key)
         if found is None:
-            inner, stats = self.inputs(unit)
-            hessian = None if unit.lead != 1 else stats.hessian
+            inner, hessian = self.inner(unit), None
+            if unit.lead == 1 and self.statistics.has_hessian(unit):
+                hessian = self.statistics.of(unit, inner).hessian
             found = signature(unit.name, inner, hessian, self._config).to_json()
             self._work.put(key, {}, found)
         return found
