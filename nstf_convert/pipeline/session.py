@@ -290,14 +290,16 @@ class Session:
                 model, self.tokenizer(), options.datasets, samples, options.seq_len, options.seed
             )
         if model.is_causal_lm:
-            log.info("no --dataset: sampling text from the model itself")
-            return inputs.sampled_data(
-                model,
-                options.samples or DEFAULT_SAMPLED,
-                options.seq_len,
-                options.seed,
-                self._start_token(model),
-            )
+            try:
+                tokenizer = self.tokenizer()
+            except UsageError as error:
+                log.warning("%s: the model writes its own calibration text", error)
+                sampled = min(samples, DEFAULT_SAMPLED)
+                return inputs.sampled_data(
+                    model, sampled, options.seq_len, options.seed, self._start_token(model)
+                )
+            log.info("no dataset: calibrating on documentation, code and prose that come along")
+            return inputs.mixed_data(model, tokenizer, samples, options.seq_len, options.seed)
         if getattr(model.module, "main_input_name", "") == "input_ids":
             return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
         return inputs.noise_data(model, min(samples, 32), options.seed)
