@@ -18,7 +18,7 @@ from nstf_convert.pipeline.calibrate.attention import attention_plan
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
-from nstf_convert.pipeline.improve.run import Run, bar
+from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final
 from nstf_convert.pipeline.progress import Stages
@@ -62,8 +62,8 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
 def _propose(session: Session, attention: bool) -> Run:
     """The run with its table of candidates."""
     allowed = _allowed(session.options)
-    with session.stages.stage("candidates"), bar(session, "candidates") as progress:
-        table = build_table(session, allowed, progress)
+    with session.stages.stage("candidates"):
+        table = build_table(session, allowed, counter(session))
     found = attention_plan(session) if attention and session.model is not None else None
     return Run(session, Meta(session, found), table, allowed)
 

@@ -3,11 +3,14 @@
 import zlib
 from typing import Any
 
+import torch
+
 from nstf_convert.pipeline import header
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Final
+from nstf_convert.pipeline.progress import peak_memory_bytes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Option, pareto
@@ -76,6 +79,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         calibration=header.calibration(session),
         stages=session.stages.done,
         families=families.compare(_priced(run, final)),
+        resources=resources(session),
     )
 
 
@@ -137,6 +141,25 @@ def expected_loss(run: Run, final: Final, name: str) -> float:
     if found is None:
         raise ValueError(f"{name}: no candidate is stored as {recipe}")
     return found.loss
+
+
+def resources(session: Session) -> dict[str, Any]:
+    """What the conversion could use and what it took, beside what was predicted before it started."""
+    machine, predicted = session.machine, session.prediction
+    gpu = [torch.cuda.max_memory_reserved(d) for d in machine.devices] if machine.on_gpu else []
+    return {
+        "devices": [str(d) for d in machine.devices],
+        "threads": machine.threads,
+        "effort": session.options.effort,
+        "host_bound_bytes": machine.host_bytes,
+        "host_peak_bytes": peak_memory_bytes(),
+        "gpu_bound_bytes": machine.gpu_bytes or None,
+        "gpu_peak_bytes": max(gpu, default=None),
+        "seconds": sum(s.seconds for s in session.stages.done),
+        "predicted_seconds": None if predicted is None else predicted.total_seconds,
+        "predicted_host_bytes": None if predicted is None else predicted.host_bytes,
+        "predicted_gpu_bytes": None if predicted is None else predicted.gpu_bytes,
+    }
 
 
 def _protocol(session: Session) -> dict[str, Any]:

@@ -232,7 +232,14 @@ class Session:
         consume = self._estimating(identity) if self._drops_hessians(model) else None
         with self.stages.stage("calibration"):
             calibrate_model(
-                model, data, path, metadata, self.options.seed, self.machine.tokens_per_batch, consume
+                model,
+                data,
+                path,
+                metadata,
+                self.options.seed,
+                self.machine.tokens_per_batch,
+                consume,
+                self.stages.tick,
             )
 
     def _drops_hessians(self, model: StreamedModel) -> bool:

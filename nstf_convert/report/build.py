@@ -23,6 +23,8 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
      "calibration": {"source", "self_generated", "windows", "tokens", "held_out_tokens", "seed",
                      "experts": [{"name", "tokens": [one count per expert]}]} | null,
      "stages": [{"name", "seconds", "peak_memory_bytes"}],
+     "resources": {"devices", "threads", "host_bound_bytes", "host_peak_bytes", "gpu_bound_bytes", "gpu_peak_bytes",
+                   "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "roofline": {...} | null}
 """
 
@@ -161,6 +163,7 @@ def build(
     stages: Sequence[Stage] = (),
     roofline: Mapping[str, Any] | None = None,
     families: Sequence[Mapping[str, Any]] = (),
+    resources: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
@@ -187,6 +190,7 @@ def build(
             "calibration": None if calibration is None else asdict(calibration),
             "families": [dict(f) for f in families],
             "stages": [asdict(stage) for stage in stages],
+            "resources": resources,
             "roofline": roofline,
         }
     )

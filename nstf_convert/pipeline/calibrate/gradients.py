@@ -6,14 +6,13 @@ the activations of one layer are in memory; matrix products may use the CPU's bf
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
@@ -21,7 +20,6 @@ from nstf.analyzers.token_weights import TokenGradients, temper
 from nstf.analyzers.turnstile import layer_list
 from nstf_convert.pipeline.calibrate.batches import model_output, prepared
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.progress import bars_off
 from nstf_convert.streamed import StreamedModel
 
 # Labels drawn per token.
@@ -47,8 +45,10 @@ class Gradients:
     token_weight: dict[str, Tensor] = field(default_factory=dict)
 
 
-def end_loss_gradients(model: StreamedModel, data: Data, seed: int) -> Gradients:
-    """Gradients of the end loss over all fit batches."""
+def end_loss_gradients(
+    model: StreamedModel, data: Data, seed: int, tick: Callable[[float], None] = lambda share: None
+) -> Gradients:
+    """Gradients of the end loss over all fit batches. tick: is told the share of the work that a batch was."""
     rows, tokens = OutputSensitivity(), TokenGradients()
     counts: dict[str, Tensor] = {}
     scales: dict[str, float] = {}
@@ -71,9 +71,10 @@ def end_loss_gradients(model: StreamedModel, data: Data, seed: int) -> Gradients
     loss = _Loss(model, data.language, torch.Generator(model.device).manual_seed(seed))
     try:
         with _fast_products():
-            for batch in tqdm(data.fit, desc="gradients", unit="window", disable=bars_off(), leave=False):
+            for batch in data.fit:
                 loss.backward(model_output(model, data, prepared(batch)))
                 give_back()
+                tick(1 / len(data.fit))
     finally:
         undo()
         for handle in handles:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from nstf.analyzers.moments import ExpertMoments, InputMoments, Moment
 from nstf.analyzers.shrinkage import effective_tokens, sampling_share, shrunk
@@ -45,7 +44,6 @@ from nstf_convert.pipeline.calibrate.batches import (
 )
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.progress import bars_off
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
 
@@ -88,6 +86,10 @@ class Gathered:
 
 # Takes what is known and the keys of new Hessians; gives back the keys of those that need not be stored.
 Consumer = Callable[[Gathered, list[str]], set[str]]
+# Is told what share of the whole a step was.
+Tick = Callable[[float], None]
+# What the backward pass takes of a calibration, about.
+GRADIENT_SHARE = 0.6
 
 
 def calibrate_model(
@@ -98,21 +100,23 @@ def calibrate_model(
     seed: int,
     tokens_per_batch: int = TOKENS_PER_BATCH,
     consume: Consumer | None = None,
+    tick: Tick = lambda share: None,
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`. Progress on stderr.
 
-    consume: is shown the Hessians of every layer as they are finished; those it answers with are not stored.
+    consume: is shown the Hessians of every layer as they are finished; those it answers with are not stored. tick: is told the share
+    of the work that a step was.
     """
     with TensorFileWriter(path) as writer:
         members: dict[str, Any] = {}
-        gradients = end_loss_gradients(model, data, seed)
+        gradients = end_loss_gradients(model, data, seed, lambda share: tick(GRADIENT_SHARE * share))
         gathered = Gathered(dict(gradients.sensitivity))
         gathered.tensors |= {f"frequency:{name}": value for name, value in gradients.frequency.items()}
         for name, value in gathered.tensors.items():
             writer.add(name, value)
         gathered.metadata["hessians"] = members
         experts = _write_hessians(
-            model, data, writer, gathered, gradients.token_weight, tokens_per_batch, consume
+            model, data, writer, gathered, gradients.token_weight, tokens_per_batch, consume, tick
         )
         for key in sorted(members.keys() & gradients.token_weight):
             writer.add(f"token_weight:{key}", gradients.token_weight[key])
@@ -148,6 +152,7 @@ def _write_hessians(
     token_weights: dict[str, Tensor],
     tokens_per_batch: int,
     consume: Consumer | None,
+    tick: Tick,
 ) -> ExpertMoments:
     members = gathered.metadata["hessians"]
     prefix, layers = layer_list(model.module)
@@ -191,10 +196,8 @@ def _write_hessians(
         if data.language:
             head_moments.add("head", out.reshape(-1, out.shape[-1]))
 
-    bar = tqdm(total=len(layers) + 1, desc="calibrate", unit="layer", disable=bars_off(), leave=False)
-
     def after_layer(index: int) -> None:
-        bar.update()
+        tick((1 - GRADIENT_SHARE) / (len(layers) + 1))
         if index >= 0:
             write(moments.pop([n for n in weight_of if n.startswith(f"{prefix}.{index}.")]))
 
@@ -210,7 +213,6 @@ def _write_hessians(
             weight_of["head"] = model.stored_name(_path_of(model.module, model.head) + ".weight")
             write(head_moments.pop())
     finally:
-        bar.close()
         for handle in handles:
             handle.remove()
     return experts

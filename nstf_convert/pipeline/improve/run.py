@@ -1,19 +1,15 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from tqdm import tqdm
 
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
 from nstf_convert.pipeline.outcome import Planned, Trial
-from nstf_convert.pipeline.progress import bars_off
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit
@@ -75,8 +71,8 @@ class Run:
         """
         session = self.session
         chosen = [(session.units[n], r) for n, r in planned.mix.items()]
-        with session.stages.stage("encode"), bar(session, f"encode {planned.label}") as progress:
-            results = session.encoder.encode_all(chosen, progress)
+        with session.stages.stage("encode"):
+            results = session.encoder.encode_all(chosen, counter(session, 2))
         rough = {}
         for name, result in results.items():
             recipe = planned.mix[name]
@@ -100,10 +96,8 @@ class Run:
     def front_to_back(self, planned: Planned) -> Trial:
         """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured."""
         session = self.session
-        with (
-            session.stages.stage("encode front to back"),
-            bar(session, f"front to back {planned.label}") as progress,
-        ):
+        progress = counter(session, 2)
+        with session.stages.stage("encode front to back"):
             target = "stream" if session.options.front_to_back else "weight"
             prefixed = encode_in_prefix(session, planned.mix, progress, PrefixOptions(target))
         with session.stages.stage("measure"):
@@ -144,11 +138,7 @@ class Run:
         return any(c.recipe.method == "add" for c in self.table.candidates[unit.name])
 
 
-@contextmanager
-def bar(session: Session, what: str) -> Iterator[Any]:
-    """A progress bar over the weights; gives the function that is called with every unit that is done."""
-    total = sum(u.elements for u in session.units.values() if u.kept is None)
-    with tqdm(
-        total=total, desc=what, unit="weight", unit_scale=True, disable=bars_off(), leave=False
-    ) as shown:
-        yield lambda unit: shown.update(unit.elements)
+def counter(session: Session, times: int = 1) -> Callable[[Unit], None]:
+    """What is called with every unit that is done, in a stage that does all units `times` times."""
+    total = times * sum(u.elements for u in session.units.values() if u.kept is None)
+    return lambda unit: session.stages.tick(unit.elements / max(1, total))
