@@ -5,6 +5,7 @@ with the table fixed, then every level at the weighted mean of the weights it st
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, grid, stored_bytes
 from nstf.kernels.formats.scales import per_column
 from nstf.quantizers.int_grid import stored_scales
+from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss, importance, matrix_view
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows, importance, matrix_view
 from nstf.quantizers.rounding.sweep import Rounded, sweep
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
 
-SAMPLE = 1 << 16  # weights the table is fitted on
+SAMPLE, QUICK_SAMPLE = 1 << 16, 1 << 13  # weights the table is fitted on, to encode and to estimate
 ROUNDS = 10
 # Starts: fitted on normally distributed weights, where they are nearly the same for every group size. With
 # signed scales the longer side can always be the negative one, which the fit makes use of. fmt: off
@@ -105,11 +107,16 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding."""
-    form = fit(weight, params, stats)
-    return expected_loss(weight, params.lead, form, params.group, _rounding(params), stats)
+    return estimate_many(weight, [params], stats)[0]
 
 
-def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params, all with the same `lead`."""
+    forms = [Form(fit(weight, p, stats, QUICK_SAMPLE), p.group, _rounding(p)) for p in params]
+    return expected_losses(weight, params[0].lead, forms, stats)
+
+
+def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int = SAMPLE) -> Levels:
     """The table fitted to evenly spaced rows of `weight`, as float16 values in ascending order, largest
     magnitude 1.
 
@@ -120,7 +127,7 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
     matrix = matrix_view(weight, params.lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
-    picked = slice(None, None, max(1, -(-rows * cols // SAMPLE)))
+    picked = slice(None, None, max(1, -(-rows * cols // sample)))
     x = matrix[picked].float().contiguous()
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the weight has NaN or infinite values")

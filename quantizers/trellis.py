@@ -201,7 +201,7 @@ def best_sections(
 def _mean_square(matrix: Tensor) -> Tensor:
     """float64 [rows]."""
     step = max(1, _CHUNK // matrix.shape[1])
-    return torch.cat([part.double().square().mean(1) for part in matrix.split(step)])
+    return torch.cat([part.double().square().mean(1) for part in torch.split(matrix, step)])
 
 
 def _weighted(energy: Tensor, stats: Stats) -> Tensor:
@@ -286,7 +286,9 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     rows, cols = matrix.shape
     stats.check(rows, cols)
     energy = _mean_square(matrix)
-    largest = float(torch.stack([part.abs().amax() for part in matrix.split(max(1, _CHUNK // cols))]).max())
+    largest = float(
+        torch.stack([part.abs().amax() for part in torch.split(matrix, max(1, _CHUNK // cols))]).max()
+    )
     if not math.isfinite(largest):
         raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
     unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))

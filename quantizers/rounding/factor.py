@@ -6,7 +6,6 @@ error-feedback sweep minimises column by column (Chee et al., QuIP, 2023).
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,26 +33,17 @@ class Factor:
     @property
     def importance(self) -> Tensor:
         """D in the columns' own order, float32 [n]: what each target's squared error adds to the loss."""
-        return self._in_place(self.diagonal)
+        if self.order is None:
+            return self.diagonal
+        return torch.empty_like(self.diagonal).index_copy_(0, self.order, self.diagonal)
 
-    @cached_property
-    def exposure(self) -> Tensor:
-        """What a target's squared error of variance 1 adds to twice the loss without the damping, in the columns' own
-        order: the diagonal of K H K^T with K = (U + I)^-1, float32 [n]."""
-        kept, _ = self._gains
-        return self._in_place((self.diagonal - self.damping * self.mean * kept).clamp_min(0))
-
-    @cached_property
-    def growth(self) -> Tensor:
-        """The variance that feedback of errors eta of variance 1 adds to each target, in the columns' own order."""
-        return self._in_place(self._gains[1])
-
-    @cached_property
-    def _gains(self) -> tuple[Tensor, Tensor]:
-        return gains(self.feedback)
-
-    def _in_place(self, values: Tensor) -> Tensor:
-        return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order, values)
+    def fed(self, errors: Tensor) -> Tensor:
+        """What target errors eta make of the weights: dW = eta (U + I)^-1, float32 [rows, n], columns in their own order."""
+        ordered = errors if self.order is None else errors[:, self.order]
+        found = torch.linalg.solve_triangular(
+            self.feedback, ordered, upper=True, left=False, unitriangular=True
+        )
+        return found if self.order is None else torch.empty_like(found).index_copy_(1, self.order, found)
 
 
 def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> Factor:

@@ -1,4 +1,4 @@
-"""Rounding of a whole tensor in row chunks, and its expected loss without encoding it.
+"""Rounding of a whole tensor in row chunks.
 
 Memory: a chunk is at most 2**22 weights (about 100 MiB with everything the sweep needs), however large the
 table is.
@@ -15,13 +15,10 @@ from nstf.quantizers.rounding.ldlq import ldlq
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.nearest import nearest
 from nstf.quantizers.rounding.sweep import Rounded
-from nstf.quantizers.stats import Stats, row_loss
+from nstf.quantizers.stats import Stats
 
 ROUNDINGS = ("nearest", "ldlq")
 CHUNK = 1 << 22  # weights
-# Weights `expected_loss` looks at. Losses of independently rounded rows vary more: their errors add up in the few
-# directions in which all inputs are large.
-SAMPLE = {"nearest": 1 << 18, "ldlq": 1 << 16}
 
 
 @dataclass(frozen=True)
@@ -84,37 +81,6 @@ def importance(stats: Stats, cols: int, damping: float, device: torch.device) ->
     good = torch.isfinite(diagonal) & (diagonal > 0)
     mean = torch.where(good, diagonal, 0.0).sum() / good.sum().clamp_min(1)
     return torch.where(good, diagonal, 0.0) + damping * torch.where(mean > 0, mean, 1.0)
-
-
-def expected_loss(
-    weight: Tensor, lead: int, levels: Levels, group: int, rounding: Rounding, stats: Stats | None
-) -> float:
-    """The loss `encode` will leave, from a sample of evenly spaced rows, without encoding.
-
-    The sampled rows are rounded as `encode` would round them and their loss is measured; its sum is carried
-    over to all rows by sum_j row_weight_j sum_i h_i w_ji^2, h being the Hessian's diagonal (the LDL
-    diagonal under ldlq). On SmolLM2-135M this is closer than 1/2 sum_i D_i (w_i - nearest(w_i))^2, which
-    ignores what feedback adds to the targets and counts the damping: 10 % low at 4 bits, 18 % at 2 bits,
-    twice too high where one input dominates.
-    """
-    stats = stats or Stats()
-    matrix = matrix_view(weight, lead)
-    rows, cols = matrix.shape
-    stats.check(rows, cols)
-    weights = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1).float().cpu()
-    diagonal = importance(stats, cols, rounding.damping, matrix.device)
-    if rounding.method == "ldlq" and stats.hessian is not None:
-        diagonal = stats.ldl(rounding.damping, rounding.act_order).importance
-    energy = torch.cat([matrix[s:e].float().square() @ diagonal for s, e in chunks(rows, cols)]) * weights
-    if not bool(torch.isfinite(energy).all()):
-        raise ValueError("weights or row weights are NaN or infinite")
-    step = max(1, rows * cols // SAMPLE[rounding.method])
-    picked = torch.arange(step // 2, rows, step)
-    part = matrix[picked].float().contiguous()
-    rounded = round_matrix(part, levels, group, rounding, stats)
-    lost = row_loss(part - rounded.decode(levels), stats.hessian)
-    sampled = float(energy[picked].sum())
-    return float((lost * weights[picked]).sum()) * (float(energy.sum()) / sampled if sampled > 0 else 1.0)
 
 
 def matrix_view(weight: Tensor, lead: int) -> Tensor:
