@@ -17,20 +17,20 @@ from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
-weight, hessian = normal(37, 150), correlated_hessian(150)
+weight, hessian = normal(33, 136), correlated_hessian(136)
 plain, ordered = factor(hessian), factor(hessian, act_order=True)
-for name, levels in LEVELS.items():
-    for group in (0, 24):
-        grid = sweep_torch(weight, levels, group, plain.importance, None, None).grid
-        for way, frozen in ((plain, None), (ordered, grid)):
-            ours, reference = (
-                sweep_torch(weight, levels, group, way.importance, way, frozen, block)
-                for block in (block_triton, block_torch)
-            )
-            # A tie between two levels may fall the other way; from there a row goes its own way.
-            same = float((ours.codes == reference.codes).float().mean())
-            assert same > 0.97, (name, group, frozen is None, same)
-            assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=1e-3), name
+for name in ("int4-asymmetric", "fp8", "grid"):
+    levels = LEVELS[name]
+    grid = sweep_torch(weight, levels, 24, plain.importance, None, None).grid
+    for way, frozen in ((plain, None), (ordered, grid)):
+        ours, reference = (
+            sweep_torch(weight, levels, 24, way.importance, way, frozen, block)
+            for block in (block_triton, block_torch)
+        )
+        # A tie between two levels may fall the other way; from there a row goes its own way.
+        same = float((ours.codes == reference.codes).float().mean())
+        assert same > 0.97, (name, frozen is None, same)
+        assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=1e-3), name
 """
 
 
