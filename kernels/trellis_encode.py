@@ -1,11 +1,27 @@
 """The Viterbi search of the trellis format on the device that the targets are on. All of them give the same codes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 from nstf.kernels import triton
 from nstf.kernels.cpu import ext
 from nstf.kernels.torch import viterbi
+
+_THREADS: ContextVar[int | None] = ContextVar("search_threads", default=None)
+
+
+@contextmanager
+def search_threads(count: int) -> Iterator[None]:
+    """In this thread, searches on the CPU take so many threads instead of torch's number; the codes are the same."""
+    token = _THREADS.set(count)
+    try:
+        yield
+    finally:
+        _THREADS.reset(token)
 
 
 def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:
@@ -23,7 +39,11 @@ def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor
     if targets.device.type == "cpu" and hasattr(ext, "trellis_viterbi"):
         codes = torch.empty(targets.shape[0], 8 * quarter_bits, dtype=torch.uint8)
         ext.trellis_viterbi(
-            targets.contiguous(), quarter_bits, codebook.contiguous(), codes, torch.get_num_threads()
+            targets.contiguous(),
+            quarter_bits,
+            codebook.contiguous(),
+            codes,
+            _THREADS.get() or torch.get_num_threads(),
         )
         return codes
     return viterbi.viterbi(targets, quarter_bits, codebook)

@@ -49,11 +49,11 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
     """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
     form = levels(params)
-    bytes_of = form.values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
     scale_dtype = torch.float16 if params.scale_bits == 16 else torch.float32
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:
-        codes = bytes_of.to(rounded.codes.device)[rounded.codes.int()]
+        values = form.values(rounded.codes.device)[rounded.codes.int()]
+        codes = values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
         return {"codes": codes, "scale": rounded.grid.scale.to(scale_dtype)}
 
     arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)

@@ -99,7 +99,7 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
         return {"codes": bitpack.pack(rounded.codes, 4)} | stored_scales(rounded, params.scale_bits)
 
     arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
-    arrays["table"] = form.values.half()
+    arrays["table"] = form.values().half()
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 
 
@@ -120,17 +120,17 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
     matrix = matrix_view(weight, params.lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
-    picked = torch.arange(rows)[:: max(1, -(-rows * cols // SAMPLE))]
+    picked = slice(None, None, max(1, -(-rows * cols // SAMPLE)))
     x = matrix[picked].float().contiguous()
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the weight has NaN or infinite values")
     if params.rounding == "ldlq" and stats.hessian is not None:
         diagonal = stats.ldl(params.damping, params.act_order).importance
     else:
-        diagonal = importance(stats, cols, params.damping)
+        diagonal = importance(stats, cols, params.damping, x.device)
     mass = diagonal.to(x).expand_as(x)
     if stats.row_weight is not None:
-        mass = mass * stats.row_weight.reshape(-1).to(x)[picked.to(x.device)].unsqueeze(1)
+        mass = mass * stats.row_weight.reshape(-1).to(x)[picked].unsqueeze(1)
     form = _levels(_SIGNED if params.scale_bits == 16 else _UNSIGNED, params)
     best, best_loss = form, math.inf
     for _ in range(ROUNDS):
@@ -142,7 +142,9 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
         codes = rounded.codes.reshape(-1).long()
         up = torch.bincount(codes, (mass * scale * x).reshape(-1).double(), minlength=16)
         down = torch.bincount(codes, (mass * scale * scale).reshape(-1).double(), minlength=16)
-        table = torch.where(down > 0, up / down.clamp(min=1e-300), form.values.to(up)).sort().values
+        table = (
+            torch.where(down > 0, up / down.clamp(min=1e-300), form.values(up.device).to(up)).sort().values
+        )
         peak = float(table.abs().max())
         if peak == 0 or not math.isfinite(peak):
             break

@@ -17,6 +17,7 @@ import typer
 from nstf import __version__
 from nstf.errors import NstfError
 from nstf_convert.cli.output import clean, setup_logging
+from nstf_convert.cli.schema import GroupedCommand
 
 EPILOG = "Every command takes --json (results as JSON), --quiet (no progress) and --debug (full traceback)."
 RESUMABLE = ("calibrate", "plan", "convert")
@@ -51,9 +52,9 @@ def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
     app.callback()(common_options)
     for name in names:
         module = importlib.import_module(f"nstf_convert.cli.{name}")
-        app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(
-            getattr(module, name)
-        )
+        app.command(
+            name, cls=GroupedCommand, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True
+        )(getattr(module, name))
     return app
 
 

@@ -13,7 +13,6 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "final": {Accuracy or Similarity}, "domains": {dataset: mean KLD}, "selection": score,
                   "uniform": {"encoding", "size_bytes", "accuracy", "selection", "domains"} | null,
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
-                  "probes": [{"group", "members", "encoding", "expected", "measured", "error", "ratio", "factor"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
                   "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
      "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio"}],
@@ -134,7 +133,7 @@ class Uniform:
 class AccuracyFacts:
     """final: `to_json()` of the written file's Accuracy or Similarity, on windows that chose nothing; domains: mean
     KLD (or relative L2 error) by dataset, on the same windows; selection: the score on the windows that chose.
-    chosen: "mix" | "uniform". probes, search, steps: what measured sensitivities, search and last steps did.
+    chosen: "mix" | "uniform". search, steps: what the search and the last steps did.
     """
 
     final: Mapping[str, Any] | None
@@ -144,7 +143,6 @@ class AccuracyFacts:
     tried: Sequence[Mapping[str, Any]] = ()
     domains: Mapping[str, float] | None = None
     selection: float | None = None
-    probes: Sequence[Mapping[str, Any]] = ()
     search: Mapping[str, Any] | None = None
     steps: Sequence[Mapping[str, Any]] = ()
     healing: Mapping[str, Any] | None = None

@@ -51,7 +51,7 @@ def encode_rows(
     stats: Stats | None,
     pack: Callable[[Rounded], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """The arrays that `pack` makes of every chunk of rows, joined along the rows.
+    """The arrays that `pack` makes of every chunk of rows, joined along the rows, on the CPU.
 
     Raises ValueError on an empty or non-floating tensor, on non-finite weights and on statistics of another
     shape.
@@ -62,28 +62,28 @@ def encode_rows(
     parts: list[dict[str, Tensor]] = []
     for start, end in chunks(*matrix.shape):
         part = matrix[start:end].float()
-        if not bool(torch.isfinite(part).all()):
-            count = int((~torch.isfinite(part)).sum())
+        count = int((~torch.isfinite(part)).sum())
+        if count:
             raise ValueError(f"{count} weights in rows {start} to {end - 1} are NaN or infinite")
         parts.append(pack(round_matrix(part.contiguous(), levels, group, rounding, stats)))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
 
 def round_matrix(part: Tensor, levels: Levels, group: int, rounding: Rounding, stats: Stats) -> Rounded:
     """Codes and scales of some rows, float32 [rows, cols]."""
     if rounding.method == "ldlq" and stats.hessian is not None:
         return ldlq(part, levels, group, stats.ldl(rounding.damping, rounding.act_order))
-    return nearest(part, levels, group, importance(stats, part.shape[1], rounding.damping))
+    return nearest(part, levels, group, importance(stats, part.shape[1], rounding.damping, part.device))
 
 
-def importance(stats: Stats, cols: int, damping: float) -> Tensor:
+def importance(stats: Stats, cols: int, damping: float, device: torch.device) -> Tensor:
     """The damped diagonal of the Hessian, float32 [cols]; ones without one. Always positive and finite."""
     if stats.hessian is None:
-        return torch.ones(cols)
-    diagonal = stats.hessian.diagonal().detach().float().cpu()
+        return torch.ones(cols, device=device)
+    diagonal = stats.hessian.diagonal().detach().float()
     good = torch.isfinite(diagonal) & (diagonal > 0)
-    mean = float(diagonal[good].mean()) if bool(good.any()) else 1.0
-    return torch.where(good, diagonal, torch.zeros_like(diagonal)) + damping * mean
+    mean = torch.where(good, diagonal, 0.0).sum() / good.sum().clamp_min(1)
+    return torch.where(good, diagonal, 0.0) + damping * torch.where(mean > 0, mean, 1.0)
 
 
 def expected_loss(
@@ -102,7 +102,7 @@ def expected_loss(
     rows, cols = matrix.shape
     stats.check(rows, cols)
     weights = torch.ones(rows) if stats.row_weight is None else stats.row_weight.reshape(-1).float().cpu()
-    diagonal = importance(stats, cols, rounding.damping)
+    diagonal = importance(stats, cols, rounding.damping, matrix.device)
     if rounding.method == "ldlq" and stats.hessian is not None:
         diagonal = stats.ldl(rounding.damping, rounding.act_order).importance
     energy = torch.cat([matrix[s:e].float().square() @ diagonal for s, e in chunks(rows, cols)]) * weights
