@@ -155,7 +155,7 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
 def _levels(table: tuple[float, ...], params: Params) -> Levels:
     ratios = (1.0, *(1.15 - 0.05 * i for i in range(13)))
     f16 = params.scale_bits == 16
-    halves = tuple(torch.tensor(table).half().tolist())
+    halves = tuple(torch.tensor(table, device="cpu").half().tolist())
     return Levels(4, table=halves, scale="f16" if f16 else "u8", ratios=ratios, signs=f16)
 
 

@@ -22,7 +22,7 @@ __all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
 
 _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
 LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
-_CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8)
+_CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ def calibration(session: Session) -> schema.CalibrationFacts | None:
     words = {
         "dataset": ", ".join(source.get("datasets", [])),
         "model": "sampled from the model itself",
+        "mixed": "documentation, code and prose that come with nstf and Python",
         "documentation": "the Python manual",
         "noise": "1/f noise",
     }

@@ -18,9 +18,11 @@ from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import text as inputs
-from nstf_convert.pipeline.calibrate.statistics import calibrate_model
+from nstf_convert.pipeline.calibrate.batches import digest
+from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
 from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.units import Statistics, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
@@ -33,8 +35,10 @@ log = logging.getLogger("nstf")
 DEFAULT_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
+# Hessians that take more in all are used as they come, and not kept: front to back makes its own.
+HESSIAN_BYTES = 3 << 30
 # Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 7
+CALIBRATION_VERSION = 8
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -42,7 +46,15 @@ INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
-    def __init__(self, options: ConvertOptions, stages: Stages, keep_work: bool | None = None) -> None:
+    def __init__(
+        self,
+        options: ConvertOptions,
+        stages: Stages,
+        keep_work: bool | None = None,
+        may_drop: bool = True,
+    ) -> None:
+        """may_drop: large Hessians may be used while they are there and not stored."""
+        self.may_drop = may_drop
         self.options = options
         self.stages = stages
         self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
@@ -62,15 +74,13 @@ class Session:
             raise
         try:
             self.source = self._expanded()
-            self.calibration = self._calibration()
             self.units = {u.name: u for u in find_units(self._infos(), self.model)}
+            self.calibration: TensorFile | None = None
+            self.statistics = Statistics(None, self.device)
+            self.encoder = self._encoder("none")
+            self._calibrate()
             self.statistics = Statistics(self.calibration, self.device)
-            identity = content_key(
-                checkpoint=self.checkpoint.fingerprint(), calibration=self.calibration_fingerprint()
-            )
-            self.encoder = Encoder(
-                self.work, self.source, self.statistics, identity, self.config, self.machine
-            )
+            self.encoder = self._encoder(self.calibration_fingerprint())
         except BaseException as error:
             self._close(type(error))
             raise
@@ -121,7 +131,16 @@ class Session:
 
     def calibration_fingerprint(self) -> str:
         """What the statistics came from; `none` without data."""
-        return "none" if self.calibration is None else content_key(**self.calibration.metadata)
+        return "none" if self.calibration is None else str(self.calibration.metadata["identity"])
+
+    @property
+    def keeps_hessians(self) -> bool:
+        """Whether the Hessians of all layers are at hand, so that tensors can be encoded on their own."""
+        return all(self.statistics.has_hessian(u) for u in self.units.values())
+
+    def _encoder(self, calibration: str) -> Encoder:
+        identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
+        return Encoder(self.work, self.source, self.statistics, identity, self.config, self.machine)
 
     def _infos(self) -> dict[str, tuple[tuple[int, ...], str]]:
         out = {}
@@ -178,32 +197,68 @@ class Session:
         file = TensorFile(path)
         return file.get
 
-    def _calibration(self) -> TensorFile | None:
+    def _calibrate(self) -> None:
+        """Finds or makes the calibration; `calibration` stays None for a model that cannot be run."""
         if self.options.calibration is not None:
-            return self._given_calibration(self.options.calibration)
+            self.calibration = self._given_calibration(self.options.calibration)
+            return
         if self.model is None:
-            return None
+            return
         path = self.work.path / "calibration.safetensors"
-        if path.exists():
-            try:
-                return TensorFile(path)
-            except CorruptError:
-                path.unlink()
+        if not path.exists():
+            self._make_calibration(self.model, path)
+        try:
+            self.calibration = TensorFile(path)
+        except CorruptError:
+            path.unlink()
+            self._make_calibration(self.model, path)
+            self.calibration = TensorFile(path)
+
+    def _make_calibration(self, model: StreamedModel, path: Path) -> None:
         with self.stages.stage("calibration text"):
-            data = self._data(self.model)
+            data = self._data(model)
+        facts = {
+            "version": CALIBRATION_VERSION,
+            "checkpoint": self.checkpoint.fingerprint(),
+            "seed": self.options.seed,
+            "device": self.device.type,
+        }
+        splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
+        identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
+        metadata = {**facts, "identity": identity} | {
+            f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches)
+            for n, batches in splits.items()
+        }
+        consume = self._estimating(identity) if self._drops_hessians(model) else None
         with self.stages.stage("calibration"):
-            metadata = {
-                "version": CALIBRATION_VERSION,
-                "checkpoint": self.checkpoint.fingerprint(),
-                "seed": self.options.seed,
-                "fit_tokens": sum(next(iter(b.values())).numel() for b in data.fit),
-                "held_out_tokens": sum(next(iter(b.values())).numel() for b in data.held_out),
-                "report_tokens": sum(next(iter(b.values())).numel() for b in data.report),
-            }
             calibrate_model(
-                self.model, data, path, metadata, self.options.seed, self.machine.tokens_per_batch
+                model, data, path, metadata, self.options.seed, self.machine.tokens_per_batch, consume
             )
-        return TensorFile(path)
+
+    def _drops_hessians(self, model: StreamedModel) -> bool:
+        """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""
+        if self.options.search_limits is not None or self.options.budget.kind == "max_kl":
+            return False
+        widths = [
+            self.units[w].elements // self.units[w].inner_shape[0] for _, _, w in model.linear_modules()
+        ]
+        return self.may_drop and sum(4 * n * n for n in widths) > HESSIAN_BYTES
+
+    def _estimating(self, identity: str) -> Consumer:
+        """What works out the candidates of the tensors behind each Hessian while it is there."""
+        allowed = method_families(self.options.formats)
+        once = {n for n, u in self.units.items() if u.lead == 1 and len(u.uses) == 1 and u.kept is None}
+
+        def consume(known: Gathered, keys: list[str]) -> set[str]:
+            self.statistics = Statistics(known, self.device)
+            encoder = self._encoder(identity)
+            entries = known.metadata["hessians"]
+            covered = {k for k in keys if set(entries[k]["weights"]) <= once}
+            units = [self.units[w] for k in sorted(covered) for w in entries[k]["weights"]]
+            encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
+            return covered
+
+        return consume
 
     def _given_calibration(self, path: Path) -> TensorFile:
         if not path.exists():
@@ -235,14 +290,16 @@ class Session:
                 model, self.tokenizer(), options.datasets, samples, options.seq_len, options.seed
             )
         if model.is_causal_lm:
-            log.info("no --dataset: sampling text from the model itself")
-            return inputs.sampled_data(
-                model,
-                options.samples or DEFAULT_SAMPLED,
-                options.seq_len,
-                options.seed,
-                self._start_token(model),
-            )
+            try:
+                tokenizer = self.tokenizer()
+            except UsageError as error:
+                log.warning("%s: the model writes its own calibration text", error)
+                sampled = min(samples, DEFAULT_SAMPLED)
+                return inputs.sampled_data(
+                    model, sampled, options.seq_len, options.seed, self._start_token(model)
+                )
+            log.info("no dataset: calibrating on documentation, code and prose that come along")
+            return inputs.mixed_data(model, tokenizer, samples, options.seq_len, options.seed)
         if getattr(model.module, "main_input_name", "") == "input_ids":
             return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
         return inputs.noise_data(model, min(samples, 32), options.seed)

@@ -17,7 +17,7 @@ def calibrate(options: ConvertOptions) -> Path:
         raise UsageError("calibrate makes a calibration file, it does not take one: drop --calibration")
     if options.output.exists() and not options.force:
         raise UsageError(f"{options.output} exists: give another --output, or --force to replace it")
-    with Session(replace(options), Stages()) as session:
+    with Session(replace(options), Stages(), may_drop=False) as session:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         partial = options.output.with_name(f".{options.output.name}.part")

@@ -19,7 +19,8 @@ The metadata's `domains` gives the dataset every batch of the three splits came 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,27 @@ __all__ = [
 ]  # fmt: skip
 
 
+@dataclass
+class Gathered:
+    """What a calibration under way has found so far, read like the file that it becomes."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def find(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+
+# Takes what is known and the keys of new Hessians; gives back the keys of those that need not be stored.
+Consumer = Callable[[Gathered, list[str]], set[str]]
+
+
 def calibrate_model(
     model: StreamedModel,
     data: Data,
@@ -75,16 +97,23 @@ def calibrate_model(
     metadata: dict[str, Any],
     seed: int,
     tokens_per_batch: int = TOKENS_PER_BATCH,
+    consume: Consumer | None = None,
 ) -> None:
-    """Runs the calibration of `model` on `data` and writes it to `path`. Progress on stderr."""
+    """Runs the calibration of `model` on `data` and writes it to `path`. Progress on stderr.
+
+    consume: is shown the Hessians of every layer as they are finished; those it answers with are not stored.
+    """
     with TensorFileWriter(path) as writer:
         members: dict[str, Any] = {}
         gradients = end_loss_gradients(model, data, seed)
-        for name, value in gradients.sensitivity.items():
+        gathered = Gathered(dict(gradients.sensitivity))
+        gathered.tensors |= {f"frequency:{name}": value for name, value in gradients.frequency.items()}
+        for name, value in gathered.tensors.items():
             writer.add(name, value)
-        for name, value in gradients.frequency.items():
-            writer.add(f"frequency:{name}", value)
-        experts = _write_hessians(model, data, writer, members, gradients.token_weight, tokens_per_batch)
+        gathered.metadata["hessians"] = members
+        experts = _write_hessians(
+            model, data, writer, gathered, gradients.token_weight, tokens_per_batch, consume
+        )
         for key in sorted(members.keys() & gradients.token_weight):
             writer.add(f"token_weight:{key}", gradients.token_weight[key])
         for name, counts in experts.tokens.items():
@@ -115,10 +144,12 @@ def _write_hessians(
     model: StreamedModel,
     data: Data,
     writer: TensorFileWriter,
-    members: dict[str, Any],
+    gathered: Gathered,
     token_weights: dict[str, Tensor],
     tokens_per_batch: int,
+    consume: Consumer | None,
 ) -> ExpertMoments:
+    members = gathered.metadata["hessians"]
     prefix, layers = layer_list(model.module)
     probe = prepared(data.fit[0], PROBE_TOKENS if data.language else None)
     if any(n > 1 for n in calls_per_layer(layers, lambda: model_output(model, data, probe))):
@@ -140,12 +171,17 @@ def _write_hessians(
             known = token_weights.get(key)
             tokens = float(moment.tokens) if known is None else effective_tokens(known)
             share = SHRINKAGE + (1 - SHRINKAGE) * sampling_share(moment.hessian, tokens)
-            writer.add(f"hessian:{key}", shrunk(moment.hessian, share))
+            gathered.tensors[f"hessian:{key}"] = shrunk(moment.hessian, share)
             members[key] = {
                 "tokens": moment.tokens,
                 "shrinkage": share,
                 "weights": sorted({weight_of[m] for m in moment.members}),
             }
+        dropped = consume(gathered, list(found)) if consume is not None else set()
+        for key in found:
+            hessian = gathered.tensors.pop(f"hessian:{key}")
+            if key not in dropped:
+                writer.add(f"hessian:{key}", hessian)
 
     batches = list(merge_batches(data.fit, tokens_per_batch))
     head_moments = InputMoments(token_weights)

@@ -1,7 +1,8 @@
 """What a model is calibrated and measured on: batches to fit on, held-out batches, and where they came from."""
 
 import math
-from collections.abc import Mapping, Sequence
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ HELD_OUT_WINDOWS = 8
 REPORT_WINDOWS = 8
 # Windows an encoder is calibrated on are shorter: sentences, not documents.
 ENCODER_SEQ_LEN = 128
+# Code that every CPython has: long modules of different kinds.
+CODE_MODULES = (
+    "argparse.py", "ast.py", "calendar.py", "collections/__init__.py", "configparser.py", "csv.py", "dataclasses.py",
+    "datetime.py", "difflib.py", "email/message.py", "fractions.py", "functools.py", "heapq.py", "http/client.py",
+    "inspect.py", "json/decoder.py", "logging/__init__.py", "pathlib.py", "random.py", "statistics.py",
+    "subprocess.py", "tarfile.py", "textwrap.py", "threading.py", "typing.py", "unittest/case.py", "zipfile.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,24 +59,37 @@ def text_data(
     model: StreamedModel, tokenizer: Any, datasets: Sequence[str], samples: int, seq_len: int, seed: int
 ) -> Data:
     """Windows of the given texts, each text giving an equal share. Raises UsageError when one is too short."""
+    sources = {str(path): load_text(path) for path in datasets}
+    return _windows(model, tokenizer, sources, samples, seq_len, seed, "dataset")
+
+
+def _windows(
+    model: StreamedModel,
+    tokenizer: Any,
+    sources: Mapping[str, Iterable[str]],
+    samples: int,
+    seq_len: int,
+    seed: int,
+    origin: str,
+) -> Data:
     language = model.is_causal_lm
     seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), _max_positions(model))
-    per_fit = math.ceil(samples / len(datasets))
-    per_held = math.ceil(HELD_OUT_WINDOWS / len(datasets))
-    per_report = math.ceil(REPORT_WINDOWS / len(datasets))
+    per_fit = math.ceil(samples / len(sources))
+    per_held = math.ceil(HELD_OUT_WINDOWS / len(sources))
+    per_report = math.ceil(REPORT_WINDOWS / len(sources))
     parts: dict[str, list[Batch]] = {"fit": [], "held_out": [], "report": []}
     domains: dict[str, list[str]] = {n: [] for n in parts}
-    for number, path in enumerate(datasets):
+    for number, (path, documents) in enumerate(sources.items()):
         windows = tokenise_windows(
-            tokenizer, load_text(path), seq_len, per_fit, per_held + per_report, seed + number, str(path)
+            tokenizer, documents, seq_len, per_fit, per_held + per_report, seed + number, path
         )
         held, report = windows.held_out[:per_held], windows.held_out[per_held:]
         for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
             parts[split] += _rows(ids)
             domains[split] += [Path(path).name] * len(ids)
     source = {
-        "origin": "dataset",
-        "datasets": [Path(p).name for p in datasets],
+        "origin": origin,
+        "datasets": [Path(p).name for p in sources],
         "seq_len": seq_len,
         **{f"{n}_windows": len(b) for n, b in parts.items()},
     }
@@ -76,20 +97,43 @@ def text_data(
     return Data(language, fit, held_out, source, reported, {n: tuple(d) for n, d in domains.items()})
 
 
-def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
-    """Windows of the Python manual, for a text encoder that cannot write its own text.
+def mixed_data(model: StreamedModel, tokenizer: Any, samples: int, seq_len: int, seed: int) -> Data:
+    """Windows of documentation, code and prose in equal shares, for a language model without a dataset.
 
-    The manual (`pydoc_data.topics`) comes with every CPython, so this needs no network and no file.
+    The manual and the code come with every CPython, the prose with this package: no network and no file is needed.
     """
-    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+    sources = {"documentation": manual(), "code": standard_library(), "prose": prose()}
+    return _windows(model, tokenizer, sources, samples, seq_len, seed, "mixed")
 
-    documents = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
+
+def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
+    """Windows of the Python manual, for a text encoder."""
     seq_len = min(ENCODER_SEQ_LEN, _max_positions(model))
     windows = tokenise_windows(
-        tokenizer, documents, seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
+        tokenizer, manual(), seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
     )
     rows = _rows(torch.cat([windows.fit, windows.held_out]))
     return _split(model.is_causal_lm, rows, samples, {"origin": "documentation", "seq_len": seq_len})
+
+
+def manual() -> list[str]:
+    """Passages of Python's manual (`pydoc_data.topics`)."""
+    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+
+    return [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
+
+
+def standard_library() -> list[str]:
+    """Modules of Python's standard library, as source code."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [(folder / name).read_text(encoding="utf-8") for name in CODE_MODULES if (folder / name).exists()]
+
+
+def prose() -> list[str]:
+    """Paragraphs of the prose that comes with the package, a few together."""
+    text = (Path(__file__).parents[2] / "texts" / "prose.txt").read_text(encoding="utf-8")
+    paragraphs = text.split("\n\n")
+    return ["\n\n".join(paragraphs[i : i + 8]) for i in range(0, len(paragraphs), 8)]
 
 
 def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.header import Meta
-from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.progress import bars_off
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -46,7 +46,10 @@ class Run:
         with session.stages.stage("plan"):
             planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact=False)
             if "add" in self.allowed:
-                low = [u for u in plans.low_bit_units(session, planned) if not self._has_hybrids(u)]
+                known = session.statistics.has_hessian
+                low = [
+                    u for u in plans.low_bit_units(session, planned) if known(u) and not self._has_hybrids(u)
+                ]
                 found = session.encoder.each(
                     low, lambda u: session.encoder.hybrids(u, self.allowed), lambda u: None
                 )
@@ -54,7 +57,10 @@ class Run:
                     self.table = self.table.with_more(name, more)
             planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
-            doubtful = plans.unconfirmed(self.table, planned)
+            found_losses = plans.unconfirmed(self.table, planned)
+            doubtful = {
+                n: r for n, r in found_losses.items() if session.statistics.has_hessian(session.units[n])
+            }
             if not doubtful:
                 break
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
@@ -98,7 +104,8 @@ class Run:
             session.stages.stage("encode front to back"),
             bar(session, f"front to back {planned.label}") as progress,
         ):
-            prefixed = encode_in_prefix(session, planned.mix, progress)
+            target = "stream" if session.options.front_to_back else "weight"
+            prefixed = encode_in_prefix(session, planned.mix, progress, PrefixOptions(target))
         with session.stages.stage("measure"):
             measured = mixes.measure(session, planned.mix, load=prefixed.loader())
         losses = {n: r.loss for n, r in prefixed.results.items()}
@@ -106,7 +113,8 @@ class Run:
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
-        return self.front_to_back(planned) if self.session.options.front_to_back else self.measure(planned)
+        one_by_one = not self.session.options.front_to_back and self.session.keeps_hessians
+        return self.measure(planned) if one_by_one else self.front_to_back(planned)
 
     def best_uniform(self, budget_bytes: int) -> Trial | None:
         """The single format that measures best within a budget, by the same last steps as a mix; None when none fits."""

@@ -190,21 +190,43 @@ def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Any, Tenso
     return prepared, tail
 
 
-def low_rank_recipes(unit: Unit, tail: Tensor) -> list[tuple[Recipe, float]]:
-    """Low-rank recipes at the comparison sizes with expected losses: what the rank leaves out, plus the factors' rounding.
+def low_rank_that_may_win(
+    unit: Unit, inner: Tensor, stats: Stats, rivals: Sequence[tuple[Recipe, float]]
+) -> list[Recipe]:
+    """Low-rank recipes at the comparison sizes that a bound from below does not rule out.
 
-    Each rounded factor adds noise in proportion to the energy kept; the true loss is found when the plan takes one.
+    No matrix of that rank can lose less than the bound (`svd.low_rank_bound`), which needs no decomposition. Where a
+    rival of no more bytes loses less than that, the rank is not tried. rivals: other recipes with expected losses.
     """
     from nstf.decomposers import svd
 
+    rows = math.prod(unit.inner_shape[: unit.lead])
+    best_at = sorted((price(unit, r)[1], value) for r, value in rivals)
     out = []
     for bits in DECOMPOSED_BITS:
         size = int(unit.elements * bits / 8)
+        best = min((value for b, value in best_at if b <= size), default=math.inf)
         for factor in FACTORS:
             rank = svd.rank_for_bytes(unit.inner_shape, size, recipes.bytes_of(factor), unit.lead)
-            if rank is not None:
-                noise = 2 * FACTOR_NOISE[factor.params["bits"]] * float(tail[0] - tail[rank])
-                out.append((Recipe("svd", {"rank": rank}, {"factor": factor}), float(tail[rank]) + noise))
+            if rank is None:
+                continue
+            bound = svd.low_rank_bound(inner.reshape(rows, -1), stats.hessian, stats.row_weight, rank)
+            if bound < best:
+                out.append(Recipe("svd", {"rank": rank}, {"factor": factor}))
+    return out
+
+
+def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recipe, float]]:
+    """Low-rank recipes with expected losses: what the rank leaves out, plus the factors' rounding.
+
+    Each rounded factor adds noise in proportion to the energy kept; the true loss is found when the plan takes one.
+    """
+    out = []
+    for recipe in wanted:
+        rank = int(recipe.params["rank"])
+        bits = recipe.parts["factor"].params["bits"]
+        noise = 2 * FACTOR_NOISE[bits] * float(tail[0] - tail[rank])
+        out.append((recipe, float(tail[rank]) + noise))
     return out
 
 

@@ -162,7 +162,7 @@ class Encoder:
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Every quantised, dense and decomposed candidate of a tensor, with expected losses."""
         simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
-        table = self._estimated(unit, simple)
+        table = self._estimated(unit, simple, "svd" in allowed)
         out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
         if "trellis" in allowed:
             out += [self._candidate(unit, _recipe(data), value) for data, value in table["trellis"]]
@@ -195,17 +195,27 @@ class Encoder:
         tree, size = cand.price(unit, recipe)
         return Candidate(recipe, tree, size, value, exact)
 
-    def _estimated(self, unit: Unit, simple: Sequence[Recipe]) -> dict[str, Any]:
-        key = self._key("estimates", unit, recipes=[r.to_json() for r in simple])
+    def _estimated(self, unit: Unit, simple: Sequence[Recipe], low_rank: bool) -> dict[str, Any]:
+        key = self._key("estimates", unit, recipes=[r.to_json() for r in simple], low_rank=low_rank)
         found = self._work.find_metadata(key)
         if found is not None:
             return found
         inner, stats = self.inputs(unit)
         losses = cand.estimates(unit, inner, stats, simple)
-        _, tail = cand.low_rank_losses(unit, inner, stats)
-        low_rank = [[r.to_json(), v] for r, v in cand.low_rank_recipes(unit, tail)]
-        paths = [[r.to_json(), v] for r, v in cand.trellis_recipes(unit, inner, stats)]
-        table = {"losses": losses, "low_rank": low_rank, "trellis": paths, "signal": float(tail[0])}
+        paths = cand.trellis_recipes(unit, inner, stats)
+        signal = loss(inner, torch.zeros((), device=inner.device).expand(inner.shape), stats, unit.lead)
+        found = [*zip(simple, losses, strict=True), *paths]
+        wanted = cand.low_rank_that_may_win(unit, inner, stats, found) if low_rank else []
+        factors: list[tuple[Recipe, float]] = []
+        if wanted:
+            _, tail = cand.low_rank_losses(unit, inner, stats)
+            factors = cand.low_rank_recipes(wanted, tail)
+        table = {
+            "losses": losses,
+            "low_rank": [[r.to_json(), v] for r, v in factors],
+            "trellis": [[r.to_json(), v] for r, v in paths],
+            "signal": signal,
+        }
         self._work.put(key, {}, table)
         return table
 
@@ -216,8 +226,9 @@ class Encoder:
         key = self._key("signature", unit)
         found = self._work.find_metadata(key)
         if found is None:
-            inner, stats = self.inputs(unit)
-            hessian = None if unit.lead != 1 else stats.hessian
+            inner, hessian = self.inner(unit), None
+            if unit.lead == 1 and self.statistics.has_hessian(unit):
+                hessian = self.statistics.of(unit, inner).hessian
             found = signature(unit.name, inner, hessian, self._config).to_json()
             self._work.put(key, {}, found)
         return found
@@ -225,7 +236,7 @@ class Encoder:
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""
         simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
-        return float(self._estimated(unit, simple)["signal"])
+        return float(self._estimated(unit, simple, "svd" in allowed)["signal"])
 
     def _structured(self, unit: Unit, methods: set[str]) -> Iterable[tuple[Recipe, float]]:
         inner, stats = self.inputs(unit)

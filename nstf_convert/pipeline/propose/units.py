@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from nstf.analyzers.roles import role_of
 from nstf.kernels.formats.tree import Shape
 from nstf.quantizers.stats import Stats
-from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.streamed import LINEAR_TYPES, StreamedModel
 
 # Smaller tensors, and vectors, are stored as they are: their bytes do not matter and their errors do.
@@ -115,10 +114,22 @@ def _unit(
     return Unit(name, shape, dtype, role, lead, permute, None, uses)
 
 
+class Readable(Protocol):
+    """A calibration file, or what becomes one."""
+
+    metadata: dict[str, Any]
+
+    def names(self) -> set[str]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+    def find(self, name: str) -> Tensor | None: ...
+
+
 class Statistics:
     """The calibration's numbers by tensor, turned into what quantisers take."""
 
-    def __init__(self, file: TensorFile | None, device: torch.device | None = None) -> None:
+    def __init__(self, file: Readable | None, device: torch.device | None = None) -> None:
         """file: a calibration file, or None when nothing is known (every error counts relative to its tensor); device:
         where the statistics are wanted (None: the CPU)."""
         self._file, self._device = file, device or torch.device("cpu")
@@ -139,6 +150,11 @@ class Statistics:
         return self._file is not None and (
             unit.name in self._key_of or self._find("frequency", unit.name) is not None
         )
+
+    def has_hessian(self, unit: Unit) -> bool:
+        """Whether the Hessian of this tensor's inputs is at hand; those of large models are used and dropped."""
+        key = self._key_of.get(unit.name)
+        return key is None or (self._file is not None and f"hessian:{key}" in self._file.names())
 
     def set_typical(self, signal: float) -> None:
         """Sets what a data-free tensor counts: the loss, in nats, of erasing a typical calibrated tensor."""

@@ -91,13 +91,13 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
     monkeypatch.setattr(streamed, "RESIDENT_BYTES", resident)
     session = opened()
     seen = {}
-    real = sequential.recipes.encode
+    real = sequential.recipes.encode_many
 
-    def encode(recipe, weight, stats, lead):
-        seen[tuple(weight.reshape(-1)[:4].tolist())] = stats.hessian
-        return real(recipe, weight, stats, lead)
+    def encode_many(items):
+        seen.update((tuple(w.reshape(-1)[:4].tolist()), stats.hessian) for _, w, stats, _ in items)
+        return real(items)
 
-    monkeypatch.setattr(sequential.recipes, "encode", encode)
+    monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
     mix = three_bits(session)
     prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="weight"))
     model = StreamedModel(
@@ -136,7 +136,7 @@ def test_second_run_finds_everything_and_runs_no_model(opened, monkeypatch) -> N
 def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
     whole = encoded(opened("whole"))
     session = opened("cut", calibration=None)
-    real, calls = sequential.recipes.encode, []
+    real, calls = sequential.recipes.encode_many, []
 
     def stop(*args):
         calls.append(args)
@@ -144,10 +144,10 @@ def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(sequential.recipes, "encode", stop)
+    monkeypatch.setattr(sequential.recipes, "encode_many", stop)
     with pytest.raises(KeyboardInterrupt):
         encoded(session)
-    monkeypatch.setattr(sequential.recipes, "encode", real)
+    monkeypatch.setattr(sequential.recipes, "encode_many", real)
     assert same(whole, encoded(session))
 
 
@@ -208,13 +208,13 @@ def test_expert_stacks_keep_the_calibrations_hessians_and_attention_does_not(ope
 def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypatch) -> None:
     session = opened(samples=40)
     targets = []
-    real = sequential.recipes.encode
+    real = sequential.recipes.encode_many
 
-    def encode(recipe, weight, stats, lead):
-        targets.append(weight)
-        return real(recipe, weight, stats, lead)
+    def encode_many(items):
+        targets.extend(weight for _, weight, _, _ in items)
+        return real(items)
 
-    monkeypatch.setattr(sequential.recipes, "encode", encode)
+    monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
     mix = three_bits(session)
     prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="output"))
     model = StreamedModel(
