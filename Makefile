@@ -9,7 +9,7 @@ OUT    ?= out
 # Tests run in as many processes as there are cores, 8 at most (about 1 GB each): make test JOBS=1 for one.
 JOBS   ?= auto
 SANITIZE := $(OUT)/sanitize
-PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
