@@ -108,7 +108,7 @@ def mean_outer(
         x, y = left[index].float(), right[index].float()
         if weights is None:
             return x.T @ y, float(x.shape[0])
-        w = weights[index].float()
+        w = weights[index].to(x.device, torch.float32)
         # sqrt(w) on both sides: a second moment is positive semi-definite whatever the rounding.
         root = w.sqrt()[:, None]
         left_rows = x * root

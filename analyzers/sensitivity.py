@@ -74,5 +74,5 @@ def sampled_gradient(logits: Tensor, generator: torch.Generator, labels: int) ->
     p = torch.softmax(logits.float(), dim=-1)
     drawn = torch.multinomial(p, labels, replacement=True, generator=generator)
     diagonal = p * (1 - p)
-    sample = p.mul_(labels).scatter_add_(1, drawn, torch.full(drawn.shape, -1.0)).div_(labels**0.5)
+    sample = p.mul_(labels).scatter_add_(1, drawn, p.new_full(drawn.shape, -1.0)).div_(labels**0.5)
     return sample.to(logits.dtype), diagonal

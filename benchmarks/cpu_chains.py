@@ -20,8 +20,8 @@ from nstf import decomposers
 from nstf.decomposers.views import views
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.kernels.formats import EncodedTensor, Node, array_specs
-from nstf_convert.pipeline import recipe as recipes
-from nstf_convert.pipeline.recipe import Recipe
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.recipe import Recipe
 
 SHAPES = (("up", (1536, 576)), ("down", (576, 1536)), ("q", (2048, 2048)))
 FACTOR = Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True})

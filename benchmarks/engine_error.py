@@ -23,7 +23,7 @@ from nstf.quantizers.stats import Stats
 from nstf.runtime.artifact import Shared, write_artifact
 from nstf.runtime.engine import Engine
 from nstf_convert.checkpoint import open_checkpoint
-from nstf_convert.pipeline.recipe import Recipe, encode
+from nstf_convert.pipeline.propose.recipe import Recipe, encode
 
 FORMATS = {
     **{f"int{b}_g32": Recipe("int_grid", {"bits": b, "group": 32}) for b in range(2, 9)},

@@ -71,7 +71,7 @@ def decompose(
     whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
     norm = float(whitened.tensor.norm())
     if norm == 0.0:
-        factors = [torch.zeros(size, params.rank, dtype=torch.float64) for size in view]
+        factors = [whitened.tensor.new_zeros(size, params.rank) for size in view]
     else:
         factors = _fit(whitened.tensor / norm, params)
         factors[0] = factors[0] * norm
@@ -155,11 +155,11 @@ def _best_start(tensor: Tensor, params: Params) -> list[Tensor]:
     sweeps = max(4, min(params.iterations, int(WORK / per_sweep)))
     starts = max(1, min(1 + params.restarts, int(WORK / (per_sweep * sweeps))))
     for start in range(starts):
-        generator = torch.Generator().manual_seed(params.seed + start)
+        generator = torch.Generator("cpu").manual_seed(params.seed + start)
         if start == 0:
             factors = _spectral(tensor, params.rank, generator)
         else:
-            factors = [_random(n, params.rank, generator) for n in tensor.shape]
+            factors = [_random(n, params.rank, generator).to(tensor.device) for n in tensor.shape]
         for penalty in PENALTIES:
             factors = _als(tensor, factors, params.rank, sweeps, penalty)
             if _intensity(factors) <= params.intensity:
@@ -188,7 +188,9 @@ def _exact(tensor: Tensor) -> list[Tensor]:
     view = tuple(tensor.shape)
     longest = max(range(len(view)), key=lambda i: view[i])
     rest = [size for i, size in enumerate(view) if i != longest]
-    positions = torch.cartesian_prod(*[torch.arange(n) for n in rest]).reshape(-1, len(rest))
+    positions = torch.cartesian_prod(*[torch.arange(n, device=tensor.device) for n in rest]).reshape(
+        -1, len(rest)
+    )
     axes = iter(range(len(rest)))
     factors = []
     for axis, size in enumerate(view):
@@ -201,7 +203,7 @@ def _exact(tensor: Tensor) -> list[Tensor]:
 
 
 def _als(tensor: Tensor, factors: list[Tensor], rank: int, sweeps: int, penalty: float) -> list[Tensor]:
-    start: Any = (torch.ones(rank, dtype=torch.float64), _even(factors))
+    start: Any = (tensor.new_ones(rank), _even(factors))
     with torch_backend():
         from tensorly.decomposition import parafac
 
@@ -215,12 +217,15 @@ def _spectral(tensor: Tensor, rank: int, generator: torch.Generator) -> list[Ten
     for axis, size in enumerate(tensor.shape):
         vectors = gram_eigen(unfold(tensor, axis))[1][:, :rank]
         missing = rank - vectors.shape[1]
-        factors.append(torch.cat([vectors, _random(size, missing, generator)], dim=1) if missing else vectors)
+        factors.append(
+            torch.cat([vectors, _random(size, missing, generator).to(vectors)], dim=1) if missing else vectors
+        )
     return factors
 
 
 def _random(size: int, rank: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(size, rank, generator=generator, dtype=torch.float64) / math.sqrt(size)
+    """On the CPU, so that every device starts from the same numbers."""
+    return torch.randn(size, rank, generator=generator, dtype=torch.float64, device="cpu") / math.sqrt(size)
 
 
 def _even(factors: list[Tensor]) -> list[Tensor]:

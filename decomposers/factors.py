@@ -62,7 +62,7 @@ class Decomposition:
             if encoded and self.refit is not None:
                 factor, metric = self.refit(name, current) or (factor, metric)
             encoded[name] = leaf(name, factor, metric)
-            current[name] = decode(encoded[name])
+            current[name] = decode(encoded[name]).to(factor.device)
         return assemble(self.kind, self.params, self.shape, encoded)
 
 

@@ -49,7 +49,7 @@ class Whitened:
         """The covariance on `axis`, identity where there is none."""
         root = self.roots.get(axis)
         if root is None:
-            return torch.eye(self.tensor.shape[axis], dtype=torch.float64)
+            return torch.eye(self.tensor.shape[axis], dtype=torch.float64, device=self.tensor.device)
         return root @ root.T if root.ndim == 2 else torch.diag(root.square())
 
     def into(self, factor: Tensor, axis: int, dim: int = 0) -> Tensor:

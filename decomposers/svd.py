@@ -80,7 +80,7 @@ class Prepared:
 
     def rank_for_error(self, error: float) -> int:
         """The smallest rank whose relative error is at most `error`."""
-        tail = torch.cat([torch.flip((self.singular_values**2).flip(0).cumsum(0), (0,)), torch.zeros(1)])
+        tail = torch.nn.functional.pad((self.singular_values**2).flip(0).cumsum(0).flip(0), (0, 1))
         enough = torch.nonzero(tail <= error**2 * float(tail[0]))
         return max(1, int(enough[0]))
 
@@ -205,9 +205,9 @@ def encode_alternating(prepared: Prepared, rank: int, leaf: Leaf, rounds: int = 
     best, best_loss = None, math.inf
     for _ in range(max(1, rounds)):
         encoded_b = leaf("b", b, metric_b)
-        b_rounded = decode(encoded_b)
+        b_rounded = decode(encoded_b).to(b.device)
         encoded_a = leaf("a", *prepared.refit("a", {"b": b_rounded}))
-        a_rounded = decode(encoded_a)
+        a_rounded = decode(encoded_a).to(b.device)
         loss = prepared.residual_loss(a_rounded, b_rounded)
         if loss < best_loss:
             best, best_loss = {"a": encoded_a, "b": encoded_b}, loss
@@ -234,13 +234,41 @@ def rank_for_error(
     return prepare(weight, stats_hessian, row_weight, lead).rank_for_error(error)
 
 
+def low_rank_bound(weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, rank: int) -> float:
+    """A lower bound of the expected loss of any approximation of rank `rank`, without an eigenproblem.
+
+    weight: [rows, cols]. hessian: [cols, cols] or None. row_weight: [rows] or None. The loss is at least half the sum of
+    all but the `rank` largest of the n eigenvalues of G = R W H W^T R, R^2 = diag(row_weight) and n = min(rows, cols).
+    Of numbers with the sum t and the sum of squares f the r largest add up to at most
+    r t / n + sqrt(r (n - r) / n (f - t^2 / n))
+    (Cauchy and Schwarz, after their mean is taken off). Both follow from one product with H on the smaller side.
+    """
+    rows, cols = weight.shape
+    n = min(rows, cols)
+    if rank >= n:
+        return 0.0
+    w = weight.detach().float()
+    if rows <= cols:
+        gram = (w if hessian is None else w @ hessian.to(w)) @ w.T
+        product = gram if row_weight is None else gram * row_weight.to(w)
+        # R^-1 G R has the eigenvalues of G.
+    else:
+        gram = w.T @ (w if row_weight is None else w * row_weight.to(w)[:, None])
+        product = gram if hessian is None else hessian.to(w) @ gram
+    total = product.diagonal().sum(dtype=torch.float64)
+    squares = (product * product.T).sum(dtype=torch.float64)
+    spread = (squares - total.square() / n).clamp_min(0)
+    most = rank * total / n + (spread * rank * (n - rank) / n).sqrt()
+    return max(0.0, float(total - most) / 2)
+
+
 def _metric(h: Tensor | None) -> Tensor | None:
     return None if h is None else h.to(torch.float32)
 
 
 def _gram(w: Tensor, row_weight: Tensor | None) -> Tensor:
     """W^T diag(row_weight) W in float64, rows a chunk at a time. w: [rows, cols]."""
-    gram = torch.zeros(w.shape[1], w.shape[1], dtype=torch.float64)
+    gram = torch.zeros(w.shape[1], w.shape[1], dtype=torch.float64, device=w.device)
     for start in range(0, w.shape[0], CHUNK):
         part = w[start : start + CHUNK].to(torch.float64)
         weighted = part if row_weight is None else part * row_weight[start : start + CHUNK, None]

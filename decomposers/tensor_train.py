@@ -83,11 +83,11 @@ class _Refit:
 
     def _sides(self, axis: int, current: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The contracted cores left [rows, r] and right [s, cols] of `axis`, whitened."""
-        left = torch.ones(1, 1, dtype=torch.float64)
+        left = self.whitened.tensor.new_ones(1, 1)
         for i in range(axis):
             core = self.whitened.into(current[f"core{i}"].to(torch.float64), i, 1)
             left = torch.einsum("ar,rns->ans", left, core).reshape(-1, core.shape[2])
-        right = torch.ones(1, 1, dtype=torch.float64)
+        right = left.new_ones(1, 1)
         for i in reversed(range(axis + 1, len(self.node.view))):
             core = self.whitened.into(current[f"core{i}"].to(torch.float64), i, 1)
             right = torch.einsum("rns,sb->rnb", core, right).reshape(core.shape[0], -1)

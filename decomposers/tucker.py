@@ -121,9 +121,9 @@ class _Refit:
 
         core: U^+ W, the rows' bases already applied.
         """
-        projection = torch.ones(1, 1, dtype=torch.float64)
+        projection = core.new_ones(1, 1)
         for i in range(self.whitened.columns, len(self.node.view)):
-            identity = torch.eye(self.node.view[i], dtype=torch.float64)
+            identity = torch.eye(self.node.view[i], dtype=torch.float64, device=core.device)
             projection = kron(projection, factors.get(i, identity))
         hp = patch @ projection
         metric = projection.T @ hp
@@ -136,9 +136,9 @@ class _Refit:
         trailing = range(lead_for(self.node.ranks), len(self.node.view))
         if not any(i in self.whitened.roots and i not in factors for i in trailing):
             return None
-        metric = torch.ones(1, 1, dtype=torch.float64)
+        metric = self.whitened.tensor.new_ones(1, 1)
         for i in trailing:
-            identity = torch.eye(self.node.ranks[i], dtype=torch.float64)
+            identity = torch.eye(self.node.ranks[i], dtype=torch.float64, device=metric.device)
             metric = kron(metric, identity if i in factors else self.whitened.covariance(i))
         return metric
 

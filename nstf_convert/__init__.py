@@ -1,1 +1,66 @@
-"""The conversion side of nstf: command line, checkpoint readers, pipeline, planner, gates and reports."""
+"""The conversion side of nstf: command line, checkpoint readers, pipeline, planner, gates and reports.
+
+import nstf_convert
+
+result = nstf_convert.convert("./model", budget=0.5, dataset="docs/", output="model.nstf")
+print(result.size_bytes, result.report["accuracy"]["final"])
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nstf_convert.options import ConvertResult
+
+__all__ = ["convert"]
+
+
+def convert(
+    model: str | Path,
+    *,
+    output: str | Path | None = None,
+    budget: float | None = None,
+    target_size: int | None = None,
+    target_bpw: float | None = None,
+    max_kl: float | None = None,
+    dataset: str | Path | Sequence[str | Path] = (),
+    **options: Any,
+) -> "ConvertResult":
+    """Converts a model into one .nstf file that is never larger than the budget; gives back its path and report.
+
+    model: a Hugging Face folder, a GGUF or ONNX file, or a hub name. output: by default the model's name with .nstf, in
+    the current folder. Exactly one of: budget (share of the checkpoint's tensor bytes, 0..1), target_size (bytes of the
+    file), target_bpw (bits per weight, the whole file counted), max_kl (mean KL divergence in nats on held-out text).
+    dataset: texts to calibrate on. options: further fields of nstf_convert.options.ConvertOptions, such as
+    effort="fast", device="cpu", memory=6 << 30, force=True.
+
+    Raises nstf.errors: UsageError, BudgetError (with the smallest size that can be), CorruptError, UnsupportedError.
+    """
+    from nstf.errors import UsageError
+    from nstf_convert.budget import Budget, Kind
+    from nstf_convert.options import ConvertOptions
+
+    kinds: dict[Kind, float | None] = {
+        "ratio": budget, "bytes": target_size, "bpw": target_bpw, "max_kl": max_kl,
+    }  # fmt: skip
+    given = [(kind, float(value)) for kind, value in kinds.items() if value is not None]
+    if len(given) != 1:
+        raise UsageError("give exactly one of budget, target_size, target_bpw and max_kl")
+    texts = [dataset] if isinstance(dataset, str | Path) else list(dataset)
+    path = Path(output) if output is not None else Path(f"{Path(model).resolve().stem}.nstf")
+    unknown = sorted(set(options) - set(ConvertOptions.__dataclass_fields__))
+    if unknown:
+        raise UsageError(f"unknown option {unknown[0]!r}: ConvertOptions has {', '.join(_names())}")
+    chosen = ConvertOptions(
+        model=str(model), output=path, budget=Budget(*given[0]), datasets=tuple(map(str, texts)), **options
+    )
+    from nstf_convert import pipeline
+
+    return pipeline.convert(chosen)
+
+
+def _names() -> list[str]:
+    from nstf_convert.options import ConvertOptions
+
+    return sorted(ConvertOptions.__dataclass_fields__)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError
+from nstf_convert.device_weights import DeviceWeights
 
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
@@ -42,9 +43,12 @@ class StreamedModel:
         source: Source,
         ties: Mapping[str, str] | None = None,
         lazy: bool = False,
+        device: torch.device | None = None,
+        resident_bytes: int = 0,
     ) -> None:
         """`config`: the Hugging Face config. `source`: parameter name -> tensor. `ties`: alias -> stored name.
-        `lazy`: fetch nothing before the first forward, not even small tensors.
+        `lazy`: fetch nothing before the first forward, not even small tensors. `device`: where it runs (None: the
+        CPU); `resident_bytes`: weights that may stay there between two uses.
 
         Raises CorruptError when a tensor does not have the shape its parameter has.
         """
@@ -52,9 +56,11 @@ class StreamedModel:
 
         self.config = config
         self.module: Any = build_skeleton(config)
-        self._source = source
+        self.device = device or torch.device("cpu")
         self._ties = dict(ties or {})
         self._names = self._stored_names()
+        self.weights = DeviceWeights(source, self.device, resident_bytes, list(self._names.values()))
+        buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: set[nn.Module] = set()
         self._pending: list[Callable[[], None]] = []
@@ -108,6 +114,7 @@ class StreamedModel:
         cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None.
         """
         self.settle()
+        ids = ids.to(self.device)
         out = self.module.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
         return out.last_hidden_state  # type: ignore[no-any-return]
 
@@ -136,6 +143,7 @@ class StreamedModel:
         An encoder-decoder that is given no `decoder_input_ids` gets some: the text itself, or words of its vocabulary.
         """
         self.settle()
+        inputs = {n: v.to(self.device) for n, v in inputs.items()}
         extra: dict[str, Any] = {}
         if getattr(self.module.config, "is_encoder_decoder", False):
             # A cache would be filled twice where a layer is recomputed for its gradients.
@@ -158,8 +166,9 @@ class StreamedModel:
         if ids is None:
             # A stride that is prime spreads a few tokens over any vocabulary.
             vocabulary = config.get_text_config(decoder=True).vocab_size
-            ids = (torch.arange(1, DECODER_TOKENS + 1) * 7919 % vocabulary).expand(rows, -1)
-        return torch.cat([torch.full((rows, 1), start), ids[:, :-1]], dim=1)
+            ids = torch.arange(1, DECODER_TOKENS + 1, device=self.device) * 7919 % vocabulary
+            ids = ids.expand(rows, -1)
+        return torch.cat([torch.full((rows, 1), start, device=ids.device), ids[:, :-1]], dim=1)
 
     def linear_modules(self) -> Iterator[tuple[str, nn.Module, str]]:
         """(module path, module, stored weight name) of every module whose weight multiplies its input."""
@@ -218,7 +227,7 @@ class StreamedModel:
         meta = dict(module.named_parameters(recurse=False))
 
         def fetch(local: str) -> nn.Parameter:
-            value = self._source(names[local])
+            value = self.weights(names[local])
             if value.shape != shapes[local]:
                 raise CorruptError(
                     f"tensor {names[local]!r} has shape {list(value.shape)}, the config asks for "
@@ -263,6 +272,13 @@ class StreamedModel:
         self._fetchers[module] = (load, drop)
         module.register_forward_pre_hook(lambda *_: None if module in self._held else load())
         module.register_forward_hook(lambda *_: None if module in self._held else drop(), always_call=True)
+
+
+def buffers_to(module: nn.Module, device: torch.device) -> None:
+    """Moves the buffers (rotary frequencies and the like) to a device; parameters stay where they are."""
+    for part in module.modules():
+        for name, value in part.named_buffers(recurse=False):
+            setattr(part, name, value.to(device))
 
 
 LINEAR_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

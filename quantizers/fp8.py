@@ -1,6 +1,7 @@
 """`fp8`: E4M3 floating point, OCP's or AMD's variant, one scale per row or group (format `fp8`)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, decode, stored_bytes
 from nstf.kernels.formats import fp8 as fmt
+from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
     """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
     form = levels(params)
-    bytes_of = form.values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
     scale_dtype = torch.float16 if params.scale_bits == 16 else torch.float32
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:
-        codes = bytes_of.to(rounded.codes.device)[rounded.codes.int()]
+        values = form.values(rounded.codes.device)[rounded.codes.int()]
+        codes = values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
         return {"codes": codes, "scale": rounded.grid.scale.to(scale_dtype)}
 
     arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
@@ -62,7 +64,13 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding."""
-    return expected_loss(weight, params.lead, levels(params), params.group, _rounding(params), stats)
+    return estimate_many(weight, [params], stats)[0]
+
+
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params, all with the same `lead`."""
+    forms = [Form(levels(p), p.group, _rounding(p)) for p in params]
+    return expected_losses(weight, params[0].lead, forms, stats)
 
 
 def levels(params: Params) -> Levels:

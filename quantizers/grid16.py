@@ -5,6 +5,7 @@ with the table fixed, then every level at the weighted mean of the weights it st
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, grid, stored_bytes
 from nstf.kernels.formats.scales import per_column
 from nstf.quantizers.int_grid import stored_scales
+from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss, importance, matrix_view
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows, importance, matrix_view
 from nstf.quantizers.rounding.sweep import Rounded, sweep
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
 
-SAMPLE = 1 << 16  # weights the table is fitted on
+SAMPLE, QUICK_SAMPLE = 1 << 16, 1 << 13  # weights the table is fitted on, to encode and to estimate
 ROUNDS = 10
 # Starts: fitted on normally distributed weights, where they are nearly the same for every group size. With
 # signed scales the longer side can always be the negative one, which the fit makes use of. fmt: off
@@ -99,17 +101,22 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
         return {"codes": bitpack.pack(rounded.codes, 4)} | stored_scales(rounded, params.scale_bits)
 
     arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
-    arrays["table"] = form.values.half()
+    arrays["table"] = form.values().half()
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding."""
-    form = fit(weight, params, stats)
-    return expected_loss(weight, params.lead, form, params.group, _rounding(params), stats)
+    return estimate_many(weight, [params], stats)[0]
 
 
-def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params, all with the same `lead`."""
+    forms = [Form(fit(weight, p, stats, QUICK_SAMPLE), p.group, _rounding(p)) for p in params]
+    return expected_losses(weight, params[0].lead, forms, stats)
+
+
+def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int = SAMPLE) -> Levels:
     """The table fitted to evenly spaced rows of `weight`, as float16 values in ascending order, largest
     magnitude 1.
 
@@ -120,17 +127,17 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
     matrix = matrix_view(weight, params.lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
-    picked = torch.arange(rows)[:: max(1, -(-rows * cols // SAMPLE))]
+    picked = slice(None, None, max(1, -(-rows * cols // sample)))
     x = matrix[picked].float().contiguous()
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the weight has NaN or infinite values")
     if params.rounding == "ldlq" and stats.hessian is not None:
         diagonal = stats.ldl(params.damping, params.act_order).importance
     else:
-        diagonal = importance(stats, cols, params.damping)
+        diagonal = importance(stats, cols, params.damping, x.device)
     mass = diagonal.to(x).expand_as(x)
     if stats.row_weight is not None:
-        mass = mass * stats.row_weight.reshape(-1).to(x)[picked.to(x.device)].unsqueeze(1)
+        mass = mass * stats.row_weight.reshape(-1).to(x)[picked].unsqueeze(1)
     form = _levels(_SIGNED if params.scale_bits == 16 else _UNSIGNED, params)
     best, best_loss = form, math.inf
     for _ in range(ROUNDS):
@@ -142,7 +149,9 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
         codes = rounded.codes.reshape(-1).long()
         up = torch.bincount(codes, (mass * scale * x).reshape(-1).double(), minlength=16)
         down = torch.bincount(codes, (mass * scale * scale).reshape(-1).double(), minlength=16)
-        table = torch.where(down > 0, up / down.clamp(min=1e-300), form.values.to(up)).sort().values
+        table = (
+            torch.where(down > 0, up / down.clamp(min=1e-300), form.values(up.device).to(up)).sort().values
+        )
         peak = float(table.abs().max())
         if peak == 0 or not math.isfinite(peak):
             break
@@ -153,7 +162,7 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None) -> Levels:
 def _levels(table: tuple[float, ...], params: Params) -> Levels:
     ratios = (1.0, *(1.15 - 0.05 * i for i in range(13)))
     f16 = params.scale_bits == 16
-    halves = tuple(torch.tensor(table).half().tolist())
+    halves = tuple(torch.tensor(table, device="cpu").half().tolist())
     return Levels(4, table=halves, scale="f16" if f16 else "u8", ratios=ratios, signs=f16)
 
 

@@ -1,18 +1,20 @@
 """`int_grid`: integers of 2 to 8 bits, symmetric or with a zero point, one scale per group (format `int`)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, integer, stored_bytes
+from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,13 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding."""
-    return expected_loss(weight, params.lead, levels(params), params.group, _rounding(params), stats)
+    return estimate_many(weight, [params], stats)[0]
+
+
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params, all with the same `lead`."""
+    forms = [Form(levels(p), p.group, _rounding(p)) for p in params]
+    return expected_losses(weight, params[0].lead, forms, stats)
 
 
 def levels(params: Params) -> Levels:

@@ -6,6 +6,7 @@ error wins.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, stored_bytes
 from nstf.kernels.formats import mxfp4 as fmt
+from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
-from nstf.quantizers.rounding.matrix import Rounding, encode_rows, expected_loss
+from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
 
 _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
 LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
-_CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8)
+_CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,13 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding."""
-    return expected_loss(weight, params.lead, LEVELS, fmt.BLOCK, _rounding(params), stats)
+    return estimate_many(weight, [params], stats)[0]
+
+
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params, all with the same `lead`."""
+    forms = [Form(LEVELS, fmt.BLOCK, _rounding(p)) for p in params]
+    return expected_losses(weight, params[0].lead, forms, stats)
 
 
 def _pack(rounded: Rounded) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What is known about how a weight is used, and the loss that follows from it."""
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ class Stats:
     """`hessian`: float32 [in, in], mean over tokens of x x^T, None for the identity; `row_weight`: float32
     [out], mean squared gradient of the end loss with respect to each output, None for 1.
 
-    The expected loss of an error dW is 1/2 sum_j row_weight_j dW_j H dW_j^T.
+    The expected loss of an error dW is 1/2 sum_j row_weight_j dW_j H dW_j^T. All of it lies on the device of the weights it
+    is used with, and so does what is derived from it.
     """
 
     hessian: Tensor | None = None
@@ -67,14 +69,14 @@ def loss(weight: Tensor, decoded: Tensor, stats: Stats | None = None, lead: int 
     if weight.shape != decoded.shape:
         raise ValueError(f"weight {list(weight.shape)} and decoded {list(decoded.shape)} differ in shape")
     stats = stats or Stats()
-    rows = int(torch.tensor(weight.shape[:lead]).prod()) if lead else 1
+    rows = math.prod(weight.shape[:lead])
     a, b = weight.reshape(rows, -1), decoded.reshape(rows, -1)
     stats.check(rows, a.shape[1])
     step = max(1, _CHUNK // a.shape[1])
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for start in range(0, rows, step):
         part = row_loss(a[start : start + step].float() - b[start : start + step].float(), stats.hessian)
         if stats.row_weight is not None:
             part = part * stats.row_weight.reshape(-1)[start : start + step].to(part)
-        total += float(part.sum())
-    return total
+        total += part.sum()
+    return float(total)

@@ -6,9 +6,7 @@ algorithm. At equal bits the mean squared error is 0.4 to 0.6 bit below a scalar
 """
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +20,7 @@ from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.matrix import matrix_view
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "encode_many", "estimate", "estimate_many", "tree"]
 
 # Mean squared error on N(0, 1) by quarter bits, at the width below (benchmarks/trellis.py), and the width: the ratio of the
 # weights' standard deviation to the codebook's that is best. More bits reach further into the tails.
@@ -56,7 +54,10 @@ WIDTH = {
 SMALLEST_SECTION = 64
 # One seed for the signs of all tensors, so that q, k and v share the rotation of their input.
 SEED = 0
-_STREAMS = threading.local()
+# Bytes that rounding takes for each weight: the weights in the stored basis, what they become, errors, products and codes.
+_BYTES_PER_WEIGHT = 20
+SCRATCH = 1 << 28
+_CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 
 
 @dataclass(frozen=True)
@@ -96,52 +97,58 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
     """`weight` (any floating dtype) as an encoded tensor; the arrays are on the CPU.
 
-    A GPU does the work when there is one. Raises ValueError on weights or statistics that do not fit.
+    The weight's device does the work. Raises ValueError on weights or statistics that do not fit.
     """
-    stats = stats or Stats()
-    matrix = matrix_view(weight, params.lead).float()
-    stats.check(*matrix.shape)
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
-    rows, leaf = matrix.shape[0], _leaf(params)
-    # In units of the largest weight, so that squares neither overflow nor vanish.
-    unit = float(2.0 ** math.floor(math.log2(max(float(matrix.abs().max()), 1e-37))))
-    matrix = _in_basis(matrix / unit, params)
-    number = _sections_of_rows(matrix, params, stats)
-    parts = [
-        _encode_section(matrix[number == i], q, leaf, params, stats)
-        for i, (q, _) in enumerate(_sections(params, rows))
-    ]
-    scales = torch.empty(rows)
-    for i, (_, found) in enumerate(parts):
-        scales[number == i] = found
-    arrays = {"codes": torch.cat([codes for codes, _ in parts]), **form.store_scales(leaf, scales * unit)}
-    if len(params.sections) > 1:
-        width = max(1, (len(parts) - 1).bit_length())
-        arrays["section"] = bitpack.pack(number.to(torch.uint8)[None], width)[0]
-    prefix = "x" if params.block else ""
-    return EncodedTensor(tree(params), tuple(weight.shape), {join(prefix, k): a for k, a in arrays.items()})
+    return encode_many([(weight, params, stats)])[0]
+
+
+def encode_many(
+    items: Sequence[tuple[Tensor, Params, Stats | None]], scratch: int = SCRATCH
+) -> list[EncodedTensor]:
+    """What `encode` gives for each (weight, params, stats), up to the rounding of sums.
+
+    Rows of equally many columns are rounded side by side whatever their rates, those of one Hessian under one another and
+    those of several in one batched product, so that each block of columns is one search for every rate. All weights are on
+    one device. `scratch`: bytes that may be used beyond the weights, the Hessians' factors and the search's own.
+    """
+    plans = [_plan(*item) for item in items]
+    widths: dict[int, list[_Piece]] = {}
+    for plan in plans:
+        for piece in plan.pieces(scratch):
+            widths.setdefault(piece.cols, []).append(piece)
+    for cols, pieces in widths.items():
+        for batch in _batches(pieces, cols, scratch):
+            _round(batch, cols)
+    return [plan.encoded() for plan in plans]
 
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
     """The expected loss of `encode`, without encoding: Gaussian weights and white errors make it a closed form."""
-    energy = row_energy(weight, params, stats)
-    order = torch.argsort(energy, descending=True, stable=True)
-    total, at = 0.0, 0
-    for q, n in _sections(params, len(energy)):
-        total += float(energy[order[at : at + n]].sum()) * unit_loss(q, weight, params, stats)
-        at += n
-    return total
+    return estimate_many(weight, [params], stats)[0]
+
+
+def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
+    """`estimate` for several params; the weight is read once."""
+    sums: dict[int, Tensor] = {}
+    for lead in {p.lead for p in params}:
+        energy = row_energy(weight, next(p for p in params if p.lead == lead), stats)
+        sums[lead] = torch.nn.functional.pad(energy.sort(descending=True).values.cumsum(0), (1, 0)).cpu()
+    out = []
+    for p in params:
+        total, at, cumulative = 0.0, 0, sums[p.lead]
+        for q, n in _sections(p, len(cumulative) - 1):
+            total += float(cumulative[at + n] - cumulative[at]) * unit_loss(q, weight, p, stats)
+            at += n
+        out.append(total)
+    return out
 
 
 def row_energy(weight: Tensor, params: Params, stats: Stats | None = None) -> Tensor:
     """Variance of each row times its weight in the loss, float64 [rows]. Raises ValueError on non-finite values."""
     stats = stats or Stats()
-    matrix = matrix_view(weight, params.lead).float()
+    matrix = matrix_view(weight, params.lead)
     stats.check(*matrix.shape)
-    energy = _mean_square(matrix)
-    if stats.row_weight is not None:
-        energy = energy * stats.row_weight.reshape(-1).cpu()
+    energy = _weighted(_mean_square(matrix), stats)
     if not bool(torch.isfinite(energy).all()):
         raise ValueError("weights or row weights are NaN or infinite")
     return energy
@@ -171,10 +178,10 @@ def best_sections(
     Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3) over the rates there are.
     """
     rates = sorted(losses, reverse=True)
-    order = torch.sort(energy, descending=True, stable=True).values
+    order = torch.sort(energy.double().cpu(), descending=True, stable=True).values
     tiles = torch.nn.functional.pad(order, (0, -len(order) % form.SIDE)).reshape(-1, form.SIDE).sum(1)
-    bytes_of = torch.tensor([cols * q / 32 * form.SIDE for q in rates], dtype=torch.float64)
-    cost = tiles[:, None] * torch.tensor([losses[q] for q in rates], dtype=torch.float64) + price * bytes_of
+    bytes_of = tiles.new_tensor([cols * q / 32 * form.SIDE for q in rates])
+    cost = tiles[:, None] * tiles.new_tensor([losses[q] for q in rates]) + price * bytes_of
     chosen = cost.argmin(1).cummax(0).values  # rows that matter less never get more bits
     found = [[i, int((chosen == i).sum())] for i in range(len(rates)) if bool((chosen == i).any())]
     cumulative = torch.cat([cost.new_zeros(1, len(rates)), cost.cumsum(0)])
@@ -193,70 +200,203 @@ def best_sections(
 
 def _mean_square(matrix: Tensor) -> Tensor:
     """float64 [rows]."""
-    return torch.cat(
-        [matrix[s:e].double().square().mean(1) for s, e in _row_chunks(matrix.shape[0], matrix.shape[1])]
+    step = max(1, _CHUNK // matrix.shape[1])
+    return torch.cat([part.double().square().mean(1) for part in torch.split(matrix, step)])
+
+
+def _weighted(energy: Tensor, stats: Stats) -> Tensor:
+    return energy if stats.row_weight is None else energy * stats.row_weight.reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Section:
+    """Rows of a plan with one rate. `rows`: which, int64 [n]; `scale`: what they are rounded at, [n padded to 16];
+    `metric`: of their errors; `codes`, `gains`: what is found, a part for each piece."""
+
+    quarter_bits: int
+    rows: Tensor
+    scale: Tensor
+    metric: BlockFactor | None
+    codes: list[Tensor]
+    gains: list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A tensor to be encoded. `matrix`: [rows, cols] as given; `unit`: what it is divided by, so that squares neither
+    overflow nor vanish; `number`: the section of each row."""
+
+    shape: tuple[int, ...]
+    params: Params
+    matrix: Tensor
+    unit: float
+    number: Tensor
+    sections: list[_Section]
+
+    def pieces(self, scratch: int) -> Iterator["_Piece"]:
+        """The rows in parts that fit the scratch by themselves."""
+        cols = _up(self.matrix.shape[1])
+        step = max(1, scratch // (_BYTES_PER_WEIGHT * cols * BLOCK)) * BLOCK
+        for section in self.sections:
+            for start in range(0, len(section.rows), step):
+                yield _Piece(self, section, start, min(start + step, len(section.rows)), cols)
+
+    def encoded(self) -> EncodedTensor:
+        """The tensor, from what was found for its sections."""
+        leaf = _leaf(self.params)
+        scales = torch.empty(len(self.matrix), device=self.matrix.device)
+        for section in self.sections:
+            scales[section.rows] = section.scale[: len(section.rows)] * torch.cat(section.gains)
+        codes = torch.cat([part for section in self.sections for part in section.codes])
+        arrays = {"codes": codes, **form.store_scales(leaf, scales.cpu() * self.unit)}
+        if len(self.sections) > 1:
+            width = max(1, (len(self.sections) - 1).bit_length())
+            arrays["section"] = bitpack.pack(self.number.to(torch.uint8)[None], width)[0].cpu()
+        prefix = "x" if self.params.block else ""
+        named = {join(prefix, k): a for k, a in arrays.items()}
+        return EncodedTensor(tree(self.params), self.shape, named)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Rows `start` to `end` of a section, padded to whole tiles and to `cols` columns."""
+
+    plan: _Plan
+    section: _Section
+    start: int
+    end: int
+    cols: int
+
+    @property
+    def padded(self) -> int:
+        return _up(self.end - self.start)
+
+    def values(self) -> Tensor:
+        """The rows in the stored basis, float32 [rows, cols] without padding."""
+        rows = self.plan.matrix[self.section.rows[self.start : self.end]].float() / self.plan.unit
+        return rotated.to_basis(_basis(self.plan.params), rows) if self.plan.params.block else rows
+
+    def scale(self) -> Tensor:
+        return self.section.scale[self.start : self.start + self.padded]
+
+
+def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
+    stats = stats or Stats()
+    matrix = matrix_view(weight, params.lead)
+    rows, cols = matrix.shape
+    stats.check(rows, cols)
+    energy = _mean_square(matrix)
+    largest = float(
+        torch.stack([part.abs().amax() for part in torch.split(matrix, max(1, _CHUNK // cols))]).max()
     )
+    if not math.isfinite(largest):
+        raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
+    unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))
+    sizes = _sections(params, rows)
+    if sum(n for _, n in sizes) != rows:
+        raise ValueError(f"the sections do not add up to {rows} rows")
+    order = torch.argsort(_weighted(energy, stats), descending=True, stable=True)
+    number = torch.empty(rows, dtype=torch.int64, device=matrix.device)
+    deviation, metric, leaf = energy.sqrt() / unit, _metric(stats, params, _up(cols)), _leaf(params)
+    sections, at = [], 0
+    for i, (q, n) in enumerate(sizes):
+        members = order[at : at + n].sort().values
+        number[members] = i
+        width = WIDTH[q] * (1 - _growth(metric, q)) ** -0.5
+        scale = form.read_scales(leaf, form.store_scales(leaf, deviation[members].float() * width))
+        padded = torch.nn.functional.pad(scale, (0, _up(n) - n))
+        sections.append(_Section(q, members, padded, metric, [], []))
+        at += n
+    return _Plan(tuple(weight.shape), params, matrix, unit, number, sections)
 
 
-def _encode_section(
-    part: Tensor, quarter_bits: int, leaf: form.Params, params: Params, stats: Stats
-) -> tuple[Tensor, Tensor]:
-    """Codes [bytes] and row scales [rows] of the rows of one section, already in the stored basis."""
-    part_rows, cols = part.shape
-    part = _padded(part)
-    metric = _metric(stats, params, part.shape[1])
-    width = WIDTH[quarter_bits] * (1 - _growth(metric, quarter_bits)) ** -0.5
-    scales = form.read_scales(leaf, form.store_scales(leaf, (part.square().sum(1) / cols).sqrt() * width))
-    codes, gains = [], []
-    with _device() as device:
-        for start, end in _row_chunks(*part.shape):
-            chunk = part[start:end].to(device)
-            found, rounded = _round(chunk, scales[start:end].to(device), quarter_bits, metric)
-            codes.append(found.reshape(-1).cpu())
-            gains.append(_refit(chunk, rounded, metric).cpu())
-    return torch.cat(codes), (scales * torch.cat(gains))[:part_rows]
+def _batches(pieces: list[_Piece], cols: int, scratch: int) -> Iterator[list[list[_Piece]]]:
+    """Pieces to be rounded together, those of each metric in a list of their own; as many as fit the scratch."""
+    batch: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        key = id(piece.section.metric)
+        more = {**batch, key: [*batch.get(key, []), piece]}
+        most = max(sum(p.padded for p in same) for same in more.values())
+        # Several factors are copied to lie beside each other.
+        factors = 4 * cols * cols * len(more) if len(more) > 1 else 0
+        plain = {p.section.metric is None for same in more.values() for p in same}
+        size = _BYTES_PER_WEIGHT * cols * most * len(more) + factors
+        if batch and (size > scratch or len(plain) > 1):
+            yield list(batch.values())
+            more = {key: [piece]}
+        batch = more
+    if batch:
+        yield list(batch.values())
 
 
-@contextmanager
-def _device() -> Iterator[torch.device]:
-    """Where to search: the GPU when there is one, on a stream of the calling thread.
+def _round(batch: list[list[_Piece]], cols: int) -> None:
+    """Codes and gains of the pieces; `batch`: a list for each metric."""
+    device = batch[0][0].plan.matrix.device
+    rows = max(sum(piece.padded for piece in same) for same in batch)
+    part = torch.zeros(len(batch), rows, cols, device=device)
+    scale = torch.zeros(len(batch), rows, device=device)
+    tiles: dict[int, list[tuple[_Piece, range]]] = {}  # by rate: the pieces and their tiles in the batch
+    for i, same in enumerate(batch):
+        at = 0
+        for piece in same:
+            values = piece.values()
+            part[i, at : at + len(values), : values.shape[1]] = values
+            scale[i, at : at + piece.padded] = piece.scale()
+            first = (i * rows + at) // BLOCK
+            own = range(first, first + piece.padded // BLOCK)
+            tiles.setdefault(piece.section.quarter_bits, []).append((piece, own))
+            at += piece.padded
+    metrics = [same[0].section.metric for same in batch]
+    found, rounded = _search(
+        part, scale, metrics, {q: [t for _, own in of for t in own] for q, of in tiles.items()}
+    )
+    gains = torch.stack([_refit(part[i], rounded[i], metric) for i, metric in enumerate(metrics)]).view(-1)
+    for q, of in tiles.items():
+        codes, at = found[q].cpu(), 0
+        for piece, own in of:
+            piece.section.codes.append(codes[at : at + len(own)].reshape(-1))
+            row = own.start * BLOCK
+            piece.section.gains.append(gains[row : row + piece.end - piece.start])
+            at += len(own)
 
-    Blocks follow one another and have few tiles each, so a GPU is filled by encoding several tensors at a time.
+
+def _search(
+    part: Tensor, scale: Tensor, metrics: Sequence[BlockFactor | None], tiles: dict[int, list[int]]
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Codes [row tiles, column tiles, 8 q] by rate, and values like `part`: [metrics, rows, cols].
+
+    tiles: by rate, which tiles of 16 rows (of all metrics, one after another) have it; the others stay zero.
     """
-    if not torch.cuda.is_available():
-        yield torch.device("cpu")
-        return
-    if not hasattr(_STREAMS, "own"):
-        _STREAMS.own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(_STREAMS.own):
-        yield torch.device("cuda")
-
-
-def _round(
-    part: Tensor, scale: Tensor, quarter_bits: int, metric: BlockFactor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes [row tiles, column tiles, 8 q] and values [rows, cols] of some rows of a padded matrix."""
-    rows, cols = part.shape
-    table = form.codebook(quarter_bits).to(part.device)
-    codes = torch.empty(rows // BLOCK, cols // BLOCK, 8 * quarter_bits, dtype=torch.uint8, device=part.device)
-
-    inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))[:, None]
+    cols, device = part.shape[2], part.device
+    where = {q: torch.tensor(own, device=device) for q, own in tiles.items()}
+    codes = {
+        q: torch.empty(len(own), cols // BLOCK, 8 * q, dtype=torch.uint8, device=device)
+        for q, own in tiles.items()
+    }
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)[..., None]
 
     def round_block(index: int, target: Tensor) -> Tensor:
-        found = encode_tiles((target * inverse).reshape(-1, form.TILE), quarter_bits, table)
-        codes[:, index] = found
-        return form.section_values(found[:, None], quarter_bits, rows, BLOCK) * scale[:, None]
+        wanted = (target * inverse).reshape(-1, form.TILE)
+        values = torch.zeros_like(wanted)
+        for q, own in where.items():
+            found = encode_tiles(wanted[own], q, form.codebook(q, device))
+            codes[q][:, index] = found
+            values[own] = form.section_values(found[:, None], q, len(own) * BLOCK, BLOCK).view(-1, form.TILE)
+        return values.view(target.shape) * scale[..., None]
 
-    feedback = None if metric is None else metric.feedback.to(part.device)
+    feedback = None
+    known = [metric.feedback for metric in metrics if metric is not None]
+    if known:
+        feedback = known[0][None] if len(known) == 1 else torch.stack(known)
     return codes, block_ldlq(part, feedback, round_block)
 
 
 def _refit(part: Tensor, rounded: Tensor, metric: BlockFactor | None) -> Tensor:
     """The factor on each row's scale that is best for its codes, q H w / q H q: float32 [rows]."""
-    along = rounded if metric is None else rounded @ metric.hessian.to(part.device)
+    along = rounded if metric is None else rounded @ metric.hessian
     least = (along * rounded).sum(1)
     best = (along * part).sum(1) / least.clamp_min(1e-30)
-    return torch.where((least > 0) & (best > 0), best, torch.ones_like(best))
+    return torch.where((least > 0) & (best > 0), best, 1.0)
 
 
 def _metric(stats: Stats, params: Params, cols: int) -> BlockFactor | None:
@@ -267,7 +407,7 @@ def _metric(stats: Stats, params: Params, cols: int) -> BlockFactor | None:
 
     def make() -> BlockFactor:
         turned = rotated.rotate_hessian(_basis(params), hessian.float()) if params.block else hessian.float()
-        square = torch.zeros(cols, cols)
+        square = turned.new_zeros(cols, cols)
         square[: turned.shape[0], : turned.shape[0]] = turned
         return block_factor(factor(square, params.damping))
 
@@ -279,20 +419,9 @@ def _growth(metric: BlockFactor | None, quarter_bits: int) -> float:
     return 0.0 if metric is None else min(0.5, MSE[quarter_bits] * metric.growth)
 
 
-def _in_basis(matrix: Tensor, params: Params) -> Tensor:
-    return rotated.to_basis(_basis(params), matrix) if params.block else matrix
-
-
-def _padded(matrix: Tensor) -> Tensor:
-    rows, cols = matrix.shape
-    more = (0, -cols % BLOCK, 0, -rows % BLOCK)
-    return torch.nn.functional.pad(matrix, more) if any(more) else matrix.contiguous()
-
-
-def _row_chunks(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Ranges of whole tiles of at most about 2**22 weights."""
-    step = max(1, (1 << 22) // cols // BLOCK) * BLOCK
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+def _up(size: int) -> int:
+    """Padded to whole tiles."""
+    return -(-size // BLOCK) * BLOCK
 
 
 def _leaf(params: Params) -> form.Params:
@@ -304,22 +433,6 @@ def _leaf(params: Params) -> form.Params:
 
 def _sections(params: Params, rows: int) -> tuple[tuple[int, int], ...]:
     return params.sections or ((params.quarter_bits, rows),)
-
-
-def _sections_of_rows(matrix: Tensor, params: Params, stats: Stats) -> Tensor:
-    """The section of each row, int64 [rows]: by descending energy."""
-    rows = matrix.shape[0]
-    if sum(n for _, n in _sections(params, rows)) != rows:
-        raise ValueError(f"the sections do not add up to {rows} rows")
-    energy = _mean_square(matrix)
-    if stats.row_weight is not None:
-        energy = energy * stats.row_weight.reshape(-1).cpu()
-    number = torch.empty(rows, dtype=torch.int64)
-    order, at = torch.argsort(energy, descending=True, stable=True), 0
-    for i, (_, n) in enumerate(_sections(params, rows)):
-        number[order[at : at + n]] = i
-        at += n
-    return number
 
 
 def _basis(params: Params) -> rotated.Params:

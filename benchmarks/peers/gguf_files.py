@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nstf_convert.checkpoint import open_checkpoint
-from nstf_convert.pipeline.tensorfile import TensorFile
+from nstf_convert.pipeline.store.tensorfile import TensorFile
 from peers import Unavailable
 
 # What describes the stored types and not the model.

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from nstf_convert.checkpoint import open_checkpoint
-from nstf_convert.pipeline.calibration import fit_batches
-from nstf_convert.pipeline.tensorfile import TensorFile
+from nstf_convert.pipeline.calibrate.statistics import fit_batches
+from nstf_convert.pipeline.store.tensorfile import TensorFile
 from peers import Made, Unavailable, Work
 
 

@@ -124,7 +124,7 @@ def signs(
 @lru_cache(maxsize=64)
 def _hadamard_matrix(block: int) -> Tensor:
     """Sylvester's construction, divided by sqrt(block): float32 [block, block]."""
-    h = torch.ones(1, 1, dtype=torch.float64)
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(h) < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return (h / math.sqrt(block)).to(torch.float32)
@@ -133,7 +133,7 @@ def _hadamard_matrix(block: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _signs(size: int, seed: int, side: int) -> Tensor:
     """A bit of an integer hash of (index, seed, side): multiply and xorshift, modulo 2^32."""
-    x = torch.arange(size, dtype=torch.int64) * 0x9E3779B1 + (2 * seed + side + 1) * 0x632BE5AB
+    x = torch.arange(size, dtype=torch.int64, device="cpu") * 0x9E3779B1 + (2 * seed + side + 1) * 0x632BE5AB
     for multiplier in (0x21F0AAAD, 0x735A2D97):
         x = x & 0xFFFFFFFF
         x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF

@@ -171,10 +171,10 @@ def unit_values(params: Params, arrays: dict[str, Tensor], rows: int, cols: int)
 def section_values(codes: Tensor, quarter_bits: int, rows: int, cols: int) -> Tensor:
     """The values of one section at scale 1: u8 [row tiles, column tiles, 8 q] -> float32 [rows, cols]."""
     down, across, _ = codes.shape
-    table = codebook(quarter_bits).to(codes.device)
+    table = codebook(quarter_bits, codes.device)
     flat = codes.reshape(down * across, -1)
     if codes.device.type == "cpu" and hasattr(ext, "trellis_decode"):
-        out = torch.empty(len(flat), TILE)
+        out = torch.empty(len(flat), TILE, device="cpu")
         ext.trellis_decode(flat.contiguous(), quarter_bits, table, out, torch.get_num_threads())
     else:
         out = torch.cat([table[_states(part, quarter_bits)] for part in torch.split(flat, _TILES_AT_ONCE)])
@@ -198,18 +198,24 @@ def store_scales(params: Params, scales: Tensor) -> dict[str, Tensor]:
     return {"scale_codes": codes.to(torch.uint8), "scale_super": top}
 
 
-def codebook(quarter_bits: int) -> Tensor:
-    """The value of every state, float32 [65536], of unit variance.
+def codebook(quarter_bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """The value of every state, float32 [65536], of unit variance; kept on each device.
 
     Up to 3 bits the four bytes of a product are added up: three integer instructions, and as good as any. Above, where
     its steps and its range are too coarse, quantiles of a Gaussian at a multiple of the state.
     """
-    return _sums() if quarter_bits <= MOST_SUMMED else _quantiles()
+    return _codebook(quarter_bits <= MOST_SUMMED, torch.device(device))
+
+
+@cache
+def _codebook(summed: bool, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return (_sums() if summed else _quantiles()).to(device)
 
 
 @cache
 def _sums() -> Tensor:
-    product = (torch.arange(1 << STATE_BITS, dtype=torch.int64) * _SUM_MULTIPLIER) & 0xFFFFFFFF
+    product = (torch.arange(1 << STATE_BITS, dtype=torch.int64, device="cpu") * _SUM_MULTIPLIER) & 0xFFFFFFFF
     total = torch.stack([(product >> (8 * i)) & 0xFF for i in range(4)]).sum(0)
     return (total - 510).to(torch.float32) / 148
 
@@ -217,8 +223,8 @@ def _sums() -> Tensor:
 @cache
 def _quantiles() -> Tensor:
     # A multiple of the state modulo 2^16 spreads the successors of every state evenly over the quantiles.
-    state = torch.arange(1 << STATE_BITS, dtype=torch.int64)
-    return torch.tensor(quantiles())[
+    state = torch.arange(1 << STATE_BITS, dtype=torch.int64, device="cpu")
+    return torch.tensor(quantiles(), device="cpu")[
         ((state * _QUANTILE_MULTIPLIER) & 0xFFFF) >> (STATE_BITS - _QUANTILE_BITS)
     ]
 

@@ -17,8 +17,12 @@ import typer
 from nstf import __version__
 from nstf.errors import NstfError
 from nstf_convert.cli.output import clean, setup_logging
+from nstf_convert.cli.schema import GroupedCommand
 
-EPILOG = "Every command takes --json (results as JSON), --quiet (no progress) and --debug (full traceback)."
+EPILOG = (
+    "Every command takes --json (results as JSON), --quiet (no progress), --verbose (a line for every stage) and "
+    "--debug (full traceback)."
+)
 RESUMABLE = ("calibrate", "plan", "convert")
 
 SUMMARIES = {
@@ -51,9 +55,9 @@ def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
     app.callback()(common_options)
     for name in names:
         module = importlib.import_module(f"nstf_convert.cli.{name}")
-        app.command(name, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True)(
-            getattr(module, name)
-        )
+        app.command(
+            name, cls=GroupedCommand, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True
+        )(getattr(module, name))
     return app
 
 
@@ -71,6 +75,7 @@ def common_options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every stage.")] = False,
 ) -> None:
     """Takes the options that have already been acted on, so that they are in the help."""
 
@@ -82,10 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
-    words, debug, quiet = _common_flags(arguments)
+    words, flags = _common_flags(arguments)
+    debug = "debug" in flags
     # Read when transformers is imported, much later: its advice on loading is noise beside our results.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
-    setup_logging(quiet, debug)
+    setup_logging("quiet" in flags, "verbose" in flags, debug)
     try:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
         code = application(named)(words, prog_name="nstf", standalone_mode=False)
@@ -102,12 +108,15 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _common_flags(arguments: Sequence[str]) -> tuple[list[str], bool, bool]:
-    """(arguments without them, debug, quiet): both flags are accepted anywhere before a `--`."""
+FLAGS = {"--debug": "debug", "--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}
+
+
+def _common_flags(arguments: Sequence[str]) -> tuple[list[str], set[str]]:
+    """(arguments without them, the flags among debug, quiet, verbose): accepted anywhere before a `--`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     head = list(arguments[:end])
-    debug, quiet = "--debug" in head, "--quiet" in head or "-q" in head
-    return [a for a in head if a not in ("--debug", "--quiet", "-q")] + list(arguments[end:]), debug, quiet
+    found = {FLAGS[a] for a in head if a in FLAGS}
+    return [a for a in head if a not in FLAGS] + list(arguments[end:]), found
 
 
 def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:

@@ -1,37 +1,43 @@
 """`nstf calibrate`: the statistics a conversion needs, once, for many budgets."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs
+from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
 
 
+@with_options(
+    "datasets",
+    "samples",
+    "seq_len",
+    "seed",
+    "effort",
+    "device",
+    "memory",
+    "gpu_memory",
+    "threads",
+    "work_dir",
+    "force",
+)
 def calibrate(
     model: options.Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The calibration file to write.")],
-    dataset: options.Datasets = None,
-    work_dir: options.WorkDir = None,
-    seed: options.Seed = 0,
-    samples: options.Samples = None,
-    seq_len: options.SeqLen = 512,
-    attention_plan: options.AttentionPlan = True,
-    threads: options.Threads = None,
-    force: options.Force = False,
     json: options.Json = False,
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
-    """Measure a model on text: Hessians, sensitivities, attention, reference logits.
+    """Measure a model on text: Hessians, sensitivities, reference logits.
 
     Example: nstf calibrate ./model --dataset notes.txt -o model.calibration
     """
-    options.check_output(output, [model, *(dataset or [])], force)
-    chosen = options.build_options(
-        model, output, None, datasets=dataset, work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len,
-        attention_plan=attention_plan, threads=threads, force=force,
-    )  # fmt: skip
+    options.check_output(output, [model, *(settings["datasets"] or [])], settings["force"])
+    chosen = options.build_options(model, output, None, settings)
     from nstf_convert import pipeline
 
     path = Path(pipeline.calibrate(chosen))

@@ -13,6 +13,7 @@ import typer
 from nstf.errors import UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs
+from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ ROOFLINE_TOKENS = 32
 REPORT_SUFFIXES = (".html", ".json")
 
 
+@with_options(*FIELDS)
 def convert(
     model: options.Model,
     output: Annotated[
@@ -32,24 +34,6 @@ def convert(
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
     max_kl: options.MaxKl = None,
-    dataset: options.Datasets = None,
-    calibration: options.Calibration = None,
-    work_dir: options.WorkDir = None,
-    seed: options.Seed = 0,
-    samples: options.Samples = None,
-    seq_len: options.SeqLen = 512,
-    formats: options.Formats = None,
-    probes: options.Probes = True,
-    search: options.Search = True,
-    search_time: options.SearchTime = None,
-    search_steps: options.SearchSteps = None,
-    prefix: options.Prefix = True,
-    heal: options.Heal = 0.0,
-    heal_steps: options.HealSteps = None,
-    heal_layers: options.HealLayers = False,
-    attention_plan: options.AttentionPlan = True,
-    fuse: options.Fuse = False,
-    threads: options.Threads = None,
     report: Annotated[
         list[Path] | None,
         typer.Option(help="Also write the report: a .html page or a .json file; repeatable."),
@@ -57,26 +41,22 @@ def convert(
     profile: Annotated[
         bool, typer.Option("--profile/--no-profile", help="Time the result for the .html report's roofline.")
     ] = True,
-    force: options.Force = False,
     json: options.Json = False,
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
     """Convert a model into one .nstf file that is never larger than the budget.
 
     Example: nstf convert ./model --budget 0.5 -o model.nstf --report model.html
     """
     output = output or options.default_output(model)
-    options.check_output(
-        output, [model, *(dataset or []), *([str(calibration)] if calibration else [])], force
-    )
+    inputs = [model, *(settings["datasets"] or []), *map(str, filter(None, [settings["calibration"]]))]
+    options.check_output(output, inputs, settings["force"])
     options.check_artifact_name(output)
-    check_reports(report or [], output, force)
+    check_reports(report or [], output, settings["force"])
     chosen = options.build_options(
-        model, output, (budget, target_size, target_bpw, max_kl), datasets=dataset, calibration=calibration,
-        work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len, formats=formats, probes=probes,
-        search=search, search_minutes=search_time, search_steps=search_steps, prefix=prefix,
-        heal_minutes=heal, heal_steps=heal_steps, heal_layers=heal_layers,
-        attention_plan=attention_plan, fuse=fuse, threads=threads, force=force,
-    )  # fmt: skip
+        model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
+    )
     from nstf_convert import pipeline
 
     result = pipeline.convert(chosen)

@@ -1,16 +1,17 @@
 """The options that calibrate, plan and convert share, and their checks."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nstf.errors import UsageError
-from nstf_convert.cli.sizes import BudgetKind, parse_budget
+from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
 
 if TYPE_CHECKING:
-    from nstf_convert.pipeline import ConvertOptions
+    from nstf_convert.options import ConvertOptions
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf or .onnx file, or a hub name.")]
 BudgetText = Annotated[
@@ -26,78 +27,8 @@ MaxKl = Annotated[
     str | None,
     typer.Option(metavar="NATS", help="The smallest file whose mean KL divergence stays within this: 0.01."),
 ]
-Datasets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dataset",
-        help="Text for calibration: .txt, .jsonl, .parquet, a folder of these or a hub "
-        "name; may be repeated. Without it the model writes its own.",
-    ),
-]
-Calibration = Annotated[Path | None, typer.Option(help="A file written by `nstf calibrate`.")]
-WorkDir = Annotated[Path | None, typer.Option(help="Where intermediate results are kept for a resume.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
-Samples = Annotated[int | None, typer.Option(min=1, help="Calibration windows.")]
 SeqLen = Annotated[int, typer.Option(min=8, max=1 << 20, help="Tokens of a window.")]
-Formats = Annotated[
-    str | None,
-    typer.Option(metavar="LIST", help="Only these methods: int,grid,fp8,mxfp4,low_rank,..."),
-]
-Search = Annotated[
-    bool, typer.Option("--search/--no-search", help="Improve the mix by measured local search.")
-]
-SearchTime = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1e6,
-        metavar="MINUTES",
-        help="Time for the local search; 0: none; by default a few moves, the same on every machine.",
-    ),
-]
-SearchSteps = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Moves of the local search: the same file on every machine."),
-]
-Probes = Annotated[
-    bool, typer.Option("--probes/--no-probes", help="Correct the expected losses by a few measurements.")
-]
-Prefix = Annotated[
-    bool,
-    typer.Option(
-        "--prefix/--no-prefix", help="Encode the final mix front to back, where that measures better."
-    ),
-]
-Heal = Annotated[
-    float,
-    typer.Option(
-        "--heal",
-        min=0.0,
-        max=1e6,
-        metavar="MINUTES",
-        help="Tune scales, norms, biases and factors against the original's logits for about this long.",
-    ),
-]
-HealSteps = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="Heal for so many steps, whatever they take: the same file every time."
-    ),
-]
-HealLayers = Annotated[
-    bool,
-    typer.Option(
-        "--heal-layers/--no-heal-layers",
-        help="Spend most of the healing on encoding layer by layer while what is left learns; wants a GPU.",
-    ),
-]
-AttentionPlan = Annotated[
-    bool,
-    typer.Option("--attention-plan/--no-attention-plan", help="Measure which heads may attend sparsely."),
-]
-Fuse = Annotated[
-    bool, typer.Option("--fuse", help="One format for q/k/v and for gate/up, as fused kernels ask.")
-]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; all cores by default.")]
 KvCache = Annotated[
     str,
@@ -223,60 +154,29 @@ def build_options(
     model: str,
     output: Path,
     budget: tuple[str | None, str | None, str | None, str | None] | None,
-    *,
-    datasets: list[str] | None,
-    calibration: Path | None = None,
-    work_dir: Path | None = None,
-    seed: int = 0,
-    samples: int | None = None,
-    seq_len: int = 512,
-    formats: str | None = None,
-    probes: bool = True,
-    search: bool = True,
-    search_minutes: float | None = None,
-    search_steps: int | None = None,
-    prefix: bool = True,
-    heal_minutes: float = 0.0,
-    heal_steps: int | None = None,
-    heal_layers: bool = False,
-    attention_plan: bool = True,
-    fuse: bool = False,
-    threads: int | None = None,
-    force: bool = False,
+    settings: Mapping[str, Any],
+    **changes: Any,
 ) -> "ConvertOptions":
-    """The pipeline's options, after every check that needs neither torch nor the model. Raises UsageError."""
+    """The pipeline's options, after every check that needs neither torch nor the model.
+
+    settings: the options as the command line gives them (nstf_convert.cli.schema); changes: set by the command itself.
+    Raises UsageError.
+    """
+    from nstf_convert.budget import Budget
+    from nstf_convert.options import ConvertOptions
+
     kind, value = NO_BUDGET if budget is None else parse_budget(*budget)
     check_model(model)
-    names = check_datasets(datasets)
-    check_calibration(calibration)
+    given = {**settings, **changes}
+    if "datasets" in given:
+        given["datasets"] = check_datasets(given["datasets"])
+    check_calibration(given.get("calibration"))
+    work_dir = given.get("work_dir")
     if work_dir is not None and work_dir.exists() and not work_dir.is_dir():
         raise UsageError(f"--work-dir {work_dir} is a file: give a folder")
-    chosen = parse_formats(formats)
-
-    from nstf_convert.pipeline import ConvertOptions
-    from nstf_convert.pipeline.budget import Budget
-
-    return ConvertOptions(
-        model=model,
-        output=output,
-        budget=Budget(kind, value),
-        datasets=names,
-        calibration=calibration,
-        work_dir=work_dir,
-        seed=seed,
-        samples=samples,
-        seq_len=seq_len,
-        formats=chosen,
-        probes=probes,
-        search=search,
-        search_minutes=search_minutes,
-        search_steps=search_steps,
-        prefix=prefix,
-        heal_minutes=heal_minutes,
-        heal_steps=heal_steps,
-        heal_layers=heal_layers,
-        attention_plan=attention_plan,
-        fuse=fuse,
-        threads=threads,
-        force=force,
-    )
+    if "formats" in given:
+        given["formats"] = parse_formats(given["formats"])
+    for name in ("memory", "gpu_memory"):
+        if given.get(name) is not None:
+            given[name] = parse_bytes(given[name], f"--{name.replace('_', '-')}")
+    return ConvertOptions(model=model, output=output, budget=Budget(kind, value), **given)

@@ -12,6 +12,8 @@ from typing import Any
 import typer
 
 SHORTEST_NAME = 24
+# As in nstf_convert.pipeline.progress, which imports torch's friends: shown unless --quiet.
+NOTICE = 25
 
 
 def print_json(data: Any) -> None:
@@ -77,9 +79,9 @@ def terminal_width() -> int:
         return 100
 
 
-def setup_logging(quiet: bool, debug: bool) -> None:
-    """Sends the records of nstf's loggers to stderr: progress unless quiet, warnings always."""
-    level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
+def setup_logging(quiet: bool, verbose: bool, debug: bool) -> None:
+    """Sends the records of nstf's loggers to stderr: stages if verbose, one bar unless quiet, warnings always."""
+    level = logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING if quiet else NOTICE
     for name in ("nstf", "nstf_convert"):
         logger = logging.getLogger(name)
         logger.handlers = [_StderrHandler()]

@@ -1,30 +1,29 @@
 """`nstf plan`: what `convert` would do, without writing the file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
+from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
 
 
+@with_options(
+    "datasets", "calibration", "samples", "seq_len", "seed", "effort", "device", "memory", "gpu_memory", "threads",
+    "work_dir", "formats", "fuse",
+)  # fmt: skip
 def plan(
     model: options.Model,
     budget: options.BudgetText = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
     max_kl: options.MaxKl = None,
-    dataset: options.Datasets = None,
-    calibration: options.Calibration = None,
-    work_dir: options.WorkDir = None,
-    seed: options.Seed = 0,
-    samples: options.Samples = None,
-    seq_len: options.SeqLen = 512,
-    formats: options.Formats = None,
-    fuse: options.Fuse = False,
-    threads: options.Threads = None,
     json: options.Json = False,
+    *,
+    settings: Mapping[str, Any],
 ) -> None:
     """Show which encoding each tensor would get, the bytes and the expected loss.
 
@@ -35,10 +34,8 @@ def plan(
             "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
         )
     chosen = options.build_options(
-        model, Path("model.nstf"), (budget, target_size, target_bpw, max_kl), datasets=dataset,
-        calibration=calibration, work_dir=work_dir, seed=seed, samples=samples, seq_len=seq_len,
-        formats=formats, search=False, fuse=fuse, threads=threads, force=True,
-    )  # fmt: skip
+        model, Path("model.nstf"), (budget, target_size, target_bpw, max_kl), settings, force=True
+    )
     from nstf_convert import pipeline
 
     result = pipeline.plan(chosen)

@@ -1,22 +1,30 @@
-"""The conversion: table, probes, plan, encode, measure, uniform, search, last steps, report, write."""
+"""The conversion as a story: open and calibrate, propose, allocate, improve, write.
 
-from dataclasses import replace
+session.Session     the checkpoint, the model, devices and memory, the calibration
+propose/            every tensor's candidates with prices and expected losses   -> Table
+allocate/           one candidate a tensor within the budget                   -> Planned
+improve/            encoded front to back, measured, compared, searched, healed -> Final
+"""
+
 from typing import Any
 
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact import write_artifact
-from nstf_convert.pipeline import choose, reporting
+from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import mix as mixes
-from nstf_convert.pipeline.attention import attention_plan
-from nstf_convert.pipeline.candidates import method_families
-from nstf_convert.pipeline.finish import Final, finish
-from nstf_convert.pipeline.job import Job
-from nstf_convert.pipeline.max_kl import smallest_within
-from nstf_convert.pipeline.options import ConvertOptions, ConvertResult
-from nstf_convert.pipeline.probes import run_probes
-from nstf_convert.pipeline.search import search, starting_mix
-from nstf_convert.pipeline.stages import Stages
-from nstf_convert.pipeline.steps import Run, bar
+from nstf_convert.pipeline import reporting
+from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.calibrate.attention import attention_plan
+from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.improve.finish import finish
+from nstf_convert.pipeline.improve.max_kl import smallest_within
+from nstf_convert.pipeline.improve.run import Run, counter
+from nstf_convert.pipeline.improve.search import search
+from nstf_convert.pipeline.outcome import Final
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.table import build_table
+from nstf_convert.pipeline.session import Session
 
 
 def convert(options: ConvertOptions) -> ConvertResult:
@@ -27,98 +35,96 @@ def convert(options: ConvertOptions) -> ConvertResult:
     _check_output(options)
     _allowed(options)
     stages = Stages()
-    with Job(options, stages) as job:
-        _check_healing(job)
-        run = _start(job, options.attention_plan)
-        probes = run_probes(run) if options.probes else ()
-        final = replace(_choose(run), probes=probes)
+    with Session(options, stages) as session:
+        _check_healing(session)
+        run = _propose(session, options.plans_attention)
+        final = _choose(run)
         with stages.stage("write"):
             report, size = _write(run, final)
-        return ConvertResult(options.output, size, _budget_bytes(job), report)
+        return ConvertResult(options.output, size, _budget_bytes(session), report)
 
 
 def plan(options: ConvertOptions) -> dict[str, Any]:
-    """What `convert` would do: the report with expected losses and sizes, nothing encoded, nothing written.
-
-    Nothing is measured either, so the losses are the loss model's own, without the probes' factors.
-    """
+    """What `convert` would do: the report with expected losses and sizes, nothing encoded, measured or written."""
     _allowed(options)
     stages = Stages()
-    with Job(options, stages) as job:
-        budget_bytes = _budget_bytes(job)
+    with Session(options, stages) as session:
+        budget_bytes = _budget_bytes(session)
         if budget_bytes is None:
             raise UsageError(
-                "a plan needs a size: use --budget, --target-size or --target-bpw instead of --max-kl"
+                "a plan needs a size: a bound on the measured divergence can only be met by converting"
             )
-        run = _start(job, False)
+        run = _propose(session, False)
         planned = run.plan(budget_bytes)
         return reporting.build(run, Final(planned), planned.size_bytes)
 
 
-def _start(job: Job, attention: bool) -> Run:
+def _propose(session: Session, attention: bool) -> Run:
     """The run with its table of candidates."""
-    allowed = _allowed(job.options)
-    with job.stages.stage("candidates"), bar(job, "candidates") as progress:
-        table = choose.build_table(job, allowed, progress)
-    found = attention_plan(job) if attention and job.model is not None else None
-    return Run(job, reporting.Meta(job, found), table, allowed)
+    allowed = _allowed(session.options)
+    with session.stages.stage("candidates"):
+        table = build_table(session, allowed, counter(session))
+    found = attention_plan(session) if attention and session.model is not None else None
+    return Run(session, Meta(session, found), table, allowed)
 
 
 def _choose(run: Run) -> Final:
     """The mix to write, within the budget's bytes or the bound on the measured loss."""
-    job = run.job
-    budget_bytes = _budget_bytes(job)
+    session = run.session
+    budget_bytes = _budget_bytes(session)
     if budget_bytes is None:
-        return smallest_within(run, job.options.budget.value)
-    if job.model is None:
-        planned = run.plan(budget_bytes)
+        return smallest_within(run, session.options.budget.value)
+    planned = run.plan(budget_bytes)
+    if session.model is None:
         run.encode(planned)
         return Final(planned)
-    mix, weights = starting_mix(run, budget_bytes)
-    uniform = run.best_uniform(budget_bytes, mix.planned.expected_loss)
-    best = mix if uniform is None or mix.score < uniform.score else uniform
-    best, _, facts = search(run, best, budget_bytes, weights)
-    return replace(finish(run, best, uniform), search=facts)
+    facts = None
+    if session.options.search_limits is None:
+        mix = run.encoded(planned)
+    else:
+        mix, _, facts = search(run, run.measure(planned), budget_bytes)
+    return finish(run, mix, run.best_uniform(budget_bytes), facts)
 
 
 def _check_output(options: ConvertOptions) -> None:
     if options.output.exists() and not options.force:
-        raise UsageError(f"{options.output} exists: give another --output, or --force to replace it")
+        raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():
         raise UsageError(f"the folder {options.output.parent} does not exist: make it first")
 
 
-def _check_healing(job: Job) -> None:
-    wanted = job.options.heal_minutes > 0.0 or job.options.heal_steps
-    if wanted and (job.calibration is None or not job.calibration.metadata["language"]):
-        raise UsageError("--heal needs a language model that can be run: convert without it")
+def _check_healing(session: Session) -> None:
+    if session.options.heals and (
+        session.calibration is None or not session.calibration.metadata["language"]
+    ):
+        raise UsageError("healing needs a language model that can be run: convert without it")
 
 
 def _allowed(options: ConvertOptions) -> set[str]:
     try:
         return method_families(options.formats)
     except ValueError as error:
-        raise UsageError(f"--formats: {error}") from error
+        raise UsageError(f"formats: {error}") from error
 
 
-def _budget_bytes(job: Job) -> int | None:
-    parameters = sum(u.elements for u in job.units.values())
-    return job.options.budget.size_bytes(job.checkpoint.total_bytes, parameters)
+def _budget_bytes(session: Session) -> int | None:
+    parameters = sum(u.elements for u in session.units.values())
+    return session.options.budget.size_bytes(session.checkpoint.total_bytes, parameters)
 
 
 def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
-    job = run.job
-    meta = run.meta.final(run, final)
-    size = choose.exact_size(job, final.planned.mix, meta)
-    budget_bytes = _budget_bytes(job)
+    session = run.session
+    meta = run.meta.final(reporting.expected_losses(run, final), final)
+    size = plans.exact_size(session, final.planned.mix, meta)
+    budget_bytes = _budget_bytes(session)
     if budget_bytes is not None and size > budget_bytes:
         raise NstfError(
             f"the file would be {size} bytes, above the budget of {budget_bytes}: please report this"
         )
     # The report first: once the file has its name, nothing is left to do.
     report = reporting.build(run, final, size)
-    sources = mixes.sources(job, final.planned.mix, final.load)
-    written = write_artifact(job.options.output, sources, job.checkpoint.files(), meta)
+    sources = mixes.sources(session, final.planned.mix, final.load)
+    written = write_artifact(session.options.output, sources, session.checkpoint.files(), meta)
     if written != size:
-        raise NstfError(f"{job.options.output} has {written} bytes instead of {size}: please report this")
+        raise NstfError(f"{session.options.output} has {written} bytes instead of {size}: please report this")
     return report, written

@@ -21,13 +21,13 @@ from nstf_convert.measure import (
     summarise,
     summarise_outputs,
 )
-from nstf_convert.pipeline import calibration as calibrations
-from nstf_convert.pipeline.candidates import price
-from nstf_convert.pipeline.encoded import ALGORITHMS, decoded_source
-from nstf_convert.pipeline.job import Job
-from nstf_convert.pipeline.recipe import Recipe
-from nstf_convert.pipeline.units import Unit
-from nstf_convert.pipeline.workdir import content_key
+from nstf_convert.pipeline.calibrate import statistics as calibrations
+from nstf_convert.pipeline.propose.candidates import price
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS
+from nstf_convert.pipeline.propose.recipe import Recipe, on_device
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+from nstf_convert.pipeline.store.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
 # Gives the stored form of a tensor: its recipe carried out, or (None) the tensor as it is.
@@ -94,34 +94,34 @@ def tree_of(unit: Unit, recipe: Recipe | None) -> Node:
     return price(unit, recipe)[0]
 
 
-def entries(job: Job, mix: Mapping[str, Recipe]) -> dict[str, tuple[Node, tuple[int, ...], str]]:
+def entries(session: Session, mix: Mapping[str, Recipe]) -> dict[str, tuple[Node, tuple[int, ...], str]]:
     """What `artifact_size` wants: (tree, shape, dtype) by the name in the file."""
-    return {file_name(n): (tree_of(u, mix.get(n)), u.shape, u.dtype) for n, u in job.units.items()}
+    return {file_name(n): (tree_of(u, mix.get(n)), u.shape, u.dtype) for n, u in session.units.items()}
 
 
-def encoder_loader(job: Job) -> Loader:
+def encoder_loader(session: Session) -> Loader:
     """Every tensor encoded on its own, from the work directory."""
-    return lambda u, recipe: job.encoder.kept(u) if recipe is None else job.encoder.load(u, recipe)
+    return lambda u, recipe: session.encoder.kept(u) if recipe is None else session.encoder.load(u, recipe)
 
 
 def sources(
-    job: Job, mix: Mapping[str, Recipe], load: Loader | None = None
+    session: Session, mix: Mapping[str, Recipe], load: Loader | None = None
 ) -> dict[str, EncodedTensor | Source | Shared]:
     """What `write_artifact` wants: every tensor, loaded when its turn comes, and the tied names."""
-    loader = load or encoder_loader(job)
+    loader = load or encoder_loader(session)
 
     def one(unit: Unit) -> Source:
         recipe = mix.get(unit.name)
         return Source(tree_of(unit, recipe), unit.shape, unit.dtype, lambda: loader(unit, recipe))
 
-    out: dict[str, EncodedTensor | Source | Shared] = {file_name(n): one(u) for n, u in job.units.items()}
-    out |= {file_name(a): Shared(file_name(s)) for a, s in shared_names(job).items()}
+    out: dict[str, EncodedTensor | Source | Shared] = {file_name(n): one(u) for n, u in session.units.items()}
+    out |= {file_name(a): Shared(file_name(s)) for a, s in shared_names(session).items()}
     return out
 
 
-def shared_names(job: Job) -> dict[str, str]:
+def shared_names(session: Session) -> dict[str, str]:
     """Tied names: alias -> stored."""
-    return dict(job.checkpoint.ties)
+    return dict(session.checkpoint.ties)
 
 
 def file_name(name: str) -> str:
@@ -132,49 +132,58 @@ def file_name(name: str) -> str:
 
 
 def measure(
-    job: Job, mix: Mapping[str, Recipe], split: str = "held_out", load: Loader | None = None
+    session: Session, mix: Mapping[str, Recipe], split: str = "held_out", load: Loader | None = None
 ) -> Measured:
     """Runs the mix on a split of the calibration and compares it with the original.
 
     Results are kept in the work directory, unless `load` gives other encodings than the recipes' own.
     """
-    key = None if load is not None else _key(job, mix, split)
-    found = None if key is None else job.work.find_metadata(key)
+    key = None if load is not None else _key(session, mix, split)
+    found = None if key is None else session.work.find_metadata(key)
     if found is not None:
         kind = Accuracy if found["language"] else Similarity
         return Measured(kind(**found["accuracy"]), tuple(found["windows"]), tuple(found["domains"]))
-    if load is None:
-        source = decoded_source(job.encoder, job.units, dict(mix), job.source)
-    else:
-        given = load
-
-        def source(name: str) -> Tensor:
-            return decode(given(job.units[name], mix.get(name)), torch.float32)
-
-    measured = measure_model(job, StreamedModel(job.reference().config, source, job.checkpoint.ties), split)
+    model = session.streamed(weights_of(session, mix, load))
+    measured = measure_model(session, model, split)
     gc.collect()  # the model and its hooks refer to each other
     if key is not None and math.isfinite(measured.score):
         language = isinstance(measured.accuracy, Accuracy)
         facts = {"windows": measured.windows, "domains": measured.domains, "language": language}
-        job.work.put(key, {}, {**facts, "accuracy": asdict(measured.accuracy)})
+        session.work.put(key, {}, {**facts, "accuracy": asdict(measured.accuracy)})
     return measured
 
 
-def _key(job: Job, mix: Mapping[str, Recipe], split: str) -> str:
+def weights_of(
+    session: Session, mix: Mapping[str, Recipe], load: Loader | None = None
+) -> Callable[[str], Tensor]:
+    """name -> the weight a mix stands for, float32 on the session's device. load: gives its tensors (None: each as
+    encoded on its own, and those that are kept from the checkpoint)."""
+    loader = load or encoder_loader(session)
+
+    def source(name: str) -> Tensor:
+        if load is None and name not in mix:
+            return session.source(name)
+        encoded = loader(session.units[name], mix.get(name))
+        return decode(on_device(encoded, session.device), torch.float32)
+
+    return source
+
+
+def _key(session: Session, mix: Mapping[str, Recipe], split: str) -> str:
     return content_key(
         kind="measured",
         version=[__version__, ALGORITHMS, MEASUREMENTS],
-        checkpoint=job.checkpoint.fingerprint(),
-        calibration=job.calibration_fingerprint(),
+        checkpoint=session.checkpoint.fingerprint(),
+        calibration=session.calibration_fingerprint(),
         mix={n: r.to_json() for n, r in mix.items()},
         split=split,
     )
 
 
 @torch.no_grad()
-def measure_model(job: Job, test: StreamedModel, split: str = "held_out") -> Measured:
+def measure_model(session: Session, test: StreamedModel, split: str = "held_out") -> Measured:
     """Compares any model with the original on a split of the calibration: `held_out` chooses, `report` reports."""
-    reference, file = job.reference(), job.calibration
+    reference, file = session.reference(), session.calibration
     if file is None:
         raise ValueError("there is no held-out data")
     batches = getattr(calibrations, f"{split}_batches")(file)
@@ -182,19 +191,19 @@ def measure_model(job: Job, test: StreamedModel, split: str = "held_out") -> Mea
     language = bool(file.metadata["language"])
     index = 0
     scores: list[Any] = []
-    for group in calibrations.merge_batches(batches, calibrations.TOKENS_PER_BATCH):
+    for group in calibrations.merge_batches(batches, session.machine.tokens_per_batch):
         if language:
             ids = group["input_ids"]
             hidden = test.hidden(ids)
             with reference.holding(reference.head), test.holding(test.head):
                 for row in range(ids.shape[0]):
-                    ref = file.get(f"{REFERENCES[split]}:{index + row}")
-                    scores.append(score_window(reference, ref, test, hidden[row], ids[row]))
+                    ref = file.get(f"{REFERENCES[split]}:{index + row}").to(hidden.device)
+                    scores.append(score_window(reference, ref, test, hidden[row], ids[row].to(hidden.device)))
         else:
             out = test.outputs(**group)
             out = out.mean(dim=1) if out.ndim == 3 else out
             names = [f"{REFERENCES[split]}:{index + row}" for row in range(out.shape[0])]
-            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]), out))
+            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]).to(out.device), out))
         index += next(iter(group.values())).shape[0]
     if language:
         return Measured(summarise(scores), tuple(float(s.kl.mean()) for s in scores), domains)

@@ -13,7 +13,6 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "final": {Accuracy or Similarity}, "domains": {dataset: mean KLD}, "selection": score,
                   "uniform": {"encoding", "size_bytes", "accuracy", "selection", "domains"} | null,
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
-                  "probes": [{"group", "members", "encoding", "expected", "measured", "error", "ratio", "factor"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
                   "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
      "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio"}],
@@ -24,6 +23,8 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
      "calibration": {"source", "self_generated", "windows", "tokens", "held_out_tokens", "seed",
                      "experts": [{"name", "tokens": [one count per expert]}]} | null,
      "stages": [{"name", "seconds", "peak_memory_bytes"}],
+     "resources": {"devices", "threads", "host_bound_bytes", "host_peak_bytes", "gpu_bound_bytes", "gpu_peak_bytes",
+                   "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "roofline": {...} | null}
 """
 
@@ -134,7 +135,7 @@ class Uniform:
 class AccuracyFacts:
     """final: `to_json()` of the written file's Accuracy or Similarity, on windows that chose nothing; domains: mean
     KLD (or relative L2 error) by dataset, on the same windows; selection: the score on the windows that chose.
-    chosen: "mix" | "uniform". probes, search, steps: what measured sensitivities, search and last steps did.
+    chosen: "mix" | "uniform". search, steps: what the search and the last steps did.
     """
 
     final: Mapping[str, Any] | None
@@ -144,7 +145,6 @@ class AccuracyFacts:
     tried: Sequence[Mapping[str, Any]] = ()
     domains: Mapping[str, float] | None = None
     selection: float | None = None
-    probes: Sequence[Mapping[str, Any]] = ()
     search: Mapping[str, Any] | None = None
     steps: Sequence[Mapping[str, Any]] = ()
     healing: Mapping[str, Any] | None = None
@@ -163,6 +163,7 @@ def build(
     stages: Sequence[Stage] = (),
     roofline: Mapping[str, Any] | None = None,
     families: Sequence[Mapping[str, Any]] = (),
+    resources: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
@@ -189,6 +190,7 @@ def build(
             "calibration": None if calibration is None else asdict(calibration),
             "families": [dict(f) for f in families],
             "stages": [asdict(stage) for stage in stages],
+            "resources": resources,
             "roofline": roofline,
         }
     )

@@ -1,4 +1,4 @@
-"""How the mix was found, as HTML: probes, the measured search, the last steps, every mix that was measured."""
+"""How the mix was found, as HTML: the measured search, the last steps, every mix that was measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from nstf_convert.report.svg import escape
 
 def choices(accuracy: Mapping[str, Any]) -> str:
     """What the report's `accuracy` says about the choice; parts that were not done are left out."""
-    return _steps(accuracy) + _search(accuracy.get("search")) + _probes(accuracy) + _tried(accuracy)
+    return _steps(accuracy) + _search(accuracy.get("search")) + _tried(accuracy)
 
 
 def _steps(accuracy: Mapping[str, Any]) -> str:
@@ -51,23 +51,6 @@ def _search(search: Mapping[str, Any] | None) -> str:
     return f'<p class="soft">{escape(text)}</p>' + details(
         "Every move of the search", table(("move", "score", "gain", ""), rows)
     )
-
-
-def _probes(accuracy: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            p["group"],
-            p["members"],
-            p["encoding"],
-            number(p["expected"], ".3g"),
-            number(p["measured"], ".3g"),
-            f"{100 * p['error']:.0f} %",
-            number(p["factor"], ".3f"),
-        )
-        for p in accuracy.get("probes") or []
-    ]
-    columns = ("group", "tensors", "stored as", "expected loss", "measured", "error", "factor")
-    return details("Measured sensitivities of groups of tensors", table(columns, rows)) if rows else ""
 
 
 def _tried(accuracy: Mapping[str, Any]) -> str:

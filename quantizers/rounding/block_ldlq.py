@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nstf.quantizers.rounding.factor import Factor
+from nstf.quantizers.rounding.factor import Factor, gains
 
 BLOCK = 16
+SPAN = 256  # columns between the large products: inside a span a block's product looks back no further
+_CHUNK = 1024  # columns of the factor that are made at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,43 +44,55 @@ def block_factor(factor: Factor) -> BlockFactor:
         raise ValueError(
             "a block factor needs a factor in the columns' own order and a multiple of 16 columns"
         )
-    root = (factor.feedback.double() + torch.eye(n, dtype=torch.float64)) * factor.diagonal.double().sqrt()
-    blocks = torch.stack([root[i : i + BLOCK, i : i + BLOCK] for i in range(0, n, BLOCK)])
-    importance = blocks.square().sum(2).reshape(-1)
-    inverse = torch.linalg.solve_triangular(blocks, torch.eye(BLOCK, dtype=torch.float64), upper=True)
-    feedback = torch.zeros_like(root)
-    for i, block in enumerate(inverse):
-        at = i * BLOCK
-        feedback[:at, at : at + BLOCK] = root[:at, at : at + BLOCK] @ block
-    eye = torch.eye(n, dtype=torch.float64)
-    inner = torch.linalg.solve_triangular(feedback + eye, eye, upper=True)
-    added = factor.damping * factor.mean
-    return BlockFactor(
-        feedback.float(),
-        importance.float(),
-        factor.hessian,
-        float(importance.sum() - added * inner.square().sum()),
-        float((inner - eye).square().sum()) / n,
-    )
+    feedback = torch.zeros_like(factor.feedback)
+    importance = torch.empty_like(factor.diagonal)
+    for start in range(0, n, _CHUNK):
+        part = slice(start, min(start + _CHUNK, n))
+        feedback[: part.stop, part], importance[part] = _block_columns(factor, part)
+    kept, added = gains(feedback)
+    sums = torch.stack([importance.sum(), kept.sum(), added.sum()]).tolist()
+    trace = sums[0] - factor.damping * factor.mean * sums[1]
+    return BlockFactor(feedback, importance, factor.hessian, trace, sums[2] / n)
+
+
+def _block_columns(factor: Factor, part: slice) -> tuple[Tensor, Tensor]:
+    """Some columns of U down to their own rows, and of the diagonal of D. A root's d^1/2 cancels in U."""
+    at, end = part.start, part.stop
+    unit = factor.feedback[:end, part].double()
+    unit[at:].fill_diagonal_(1)
+    count = (end - at) // BLOCK
+    blocks = unit[at:].view(count, BLOCK, count, BLOCK).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    importance = blocks.square() @ factor.diagonal[part].double().view(count, BLOCK, 1)
+    eye = torch.eye(BLOCK, dtype=torch.float64, device=unit.device)
+    inverse = torch.linalg.solve_triangular(blocks.contiguous(), eye, upper=True)
+    found = (unit.view(end, count, BLOCK).transpose(0, 1) @ inverse).transpose(0, 1).reshape(end, end - at)
+    block = torch.arange(end - at, device=unit.device) // BLOCK
+    found[at:] *= block[:, None] < block
+    return found.float(), importance.reshape(-1).float()
 
 
 def block_ldlq(
     weight: Tensor, feedback: Tensor | None, round_block: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """The rounded weights, float32 [rows, cols] (cols a multiple of 16).
+    """The rounded weights, float32 [..., rows, cols] (cols a multiple of 16).
 
-    weight: [rows, cols]. feedback: U on the same device, or None for plain rounding. round_block(i, target [rows, 16])
-    gives what columns 16 i to 16 i + 15 become.
+    weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding. round_block(i,
+    target [..., rows, 16]) gives what columns 16 i to 16 i + 15 become.
     """
-    rows, cols = weight.shape
+    rows, cols = weight.shape[-2:]
     rounded = torch.empty_like(weight)
-    # Errors are kept transposed: the block's product then reads them in order.
-    errors = torch.zeros(cols, rows, device=weight.device, dtype=weight.dtype)
-    for at in range(0, cols, BLOCK):
-        part = slice(at, at + BLOCK)
-        target = weight[:, part]
-        if feedback is not None and at > 0:
-            target = target + (feedback[:at, part].T @ errors[:at]).T
-        rounded[:, part] = round_block(at // BLOCK, target)
-        errors[part] = (weight[:, part] - rounded[:, part]).T
+    # Errors are kept transposed: the products then read them in order.
+    errors = weight.new_zeros(*weight.shape[:-2], cols, rows)
+    for top in range(0, cols, SPAN):
+        span = slice(top, min(top + SPAN, cols))
+        base = weight[..., span]
+        if feedback is not None and top > 0:
+            base = base + (feedback[..., :top, span].mT @ errors[..., :top, :]).mT
+        for at in range(top, span.stop, BLOCK):
+            part = slice(at, at + BLOCK)
+            target = base[..., at - top : at - top + BLOCK]
+            if feedback is not None and at > top:
+                target = target + (feedback[..., top:at, part].mT @ errors[..., top:at, :]).mT
+            rounded[..., part] = round_block(at // BLOCK, target)
+            errors[..., part, :] = (weight[..., part] - rounded[..., part]).mT
     return rounded

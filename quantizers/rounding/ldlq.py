@@ -61,7 +61,7 @@ def refit_compiled(
     cpu.ext.ldlq_refit(
         weight=weight.contiguous(),
         hessian=factor.hessian,
-        table=levels.values,
+        table=levels.values(),
         width=min(group_size(cols, grid.group), cols),
         bits=levels.bits,
         mode=SCALE_MODES.index(levels.scale),

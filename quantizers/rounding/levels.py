@@ -5,7 +5,7 @@ scale per group of a row. Everything the search and the sweep need to know about
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,28 +45,26 @@ class Levels:
             return max(abs(v) for v in self.table)
         return float(1 << (self.bits - 1)) if self.symmetric else float((1 << self.bits) - 1)
 
-    @cached_property
-    def values(self) -> Tensor:
+    def values(self, device: torch.device | str = "cpu") -> Tensor:
         """The table as float32; empty for a uniform grid."""
-        return torch.tensor(self.table or (), dtype=torch.float32)
+        return _values(self.table or (), torch.device(device))
 
-    @cached_property
-    def midpoints(self) -> Tensor:
+    def midpoints(self, device: torch.device | str = "cpu") -> Tensor:
         """Decision thresholds between neighbouring table values."""
-        return (self.values[1:] + self.values[:-1]) / 2
+        return _midpoints(self.table or (), torch.device(device))
 
     def codes_of(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Codes (float32) of the nearest levels; `scale` and `zero` broadcast against `x`."""
         inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
         if self.table is None:
             return (x * inverse).add_(zero).clamp_(0, self.count - 1).round_()
-        return torch.bucketize(x * inverse, self.midpoints.to(x.device)).float()
+        return torch.bucketize((x * inverse).contiguous(), self.midpoints(x.device)).float()
 
     def points_of(self, codes: Tensor, zero: Tensor) -> Tensor:
         """The values of codes at scale 1."""
         if self.table is None:
             return codes - zero
-        return self.values.to(codes.device)[codes.int()]
+        return self.values(codes.device)[codes.int()]
 
     def round_scale(self, scale: Tensor, largest: Tensor) -> Tensor:
         """`scale` as it can be stored; `largest`: the row's super-scale, broadcastable, for 8-bit scales."""
@@ -82,3 +80,17 @@ class Levels:
             ).float()
             return torch.where(scale == 0, power.new_full((), 2.0**-127), power)
         return scale
+
+
+# Kept on each device: copying them there for every group would make the processor wait for the device.
+@lru_cache(maxsize=256)
+def _values(table: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _midpoints(table: tuple[float, ...], device: torch.device) -> Tensor:
+    values = _values(table, device)
+    with torch.inference_mode(False):
+        return (values[1:] + values[:-1]) / 2

@@ -7,15 +7,15 @@ from nstf.quantizers.rounding.levels import Levels
 
 
 def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero per row that minimise sum_i importance_i (x_i - q(x_i))^2. -> (float32 [rows, 1], same).
+    """Scale and zero per group that minimise sum_i importance_i (x_i - q(x_i))^2. -> (float32 [..., 1], same).
 
-    `x`: [rows, n], one group; `importance`: [n], positive; `largest`: the super-scales [rows, 1] of 8-bit
-    scales. Every ratio (times both signs, times three zero points where the grid is asymmetric) is tried,
+    `x`: [..., n], a group along the last axis; `importance`: broadcasts to it, positive; `largest`: the super-scales of
+    8-bit scales, [..., 1]. Every ratio (times both signs, times three zero points where the grid is asymmetric) is tried,
     then the best is refined twice by least squares with its codes fixed. Ties keep the earlier candidate.
     """
     best = _Best(x, importance, levels, largest)
     if levels.table is None and not levels.symmetric:
-        low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+        low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
         base = (high - low) / levels.reach
         for ratio in levels.ratios:
             scale = levels.round_scale(base * ratio, largest)
@@ -24,14 +24,14 @@ def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tu
                 best.offer(scale, (middle.round() + offset).clamp(0, levels.count - 1))
     else:
         zero = (
-            torch.full_like(x[:, :1], 1 << (levels.bits - 1))
+            torch.full_like(x[..., :1], 1 << (levels.bits - 1))
             if levels.table is None
-            else torch.zeros_like(x[:, :1])
+            else torch.zeros_like(x[..., :1])
         )
         # On an even-sized symmetric grid the longer side is the negative one: let the largest weight lie
         # there first.
-        at = x.abs().argmax(1, keepdim=True)
-        peak = x.gather(1, at)
+        at = x.abs().argmax(-1, keepdim=True)
+        peak = x.gather(-1, at)
         base = (-peak if levels.signs else peak.abs()) / levels.reach
         if levels.scale == "e8m0":
             # The specification's choice: floor(log2(max)) less the exponent of the largest level, 6 = 1.5 * 4.
@@ -45,7 +45,7 @@ def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tu
         for _ in range(2):
             points = best.points()
             weighted = points * importance
-            fitted = (weighted * x).sum(1, keepdim=True) / (weighted * points).sum(1, keepdim=True).clamp(
+            fitted = (weighted * x).sum(-1, keepdim=True) / (weighted * points).sum(-1, keepdim=True).clamp(
                 min=1e-30
             )
             best.offer(levels.round_scale(fitted, largest), best.zero)
@@ -53,17 +53,17 @@ def search(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tu
 
 
 class _Best:
-    """The best (scale, zero) per row so far."""
+    """The best (scale, zero) per group so far."""
 
     def __init__(self, x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> None:
         self.x, self.importance, self.levels, self.largest = x, importance, levels, largest
-        self.loss = torch.full_like(x[:, :1], float("inf"))
+        self.loss = torch.full_like(x[..., :1], float("inf"))
         self.scale = torch.zeros_like(self.loss)
         self.zero = torch.zeros_like(self.loss)
 
     def offer(self, scale: Tensor, zero: Tensor) -> None:
         points = self.levels.points_of(self.levels.codes_of(self.x, scale, zero), zero)
-        loss = (points.mul_(-scale).add_(self.x).square_() * self.importance).sum(1, keepdim=True)
+        loss = (points.mul_(-scale).add_(self.x).square_() * self.importance).sum(-1, keepdim=True)
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
         self.scale = torch.where(better, scale, self.scale)

@@ -11,18 +11,20 @@ targets as they are then. Rows do not influence each other. `nstf.kernels.cpu` h
 this file is its reference.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nstf.kernels import cpu
+from nstf.kernels import cpu, triton
 from nstf.kernels.formats.scales import group_count, group_size, per_column
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import F16_MAX, Levels
 from nstf.quantizers.rounding.search import search
 
 SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
+BLOCK = 128  # columns between matrix products: what a Triton program keeps in registers
 SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
 
 
@@ -104,8 +106,8 @@ def sweep_compiled(
         diagonal=importance if factor is None else factor.diagonal,
         upper=torch.empty(0, 0) if factor is None else factor.feedback,
         order=torch.empty(0, dtype=torch.int64) if order is None else order,
-        table=levels.values,
-        middles=levels.midpoints,
+        table=levels.values(),
+        middles=levels.midpoints(),
         ratios=torch.tensor(levels.ratios),
         width=min(cols, group_size(cols, group)),  # a group may be longer than the row
         bits=levels.bits,
@@ -133,8 +135,14 @@ def sweep_torch(
     importance: Tensor,
     factor: Factor | None,
     grid: Grid | None,
+    block: "Callable[[Pass, slice], None] | None" = None,
 ) -> Rounded:
-    """`sweep` in torch: any device, no compiler. Same arguments."""
+    """`sweep` in torch: any device, no compiler. Same arguments; `block`: how a block of columns is rounded.
+
+    Between blocks of 128 columns the feedback is a matrix product.
+    """
+    if block is None:
+        block = block_triton if weight.is_cuda and triton.AVAILABLE else block_torch
     rows, cols = weight.shape
     width, groups = group_size(cols, group), group_count(cols, group)
     order = factor.order if factor is not None else None
@@ -143,44 +151,114 @@ def sweep_torch(
         empty = weight.new_zeros(rows, groups)
         grid = Grid(empty, empty.clone(), super_scales(weight, levels, group, importance), group)
     importance = importance.to(weight)
-    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
-    loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
     if factor is None:
-        for g in range(groups):
-            part = slice(g * width, min((g + 1) * width, cols))
-            x = weight[:, part]
-            if not frozen:
-                s, z = search(x, importance[part], levels, grid.largest)
-                grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
-            scale, zero = grid.scale[:, g : g + 1], grid.zero[:, g : g + 1]
-            c = levels.codes_of(x, scale, zero)
-            error = x - levels.points_of(c, zero) * scale
-            loss += (error.square_() * importance[part]).sum(1, dtype=torch.float64) / 2
-            codes[:, part] = c.to(torch.uint8)
-        return Rounded(codes, grid, loss)
-    where = order if order is not None else torch.arange(cols)
-    upper, diagonal = factor.feedback.to(weight), factor.diagonal.to(weight)
-    target = weight[:, where.to(weight.device)].clone()
-    error = torch.zeros_like(target)
-    group_of = (where // width).tolist()
-    for start in range(0, cols, width):
-        end = min(start + width, cols)
-        target[:, start:end] += error[:, :start] @ upper[:start, start:end]
+        return _nearest_torch(weight, levels, importance, grid, frozen)
+    where = torch.arange(cols, device=weight.device) if order is None else order
+    own = weight.T[where].contiguous()
+    at = Pass(
+        own,
+        own.clone(),
+        torch.empty_like(own),
+        torch.empty_like(own, dtype=torch.uint8),
+        (where // width).int(),
+        torch.zeros(rows, dtype=torch.float64, device=weight.device),
+        factor,
+        grid,
+        levels,
+    )
+    step = BLOCK if frozen else width
+    for start in range(0, cols, step):
+        end = min(start + step, cols)
+        at.target[start:end] += factor.feedback[:start, start:end].T @ at.error[:start]
         if not frozen:
             g = start // width
-            s, z = search(target[:, start:end], importance[start:end], levels, grid.largest)
+            s, z = search(at.target[start:end].T, importance[start:end], levels, grid.largest)
             grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
-        for j in range(start, end):
-            scale, zero = (a[:, group_of[j] : group_of[j] + 1] for a in (grid.scale, grid.zero))
-            x, column = target[:, j : j + 1], int(where[j])
-            c = levels.codes_of(x, scale, zero)
-            q = levels.points_of(c, zero) * scale
-            codes[:, column : column + 1] = c.to(torch.uint8)
-            error[:, j : j + 1] = weight[:, column : column + 1] - q
-            loss += (x - q).square().double().squeeze(1) * float(diagonal[j]) / 2
-            if j + 1 < end:
-                target[:, j + 1 : end] += error[:, j : j + 1] * upper[j : j + 1, j + 1 : end]
+        for first in range(start, end, BLOCK):
+            columns = slice(first, min(first + BLOCK, end))
+            if first > start:
+                at.target[columns] += factor.feedback[start:first, columns].T @ at.error[start:first]
+            block(at, columns)
+    return Rounded(at.codes[torch.argsort(where)].T.contiguous(), grid, at.loss)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A sweep on its way. `weight`, `target`, `error`: float32, and `codes`: uint8, all [cols, rows] in the order of the
+    sweep; `group_of`: the group of each column, int32 [cols] in that order; `loss`: float64 [rows]."""
+
+    weight: Tensor
+    target: Tensor
+    error: Tensor
+    codes: Tensor
+    group_of: Tensor
+    loss: Tensor
+    factor: Factor
+    grid: Grid
+    levels: Levels
+
+
+def block_torch(at: Pass, columns: slice) -> None:
+    """Rounds some columns: fills `codes` and `error` there, adds to `loss`, moves the targets of the block's later ones."""
+    for j in range(columns.start, columns.stop):
+        group = at.group_of[j : j + 1]
+        scale, zero = (a.index_select(1, group).squeeze(1) for a in (at.grid.scale, at.grid.zero))
+        c = at.levels.codes_of(at.target[j], scale, zero)
+        q = at.levels.points_of(c, zero) * scale
+        at.codes[j] = c.to(torch.uint8)
+        at.error[j] = at.weight[j] - q
+        at.loss.add_((at.target[j] - q).square().double() * at.factor.diagonal[j] / 2)
+        rest = slice(j + 1, columns.stop)
+        at.target[rest] += at.factor.feedback[j, rest, None] * at.error[j]
+
+
+def block_triton(at: Pass, columns: slice) -> None:
+    """`block_torch` in one Triton kernel."""
+    from nstf.kernels.triton.ldlq import sweep_block
+
+    sweep_block(
+        at.weight,
+        at.target,
+        at.factor.feedback,
+        at.factor.diagonal,
+        at.group_of,
+        at.grid.scale.contiguous(),
+        at.grid.zero.contiguous(),
+        at.levels.values(at.weight.device),
+        at.levels.midpoints(at.weight.device),
+        at.levels.count,
+        columns,
+        at.codes,
+        at.error,
+        at.loss,
+    )
+
+
+def _nearest_torch(weight: Tensor, levels: Levels, importance: Tensor, grid: Grid, frozen: bool) -> Rounded:
+    """Every weight alone, all groups of a row at once; the scales go into `grid` unless they are frozen."""
+    rows, cols = weight.shape
+    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
+    loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
+    for columns, numbers in _spans(cols, grid.group):
+        shape = (numbers.stop - numbers.start, -1)
+        x, h = weight[:, columns].reshape(rows, *shape), importance[columns].view(shape)
+        if not frozen:
+            scale, zero = search(x, h, levels, grid.largest.unsqueeze(1))
+            grid.scale[:, numbers], grid.zero[:, numbers] = scale.squeeze(2), zero.squeeze(2)
+        scale, zero = grid.scale[:, numbers].unsqueeze(2), grid.zero[:, numbers].unsqueeze(2)
+        c = levels.codes_of(x, scale, zero)
+        error = x - levels.points_of(c, zero) * scale
+        loss += (error.square_() * h).sum((1, 2), dtype=torch.float64) / 2
+        codes[:, columns] = c.reshape(rows, -1).to(torch.uint8)
     return Rounded(codes, grid, loss)
+
+
+def _spans(cols: int, group: int) -> list[tuple[slice, slice]]:
+    """(columns, group numbers) of the groups of full width, and of a shorter last one."""
+    width, groups = group_size(cols, group), group_count(cols, group)
+    full = cols // width
+    spans = [(slice(0, full * width), slice(0, full))] if full else []
+    return spans if full == groups else [*spans, (slice(full * width, cols), slice(full, groups))]
 
 
 def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
@@ -188,10 +266,11 @@ def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor)
     largest = weight.new_zeros(weight.shape[0], 1)
     if levels.scale != "u8":
         return largest
-    free = replace(levels, scale="f32")
-    cols, width = weight.shape[1], group_size(weight.shape[1], group)
-    for start in range(0, cols, width):
-        x = weight[:, start : start + width]
-        found, _ = search(x, importance[start : start + width].to(weight), free, largest)
-        largest = torch.maximum(largest, found)
+    free, importance = replace(levels, scale="f32"), importance.to(weight)
+    rows, cols = weight.shape
+    for columns, numbers in _spans(cols, group):
+        shape = (numbers.stop - numbers.start, -1)
+        x = weight[:, columns].reshape(rows, *shape)
+        found, _ = search(x, importance[columns].view(shape), free, largest.unsqueeze(1))
+        largest = torch.maximum(largest, found.amax(1))
     return (largest * SUPER_MARGIN).clamp(max=F16_MAX).half().float()

@@ -46,7 +46,7 @@ def test_an_importance_matrix_is_the_diagonal_of_the_hessian_under_llama_cpps_na
     gguf = pytest.importorskip("gguf")
     from peers.gguf_files import write_importance
 
-    from nstf_convert.pipeline.tensorfile import write_tensors
+    from nstf_convert.pipeline.store.tensorfile import write_tensors
 
     weight, layer = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj"
     moments = torch.diag(torch.arange(1.0, 9.0))

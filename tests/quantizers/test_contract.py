@@ -153,6 +153,16 @@ def test_estimate_predicts_the_loss(case, rounding):
     assert 0.85 < module.estimate(weight, params, stats) / true < 1.18
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "ldlq"])
+def test_estimates_of_many_are_those_of_each(case, rounding):
+    module, params = case
+    weight, stats = normal(60, 96), Stats(correlated_hessian(96), torch.rand(60) + 0.5)
+    many = [dataclasses.replace(params, rounding=rounding, damping=damping) for damping in (0.01, 0.02)]
+    many.append(dataclasses.replace(params, rounding="nearest"))
+    found = module.estimate_many(weight, many, stats)
+    assert found == pytest.approx([module.estimate(weight, p, stats) for p in many], rel=1e-4)
+
+
 def test_ldlq_beats_nearest_in_the_norm_of_the_hessian(case, weight, stats):
     module, params = case
     losses = {}

@@ -98,7 +98,7 @@ def decomposed(tiny: ModuleType, model: Any) -> dict[str, Any]:
     """Every matrix of the model as CP, Tucker or tensor train with int8 factors; the model gets the decoded values."""
     from nstf.kernels.formats import decode
     from nstf.quantizers.stats import Stats
-    from nstf_convert.pipeline import recipe as recipes
+    from nstf_convert.pipeline.propose import recipe as recipes
 
     factor = recipes.Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True})
     how: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {

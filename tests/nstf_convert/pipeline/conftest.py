@@ -73,7 +73,6 @@ def options(small, tmp_path):
             "samples": 6,
             "seq_len": 32,
             "threads": 1,
-            "probes": False,
             "search": False,
             "prefix": False,
             "attention_plan": False,

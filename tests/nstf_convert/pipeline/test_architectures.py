@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import convert
-from nstf_convert.pipeline.tensorfile import TensorFile
+from nstf_convert.pipeline.store.tensorfile import TensorFile
 
 TEXT = {
     "hidden_size": 64,
@@ -68,7 +68,7 @@ def test_position_table_that_is_given_a_mask_is_not_counted(options, tmp_path) -
 
 
 def test_scaled_embedding_counts_by_its_scale(options, tmp_path, monkeypatch) -> None:
-    from nstf_convert.pipeline import gradients
+    from nstf_convert.pipeline.calibrate import gradients
 
     folder = saved(tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA)
     name = "sensitivity_in:model.embed_tokens.weight"
@@ -88,8 +88,8 @@ def test_encoder_decoder_is_given_decoder_inputs(options, tmp_path) -> None:
 def test_layer_that_runs_several_times_sees_all_its_inputs(tmp_path, layers) -> None:
     from transformers import AlbertConfig, AlbertModel
 
-    from nstf_convert.pipeline.calibration import calibrate_model
-    from nstf_convert.pipeline.data import Data
+    from nstf_convert.pipeline.calibrate.statistics import calibrate_model
+    from nstf_convert.pipeline.calibrate.text import Data
     from nstf_convert.streamed import StreamedModel
 
     torch.manual_seed(0)

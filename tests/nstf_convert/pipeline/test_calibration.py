@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import calibrate
-from nstf_convert.pipeline.calibration import domains, fit_batches, held_out_batches, report_batches
-from nstf_convert.pipeline.tensorfile import TensorFile
+from nstf_convert.pipeline.calibrate.statistics import domains, fit_batches, held_out_batches, report_batches
+from nstf_convert.pipeline.store.tensorfile import TensorFile
 
 from .conftest import WORDS
 

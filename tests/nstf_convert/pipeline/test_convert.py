@@ -31,8 +31,8 @@ def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(opti
     import nstf.runtime
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.measure import score_window, summarise
-    from nstf_convert.pipeline.calibration import report_batches
-    from nstf_convert.pipeline.tensorfile import TensorFile
+    from nstf_convert.pipeline.calibrate.statistics import report_batches
+    from nstf_convert.pipeline.store.tensorfile import TensorFile
     from nstf_convert.streamed import StreamedModel
 
     chosen = options(("ratio", 0.5), work_dir=options().output.parent / "work")
@@ -161,7 +161,7 @@ def test_an_unknown_architecture_is_converted_tensor_by_tensor(options, small, t
 
 def test_existing_output_is_refused_without_force(options) -> None:
     options().output.write_bytes(b"precious")
-    with pytest.raises(UsageError, match="exists: give another --output, or --force"):
+    with pytest.raises(UsageError, match="exists: give another output, or force"):
         convert(options())
     assert options().output.read_bytes() == b"precious"
 

@@ -8,14 +8,16 @@ from nstf_convert.pipeline import convert
 
 
 def test_the_last_steps_are_kept_only_when_they_measure_better(options) -> None:
-    report = convert(options(("ratio", 0.4), prefix=True, heal_steps=4, heal_layers=True)).report["accuracy"]
-    assert [s["step"] for s in report["steps"]] == ["front to back", "healed while encoding", "healing"]
+    report = convert(options(("ratio", 0.4), prefix=True, search=True, search_steps=1, heal_steps=4)).report[
+        "accuracy"
+    ]
+    assert [s["step"] for s in report["steps"]] == ["front to back", "healing"]
     for step in report["steps"]:
         assert step["kept"] == (step["after"] < step["before"])
     last = report["steps"][-1]
     assert report["selection"] == (last["after"] if last["kept"] else last["before"])
     healing = report["healing"]
-    assert healing["steps"] + healing["while_encoding"]["steps"] == 4
+    assert healing["steps"] == 4
     verify(options().output)
 
 
@@ -40,5 +42,5 @@ def test_healing_of_a_model_that_cannot_be_run_is_refused_at_once(options, small
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="--heal needs a language model that can be run"):
+    with pytest.raises(UsageError, match="healing needs a language model that can be run"):
         convert(options(("ratio", 0.6), model=str(folder), datasets=(), heal_minutes=1.0))

@@ -10,16 +10,16 @@ from nstf.kernels.formats import decode
 from nstf.kernels.formats.tuning import prepare, tunable
 from nstf.quantizers.stats import Stats
 from nstf.runtime.skeleton import build_skeleton
-from nstf_convert.pipeline import heal_model
-from nstf_convert.pipeline import heal_run as healing
 from nstf_convert.pipeline import mix as mixes
-from nstf_convert.pipeline import recipe as recipes
-from nstf_convert.pipeline.calibration import fit_batches, held_out_batches
-from nstf_convert.pipeline.heal import Settings, heal
-from nstf_convert.pipeline.heal_text import healing_windows
-from nstf_convert.pipeline.job import Job
-from nstf_convert.pipeline.recipe import Recipe
-from nstf_convert.pipeline.stages import Stages
+from nstf_convert.pipeline.calibrate.statistics import fit_batches, held_out_batches
+from nstf_convert.pipeline.heal import model as heal_model
+from nstf_convert.pipeline.heal import run as healing
+from nstf_convert.pipeline.heal.heal import Settings, heal
+from nstf_convert.pipeline.heal.text import healing_windows
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.session import Session
 from nstf_convert.streamed import StreamedModel
 
 INT3 = Recipe("int_grid", {"bits": 3, "group": 32})
@@ -27,49 +27,51 @@ QUICK = Settings(scale_rate=3e-3, row_rate=3e-3, value_rate=3e-3, evaluations=2)
 
 
 @pytest.fixture
-def job(options, tmp_path):
-    with Job(options(work_dir=tmp_path / "work"), Stages()) as opened:
+def session(options, tmp_path):
+    with Session(options(work_dir=tmp_path / "work"), Stages()) as opened:
         yield opened
 
 
-def uniform(job, recipe=INT3):
-    return {n: recipe for n, u in job.units.items() if u.kept is None}
+def uniform(session, recipe=INT3):
+    return {n: recipe for n, u in session.units.items() if u.kept is None}
 
 
-def test_healing_lowers_the_divergence_of_windows_that_neither_fitted_nor_chose(job) -> None:
-    mix = uniform(job)
+def test_healing_lowers_the_divergence_of_windows_that_neither_fitted_nor_chose(session) -> None:
+    mix = uniform(session)
     learning = replace(QUICK, scale_rate=1e-2, row_rate=1e-2, value_rate=1e-2, windows=4)
-    healed = heal(job, mix, 1.0, steps=30, settings=learning)
+    healed = heal(session, mix, 1.0, steps=30, settings=learning)
     assert healed.after.score < 0.9 * healed.before.score
-    load = mixes.encoder_loader(job)
-    before, after = (mixes.measure(job, mix, "report", given).score for given in (load, healed.loader(load)))
+    load = mixes.encoder_loader(session)
+    before, after = (
+        mixes.measure(session, mix, "report", given).score for given in (load, healed.loader(load))
+    )
     assert after < 0.95 * before
     assert healed.facts["kept"] and healed.facts["steps"] == 30
     assert [e["step"] for e in healed.facts["curve"]] == [15, 30]
 
 
-def test_healed_tensors_keep_their_codes_trees_dtypes_and_sizes(job) -> None:
-    mix = uniform(job, Recipe("int_grid", {"bits": 3, "group": 32, "scale_bits": 8}))
-    healed = heal(job, mix, 1.0, steps=8, settings=QUICK)
-    load = mixes.encoder_loader(job)
+def test_healed_tensors_keep_their_codes_trees_dtypes_and_sizes(session) -> None:
+    mix = uniform(session, Recipe("int_grid", {"bits": 3, "group": 32, "scale_bits": 8}))
+    healed = heal(session, mix, 1.0, steps=8, settings=QUICK)
+    load = mixes.encoder_loader(session)
     assert any("norm" in name for name in healed.encoded)
     for name, tensor in healed.encoded.items():
-        before = load(job.units[name], mix.get(name))
+        before = load(session.units[name], mix.get(name))
         assert tensor.tree == before.tree and tensor.shape == before.shape
         for key, array in before.arrays.items():
             assert (tensor.arrays[key].dtype, tensor.arrays[key].shape) == (array.dtype, array.shape)
             assert key != "codes" or torch.equal(tensor.arrays[key], array)
 
 
-def test_what_the_curve_says_is_what_the_written_tensors_measure(job) -> None:
-    healed = heal(job, uniform(job), 1.0, steps=8, settings=QUICK)
+def test_what_the_curve_says_is_what_the_written_tensors_measure(session) -> None:
+    healed = heal(session, uniform(session), 1.0, steps=8, settings=QUICK)
     best = min(e["held_out"] for e in healed.facts["curve"])
     assert healed.after.score == pytest.approx(best, rel=1e-4)
 
 
-def test_a_run_that_makes_things_worse_is_not_kept(job) -> None:
+def test_a_run_that_makes_things_worse_is_not_kept(session) -> None:
     wild = replace(QUICK, scale_rate=3.0, row_rate=3.0, value_rate=3.0)
-    healed = heal(job, uniform(job), 1.0, steps=4, settings=wild)
+    healed = heal(session, uniform(session), 1.0, steps=4, settings=wild)
     assert healed.encoded == {}
     assert healed.after == healed.before and not healed.facts["kept"]
 
@@ -77,18 +79,18 @@ def test_a_run_that_makes_things_worse_is_not_kept(job) -> None:
 def test_the_same_number_of_steps_gives_the_same_bytes(options, tmp_path) -> None:
     found = []
     for name in ("a", "b"):
-        with Job(options(work_dir=tmp_path / name), Stages()) as job:
-            healed = heal(job, uniform(job), 1.0, steps=6, settings=QUICK)
+        with Session(options(work_dir=tmp_path / name), Stages()) as session:
+            healed = heal(session, uniform(session), 1.0, steps=6, settings=QUICK)
             found.append(healed.encoded)
     assert found[0].keys() == found[1].keys()
     for name, tensor in found[0].items():
         assert all(torch.equal(a, found[1][name].arrays[k]) for k, a in tensor.arrays.items())
 
 
-def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(job, options, tmp_path, monkeypatch) -> None:
-    whole = heal(job, uniform(job), 1.0, steps=8, settings=QUICK).encoded
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(session, options, tmp_path, monkeypatch) -> None:
+    whole = heal(session, uniform(session), 1.0, steps=8, settings=QUICK).encoded
     monkeypatch.setattr(healing, "CHECKPOINT_SECONDS", 0.0)
-    with Job(options(work_dir=tmp_path / "other"), Stages()) as again:
+    with Session(options(work_dir=tmp_path / "other"), Stages()) as again:
         mix = uniform(again)
         original = healing.HealingRun._one_step
         steps = []
@@ -109,32 +111,34 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(job, options, tmp_p
         assert all(torch.equal(a, resumed.encoded[name].arrays[k]) for k, a in tensor.arrays.items())
 
 
-def test_steps_are_sized_to_the_time(job) -> None:
-    healed = heal(job, uniform(job), 0.05, settings=QUICK)
+def test_steps_are_sized_to_the_time(session) -> None:
+    healed = heal(session, uniform(session), 0.05, settings=QUICK)
     assert 2 <= healed.facts["steps"] <= healed.facts["planned_steps"]
     assert healed.facts["minutes"] < 0.5
 
 
-def test_low_rank_factors_and_tables_are_tuned_too(job) -> None:
+def test_low_rank_factors_and_tables_are_tuned_too(session) -> None:
     factor = Recipe("dense", {"dtype": "float16"})
     hybrid = Recipe("add", {}, {"base": INT3, "correction": Recipe("svd", {"rank": 4}, {"factor": factor})})
-    mix = uniform(job)
+    mix = uniform(session)
     name, other = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
     mix |= {name: hybrid, other: Recipe("grid16", {"group": 32})}
-    healed = heal(job, mix, 1.0, steps=8, settings=QUICK)
-    before = mixes.encoder_loader(job)(job.units[name], hybrid)
+    healed = heal(session, mix, 1.0, steps=8, settings=QUICK)
+    before = mixes.encoder_loader(session)(session.units[name], hybrid)
     changed = {k for k, a in before.arrays.items() if not torch.equal(a, healed.encoded[name].arrays[k])}
     assert {"x.scale", "y.a.values", "y.b.values"} <= changed and "x.codes" not in changed
     tables = [
         e.arrays["table"]
-        for e in (mixes.encoder_loader(job)(job.units[other], mix[other]), healed.encoded[other])
+        for e in (mixes.encoder_loader(session)(session.units[other], mix[other]), healed.encoded[other])
     ]
     assert not torch.equal(*tables)
 
 
-def test_recomputed_layers_give_the_same_gradients(job, monkeypatch) -> None:
-    mix = uniform(job)
-    run = healing.HealingRun(job, mix, mixes.encoder_loader(job), 1.0, 2, QUICK, mixes.measure(job, mix))
+def test_recomputed_layers_give_the_same_gradients(session, monkeypatch) -> None:
+    mix = uniform(session)
+    run = healing.HealingRun(
+        session, mix, mixes.encoder_loader(session), 1.0, 2, QUICK, mixes.measure(session, mix)
+    )
     batch = run._batch(run.fit, 0)
     gradients = []
     for limit in (1 << 40, 0):
@@ -146,13 +150,13 @@ def test_recomputed_layers_give_the_same_gradients(job, monkeypatch) -> None:
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*gradients, strict=True))
 
 
-def test_gradients_are_those_of_the_plain_model(job, small) -> None:
+def test_gradients_are_those_of_the_plain_model(session, small) -> None:
     """Against transformers' own forward, with every weight decoded and kept."""
     from transformers import AutoModelForCausalLM
 
-    mix = uniform(job)
-    load = mixes.encoder_loader(job)
-    run = healing.HealingRun(job, mix, load, 1.0, 2, QUICK, mixes.measure(job, mix))
+    mix = uniform(session)
+    load = mixes.encoder_loader(session)
+    run = healing.HealingRun(session, mix, load, 1.0, 2, QUICK, mixes.measure(session, mix))
     run.bfloat16, run.student.dtype = False, torch.float32
     batch = run._batch(run.fit, 0)
     loss = run._one_step(batch, take=False)
@@ -161,7 +165,7 @@ def test_gradients_are_those_of_the_plain_model(job, small) -> None:
     with torch.no_grad():
         target = plain(batch[0]).logits[0].log_softmax(-1)
         for name, p in plain.named_parameters():
-            p.copy_(decode(load(job.units[name], mix.get(name))))
+            p.copy_(decode(load(session.units[name], mix.get(name))))
     q = plain(batch[0]).logits[0].log_softmax(-1)
     divergence = (target.exp() * (target - q)).sum(-1).mean()
     divergence.backward()
@@ -177,6 +181,20 @@ def test_gradients_are_those_of_the_plain_model(job, small) -> None:
     assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-6)
 
 
+class Given(StreamedModel):
+    """A model whose weights are the given parameters, by stored name."""
+
+    dtype = torch.float32
+
+    def __init__(self, config: dict, given: dict[str, torch.nn.Parameter]) -> None:
+        self.given = given
+        super().__init__(config, given.__getitem__, lazy=True)
+
+    def _attach(self, module: torch.nn.Module, names: dict[str, str]) -> None:
+        for local, stored in names.items():
+            module._parameters[local] = self.given[stored]
+
+
 def test_an_untied_head_learns_in_every_step() -> None:
     from transformers import LlamaConfig
 
@@ -188,7 +206,7 @@ def test_an_untied_head_learns_in_every_step() -> None:
     shapes = {n: p.shape for n, p in build_skeleton(config).named_parameters()}
     weights = {n: torch.nn.Parameter(torch.randn(s) / 4) for n, s in shapes.items()}
     teacher = StreamedModel(config, {n: w.detach() + 0.1 for n, w in weights.items()}.__getitem__)
-    student = heal_model.FreeModel(config, weights, {}, torch.device("cpu"))
+    student = Given(config, weights)
     ids = torch.arange(8)[None]
     with torch.no_grad():
         target = teacher.hidden(ids)[0]
@@ -230,20 +248,20 @@ def test_experts_two_stacks_in_one_module_get_their_own_gradients() -> None:
     assert all(torch.allclose(g, found[1][n]) for n, g in found[0].items())
 
 
-def test_more_text_leaves_out_what_is_held_out(job) -> None:
-    fit = [b["input_ids"] for b in fit_batches(job.calibration)]
-    more = healing_windows(job, fit, 60)
+def test_more_text_leaves_out_what_is_held_out(session) -> None:
+    fit = [b["input_ids"] for b in fit_batches(session.calibration)]
+    more = healing_windows(session, fit, 60)
     assert len(more) > len(fit)
     held = {
         tuple(b["input_ids"][0, i : i + 16].tolist())
-        for b in held_out_batches(job.calibration)
+        for b in held_out_batches(session.calibration)
         for i in range(17)
     }
     for window in more:
         assert held.isdisjoint({tuple(window[0, i : i + 16].tolist()) for i in range(17)})
 
 
-def test_a_model_that_cannot_be_run_is_not_healed(job) -> None:
-    job.model = None
+def test_a_model_that_cannot_be_run_is_not_healed(session) -> None:
+    session.model = None
     with pytest.raises(ValueError, match="needs a language model"):
-        heal(job, {}, 1.0)
+        heal(session, {}, 1.0)

@@ -1,4 +1,4 @@
-"""A mistake in the input leaves nothing behind, so that its correction is not taken for another job."""
+"""A mistake in the input leaves nothing behind, so that its correction is not taken for another session."""
 
 import pytest
 

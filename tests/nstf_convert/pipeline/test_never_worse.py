@@ -27,7 +27,7 @@ def assert_never_worse(report: dict) -> None:
 
 @pytest.mark.parametrize("ratio", [0.3, 0.55])
 def test_a_small_llama_never_loses_to_uniform(options, ratio) -> None:
-    steps = {"probes": True, "prefix": True, "search": True, "search_steps": 2}
+    steps = {"prefix": True, "search": True, "search_steps": 2}
     report = convert(options(("ratio", ratio), formats=("int_grid", "grid16", "svd"), **steps)).report
     assert_never_worse(report)
 

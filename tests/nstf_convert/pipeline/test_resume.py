@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from nstf_convert.pipeline import convert
-from nstf_convert.pipeline.tensorfile import TensorFileWriter
+from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_same_bytes_in_another_folder_time_zone_and_hash_seed(options, small, tm
 
 def test_two_conversions_cannot_share_a_work_directory(options, tmp_path) -> None:
     from nstf.errors import NstfError
-    from nstf_convert.pipeline.workdir import WorkDir
+    from nstf_convert.pipeline.store.workdir import WorkDir
 
     (tmp_path / "work").mkdir()
     with WorkDir(tmp_path / "work", {}), pytest.raises(NstfError, match="in use by another conversion"):

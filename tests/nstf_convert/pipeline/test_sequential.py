@@ -8,13 +8,13 @@ import torch
 
 from nstf.kernels.formats import decode
 from nstf_convert import streamed
-from nstf_convert.pipeline import sequential
-from nstf_convert.pipeline.calibration import fit_batches
-from nstf_convert.pipeline.encoded import decoded_source
-from nstf_convert.pipeline.job import Job
-from nstf_convert.pipeline.recipe import Recipe
-from nstf_convert.pipeline.sequential import PrefixOptions, encode_in_prefix
-from nstf_convert.pipeline.stages import Stages
+from nstf_convert.pipeline.calibrate.statistics import fit_batches
+from nstf_convert.pipeline.improve import front_to_back as sequential
+from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
+from nstf_convert.pipeline.mix import weights_of
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.session import Session
 from nstf_convert.streamed import StreamedModel
 
 CONV = Path(__file__).parents[3] / "examples" / "tiny_conv" / "model"
@@ -33,18 +33,18 @@ MIXTRAL = {**TEXT, "num_key_value_heads": 2, "num_local_experts": 4, "num_expert
 
 @pytest.fixture
 def opened(options, tmp_path):
-    """Makes a Job on the small model; keyword arguments override options."""
+    """Makes a Session on the small model; keyword arguments override options."""
     jobs = []
 
-    def make(work="work", **changes) -> Job:
-        job = Job(options(work_dir=tmp_path / work, **changes), Stages())
-        jobs.append(job)
-        return job
+    def make(work="work", **changes) -> Session:
+        session = Session(options(work_dir=tmp_path / work, **changes), Stages())
+        jobs.append(session)
+        return session
 
     yield make
-    for job in jobs:
-        job.work.close()
-        job.checkpoint.close()
+    for session in jobs:
+        session.work.close()
+        session.checkpoint.close()
 
 
 def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any]) -> Path:
@@ -56,29 +56,29 @@ def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any
     return folder
 
 
-def three_bits(job: Job) -> dict[str, Recipe]:
+def three_bits(session: Session) -> dict[str, Recipe]:
     recipe = Recipe("int_grid", {"bits": 3, "group": 32})
-    return {n: recipe for n, u in job.units.items() if u.kept is None}
+    return {n: recipe for n, u in session.units.items() if u.kept is None}
 
 
-def encoded(job: Job, options: PrefixOptions | None = None) -> dict[str, dict[str, torch.Tensor]]:
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None, options)
+def encoded(session: Session, options: PrefixOptions | None = None) -> dict[str, dict[str, torch.Tensor]]:
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None, options)
     assert sorted(prefixed.results) == sorted(mix)
-    return {n: prefixed.load(job.units[n], mix[n]).arrays for n in mix}
+    return {n: prefixed.load(session.units[n], mix[n]).arrays for n in mix}
 
 
 def same(a: Any, b: Any) -> bool:
     return all(torch.equal(a[n][k], b[n][k]) for n in a for k in a[n]) and sorted(a) == sorted(b)
 
 
-def inputs_of(model: StreamedModel, path: str, job: Job) -> torch.Tensor:
+def inputs_of(model: StreamedModel, path: str, session: Session) -> torch.Tensor:
     """Rows that reach a module over all fit batches, [n, in]."""
     rows = []
     module = dict(model.module.named_modules())[path]
     handle = module.register_forward_pre_hook(lambda m, args: rows.append(args[0].flatten(0, 1)))
     with torch.no_grad():
-        for batch in fit_batches(job.calibration):
+        for batch in fit_batches(session.calibration):
             model.hidden(batch["input_ids"])
     handle.remove()
     return torch.cat(rows)
@@ -89,30 +89,32 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
     opened, monkeypatch, resident
 ) -> None:
     monkeypatch.setattr(streamed, "RESIDENT_BYTES", resident)
-    job = opened()
+    session = opened()
     seen = {}
-    real = sequential.recipes.encode
+    real = sequential.recipes.encode_many
 
-    def encode(recipe, weight, stats, lead):
-        seen[tuple(weight.reshape(-1)[:4].tolist())] = stats.hessian
-        return real(recipe, weight, stats, lead)
+    def encode_many(items):
+        seen.update((tuple(w.reshape(-1)[:4].tolist()), stats.hessian) for _, w, stats, _ in items)
+        return real(items)
 
-    monkeypatch.setattr(sequential.recipes, "encode", encode)
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(target="weight"))
+    monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="weight"))
     model = StreamedModel(
-        job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
+        session.reference().config,
+        weights_of(session, mix, prefixed.loader()),
+        session.checkpoint.ties,
     )
     for name in (LAST_DOWN, "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.up_proj.weight"):
-        rows = inputs_of(model, name.removesuffix(".weight"), job)
-        used = seen[tuple(job.source(name).float().reshape(-1)[:4].tolist())]
-        key = job.statistics.group_of(job.units[name])
-        weights = job.calibration.get(f"token_weight:{key}")
+        rows = inputs_of(model, name.removesuffix(".weight"), session)
+        used = seen[tuple(session.source(name).float().reshape(-1)[:4].tolist())]
+        key = session.statistics.group_of(session.units[name])
+        weights = session.calibration.get(f"token_weight:{key}")
         wanted = (rows * weights[:, None]).T @ rows / weights.sum()
-        share = job.calibration.metadata["hessians"][key]["shrinkage"]
+        share = session.calibration.metadata["hessians"][key]["shrinkage"]
         wanted = wanted.lerp(torch.diag(wanted.diagonal()), share)
         assert torch.allclose(used, wanted, rtol=1e-3, atol=1e-4)
-        assert not torch.allclose(used, job.calibration.get(f"hessian:{key}"), rtol=1e-2, atol=1e-3)
+        assert not torch.allclose(used, session.calibration.get(f"hessian:{key}"), rtol=1e-2, atol=1e-3)
 
 
 def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> None:
@@ -125,16 +127,16 @@ def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> No
 
 
 def test_second_run_finds_everything_and_runs_no_model(opened, monkeypatch) -> None:
-    job = opened()
-    first = encoded(job)
+    session = opened()
+    first = encoded(session)
     monkeypatch.setattr(sequential, "run_in_step", lambda *args: pytest.fail("the model was run again"))
-    assert same(first, encoded(job))
+    assert same(first, encoded(session))
 
 
 def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
     whole = encoded(opened("whole"))
-    job = opened("cut", calibration=None)
-    real, calls = sequential.recipes.encode, []
+    session = opened("cut", calibration=None)
+    real, calls = sequential.recipes.encode_many, []
 
     def stop(*args):
         calls.append(args)
@@ -142,34 +144,34 @@ def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(sequential.recipes, "encode", stop)
+    monkeypatch.setattr(sequential.recipes, "encode_many", stop)
     with pytest.raises(KeyboardInterrupt):
-        encoded(job)
-    monkeypatch.setattr(sequential.recipes, "encode", real)
-    assert same(whole, encoded(job))
+        encoded(session)
+    monkeypatch.setattr(sequential.recipes, "encode_many", real)
+    assert same(whole, encoded(session))
 
 
 def test_tied_table_is_encoded_as_without_the_prefix(opened) -> None:
-    job = opened()
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None)
-    table = job.units["model.embed_tokens.weight"]
+    session = opened()
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None)
+    table = session.units["model.embed_tokens.weight"]
     assert table.name not in prefixed.keys
     assert LAST_DOWN in prefixed.keys
     recipe = mix[table.name]
-    assert same({"": prefixed.load(table, recipe).arrays}, {"": job.encoder.load(table, recipe).arrays})
+    assert same({"": prefixed.load(table, recipe).arrays}, {"": session.encoder.load(table, recipe).arrays})
 
 
 def test_untied_head_reads_the_compressed_models_hidden_states(opened, tmp_path) -> None:
     folder = saved(
         tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": False}
     )
-    job = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    session = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None)
     assert "lm_head.weight" in prefixed.keys
-    alone = job.encoder.load(job.units["lm_head.weight"], mix["lm_head.weight"])
-    after = prefixed.load(job.units["lm_head.weight"], mix["lm_head.weight"])
+    alone = session.encoder.load(session.units["lm_head.weight"], mix["lm_head.weight"])
+    after = prefixed.load(session.units["lm_head.weight"], mix["lm_head.weight"])
     assert not torch.equal(decode(alone), decode(after))
 
 
@@ -179,48 +181,50 @@ def test_layers_that_run_several_times_keep_the_calibrations_hessians(opened, tm
     from safetensors.torch import save_file
 
     save_file({"input_ids": torch.arange(8 * 16).reshape(8, 16) % 100}, str(inputs))
-    job = opened(model=str(folder), datasets=(str(inputs),), formats=("int_grid",))
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    session = opened(model=str(folder), datasets=(str(inputs),), formats=("int_grid",))
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None)
     assert not any("albert_layers" in name for name in prefixed.keys)
     assert sorted(prefixed.results) == sorted(mix)
 
 
 def test_convolutions_are_covered(opened) -> None:
-    job = opened(model=str(CONV), datasets=(), samples=8)
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None)
+    session = opened(model=str(CONV), datasets=(), samples=8)
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None)
     assert sorted(prefixed.results) == sorted(mix)
-    kinds = {len(job.units[name].shape) for name in prefixed.keys}
+    kinds = {len(session.units[name].shape) for name in prefixed.keys}
     assert kinds == {4}
 
 
 def test_expert_stacks_keep_the_calibrations_hessians_and_attention_does_not(opened, tmp_path) -> None:
     folder = saved(tmp_path / "m", "MixtralForCausalLM", "MixtralConfig", MIXTRAL)
-    job = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
-    prefixed = encode_in_prefix(job, three_bits(job), lambda unit: None)
+    session = opened(model=str(folder), datasets=(), samples=4, seq_len=16)
+    prefixed = encode_in_prefix(session, three_bits(session), lambda unit: None)
     assert not any("experts" in name for name in prefixed.keys)
     assert "model.layers.1.self_attn.o_proj.weight" in prefixed.keys
 
 
 def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypatch) -> None:
-    job = opened(samples=40)
+    session = opened(samples=40)
     targets = []
-    real = sequential.recipes.encode
+    real = sequential.recipes.encode_many
 
-    def encode(recipe, weight, stats, lead):
-        targets.append(weight)
-        return real(recipe, weight, stats, lead)
+    def encode_many(items):
+        targets.extend(weight for _, weight, _, _ in items)
+        return real(items)
 
-    monkeypatch.setattr(sequential.recipes, "encode", encode)
-    mix = three_bits(job)
-    prefixed = encode_in_prefix(job, mix, lambda unit: None, PrefixOptions(target="output"))
+    monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
+    mix = three_bits(session)
+    prefixed = encode_in_prefix(session, mix, lambda unit: None, PrefixOptions(target="output"))
     model = StreamedModel(
-        job.reference().config, decoded_source(prefixed, job.units, mix, job.source), job.checkpoint.ties
+        session.reference().config,
+        weights_of(session, mix, prefixed.loader()),
+        session.checkpoint.ties,
     )
     path = LAST_DOWN.removesuffix(".weight")
-    original, compressed = inputs_of(job.reference(), path, job), inputs_of(model, path, job)
-    weight = job.source(LAST_DOWN).float()
+    original, compressed = inputs_of(session.reference(), path, session), inputs_of(model, path, session)
+    weight = session.source(LAST_DOWN).float()
     wanted = original @ weight.T
     target = targets[-1]
     assert target.shape == weight.shape

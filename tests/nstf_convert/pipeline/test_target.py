@@ -2,7 +2,7 @@
 
 import torch
 
-from nstf_convert.pipeline.target import Rows, joined, moments, target
+from nstf_convert.pipeline.improve.target import Rows, joined, moments, target
 
 
 def drifted(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,146 @@
+"""The Viterbi search of kernels/torch/viterbi.py on NVIDIA GPUs, in float16: several times as fast as viterbi.py.
+
+Its codes are a path of the trellis, circular as the reference's, and the same from run to run, but not always the
+reference's: where two paths are nearly as good, float16 may prefer the other. The squared error of many tiles is that of
+the reference within a thousandth. Forward (viterbi_forward.py) and back (viterbi_back.py) are launched twice: for the steps
+around the seam, which give the state that the tile starts from, and for the whole tile. Nothing waits for the device.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import triton
+from torch import Tensor
+
+from nstf.kernels.torch.viterbi import SEAM, STATE_BITS, TILE, check
+from nstf.kernels.triton.viterbi_back import back
+
+# Steps between two subtractions from M.
+RENORM = 8
+# Bytes of M that are kept at once: enough tiles that the way back of one is hidden behind those of others.
+HISTORY_BYTES = 2 << 30
+# Without asking the device how much memory is free.
+_MODEST_BYTES = 256 << 20
+_REGISTERS = 65536  # of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the search is laid out on the device. The codes do not depend on it, but for `every`."""
+
+    warps: int  # of a program, which has a multiprocessor to itself
+    tiles: int  # that a program searches at a time
+    every: int  # steps from one M that is kept to the next
+
+
+def launch_for(tiles: int, quarter_bits: int, processors: int) -> Launch:
+    """A launch for so many tiles on a device of so many multiprocessors."""
+    every = 4 if quarter_bits <= 8 else 2 if quarter_bits <= 16 else 1
+    return Launch(16, 1 if tiles <= processors or quarter_bits < 8 else 2, every)
+
+
+def suits(device: torch.device, quarter_bits: int) -> bool:
+    """Whether this search runs there: on NVIDIA GPUs of compute capability 8.0 or above, given a Triton with Gluon.
+
+    Two M have to fit into shared memory: below 2 bits a weight they take 128 KiB.
+    """
+    if device.type != "cuda" or torch.version.cuda is None or triton.knobs.runtime.interpret:
+        return False
+    if not _has_gluon() or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return _shared_bytes(quarter_bits, 1) <= _sizes(_index(device))[1]
+
+
+def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch | None = None) -> Tensor:
+    """Codes of a tail-biting path close to each tile: targets [tiles, 256] -> uint8 [tiles, 8 quarter_bits].
+
+    The codebook is rounded to float16 in the first half of the search, so its numbers should be far below 200 and far above
+    1e-3, as those of unit variance are. Raises ValueError as kernels.torch.viterbi.check does.
+    """
+    from nstf.kernels.triton.viterbi_forward import forward
+
+    check(targets, quarter_bits, codebook)
+    tiles, device = targets.shape[0], targets.device
+    codes = torch.empty(tiles, 8 * quarter_bits, dtype=torch.uint8, device=device)
+    if tiles == 0:
+        return codes
+    targets, codebook = targets.contiguous(), codebook.contiguous()
+    processors, shared = _sizes(_index(device))
+    launch = launch or launch_for(tiles, quarter_bits, processors)
+    if _shared_bytes(quarter_bits, launch.tiles) > shared:
+        launch = Launch(launch.warps, 1, launch.every)
+    words = 1 << (STATE_BITS - 1 - quarter_bits // 4)
+    wave = _wave(tiles, TILE // launch.every * words * 4, processors * launch.tiles, device)
+    history = torch.empty(wave, TILE // launch.every, words, dtype=torch.int32, device=device)
+    seams, ends = torch.empty(2, wave, dtype=torch.int32, device=device)
+    states = torch.empty(wave, TILE, dtype=torch.int32, device=device)
+    constants = {"Q": quarter_bits, "SEAM": SEAM, "TILE": TILE, "EVERY": launch.every}
+    with torch.cuda.device(device):
+        for first in range(0, tiles, wave):
+            part, found = targets[first : first + wave], codes[first : first + wave]
+            programs = min(processors, -(-len(part) // launch.tiles))
+            for whole in (False, True):
+                forward[(programs,)](
+                    part,
+                    codebook,
+                    seams,
+                    ends,
+                    history,
+                    len(part),
+                    int(whole),
+                    **constants,
+                    RENORM=RENORM,
+                    T=launch.tiles,
+                    num_warps=launch.warps,
+                    maxnreg=_REGISTERS // (32 * launch.warps),
+                )
+                back[(len(part),)](
+                    part,
+                    codebook,
+                    seams,
+                    ends,
+                    history.view(torch.float16),
+                    states,
+                    found,
+                    WHOLE=whole,
+                    **constants,
+                    BITS=STATE_BITS,
+                    num_warps=1,
+                )
+    return codes
+
+
+@cache
+def _has_gluon() -> bool:
+    try:
+        return find_spec("triton.experimental.gluon.language") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _shared_bytes(quarter_bits: int, tiles: int) -> int:
+    """The two M of each tile, and what reductions among warps take."""
+    return tiles * 2 * (2 << (STATE_BITS - quarter_bits // 4)) + 128
+
+
+@cache
+def _sizes(index: int) -> tuple[int, int]:
+    """Multiprocessors of a device, and the bytes of shared memory that a program may take."""
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _wave(tiles: int, tile_bytes: int, at_once: int, device: torch.device) -> int:
+    """Tiles to search before the next: as many as memory allows, and then a multiple of those that run at once."""
+    if tiles * tile_bytes <= _MODEST_BYTES:
+        return tiles
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    room = min(HISTORY_BYTES, free // 2) // tile_bytes
+    return min(tiles, max(room // at_once * at_once, min(room, at_once), 1))

@@ -1,0 +1,78 @@
+"""Command-line options made from the fields of ConvertOptions: a name, a help text and limits are written once, there."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from nstf_convert.options import ConvertOptions
+
+FIELDS: Mapping[str, Field] = {f.name: f for f in fields(ConvertOptions) if "help" in f.metadata}
+# What the command line takes where the field holds something parsed from it.
+_TYPES = {"datasets": list[str] | None, "formats": str | None, "memory": str | None, "gpu_memory": str | None}
+
+
+def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command gets an option for each named field, and their values as its argument `settings`."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        parameters = [*own, *(_parameter(FIELDS[name]) for name in names)]
+
+        def run(**given: Any) -> None:
+            settings = {name: given.pop(name) for name in names}
+            command(**given, settings=settings)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return wrap
+
+
+def _parameter(field: Field) -> inspect.Parameter:
+    meta = field.metadata
+    default = None if field.name == "datasets" else field.default
+    if default is MISSING:
+        raise ValueError(f"{field.name} has no default and cannot be an option")
+    flags = [f for f in str(meta.get("flag", "")).split("/") if f]
+    kind: Any = _TYPES.get(field.name, field.type)
+    if not flags and kind in (bool, bool | None):
+        name = field.name.replace("_", "-")
+        flags = [f"--{name}"] if default is False else [f"--{name}/--no-{name}"]
+    limits = {n: meta[n] for n in ("min", "max", "metavar") if n in meta}
+    shown = typer.Option(
+        *flags,
+        help=meta["help"],
+        rich_help_panel=meta["group"] or None,
+        show_default=default not in (None, False),
+        **limits,
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+    )
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose `--help` lists the options under the groups they were given."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and not isinstance(parameter, _argument()):
+                name = getattr(parameter, "rich_help_panel", None)
+                groups.setdefault(name if isinstance(name, str) else "Options", []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+def _argument() -> type:
+    from typer.core import TyperArgument
+
+    return TyperArgument

@@ -1,0 +1,143 @@
+"""What a user asks of a conversion, and what comes back. The command line is made from the fields here."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nstf.errors import UsageError
+from nstf_convert.budget import Budget
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What one word stands for. samples: calibration windows, of `seq_len` tokens; gradient_share: of them that the
+    backward pass sees; front_to_back, search_steps and attention_plan as in ConvertOptions."""
+
+    samples: int
+    front_to_back: bool
+    search_steps: int
+    attention_plan: bool
+
+
+EFFORTS = {
+    "fast": Effort(samples=32, front_to_back=False, search_steps=0, attention_plan=False),
+    "balanced": Effort(samples=64, front_to_back=True, search_steps=0, attention_plan=False),
+    "best": Effort(samples=64, front_to_back=True, search_steps=6, attention_plan=True),
+}
+
+
+def option(default: Any, help: str, group: str = "", flag: str = "", **limits: Any) -> Any:
+    """A field of ConvertOptions that the command line offers.
+
+    help, group: as `--help` shows them; flag: the option's name where it is not the field's; limits: min, max, metavar.
+    """
+    metadata = {"help": help, "group": group, "flag": flag, **limits}
+    return field(default=default, metadata=metadata)
+
+
+ADVANCED = "Single switches (what --effort sets, and more)"
+MACHINE = "Machine"
+CALIBRATION = "Calibration"
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """One conversion. None: the effort decides, or the machine.
+
+    Memory is in bytes, times in minutes. signatures: the report describes every tensor
+    (nstf.analyzers.signatures), which costs a singular value decomposition each.
+    """
+
+    model: str
+    output: Path
+    budget: Budget
+    datasets: tuple[str, ...] = option(
+        (),
+        "Text for calibration: .txt, .jsonl, .parquet, a folder of these or a hub name; may be repeated. Without it "
+        "a mixed text of documentation and code is used.",
+        CALIBRATION,
+        "--dataset",
+    )
+    calibration: Path | None = option(None, "A file written by `nstf calibrate`.", CALIBRATION)
+    samples: int | None = option(None, "Calibration windows.", CALIBRATION, min=1)
+    seq_len: int = option(512, "Tokens of a window.", CALIBRATION, min=8, max=1 << 20)
+    seed: int = option(0, "Seed of everything random.", CALIBRATION, min=0, max=2**32 - 1)
+    effort: str = option("balanced", "fast, balanced or best: time spent for a smaller loss.")
+    device: str = option("auto", "Where to work: auto, cpu, cuda, or cuda:0,1 for several GPUs.", MACHINE)
+    memory: int | None = option(
+        None, "Host memory to stay within, such as 6GiB; by default three quarters of what is free.", MACHINE,
+        metavar="SIZE",
+    )  # fmt: skip
+    gpu_memory: int | None = option(
+        None, "Memory of each GPU to stay within; by default three quarters of what is free.", MACHINE,
+        metavar="SIZE",
+    )  # fmt: skip
+    threads: int | None = option(None, "CPU threads; all cores by default.", MACHINE, min=1, max=1024)
+    work_dir: Path | None = option(None, "Where intermediate results are kept for a resume.", MACHINE)
+    formats: tuple[str, ...] | None = option(
+        None, "Only these methods: int,grid,fp8,mxfp4,trellis,low_rank,...", ADVANCED, metavar="LIST"
+    )
+    prefix: bool | None = option(
+        None, "Encode front to back, each layer for what its compressed predecessors give it.", ADVANCED
+    )
+    search: bool | None = option(None, "Improve the mix by measured local search.", ADVANCED)
+    search_minutes: float | None = option(
+        None, "Time for the local search; where it stops then depends on the machine.", ADVANCED, "--search-time",
+        min=0.0, max=1e6, metavar="MINUTES",
+    )  # fmt: skip
+    search_steps: int | None = option(
+        None, "Moves of the local search: the same file on every machine.", ADVANCED, min=0, metavar="N"
+    )
+    heal_minutes: float = option(
+        0.0, "Tune scales, norms, biases and factors against the original's logits for about this long.",
+        ADVANCED, "--heal", min=0.0, max=1e6, metavar="MINUTES",
+    )  # fmt: skip
+    heal_steps: int | None = option(
+        None, "Heal for so many steps: the same file every time.", ADVANCED, min=1, metavar="N"
+    )
+    attention_plan: bool | None = option(None, "Measure which heads may attend sparsely.", ADVANCED)
+    fuse: bool = option(False, "One format for q/k/v and for gate/up, as fused kernels ask.", ADVANCED)
+    signatures: bool = False
+    force: bool = option(False, "Overwrite the output.", "", "--force/-f")
+
+    def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise UsageError(f"the effort {self.effort[:40]!r} is not known: choose {', '.join(EFFORTS)}")
+
+    @property
+    def level(self) -> Effort:
+        """What the effort stands for."""
+        return EFFORTS[self.effort]
+
+    @property
+    def front_to_back(self) -> bool:
+        return self.level.front_to_back if self.prefix is None else self.prefix
+
+    @property
+    def plans_attention(self) -> bool:
+        return self.level.attention_plan if self.attention_plan is None else self.attention_plan
+
+    @property
+    def search_limits(self) -> tuple[float | None, int | None] | None:
+        """(minutes, moves) that the search may take, or None when there is none."""
+        given = self.search_minutes is not None or self.search_steps is not None
+        wanted = self.search if self.search is not None else given or self.level.search_steps > 0
+        if not wanted or self.search_minutes == 0.0 or self.search_steps == 0:
+            return None
+        if given:
+            return self.search_minutes, self.search_steps
+        return None, self.level.search_steps or EFFORTS["best"].search_steps
+
+    @property
+    def heals(self) -> bool:
+        return self.heal_minutes > 0.0 or bool(self.heal_steps)
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """The file that was written and the report about it (nstf_convert.report.build describes its fields)."""
+
+    output: Path
+    size_bytes: int
+    budget_bytes: int | None
+    report: dict[str, Any]

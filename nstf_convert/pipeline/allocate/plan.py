@@ -1,0 +1,204 @@
+"""From candidates to a mix under a budget: the planner's options, the best uniform mix, and the exact size."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nstf.errors import BudgetError
+from nstf.runtime.artifact import artifact_size
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.outcome import Planned
+from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose.recipe import Recipe, describe, tree_of
+from nstf_convert.pipeline.propose.table import Table
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+from nstf_convert.planner import Infeasible, Option, allocate
+
+# Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
+LOW_BITS = 4.0
+# Bytes of the budget a plan may leave unspent without being made again.
+SPARE_BYTES = 512
+# A family's best uniform file is measured when its expected loss is within this factor of the best family's: both have
+# one format everywhere, so what the loss model gets wrong from layer to layer is wrong alike for both.
+UNIFORM_MARGIN = 2.0
+
+
+def plan_mix(
+    session: Session,
+    table: Table,
+    budget_bytes: int,
+    meta: Mapping[str, Any],
+    weights: Mapping[str, float] | None = None,
+    exact: bool = True,
+) -> Planned:
+    """The allocation under a budget for the whole file. weights: factors on the losses of single tensors.
+    exact: see `allocate`; without it the plan is quick and leaves some bytes unspent.
+
+    Raises BudgetError with the smallest file that can be written.
+    """
+    groups = _groups(table)
+    options, picks = [], []
+    for names in groups:
+        shared = _shared_options(table, names, weights or {})
+        options.append([o for o, _ in shared])
+        picks.append([p for _, p in shared])
+    fixed = exact_size(session, {}, meta, skip=set(table.candidates))
+    target = budget_bytes - fixed
+    best: Planned | None = None
+    best_loss = math.inf
+    for step in range(5):
+        # The first round only learns by how much the prices overstate the header.
+        finish = exact and step > 0
+        try:
+            allocation = allocate(options, max(0, target), finish)
+        except Infeasible as error:
+            if best is not None:
+                break
+            smallest = exact_size(session, _mix(groups, picks, _smallest(options)), meta)
+            if smallest <= budget_bytes:
+                # The header's prices are upper bounds: the smallest mix may fit all the same.
+                target = error.smallest_bytes
+                continue
+            raise BudgetError(
+                f"the budget of {budget_bytes} bytes cannot be met: the smallest file is {smallest} bytes "
+                f"({smallest / max(1, session.checkpoint.total_bytes):.4f} of the checkpoint)",
+                smallest,
+            ) from error
+        mix = _mix(groups, picks, allocation.choice)
+        size = exact_size(session, mix, meta)
+        if size <= budget_bytes and (best is None or allocation.loss < best_loss):
+            best_loss = allocation.loss  # with `weights`, which the plan's own figure is without
+            best = Planned(mix, expected_loss(table, mix), size, "mix")
+        spare = budget_bytes - size
+        # What the finish itself left over is too little for any step; another round would find the same.
+        left_over = target - allocation.size_bytes
+        if (finish and 0 <= spare < SPARE_BYTES + 2 * left_over) or (not exact and spare >= 0):
+            break
+        # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
+        target += spare - (0 if spare < 0 else 32)
+    if best is None:
+        raise BudgetError(
+            f"the budget of {budget_bytes} bytes cannot be met exactly; try a few kilobytes more",
+            budget_bytes + 4096,
+        )
+    return best
+
+
+def uniforms(
+    session: Session, table: Table, budget_bytes: int, meta: Mapping[str, Any], margin: float = UNIFORM_MARGIN
+) -> list[Planned]:
+    """Of every family of formats the single format for all tensors that fits and expects the least loss.
+
+    Families that expect more than `margin` times the best one's loss are left out. Sorted by expected loss.
+    """
+    found = []
+    for recipe in _uniform_recipes(table):
+        mix = {n: recipe for n in table.candidates if table.find(n, recipe) is not None}
+        if len(mix) == len(table.candidates):
+            found.append((expected_loss(table, mix), mix, recipe))
+    found.sort(key=lambda f: f[0])
+    out: dict[str, Planned] = {}
+    for expected, mix, recipe in found:
+        if recipe.method in out or (out and expected > margin * next(iter(out.values())).expected_loss):
+            continue
+        size = exact_size(session, mix, meta)
+        if size <= budget_bytes:
+            some = session.units[next(iter(mix))]
+            label = describe(tree_of(recipe, some.inner_shape, some.lead))
+            out[recipe.method] = Planned(mix, expected, size, f"uniform {label}")
+    return list(out.values())
+
+
+def _uniform_recipes(table: Table) -> list[Recipe]:
+    """Recipes that any tensor of the table could have and that do not depend on it."""
+    some = min(table.candidates.values(), key=len, default=())
+    return [c.recipe for c in some if c.recipe.family in ("quantised", "dense")]
+
+
+def exact_size(
+    session: Session, mix: Mapping[str, Recipe], meta: Mapping[str, Any], skip: set[str] | None = None
+) -> int:
+    """The exact size of the file in bytes. skip: names left out, to find what everything else takes."""
+    left_out = {mixes.file_name(n) for n in skip or ()}
+    wanted = {n: e for n, e in mixes.entries(session, mix).items() if n not in left_out}
+    shared = {mixes.file_name(a): mixes.file_name(s) for a, s in mixes.shared_names(session).items()}
+    shared = {a: s for a, s in shared.items() if s in wanted}
+    return artifact_size(wanted, shared, session.checkpoint.files(), dict(meta))
+
+
+def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:
+    """Decompositions and hybrids in the plan whose loss is only estimated, by name."""
+    out = {}
+    for name, recipe in planned.mix.items():
+        found = table.find(name, recipe)
+        if recipe.family in ("decomposed", "hybrid") and found is not None and not found.exact:
+            out[name] = recipe
+    return out
+
+
+def low_bit_units(session: Session, planned: Planned) -> list[Unit]:
+    """Matrices the plan gives few bits, where hybrids are worth a look."""
+    out = []
+    for name, recipe in planned.mix.items():
+        unit = session.units[name]
+        if (
+            recipe.family == "quantised"
+            and unit.lead == 1
+            and len(unit.shape) == 2
+            and "embedding" not in unit.uses
+        ):
+            if cand.bits_of(unit, mixes.tree_of(unit, recipe))[1] <= LOW_BITS:
+                out.append(unit)
+    return out
+
+
+def _groups(table: Table) -> list[tuple[str, ...]]:
+    members: dict[str, list[str]] = {}
+    for name in sorted(table.candidates):
+        members.setdefault(table.fused.get(name, name), []).append(name)
+    return [tuple(v) for _, v in sorted(members.items())]
+
+
+def _shared_options(
+    table: Table, names: tuple[str, ...], weights: Mapping[str, float]
+) -> list[tuple[Option, dict[str, Recipe]]]:
+    """Options of tensors that must get one recipe; for a single tensor simply its candidates."""
+    first = table.candidates[names[0]]
+    out = []
+    for candidate in first:
+        size, total, picked = 0, 0.0, {}
+        for name in names:
+            match = candidate if len(names) == 1 else table.find(name, candidate.recipe)
+            if match is None:
+                break
+            size += match.size_bytes
+            total += match.loss * weights.get(name, 1.0)
+            picked[name] = match.recipe
+        if len(picked) == len(names):
+            out.append((Option(size, total), picked))
+    return out
+
+
+def _mix(
+    groups: Sequence[tuple[str, ...]], picks: Sequence[Sequence[dict[str, Recipe]]], choice: Sequence[int]
+) -> dict[str, Recipe]:
+    mix: dict[str, Recipe] = {}
+    for options, index in zip(picks, choice, strict=True):
+        mix |= options[index]
+    return mix
+
+
+def _smallest(options: Sequence[Sequence[Option]]) -> list[int]:
+    return [min(range(len(o)), key=lambda i: (o[i].size_bytes, o[i].loss)) for o in options]
+
+
+def expected_loss(table: Table, mix: Mapping[str, Recipe]) -> float:
+    """The sum of a mix's expected losses."""
+    total = 0.0
+    for name, recipe in mix.items():
+        found = table.find(name, recipe)
+        if found is None:
+            raise ValueError(f"{name}: no candidate is stored as {recipe}")
+        total += found.loss
+    return total

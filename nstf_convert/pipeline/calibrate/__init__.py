@@ -1,0 +1,1 @@
+"""What is learnt from text before anything changes: Hessians, sensitivities, references, attention."""

@@ -1,0 +1,231 @@
+"""What a model is calibrated and measured on: batches to fit on, held-out batches, and where they came from."""
+
+import math
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UsageError
+from nstf_convert.dataset import load_text, tokenise_windows
+from nstf_convert.streamed import StreamedModel
+
+Batch = dict[str, Tensor]
+
+# Held-out windows that choose: 8 x 255 scored tokens give the mean KLD a standard error of about 5 %, differences
+# between two mixes on the same windows a far smaller one.
+HELD_OUT_WINDOWS = 8
+# Held-out windows that report. A mix that was chosen by one set of windows looks better on them than it is.
+REPORT_WINDOWS = 8
+# Windows an encoder is calibrated on are shorter: sentences, not documents.
+ENCODER_SEQ_LEN = 128
+# Code that every CPython has: long modules of different kinds.
+CODE_MODULES = (
+    "argparse.py", "ast.py", "calendar.py", "collections/__init__.py", "configparser.py", "csv.py", "dataclasses.py",
+    "datetime.py", "difflib.py", "email/message.py", "fractions.py", "functools.py", "heapq.py", "http/client.py",
+    "inspect.py", "json/decoder.py", "logging/__init__.py", "pathlib.py", "random.py", "statistics.py",
+    "subprocess.py", "tarfile.py", "textwrap.py", "threading.py", "typing.py", "unittest/case.py", "zipfile.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Data:
+    """fit, held_out, report: batches of one window (or one image) each, disjoint. language: scored as a language model.
+
+    Statistics are fitted on `fit`, mixes are chosen by `held_out`, and `report` is what the file is said to lose.
+    source: a description for the report; `origin` is `dataset`, `model` (sampled from it), `documentation` (the
+    Python manual that comes with Python) or `noise`. domains: the dataset of every batch, by split.
+    """
+
+    language: bool
+    fit: tuple[Batch, ...]
+    held_out: tuple[Batch, ...]
+    source: dict[str, Any]
+    report: tuple[Batch, ...] = ()
+    domains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        origin = str(self.source.get("origin", "dataset"))
+        given = {n: self.domains.get(n) for n in ("fit", "held_out", "report")}
+        filled = {n: d if d is not None else (origin,) * len(getattr(self, n)) for n, d in given.items()}
+        object.__setattr__(self, "domains", filled)
+
+
+def text_data(
+    model: StreamedModel, tokenizer: Any, datasets: Sequence[str], samples: int, seq_len: int, seed: int
+) -> Data:
+    """Windows of the given texts, each text giving an equal share. Raises UsageError when one is too short."""
+    sources = {str(path): load_text(path) for path in datasets}
+    return _windows(model, tokenizer, sources, samples, seq_len, seed, "dataset")
+
+
+def _windows(
+    model: StreamedModel,
+    tokenizer: Any,
+    sources: Mapping[str, Iterable[str]],
+    samples: int,
+    seq_len: int,
+    seed: int,
+    origin: str,
+) -> Data:
+    language = model.is_causal_lm
+    seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), _max_positions(model))
+    per_fit = math.ceil(samples / len(sources))
+    per_held = math.ceil(HELD_OUT_WINDOWS / len(sources))
+    per_report = math.ceil(REPORT_WINDOWS / len(sources))
+    parts: dict[str, list[Batch]] = {"fit": [], "held_out": [], "report": []}
+    domains: dict[str, list[str]] = {n: [] for n in parts}
+    for number, (path, documents) in enumerate(sources.items()):
+        windows = tokenise_windows(
+            tokenizer, documents, seq_len, per_fit, per_held + per_report, seed + number, path
+        )
+        held, report = windows.held_out[:per_held], windows.held_out[per_held:]
+        for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
+            parts[split] += _rows(ids)
+            domains[split] += [Path(path).name] * len(ids)
+    source = {
+        "origin": origin,
+        "datasets": [Path(p).name for p in sources],
+        "seq_len": seq_len,
+        **{f"{n}_windows": len(b) for n, b in parts.items()},
+    }
+    fit, held_out, reported = (tuple(parts[n]) for n in ("fit", "held_out", "report"))
+    return Data(language, fit, held_out, source, reported, {n: tuple(d) for n, d in domains.items()})
+
+
+def mixed_data(model: StreamedModel, tokenizer: Any, samples: int, seq_len: int, seed: int) -> Data:
+    """Windows of documentation, code and prose in equal shares, for a language model without a dataset.
+
+    The manual and the code come with every CPython, the prose with this package: no network and no file is needed.
+    """
+    sources = {"documentation": manual(), "code": standard_library(), "prose": prose()}
+    return _windows(model, tokenizer, sources, samples, seq_len, seed, "mixed")
+
+
+def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
+    """Windows of the Python manual, for a text encoder."""
+    seq_len = min(ENCODER_SEQ_LEN, _max_positions(model))
+    windows = tokenise_windows(
+        tokenizer, manual(), seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
+    )
+    rows = _rows(torch.cat([windows.fit, windows.held_out]))
+    return _split(model.is_causal_lm, rows, samples, {"origin": "documentation", "seq_len": seq_len})
+
+
+def manual() -> list[str]:
+    """Passages of Python's manual (`pydoc_data.topics`)."""
+    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+
+    return [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
+
+
+def standard_library() -> list[str]:
+    """Modules of Python's standard library, as source code."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return [(folder / name).read_text(encoding="utf-8") for name in CODE_MODULES if (folder / name).exists()]
+
+
+def prose() -> list[str]:
+    """Paragraphs of the prose that comes with the package, a few together."""
+    text = (Path(__file__).parents[2] / "texts" / "prose.txt").read_text(encoding="utf-8")
+    paragraphs = text.split("\n\n")
+    return ["\n\n".join(paragraphs[i : i + 8]) for i in range(0, len(paragraphs), 8)]
+
+
+def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
+    """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        arrays = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"--dataset {path} is not a safetensors file of model inputs ({error})") from error
+    counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
+    if len(counts) != 1 or min(counts) < 4:
+        raise UsageError(f"--dataset {path}: every array needs the same first axis of at least 4 samples")
+    total = counts.pop()
+    held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * held_out_share)))
+    batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
+    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [path.name]})
+
+
+def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
+    """Images or spectrograms of 1/f noise for a model that takes `pixel_values` or `input_features`.
+
+    Natural signals have a power spectrum near 1/f^2, so their second moments are close to those of this noise;
+    real inputs (`--dataset inputs.safetensors`) are better, and the report says which were used.
+    """
+    name, shape = _input_shape(model)
+    generator = torch.Generator().manual_seed(seed)
+    total = samples + HELD_OUT_WINDOWS + REPORT_WINDOWS
+    spatial = shape[1:]
+    frequency = torch.zeros(spatial)
+    for axis, size in enumerate(spatial):
+        f = torch.fft.fftfreq(size).abs().reshape([-1 if a == axis else 1 for a in range(len(spatial))])
+        frequency = frequency + f.square()
+    amplitude = 1.0 / frequency.sqrt().clamp_min(1.0 / max(spatial))
+    axes = tuple(range(-len(spatial), 0))
+    batches = []
+    for _ in range(total):
+        white = torch.randn(shape, generator=generator)
+        image = torch.fft.ifftn(torch.fft.fftn(white, dim=axes) * amplitude, dim=axes).real
+        batches.append({name: ((image - image.mean()) / image.std().clamp_min(1e-6))[None].to(torch.float32)})
+    return _split(False, batches, samples, {"origin": "noise", "input": name})
+
+
+def sampled_data(model: StreamedModel, samples: int, seq_len: int, seed: int, start: int) -> Data:
+    """Windows a language model wrote itself, at temperature 1 from its start token; the last ones are held out."""
+    from nstf_convert.pipeline.calibrate.sampled_text import sample_windows
+
+    held = HELD_OUT_WINDOWS + REPORT_WINDOWS
+    seq_len = min(seq_len, _max_positions(model))
+    windows = sample_windows(model, samples + held, seq_len, seed, start)
+    return _split(True, _rows(windows), samples, {"origin": "model", "seq_len": seq_len})
+
+
+def _rows(windows: Tensor) -> list[Batch]:
+    """A batch for every row of token ids [n, tokens]."""
+    return [{"input_ids": row[None].clone()} for row in windows]
+
+
+def _split(language: bool, batches: Sequence[Batch], fit: int, source: dict[str, Any]) -> Data:
+    """The first `fit` batches are fitted on; of the rest the first half chooses and the other half reports."""
+    middle = fit + (len(batches) - fit + 1) // 2
+    parts = tuple(batches[:fit]), tuple(batches[fit:middle]), tuple(batches[middle:])
+    counts = dict(zip(("fit_windows", "held_out_windows", "report_windows"), map(len, parts), strict=True))
+    label = str((source.get("datasets") or [source["origin"]])[0])
+    domains = {n: (label,) * len(p) for n, p in zip(("fit", "held_out", "report"), parts, strict=True)}
+    return Data(language, parts[0], parts[1], {**source, **counts}, parts[2], domains)
+
+
+def _max_positions(model: StreamedModel) -> int:
+    config = model.module.config.get_text_config()
+    limits = [
+        getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    # OPT and RoBERTa count their positions from 2.
+    return min(
+        [v - 2 if v <= 2050 and v % 64 == 2 else v for v in limits if isinstance(v, int) and v > 0]
+        or [1 << 30]
+    )
+
+
+def _input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
+    config = model.module.config
+    name = getattr(model.module, "main_input_name", "")
+    if name == "pixel_values":
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", 224)
+        sizes = (size, size) if isinstance(size, int) else tuple(size)
+        return name, (getattr(config, "num_channels", 3), *sizes)
+    if name == "input_features" and hasattr(config, "num_mel_bins"):
+        return name, (config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
+    raise UsageError(
+        f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
+        "give real inputs with --dataset inputs.safetensors (arrays named like the forward arguments)"
+    )

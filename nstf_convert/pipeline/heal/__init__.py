@@ -1,0 +1,1 @@
+"""Tuning what is continuous in a finished mix against the original model."""

@@ -1,0 +1,322 @@
+"""Encoding a mix front to back: every layer is rounded for the inputs its already compressed predecessors give it.
+
+The calibration's Hessians are of the original model's inputs. When the mix is final, the fit batches run once more
+through a model whose weights are the encoded ones: all batches stop before a group of weights that read the same
+input, the second moment of that input is taken, the group is encoded with it, and the batches go on through the
+decoded weights (the order of Frantar et al., GPTQ, 2022, weight group by weight group instead of layer by layer).
+
+With a `target` other than the weight itself the original model runs in step, see nstf_convert.pipeline.improve.target.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf import __version__
+from nstf.analyzers.moments import rows_of
+from nstf.analyzers.shrinkage import shrunk
+from nstf.analyzers.turnstile import run_in_step
+from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
+from nstf.kernels.trellis_encode import search_threads
+from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline.calibrate.batches import fit_batches, merge_batches, model_output
+from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
+from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
+from nstf_convert.pipeline.mix import Loader
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+from nstf_convert.pipeline.store.workdir import content_key
+from nstf_convert.streamed import StreamedModel
+
+# Bumped when the same mix gives other bytes.
+VERSION = 1
+TARGETS = ("weight", "output", "stream")
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """target: what is rounded, the `weight`, or what reproduces the original's layer `output`, or its residual
+    `stream` where the layer writes to one. damping: of that fit, relative to the Hessian's mean diagonal; held_out:
+    share of the batches that decide how far it goes. original: share of the original model's Hessian in the blend
+    with the compressed prefix's; diagonal: share of the blend's own diagonal (None: as much as the calibration's
+    Hessian of that input was shrunk).
+    """
+
+    target: str = "stream"
+    damping: float = 0.01
+    held_out: float = 0.25
+    original: float = 0.0
+    diagonal: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {self.target[:40]!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Prefixed:
+    """A mix encoded front to back; `load` and `kept` as the Encoder's. results: by name, as from `encode_all`."""
+
+    session: Session
+    results: dict[str, Result]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
+        """The encoded tensor of the mix."""
+        if unit.name not in self.keys:
+            return self.session.encoder.load(unit, recipe)
+        found = self.session.work.find(self.keys[unit.name])
+        if found is None:
+            raise RuntimeError(f"{unit.name}: the work directory lost a result while it was in use")
+        arrays, metadata = found
+        return EncodedTensor(node_from_json(metadata["tree"]), unit.shape, arrays)
+
+    def kept(self, unit: Unit) -> EncodedTensor:
+        """The tensor as it is in the checkpoint."""
+        return self.session.encoder.kept(unit)
+
+    def loader(self) -> Loader:
+        """What gives the tensors of the mix when a file is written or measured."""
+        return lambda unit, recipe: self.kept(unit) if recipe is None else self.load(unit, recipe)
+
+
+def encode_in_prefix(
+    session: Session,
+    mix: Mapping[str, Recipe],
+    progress: Callable[[Unit], None],
+    options: PrefixOptions | None = None,
+) -> Prefixed:
+    """Encodes a mix front to back. What the scheme does not cover is encoded with the calibration's statistics, first:
+    tables, expert stacks, weights of modules that run several times, tensors the data says nothing about.
+    """
+    options = options or PrefixOptions()
+    batches = [] if session.calibration is None else fit_batches(session.calibration)
+    groups = find_groups(session, mix, batches) if batches else []
+    batches = affordable(session, groups, batches, 1 if options.target == "weight" else 2)
+    keys = _keys(session, mix, groups, options)
+    free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
+    results = session.encoder.encode_all(free, progress)
+    prefixed = Prefixed(session, results, keys)
+    if any(session.work.find_metadata(key) is None for key in keys.values()):
+        workers = 1 if session.machine.on_gpu else torch.get_num_threads()
+        threads = torch.get_num_threads()
+        try:
+            # Sums whose order depends on the number of threads would make the bytes depend on it.
+            torch.set_num_threads(1)
+            _Pass(prefixed, mix, groups, options, progress, workers).run(batches)
+        finally:
+            torch.set_num_threads(threads)
+    for name, key in keys.items():
+        results.setdefault(name, Result(_stored_loss(session, name, key), 0.0))
+    return prefixed
+
+
+def _stored_loss(session: Session, name: str, key: str) -> float:
+    found = session.work.find_metadata(key)
+    if found is None:
+        raise RuntimeError(f"{name}: the work directory lost a result while it was in use")
+    return float(found["loss"])
+
+
+def _keys(
+    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], options: PrefixOptions
+) -> dict[str, str]:
+    """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each."""
+    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, options=asdict(options))
+    return {
+        name: content_key(
+            kind="prefix",
+            version=[__version__, ALGORITHMS, VERSION],
+            checkpoint=session.checkpoint.fingerprint(),
+            calibration=session.calibration_fingerprint(),
+            mix=digest,
+            name=name,
+        )
+        for group in groups
+        for name in group.weights
+    }
+
+
+class _Pass:
+    """One run of the fit batches through the model that is being encoded."""
+
+    def __init__(
+        self,
+        prefixed: Prefixed,
+        mix: Mapping[str, Recipe],
+        groups: Sequence[Group],
+        options: PrefixOptions,
+        progress: Callable[[Unit], None],
+        workers: int,
+    ) -> None:
+        self.prefixed, self.session, self.mix = prefixed, prefixed.session, mix
+        self.groups, self.options, self.progress, self.workers = groups, options, progress, workers
+        self.ready = {name for name in mix if name not in prefixed.keys}
+        self.decoded: dict[str, Tensor] = {}
+        self.lock = threading.Lock()
+        self.running = threading.local()
+        self.streams: dict[int, Tensor] = {}
+        self.count = 0
+        self.model = self.session.streamed(self.source)
+        self.modules = dict(self.model.module.named_modules())
+        self.by_weight: dict[str, list[nn.Module]] = {}
+        for _, module, weight in self.model.linear_modules():
+            self.by_weight.setdefault(weight, []).append(module)
+
+    def source(self, name: str) -> Tensor:
+        """The weight as the model under way has it: decoded once it is encoded, the original before."""
+        with self.lock:
+            if name not in self.ready:
+                return self.session.source(name)
+            if name not in self.decoded:
+                unit = self.session.units[name]
+                encoded = recipes.on_device(self.prefixed.load(unit, self.mix[name]), self.session.device)
+                self.decoded[name] = decode(encoded, torch.float32)
+            return self.decoded[name]
+
+    def run(self, batches: Sequence[Batch]) -> None:
+        """Runs the fit batches to the end; every group is then in the work directory."""
+        data = run_data(self.session)
+        merged = list(merge_batches(batches, self.session.machine.tokens_per_batch))
+        if len(merged) < MIN_BATCHES:
+            merged = list(batches)  # some are held out
+        models = [self.model] if self.options.target == "weight" else [self.model, self.session.reference()]
+        paths = [dict(m.module.named_modules()) for m in models]
+        self.count = len(merged)
+        runs = [
+            self._run(m, data, b, len(merged) * i + j)
+            for i, m in enumerate(models)
+            for j, b in enumerate(merged)
+        ]
+        gates = [[p[g.module] for p in paths] for g in self.groups if g.module]
+        handles = []
+        if self.options.target == "stream":
+            norms = {g.norm for g in self.groups if g.norm is not None}
+            handles = [
+                p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
+            ]
+        try:
+            run_in_step(gates, runs, self._at_gate, self.workers)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _run(self, model: StreamedModel, data: Data, batch: Batch, index: int) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            self.running.index = index
+            return model_output(model, data, batch)
+
+        return run
+
+    def _keep_stream(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.streams[self.running.index] = args[0]
+
+    def _at_gate(self, index: int, inputs: list[Any]) -> None:
+        self.decoded.clear()
+        if index >= len(self.groups):
+            return
+        group = self.groups[index]
+        start = time.perf_counter()
+        if any(self.session.work.find_metadata(self.prefixed.keys[n]) is None for n in group.weights):
+            fit, held_out = self._moments(group, inputs)
+            stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
+            self._encode_group(group, stats, fit, held_out)
+        for name in group.weights:
+            seconds = time.perf_counter() - start
+            loss = _stored_loss(self.session, name, self.prefixed.keys[name])
+            self.prefixed.results[name] = Result(loss, seconds / len(group.weights))
+            self.progress(self.session.units[name])
+            self.ready.add(name)
+            self.model.weights.drop(name)
+            for module in self.by_weight[name]:
+                # Small weights stay loaded: what is there is still the original.
+                if not module.weight.is_meta:  # type: ignore[union-attr]
+                    module.weight = nn.Parameter(self.source(name), requires_grad=False)
+
+    def _moments(self, group: Group, inputs: list[Any]) -> tuple[Moments, Moments | None]:
+        """What is known of a group's inputs, from the batches that fit and from those held out for the target."""
+        module = self.modules[group.module] if group.module else nn.Identity()
+        given = [x[0] if isinstance(x, tuple) else x for x in inputs]
+        here = [i for i in range(self.count) if given[i] is not None]
+        rows = [rows_of(module, given[i]) for i in here]
+        weights = self._token_weights(group, rows)
+        if self.options.target == "weight":
+            return moments(Rows(rows, weights=weights), self.workers), None
+        originals = [rows_of(module, given[self.count + i]) for i in here]
+        lag: list[Tensor] = []
+        if self.options.target == "stream" and group.norm is not None:
+            lag = [(self.streams[self.count + i] - self.streams[i]).flatten(0, -2) for i in here]
+        data = Rows(rows, originals, lag, weights)
+        kept = max(1, round(len(rows) * self.options.held_out))
+        fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
+        if not fit.rows:
+            return moments(data, self.workers), None
+        return moments(fit, self.workers), moments(held_out, self.workers)
+
+    def _blended(self, group: Group, known: Moments) -> Tensor:
+        # A copy: the moments go on into the target as they are.
+        hessian = known.hessian.clone()
+        if self.options.original and self.session.calibration is not None:
+            before = self.session.calibration.get(f"hessian:{group.key}")
+            hessian = hessian.lerp(before.to(hessian.device), self.options.original)
+        return shrunk(hessian, self._shrinkage(group))
+
+    def _shrinkage(self, group: Group) -> float:
+        if self.options.diagonal is not None or self.session.calibration is None:
+            return self.options.diagonal or 0.0
+        return float(self.session.calibration.metadata["hessians"][group.key].get("shrinkage", 0.0))
+
+    def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
+        file = self.session.calibration
+        found = None if file is None else file.find(f"token_weight:{group.key}")
+        if found is None or found.numel() != sum(r.shape[0] for r in rows):
+            return None
+        return list(torch.split(found.reshape(-1), [r.shape[0] for r in rows]))
+
+    def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+        """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
+        wanted = [n for n in group.weights if self.session.work.find_metadata(self.prefixed.keys[n]) is None]
+        if self.session.machine.on_gpu:
+            self._encode(wanted, stats, fit, held_out)
+            return
+        # A thread that is left over helps with the search of the others' tiles.
+        inner = max(1, self.workers // len(wanted))
+
+        def one(name: str) -> None:
+            with search_threads(inner):
+                self._encode([name], stats, fit, held_out)
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            list(pool.map(one, wanted))
+
+    def _encode(self, names: Sequence[str], stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+        items, shares = [], []
+        for name in names:
+            unit = self.session.units[name]
+            inner = self.session.encoder.inner(unit)
+            row_weight = self.session.statistics.row_weight(unit)
+            share = 0.0
+            if held_out is not None:
+                matrix = inner.reshape(inner.shape[0], -1)
+                matrix, share = target(matrix, fit, held_out, row_weight, self.options.damping)
+                inner = matrix.reshape(inner.shape)
+            items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
+            shares.append(share)
+        for name, item, share, encoded in zip(names, items, shares, recipes.encode_many(items), strict=True):
+            unit, (_, inner, own, lead) = self.session.units[name], item
+            decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
+            lost = loss(inner, decoded, own, lead)
+            if unit.permute is not None:
+                encoded = recipes.permuted(encoded, unit.permute, unit.shape)
+            metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
+            self.session.work.put(self.prefixed.keys[name], dict(encoded.arrays), metadata)

@@ -1,0 +1,95 @@
+"""The groups of weights that are encoded together front to back: those that read one input, in the order they run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from nstf.analyzers.residual import residual_writers
+from nstf.analyzers.turnstile import call_order
+from nstf_convert.pipeline.calibrate.batches import model_output
+from nstf_convert.pipeline.calibrate.statistics import PROBE_TOKENS
+from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.session import Session
+
+# What the activations of all waiting batches may take: 64 windows of 512 tokens of a 135 M model need 0.8 GB.
+ACTIVATION_BYTES = 2 << 30
+# Fewer batches than this leave nothing to hold out.
+MIN_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that read one input. key: the calibration's; module: the path of the first one that runs (empty: the
+    head of a language model); norm: the norm whose input is the residual stream that the weight's output is added to.
+    """
+
+    key: str
+    module: str
+    weights: tuple[str, ...]
+    norm: str | None = None
+
+
+def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[Batch]) -> list[Group]:
+    """The groups a gate can stand before, in the order in which they run."""
+    model, file = session.reference(), session.calibration
+    if file is None:
+        return []
+    modules: dict[str, list[str]] = {}
+    for path, _, weight in model.linear_modules():
+        modules.setdefault(weight, []).append(path)
+    data = run_data(session)
+    probe = {n: v[:, :PROBE_TOKENS] if data.language and v.ndim == 2 else v for n, v in batches[0].items()}
+    by_path = {p: m for p, m, _ in model.linear_modules()}
+    calls = call_order(by_path.values(), lambda: model_output(model, data, probe))
+    once = {p for p, m in by_path.items() if calls.count(m) == 1}
+
+    def covered(name: str) -> bool:
+        unit = session.units[name]
+        paths = modules.get(name, [])
+        if name not in mix or len(paths) != 1 or unit.lead != 1 or len(unit.uses) != 1:
+            return False
+        return paths[0] in once or (data.language and by_path[paths[0]] is model.head)
+
+    writers = residual_writers(model.module, by_path, lambda: model_output(model, data, probe))
+    path_of = {id(m): p for p, m in by_path.items()}
+    position = {path_of[id(m)]: i for i, m in enumerate(calls)}
+    groups = []
+    for key, entry in file.metadata["hessians"].items():
+        weights = tuple(w for w in entry["weights"] if covered(w))
+        if data.language and key == "head":
+            if weights:
+                groups.append((len(calls), Group(key, "", weights)))
+        elif weights and key in once:
+            # The stream behind a convolution has its channels in the middle, and its rows are patches.
+            rowwise = not isinstance(by_path[key], nn.modules.conv._ConvNd)
+            norm = writers.get(key) if len(weights) == 1 and rowwise else None
+            groups.append((position[key], Group(key, key, weights, norm)))
+    return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
+
+
+def run_data(session: Session) -> Data:
+    if session.calibration is None:
+        raise ValueError("there is no calibration")
+    return Data(bool(session.calibration.metadata["language"]), (), (), {})
+
+
+def affordable(
+    session: Session, groups: Sequence[Group], batches: Sequence[Batch], models: int
+) -> list[Batch]:
+    """The first batches whose activations, waiting before the widest group in `models` models, fit ACTIVATION_BYTES.
+
+    A waiting batch holds the input of its group and about as much again (the stream, queries, keys and values).
+    """
+    file = session.calibration
+    if file is None or not groups:
+        return list(batches)
+    entries = file.metadata["hessians"]
+    widest = max(entries[g.key]["tokens"] * _inputs(session, g) for g in groups) * 4 * 2 * models
+    return list(batches[: max(MIN_BATCHES, int(len(batches) * ACTIVATION_BYTES / widest))])
+
+
+def _inputs(session: Session, group: Group) -> int:
+    unit = session.units[group.weights[0]]
+    return unit.elements // unit.inner_shape[0]

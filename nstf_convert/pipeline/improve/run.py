@@ -1,0 +1,144 @@
+"""What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
+from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.table import Table, key_of
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+
+log = logging.getLogger("nstf")
+
+# Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
+CONFIRM_ROUNDS = 4
+
+
+@dataclass
+class Run:
+    """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
+    made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report."""
+
+    session: Session
+    meta: Meta
+    table: Table
+    allowed: set[str]
+    true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def plan(
+        self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
+    ) -> Planned:
+        """The best plan within a budget, with hybrids added where it gives few bits. Raises BudgetError."""
+        session, widest = self.session, self.meta.widest()
+        with session.stages.stage("plan"):
+            planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact=False)
+            if "add" in self.allowed:
+                known = session.statistics.has_hessian
+                low = [
+                    u for u in plans.low_bit_units(session, planned) if known(u) and not self._has_hybrids(u)
+                ]
+                found = session.encoder.each(
+                    low, lambda u: session.encoder.hybrids(u, self.allowed), lambda u: None
+                )
+                for name, more in found.items():
+                    self.table = self.table.with_more(name, more)
+            planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
+        for _ in range(CONFIRM_ROUNDS):
+            found_losses = plans.unconfirmed(self.table, planned)
+            doubtful = {
+                n: r for n, r in found_losses.items() if session.statistics.has_hessian(session.units[n])
+            }
+            if not doubtful:
+                break
+            self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
+            with session.stages.stage("plan"):
+                planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
+        return planned
+
+    def encode(self, planned: Planned) -> None:
+        """Makes sure every tensor of a plan is in the work directory, and learns its true loss.
+
+        Of decompositions and hybrids the table takes over the true loss: their estimates are the rough ones.
+        """
+        session = self.session
+        chosen = [(session.units[n], r) for n, r in planned.mix.items()]
+        with session.stages.stage("encode"):
+            results = session.encoder.encode_all(chosen, counter(session, 2))
+        rough = {}
+        for name, result in results.items():
+            recipe = planned.mix[name]
+            self.true_losses[(name, key_of(recipe))] = result.loss
+            if recipe.family in ("decomposed", "hybrid"):
+                rough[name] = (recipe, result.loss)
+            if result.seconds > 0.0:
+                before = self.seconds.get(recipe.method, (0.0, 0))
+                elements = before[1] + session.units[name].elements
+                self.seconds[recipe.method] = (before[0] + result.seconds, elements)
+        if rough:
+            self.table = self.table.replaced(rough)
+
+    def measure(self, planned: Planned) -> Trial:
+        """Encodes every tensor of a plan on its own, measures the mix, and notes it as tried."""
+        self.encode(planned)
+        with self.session.stages.stage("measure"):
+            measured = mixes.measure(self.session, planned.mix)
+        return self._noted(Trial(planned, measured))
+
+    def front_to_back(self, planned: Planned) -> Trial:
+        """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured."""
+        session = self.session
+        progress = counter(session, 2)
+        with session.stages.stage("encode front to back"):
+            target = "stream" if session.options.front_to_back else "weight"
+            prefixed = encode_in_prefix(session, planned.mix, progress, PrefixOptions(target))
+        with session.stages.stage("measure"):
+            measured = mixes.measure(session, planned.mix, load=prefixed.loader())
+        losses = {n: r.loss for n, r in prefixed.results.items()}
+        return self._noted(Trial(planned, measured, prefixed.loader(), losses))
+
+    def encoded(self, planned: Planned) -> Trial:
+        """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
+        one_by_one = not self.session.options.front_to_back and self.session.keeps_hessians
+        return self.measure(planned) if one_by_one else self.front_to_back(planned)
+
+    def best_uniform(self, budget_bytes: int) -> Trial | None:
+        """The single format that measures best within a budget, by the same last steps as a mix; None when none fits."""
+        with self.session.stages.stage("plan"):
+            found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
+        return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)
+
+    def true_loss(self, name: str, recipe: Recipe) -> float | None:
+        """The loss of an encoding in the loss model's own terms, or None when it was not made."""
+        return self.true_losses.get((name, key_of(recipe)))
+
+    def seconds_to_encode(self, units: Mapping[str, Recipe]) -> float:
+        """About how long encoding would take, from what was encoded so far; 0 for methods not seen yet."""
+        total = 0.0
+        for name, recipe in units.items():
+            spent, elements = self.seconds.get(recipe.method, (0.0, 1))
+            if (name, key_of(recipe)) not in self.true_losses:
+                total += spent / elements * self.session.units[name].elements
+        return total / self.session.threads
+
+    def _noted(self, trial: Trial) -> Trial:
+        log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)
+        self.tried.append(trial.to_json())
+        return trial
+
+    def _has_hybrids(self, unit: Unit) -> bool:
+        return any(c.recipe.method == "add" for c in self.table.candidates[unit.name])
+
+
+def counter(session: Session, times: int = 1) -> Callable[[Unit], None]:
+    """What is called with every unit that is done, in a stage that does all units `times` times."""
+    total = times * sum(u.elements for u in session.units.values() if u.kept is None)
+    return lambda unit: session.stages.tick(unit.elements / max(1, total))

@@ -1,0 +1,128 @@
+"""What a conversion may use: devices, threads, and bytes of memory, decided before anything starts."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nstf.errors import UsageError
+
+# Share of what is free that is taken without a bound from the user.
+DEFAULT_SHARE = 0.75
+# Shares of the bound: weights that stay where they are used, activations that wait, scratch of one step of encoding.
+WEIGHTS_SHARE = {"cpu": 0.2, "cuda": 0.3}
+ACTIVATIONS_SHARE = {"cpu": 0.3, "cuda": 0.3}
+# What Python, torch and transformers take before a model is touched.
+BASE_BYTES = 600 << 20
+SMALLEST_BYTES = 1 << 30
+# Tokens of one forward call: a GPU wants more work for each launch.
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
+_NAMED = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """devices: where work is done, the first one leads; host_bytes, gpu_bytes: memory to stay within (each GPU's);
+    threads: of the CPU."""
+
+    devices: tuple[torch.device, ...]
+    threads: int
+    host_bytes: int
+    gpu_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on the memory of the device that computes."""
+        return self.gpu_bytes if self.on_gpu else self.host_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weights that may stay on the device between two uses."""
+        return int(WEIGHTS_SHARE[self.device.type] * self._spendable())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Activations of all batches that wait before a layer."""
+        return int(ACTIVATIONS_SHARE[self.device.type] * self._spendable())
+
+    @property
+    def tokens_per_batch(self) -> int:
+        return TOKENS_PER_BATCH[self.device.type]
+
+    def workers(self, bytes_each: int) -> int:
+        """Threads that may work at a time when each needs so much memory; at least one. A GPU is driven by one."""
+        if self.on_gpu:
+            return 1
+        room = int((1 - ACTIVATIONS_SHARE["cpu"]) * self._spendable())
+        return max(1, min(self.threads, room // max(1, bytes_each)))
+
+    def _spendable(self) -> int:
+        return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - BASE_BYTES)
+
+
+def machine(device: str, memory: int | None, gpu_memory: int | None, threads: int | None) -> Machine:
+    """The machine as the options ask for it. Raises UsageError for a device that is not there or a bound too small."""
+    devices = _devices(device)
+    for what, size in (("memory", memory), ("GPU memory", gpu_memory)):
+        if size is not None and size < SMALLEST_BYTES:
+            raise UsageError(f"a bound of {size} bytes of {what} is too small: give at least 1GiB")
+    host = memory or int(DEFAULT_SHARE * free_host_bytes())
+    gpu = 0
+    if devices[0].type == "cuda":
+        free = min(torch.cuda.mem_get_info(d)[0] for d in devices)
+        gpu = gpu_memory or int(DEFAULT_SHARE * free)
+        for d in devices:
+            total = torch.cuda.get_device_properties(d).total_memory
+            # Beyond the bound an allocation fails instead of taking what others need.
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), d)
+    elif gpu_memory is not None and device != "auto":
+        raise UsageError("a bound on GPU memory needs a GPU: leave it out, or choose another device")
+    return Machine(devices, threads or os.cpu_count() or 1, host, gpu)
+
+
+def _devices(name: str) -> tuple[torch.device, ...]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return (torch.device("cuda", 0),) if count else (torch.device("cpu"),)
+    if name == "cpu":
+        return (torch.device("cpu"),)
+    match = _NAMED.fullmatch(name)
+    if match is None:
+        raise UsageError(f"the device {name[:40]!r} is not known: choose auto, cpu, cuda or cuda:0,1")
+    numbers = [int(n) for n in match.group(1).split(",")] if match.group(1) else [0]
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"the device {name[:40]!r} names a GPU twice")
+    missing = [n for n in numbers if n >= count]
+    if missing:
+        raise UsageError(f"the device {name[:40]!r}: this machine has {count} GPUs that torch can use")
+    return tuple(torch.device("cuda", n) for n in numbers)
+
+
+def free_host_bytes() -> int:
+    """Memory this process could still take: what the system says is available, less where a control group says so."""
+    available = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return max(SMALLEST_BYTES, min(available, limit - used))
+    except (OSError, ValueError):
+        return max(SMALLEST_BYTES, available)
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None

@@ -1,0 +1,1 @@
+"""The ways every tensor could be stored, with prices and expected losses."""

@@ -1,0 +1,311 @@
+"""The ways one tensor could be stored, each with its exact price and its expected loss.
+
+Quantised forms are estimated without encoding them (on a sample of rows); decompositions are worked out, their
+factors rounded, and their loss computed. Everything lands in the work directory, so another budget finds it there.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf import decomposers, quantizers
+from nstf.decomposers.factors import lead_for
+from nstf.decomposers.views import views
+from nstf.kernels.formats import Node, array_specs, decode, dense, leaf_code_bits, node_to_json
+from nstf.kernels.formats import trellis as trellis_format
+from nstf.kernels.formats.tree import Shape, format_of
+from nstf.quantizers import trellis
+from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
+
+# Rows an estimate looks at: its error falls with the square root of the weights seen, and 32 rows hold 20,000.
+SAMPLE_ROWS = 32
+SAMPLE_ELEMENTS = 1 << 15
+# Bits per weight at which decompositions are compared with quantised forms of the same size.
+DECOMPOSED_BITS = (2.25, 3.25, 4.25, 6.25, 8.25)
+# Rates that rows may have when they differ, in quarter bits.
+SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
+# Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
+SMALLEST_ENERGY = 1e-6
+STRUCTURED_BITS = (2.25, 4.25, 8.25)
+FACTORS = (
+    Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True}),
+    Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8}),
+)
+# Relative squared error of rounding a Gaussian factor: range of about 4.5 (row) and 2.6 (32 values) standard deviations.
+FACTOR_NOISE = {8: (4.5 / 127) ** 2 / 12, 4: (2.6 / 7) ** 2 / 12}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store one tensor.
+
+    size_bytes: arrays and header. loss: expected (nats of KLD, or relative squared error), `exact` when the
+    tensor was really encoded.
+    """
+
+    recipe: Recipe
+    tree: Node
+    size_bytes: int
+    loss: float
+    exact: bool = False
+
+
+def quantised_recipes() -> list[Recipe]:
+    """Every quantised form that is tried on every tensor.
+
+    Zero points pay below 6 bits, whole-row scales where a few bytes matter; wide groups at many bits never reach
+    the hull, so they are left out.
+    """
+
+    def integers(bits: int, group: int, symmetric: bool, scale_bits: int = 8) -> Recipe:
+        return Recipe(
+            "int_grid", {"bits": bits, "group": group, "symmetric": symmetric, "scale_bits": scale_bits}
+        )
+
+    out = []
+    for bits in range(2, 9):
+        out += [integers(bits, group, True) for group in (32, 64)]
+        out.append(integers(bits, 0, True, 16))
+        if bits <= 5:
+            out += [integers(bits, group, False) for group in ((32, 64) if bits < 5 else (32,))]
+        if bits <= 3:
+            out += [integers(bits, 128, symmetric) for symmetric in (True, False)]
+    out += [Recipe("grid16", {"group": group, "scale_bits": 8}) for group in (32, 64)]
+    out += [Recipe("fp8", {"variant": variant, "group": 0}) for variant in ("e4m3fn", "e4m3fnuz")]
+    return [*out, Recipe("mxfp4", {})]
+
+
+def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recipe, float]]:
+    """Trellis codes at every rate with their expected losses: one rate for all rows, and rates by row.
+
+    The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
+    """
+    if unit.elements // math.prod(unit.inner_shape[: unit.lead]) < trellis_format.SIDE:
+        return []
+    params = recipes.quantiser_params(Recipe("trellis", {}), unit.inner_shape, unit.lead)
+    energy = trellis.row_energy(inner, params, stats)
+    losses = {q: trellis.unit_loss(q, inner, params, stats) for q in trellis.MSE}
+    total = float(energy.sum())
+    out = [(Recipe("trellis", {"quarter_bits": q}), total * losses[q]) for q in sorted(losses)]
+    if unit.lead != 1 or len(energy) < 2 * trellis.SMALLEST_SECTION:
+        return out
+    cols = unit.elements // len(energy)
+    typical = float(energy.clamp_min(float(energy.max()) * SMALLEST_ENERGY).log().mean().exp())
+    allowed = {q: losses[q] for q in SECTION_RATES}
+    seen = set()
+    for q in sorted(losses):
+        # At this price the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
+        price = typical * losses[q] * 2 * math.log(2) / (cols / 8)
+        sections = trellis.best_sections(energy, allowed, cols, price)
+        if len(sections) > 1 and sections not in seen:
+            seen.add(sections)
+            recipe = Recipe("trellis", {"sections": [list(section) for section in sections]})
+            out.append((recipe, trellis.estimate(inner, replace(params, sections=sections), stats)))
+    return out
+
+
+def dense_recipes(dtype: str) -> list[Recipe]:
+    """The tensor as it is, and for wide dtypes in 16 bits."""
+    names = [dtype, "float16", "bfloat16"] if dtype in ("float32", "float64") else [dtype]
+    return [Recipe("dense", {"dtype": name}) for name in names]
+
+
+def header_bytes(name: str, tree: Node, shape: Shape, dtype: str) -> int:
+    """Bytes a tensor takes in the file's header: its manifest entry, its arrays' entries and their digests."""
+    entry = json.dumps(
+        {name: {"shape": list(shape), "dtype": dtype, "tree": node_to_json(tree)}}, separators=(",", ":")
+    )
+    total = len(json.dumps(entry))
+    for path, spec in array_specs(tree, shape).items():
+        total += len(name) + len(path) + len(str(list(spec.shape))) + 70 + 24 + 69
+    return total
+
+
+def price(unit: Unit, recipe: Recipe) -> tuple[Node, int]:
+    """(tree of the whole tensor, bytes on disk): exact arrays, header within a few bytes, never below."""
+    inner = recipes.tree_of(recipe, unit.inner_shape, unit.lead)
+    tree = inner
+    if unit.permute is not None:
+        kind = format_of("permute")
+        tree = Node("permute", kind.Params(unit.permute), {"x": inner})
+    arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
+    return tree, arrays + header_bytes(unit.name, tree, unit.shape, unit.dtype)
+
+
+def bits_of(unit: Unit, tree: Node) -> tuple[float, float]:
+    """(nominal, on disk) bits per weight of a stored tensor; on disk counts scales, not the header."""
+    arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
+    return leaf_code_bits(tree, unit.shape) / unit.elements, arrays * 8 / unit.elements
+
+
+def estimates(unit: Unit, inner: Tensor, stats: Stats, wanted: Sequence[Recipe]) -> list[float]:
+    """Expected loss of quantised and dense recipes, from a sample of rows."""
+    sample, sampled = sample_rows(unit, inner, stats)
+    out = []
+    for recipe in wanted:
+        if recipe.method == "dense":
+            dtype = dense.torch_dtype(recipe.params["dtype"])
+            out.append(loss(sample, sample.to(dtype).to(torch.float32), sampled))
+        else:
+            out.append(recipes.estimate(recipe, sample, sampled, 1))
+    return out
+
+
+def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]:
+    """A stratified sample of the rows as a matrix [n, cols], with row weights that stand for all rows.
+
+    Rows are sorted by weight and cut into equal strata; the middle row of each stands for its stratum's total.
+    """
+    rows = math.prod(inner.shape[: unit.lead])
+    matrix = inner.reshape(rows, -1)
+    weight = (
+        torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight.reshape(-1)
+    )
+    wanted = max(SAMPLE_ROWS, SAMPLE_ELEMENTS // matrix.shape[1])
+    if rows <= wanted:
+        return matrix, stats.for_rows(weight)
+    order = torch.argsort(weight, stable=True)
+    edges = (torch.arange(wanted + 1, device=matrix.device) * rows) // wanted
+    middle = order[(edges[:-1] + edges[1:]) // 2]
+    cumulative = torch.nn.functional.pad(weight[order].double().cumsum(0), (1, 0))
+    share = (cumulative[edges[1:]] - cumulative[edges[:-1]]).to(torch.float32)
+    return matrix[middle], stats.for_rows(share)
+
+
+def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Any, Tensor]:
+    """(prepared whitened SVD, expected loss of every rank 0..n before the factors are rounded)."""
+    from nstf.decomposers import svd
+
+    prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
+    energy = prepared.singular_values.square()
+    tail = torch.nn.functional.pad(energy.flip(0).cumsum(0).flip(0), (0, 1)) / 2
+    return prepared, tail
+
+
+def low_rank_that_may_win(
+    unit: Unit, inner: Tensor, stats: Stats, rivals: Sequence[tuple[Recipe, float]]
+) -> list[Recipe]:
+    """Low-rank recipes at the comparison sizes that a bound from below does not rule out.
+
+    No matrix of that rank can lose less than the bound (`svd.low_rank_bound`), which needs no decomposition. Where a
+    rival of no more bytes loses less than that, the rank is not tried. rivals: other recipes with expected losses.
+    """
+    from nstf.decomposers import svd
+
+    rows = math.prod(unit.inner_shape[: unit.lead])
+    best_at = sorted((price(unit, r)[1], value) for r, value in rivals)
+    out = []
+    for bits in DECOMPOSED_BITS:
+        size = int(unit.elements * bits / 8)
+        best = min((value for b, value in best_at if b <= size), default=math.inf)
+        for factor in FACTORS:
+            rank = svd.rank_for_bytes(unit.inner_shape, size, recipes.bytes_of(factor), unit.lead)
+            if rank is None:
+                continue
+            bound = svd.low_rank_bound(inner.reshape(rows, -1), stats.hessian, stats.row_weight, rank)
+            if bound < best:
+                out.append(Recipe("svd", {"rank": rank}, {"factor": factor}))
+    return out
+
+
+def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recipe, float]]:
+    """Low-rank recipes with expected losses: what the rank leaves out, plus the factors' rounding.
+
+    Each rounded factor adds noise in proportion to the energy kept; the true loss is found when the plan takes one.
+    """
+    out = []
+    for recipe in wanted:
+        rank = int(recipe.params["rank"])
+        bits = recipe.parts["factor"].params["bits"]
+        noise = 2 * FACTOR_NOISE[bits] * float(tail[0] - tail[rank])
+        out.append((recipe, float(tail[rank]) + noise))
+    return out
+
+
+def structured_recipes(
+    unit: Unit, inner: Tensor, stats: Stats, config: dict[str, Any] | None
+) -> list[Recipe]:
+    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes.
+
+    Tucker's and the tensor train's ranks follow the energies of the unfoldings; CP has a single rank, and its
+    alternating least squares are by far the slowest, so it is tried at fewer sizes.
+    """
+    out = []
+    for view in views(unit.role, unit.inner_shape, config or {}):
+        for name in (m for m in view.methods if m != "svd"):
+            module = decomposers.method(name)
+            steer = {} if name == "cp" else {"energies": module.energies(inner, view.dims, stats.hessian)}
+            for bits in STRUCTURED_BITS[:2] if name == "cp" else STRUCTURED_BITS:
+                size = int(unit.elements * bits / 8)
+                for factor in FACTORS:
+                    ranks = module.rank_for_bytes(view.dims, size, recipes.bytes_of(factor), **steer)
+                    if ranks is None:
+                        continue
+                    params = {"rank": ranks} if name == "cp" else {"ranks": list(ranks)}
+                    out.append(Recipe(name, {**params, "view": list(view.dims)}, {"factor": factor}))
+    return list({json.dumps(r.to_json()): r for r in out}.values())
+
+
+def hybrid_recipes(allowed: set[str]) -> list[Recipe]:
+    """A low-rank correction with 4-bit factors added to a low-bit base: pays only at very low rates, if at all."""
+    integers = [
+        Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}) for b in (2, 3, 4)
+    ]
+    codes = [Recipe("trellis", {"quarter_bits": q}) for q in (6, 8, 10)]
+    bases = [(base, rank) for base in integers for rank in (8, 24)]
+    bases += [(base, rank) for base in codes for rank in (8, 16, 32)]
+    return [
+        Recipe("add", {}, {"base": base, "correction": Recipe("svd", {"rank": rank}, {"factor": FACTORS[1]})})
+        for base, rank in bases
+        if base.method in allowed
+    ]
+
+
+def hybrid_losses(
+    unit: Unit, wanted: Sequence[Recipe], inner: Tensor, stats: Stats, prepared: Any
+) -> list[float]:
+    """Expected losses of hybrids: the corrections are really made and rounded, their bases estimated on what is left."""
+    left: dict[int, Tensor] = {}
+    out = []
+    for recipe in wanted:
+        rank = int(recipe.parts["correction"].params["rank"])
+        if rank not in left:
+            correction = _correction(recipe, prepared, rank)
+            left[rank] = inner - decode(recipes.on_device(correction, inner.device)).reshape(inner.shape)
+        base = recipe.parts["base"]
+        if base.method == "trellis":
+            out.append(recipes.estimate(base, left[rank], stats, unit.lead))
+        else:
+            sample, sampled = sample_rows(unit, left[rank], stats)
+            out.append(recipes.estimate(base, sample, sampled, 1))
+    return out
+
+
+def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:
+    factor = recipe.parts["correction"].parts["factor"]
+
+    def leaf(name: str, value: Tensor, metric: Tensor | None) -> Any:
+        return recipes.encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
+
+    return prepared.truncate(rank).encode(leaf)
+
+
+def method_families(formats: Sequence[str] | None) -> set[str]:
+    """The methods `--formats` allows (None: all). Raises ValueError for an unknown name."""
+    known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
+    if formats is None:
+        return known
+    aliases = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
+    chosen = {aliases.get(f, f) for f in formats}
+    unknown = sorted(chosen - known)
+    if unknown:
+        raise ValueError(f"unknown format {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return chosen | {"dense"}

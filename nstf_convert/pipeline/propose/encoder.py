@@ -1,0 +1,256 @@
+"""Encoded tensors and tables of estimates, made once and kept in the work directory by content address."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nstf import __version__
+from nstf.analyzers.heap import give_back
+from nstf.analyzers.signatures import signature
+from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
+from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline.machine import Machine
+from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.store.workdir import WorkDir, content_key
+
+# Bumped when an algorithm changes what it gives for the same input: old results are then not found.
+ALGORITHMS = 2
+
+# What encoding a tensor of this size leaves behind is worth returning to the system.
+LARGE_ELEMENTS = 1 << 19
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that was really encoded: its true loss (in `Stats` terms) and the seconds it took (0 when found)."""
+
+    loss: float
+    seconds: float
+
+
+class Encoder:
+    """Encodes tensors of one model under one calibration, through the work directory."""
+
+    def __init__(
+        self,
+        work: WorkDir,
+        source: Callable[[str], Tensor],
+        statistics: Statistics,
+        identity: str,
+        config: dict[str, Any] | None,
+        machine: Machine,
+    ) -> None:
+        """source: name -> the original tensor. identity: digest of checkpoint and calibration."""
+        self._machine = machine
+        self._work = work
+        self._source = source
+        self.statistics = statistics
+        self._identity = identity
+        self._config = config
+
+    def _key(self, kind: str, unit: Unit, **parts: Any) -> str:
+        return content_key(
+            kind=kind,
+            version=[__version__, ALGORITHMS],
+            identity=self._identity,
+            unit=[unit.name, unit.lead, list(unit.permute or ())],
+            **parts,
+        )
+
+    def _encoded_key(self, unit: Unit, recipe: Recipe) -> str:
+        return self._key("encoded", unit, recipe=recipe.to_json())
+
+    def inputs(self, unit: Unit) -> tuple[Tensor, Stats]:
+        """(the tensor to encode, its statistics)."""
+        inner = self.inner(unit)
+        return inner, self.statistics.of(unit, inner)
+
+    def inner(self, unit: Unit) -> Tensor:
+        """The tensor to encode, float32 on the device that computes."""
+        return unit.inner(self._source(unit.name).to(self._machine.device))
+
+    def encode(self, unit: Unit, recipe: Recipe) -> Result:
+        """Makes sure the encoded tensor is in the work directory."""
+        key = self._encoded_key(unit, recipe)
+        found = self._work.find_metadata(key)
+        if found is not None:
+            return Result(found["loss"], 0.0)
+        start = time.perf_counter()
+        inner, stats = self.inputs(unit)
+        encoded = recipes.encode(recipe, inner, stats, unit.lead)
+        true = loss(
+            inner, decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape), stats, unit.lead
+        )
+        if unit.permute is not None:
+            encoded = recipes.permuted(encoded, unit.permute, unit.shape)
+        self._work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": true})
+        if unit.elements >= LARGE_ELEMENTS:
+            give_back()
+        return Result(true, time.perf_counter() - start)
+
+    def encode_all(
+        self, chosen: Sequence[tuple[Unit, Recipe]], progress: Callable[[Unit], None]
+    ) -> dict[str, Result]:
+        """Encodes many, those that share a Hessian in turn. Results by name."""
+        recipes_of = {unit.name: recipe for unit, recipe in chosen}
+        return self.each([u for u, _ in chosen], lambda u: self.encode(u, recipes_of[u.name]), progress)
+
+    def each(
+        self, units: Sequence[Unit], work: Callable[[Unit], T], progress: Callable[[Unit], None]
+    ) -> dict[str, T]:
+        """Does `work` for every unit, on all cores: one thread a Hessian, one core a thread. Results by name.
+
+        Tensors are independent, and small matrices gain little from torch's own threads; results do not depend
+        on how many workers there are.
+        """
+        groups: dict[str, list[Unit]] = {}
+        for unit in sorted(units, key=lambda u: u.name):
+            groups.setdefault(self.statistics.group_of(unit), []).append(unit)
+
+        def run(members: list[Unit]) -> list[tuple[str, T]]:
+            out = []
+            for unit in members:
+                out.append((unit.name, work(unit)))
+                progress(unit)
+            return out
+
+        threads = torch.get_num_threads()
+        workers = self._machine.workers(self._bytes_each(units))
+        # The largest first, so that no core is left with the embedding table at the end.
+        order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
+        try:
+            torch.set_num_threads(1 if workers > 1 else threads)
+            with ThreadPoolExecutor(workers) as pool:
+                done = [pair for part in pool.map(run, order) for pair in part]
+        finally:
+            torch.set_num_threads(threads)
+        return dict(sorted(done))
+
+    def _bytes_each(self, units: Sequence[Unit]) -> int:
+        """What a worker takes at most: a tensor a few times over in float32, its Hessian in float64 with two copies."""
+        return max(
+            (4 * 6 * u.elements + 8 * 4 * _matrix(u)[1] ** 2 for u in units if u.kept is None), default=1
+        )
+
+    def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
+        """The encoded tensor; encodes it first when the work directory does not have it."""
+        self.encode(unit, recipe)
+        found = self._work.find(self._encoded_key(unit, recipe))
+        if found is None:
+            raise RuntimeError(f"{unit.name}: the work directory lost a result while it was in use")
+        arrays, metadata = found
+        return EncodedTensor(node_from_json(metadata["tree"]), unit.shape, arrays)
+
+    def kept(self, unit: Unit) -> EncodedTensor:
+        """The tensor as it is in the checkpoint."""
+        value = self._source(unit.name).to(dense.torch_dtype(unit.dtype))
+        return recipes.encode(
+            Recipe("dense", {"dtype": unit.dtype}), value, Stats(), max(1, len(unit.shape) - 1)
+        )
+
+    def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
+        """Every quantised, dense and decomposed candidate of a tensor, with expected losses."""
+        simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
+        table = self._estimated(unit, simple, "svd" in allowed)
+        out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
+        if "trellis" in allowed:
+            out += [self._candidate(unit, _recipe(data), value) for data, value in table["trellis"]]
+        if "svd" in allowed:
+            for data, value in table["low_rank"]:
+                out.append(self._candidate(unit, _recipe(data), value))
+        structured = allowed & {"cp", "tucker", "tensor_train"}
+        if structured and unit.role in ("conv", "expert_stack"):
+            for r, value in self._structured(unit, structured):
+                out.append(self._candidate(unit, r, value, exact=True))
+        return out
+
+    def hybrids(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
+        """Low-bit bases with low-rank corrections, expected losses with the corrections really made."""
+        largest = min(_matrix(unit)) // 4
+        wanted = [r for r in cand.hybrid_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
+        if not wanted:
+            return []
+        key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted])
+        found = self._work.find_metadata(key)
+        if found is None:
+            inner, stats = self.inputs(unit)
+            prepared, _ = cand.low_rank_losses(unit, inner, stats)
+            losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared)
+            found = {"losses": losses}
+            self._work.put(key, {}, found)
+        return [self._candidate(unit, r, v) for r, v in zip(wanted, found["losses"], strict=True)]
+
+    def _candidate(self, unit: Unit, recipe: Recipe, value: float, exact: bool = False) -> Candidate:
+        tree, size = cand.price(unit, recipe)
+        return Candidate(recipe, tree, size, value, exact)
+
+    def _estimated(self, unit: Unit, simple: Sequence[Recipe], low_rank: bool) -> dict[str, Any]:
+        key = self._key("estimates", unit, recipes=[r.to_json() for r in simple], low_rank=low_rank)
+        found = self._work.find_metadata(key)
+        if found is not None:
+            return found
+        inner, stats = self.inputs(unit)
+        losses = cand.estimates(unit, inner, stats, simple)
+        paths = cand.trellis_recipes(unit, inner, stats)
+        signal = loss(inner, torch.zeros((), device=inner.device).expand(inner.shape), stats, unit.lead)
+        found = [*zip(simple, losses, strict=True), *paths]
+        wanted = cand.low_rank_that_may_win(unit, inner, stats, found) if low_rank else []
+        factors: list[tuple[Recipe, float]] = []
+        if wanted:
+            _, tail = cand.low_rank_losses(unit, inner, stats)
+            factors = cand.low_rank_recipes(wanted, tail)
+        table = {
+            "losses": losses,
+            "low_rank": [[r.to_json(), v] for r, v in factors],
+            "trellis": [[r.to_json(), v] for r, v in paths],
+            "signal": signal,
+        }
+        self._work.put(key, {}, table)
+        return table
+
+    def signature(self, unit: Unit) -> dict[str, Any]:
+        """What was learnt about the tensor before changing it (nstf.analyzers.signatures), as JSON."""
+        if unit.kept is not None:
+            return {}
+        key = self._key("signature", unit)
+        found = self._work.find_metadata(key)
+        if found is None:
+            inner, hessian = self.inner(unit), None
+            if unit.lead == 1 and self.statistics.has_hessian(unit):
+                hessian = self.statistics.of(unit, inner).hessian
+            found = signature(unit.name, inner, hessian, self._config).to_json()
+            self._work.put(key, {}, found)
+        return found
+
+    def signal(self, unit: Unit, allowed: set[str]) -> float:
+        """The loss of erasing the tensor: what errors are relative to."""
+        simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
+        return float(self._estimated(unit, simple, "svd" in allowed)["signal"])
+
+    def _structured(self, unit: Unit, methods: set[str]) -> Iterable[tuple[Recipe, float]]:
+        inner, stats = self.inputs(unit)
+        for recipe in cand.structured_recipes(unit, inner, stats, self._config):
+            if recipe.method in methods:
+                yield recipe, self.encode(unit, recipe).loss
+
+
+def _matrix(unit: Unit) -> tuple[int, int]:
+    rows = 1
+    for size in unit.inner_shape[: unit.lead]:
+        rows *= size
+    return rows, unit.elements // rows
+
+
+def _recipe(data: dict[str, Any]) -> Recipe:
+    return Recipe(data["method"], data["params"], {n: _recipe(p) for n, p in data.get("parts", {}).items()})

@@ -1,0 +1,207 @@
+"""How one tensor is to be stored, before it is: a small JSON-able description that can be priced and carried out.
+
+Recipe("int_grid", {"bits": 4, "group": 64})                              a quantiser
+Recipe("svd", {"rank": 16}, {"factor": Recipe("int_grid", ...)})          a decomposition with quantised factors
+Recipe("add", {}, {"base": Recipe("int_grid", ...), "correction": Recipe("svd", ...)})
+Recipe("dense", {"dtype": "bfloat16"})                                    as it is
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf import decomposers, quantizers
+from nstf.decomposers.factors import lead_for
+from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, rotated, stored_bytes
+from nstf.kernels.formats import add as add_format
+from nstf.kernels.formats.tree import Shape, format_of
+from nstf.quantizers.stats import Stats
+
+# Factors with few columns are not worth a Hessian's feedback; this is where LDLQ starts.
+MIN_LDLQ_COLS = 16
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """method: a quantiser, a decomposer, `add` or `dense`. params: its parameters. parts: recipes of its parts."""
+
+    method: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, "Recipe"] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, canonical enough to be hashed."""
+        out: dict[str, Any] = {"method": self.method, "params": dict(self.params)}
+        if self.parts:
+            out["parts"] = {n: p.to_json() for n, p in self.parts.items()}
+        return out
+
+    @property
+    def family(self) -> str:
+        """`quantised`, `decomposed`, `hybrid` or `dense`: what the report counts."""
+        if self.method in ("add", "dense"):
+            return "hybrid" if self.method == "add" else "dense"
+        return "quantised" if self.method in quantizers.METHODS else "decomposed"
+
+
+def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
+    """The tree `encode` will give for a tensor of `shape`: exact, and needs no weight."""
+    if recipe.method == "dense":
+        return Node(dense.KIND, dense.Params(recipe.params["dtype"]))
+    if recipe.method == "add":
+        parts = {"x": recipe.parts["base"], "y": recipe.parts["correction"]}
+        return Node(
+            add_format.KIND, add_format.Params(), {n: tree_of(p, shape, lead) for n, p in parts.items()}
+        )
+    if recipe.method in quantizers.METHODS:
+        return quantizers.method(recipe.method).tree(quantiser_params(recipe, shape, lead))  # type: ignore[no-any-return]
+    module = decomposers.method(recipe.method)
+    kind, params = module.KIND, _node_params(recipe, lead)
+    children = {
+        n: tree_of(recipe.parts["factor"], s, lead_for(s))
+        for n, s in format_of(kind).children(params, shape).items()
+    }
+    return Node(kind, params, children)
+
+
+def size_of(recipe: Recipe, shape: Shape, lead: int) -> int:
+    """Bytes of the arrays `encode` will give."""
+    return stored_bytes(tree_of(recipe, shape, lead), shape)
+
+
+def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTensor:
+    """Carries a recipe out. weight: float32; stats as for the matrix view with `lead` leading axes."""
+    shape = tuple(weight.shape)
+    if recipe.method == "dense":
+        params = dense.Params(recipe.params["dtype"])
+        return EncodedTensor(
+            Node(dense.KIND, params),
+            shape,
+            {"values": weight.to("cpu", dense.torch_dtype(params.dtype)).contiguous()},
+        )
+    if recipe.method == "add":
+        # The correction takes the directions that matter most first; what is left has a smaller range to round.
+        correction = encode(recipe.parts["correction"], weight, stats, lead)
+        base = encode(recipe.parts["base"], weight - decode(correction).reshape(shape), stats, lead)
+        arrays = {join("x", k): a for k, a in base.arrays.items()} | {
+            join("y", k): a for k, a in correction.arrays.items()
+        }
+        tree = Node(add_format.KIND, add_format.Params(), {"x": base.tree, "y": correction.tree})
+        return EncodedTensor(tree, shape, arrays)
+    if recipe.method in quantizers.METHODS:
+        module = quantizers.method(recipe.method)
+        return module.encode(weight, quantiser_params(recipe, shape, lead), stats)  # type: ignore[no-any-return]
+    module = decomposers.method(recipe.method)
+    factor = recipe.parts["factor"]
+
+    def leaf(name: str, value: Tensor, metric: Tensor | None) -> EncodedTensor:
+        return encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
+
+    decomposition = decompose(recipe, weight, stats, lead)
+    return decomposition.encode(leaf)  # type: ignore[no-any-return]
+
+
+def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]]) -> list[EncodedTensor]:
+    """`encode` of several (recipe, weight, stats, lead), those of one format together: what fills a GPU."""
+    out: list[EncodedTensor | None] = [None] * len(items)
+    plain = [i for i, item in enumerate(items) if item[0].method in quantizers.METHODS]
+    batch = []
+    for i in plain:
+        recipe, weight, stats, lead = items[i]
+        batch.append((recipe.method, weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
+    for i, encoded in zip(plain, quantizers.encode_many(batch), strict=True):
+        out[i] = encoded
+    return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
+
+
+def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
+    """The dense factors of a decomposition's recipe."""
+    module = decomposers.method(recipe.method)
+    params = _decomposer_params(recipe, lead)
+    return module.decompose(weight, params, stats.hessian, stats.row_weight)
+
+
+def estimate(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> float:
+    """The expected loss of a quantiser's recipe without encoding (see each quantiser's `estimate`)."""
+    module = quantizers.method(recipe.method)
+    return float(module.estimate(weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
+
+
+def bytes_of(factor: Recipe) -> Callable[[Shape], int]:
+    """Bytes of a factor of a given shape when stored by `factor`: what the rank searches ask for."""
+    return lambda shape: size_of(factor, shape, lead_for(shape))
+
+
+def permuted(encoded: EncodedTensor, dims: tuple[int, ...], shape: Shape) -> EncodedTensor:
+    """The same arrays under a `permute` node: decodes to `shape` = the inner shape permuted by `dims`."""
+    kind = format_of("permute")
+    tree = Node("permute", kind.Params(dims), {"x": encoded.tree})
+    return EncodedTensor(tree, shape, {join("x", k): a for k, a in encoded.arrays.items()})
+
+
+def on_device(encoded: EncodedTensor, device: torch.device) -> EncodedTensor:
+    """The same tensor with its arrays on a device."""
+    return replace(encoded, arrays={k: a.to(device) for k, a in encoded.arrays.items()})
+
+
+def describe(node: Node) -> str:
+    """A tree in a few words: `int4 g64`, `add(int2 g64, svd r16 (int8 row))`."""
+    p = node.params
+    if node.kind == "int":
+        sign = "" if p.symmetric else " asym"
+        return f"int{p.bits} {'row' if p.group == 0 else f'g{p.group}'}{sign}{' s8' if p.scale_bits == 8 else ''}"
+    if node.kind == "grid":
+        return f"grid16 {'row' if p.group == 0 else f'g{p.group}'}{' s8' if p.scale_bits == 8 else ''}"
+    if node.kind == "fp8":
+        return f"fp8 {p.variant} {'row' if p.group == 0 else f'g{p.group}'}"
+    if node.kind == "trellis":
+        rates = sorted(q / 4 for q in p.quarter_bits)
+        return f"trellis {rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
+    if node.kind == "rotated":
+        return describe(node.children["x"])
+    if node.kind == "dense":
+        return str(p.dtype)
+    if not node.children:
+        return node.kind
+    inner = list(dict.fromkeys(describe(c) for c in node.children.values()))
+    rank = getattr(p, "rank", getattr(p, "ranks", None))
+    detail = "" if rank is None else f" r{rank if isinstance(rank, int) else 'x'.join(map(str, rank))}"
+    return f"{node.kind}{detail} ({', '.join(inner)})"
+
+
+def quantiser_params(recipe: Recipe, shape: Shape, lead: int) -> Any:
+    """The `Params` of a quantiser's recipe for a tensor of `shape`, with what follows from the shape filled in."""
+    cls = quantizers.method(recipe.method).Params
+    known = {f.name for f in fields(cls)}
+    given = dict(recipe.params)
+    cols = 1
+    for size in shape[lead:]:
+        cols *= size
+    if "rounding" in known:
+        given.setdefault("rounding", "ldlq" if cols >= MIN_LDLQ_COLS else "nearest")
+    if "block" in known:
+        given.setdefault("block", rotated.block_for(cols))
+    if "sections" in given:
+        given["sections"] = tuple(tuple(section) for section in given["sections"])
+    if "lead" in known:
+        given["lead"] = lead
+    return cls(**given)
+
+
+def _decomposer_params(recipe: Recipe, lead: int) -> Any:
+    cls = decomposers.method(recipe.method).Params
+    known = {f.name for f in fields(cls)}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.params.items()}
+    if "lead" in known:
+        given["lead"] = lead
+    return cls(**given)
+
+
+def _node_params(recipe: Recipe, lead: int) -> Any:
+    """The parameters of the node a decomposition gives: those of its own that the format has too."""
+    given = _decomposer_params(recipe, lead)
+    cls = format_of(decomposers.method(recipe.method).KIND).Params
+    return cls(**{f.name: getattr(given, f.name) for f in fields(cls)})

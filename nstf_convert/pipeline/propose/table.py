@@ -1,0 +1,62 @@
+"""The candidates of all tensors, with what is known of their losses."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import fused_groups
+from nstf_convert.pipeline.session import Session
+
+# Encoding with these takes minutes on a large model.
+SLOW_METHODS = ("trellis",)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The candidates of every tensor that may change, by name. fused: the group of tensors that must be stored alike."""
+
+    candidates: Mapping[str, Sequence[Candidate]]
+    fused: Mapping[str, str] = field(default_factory=dict)
+
+    def with_more(self, name: str, extra: Sequence[Candidate]) -> "Table":
+        """The table with further candidates for one tensor."""
+        return replace(self, candidates={**self.candidates, name: [*self.candidates[name], *extra]})
+
+    def replaced(self, losses: Mapping[str, tuple[Recipe, float]]) -> "Table":
+        """The table with the expected loss of some candidates replaced by the one found by encoding."""
+        out = dict(self.candidates)
+        for name, (recipe, value) in losses.items():
+            out[name] = [
+                replace(c, loss=value, exact=True) if c.recipe == recipe else c for c in self.candidates[name]
+            ]
+        return replace(self, candidates=out)
+
+    def find(self, name: str, recipe: Recipe) -> Candidate | None:
+        """The candidate of a tensor with this recipe."""
+        return next((c for c in self.candidates[name] if c.recipe == recipe), None)
+
+
+def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
+    """Candidates of every tensor; calibrated ones first, since they set the scale for the others."""
+    units = [u for u in session.units.values() if u.kept is None]
+    known = [u for u in units if session.statistics.calibrated(u)]
+    found = session.encoder.each(known, lambda u: session.encoder.candidates(u, allowed), progress)
+    signals = sorted(session.encoder.signal(u, allowed) for u in known)
+    if signals:
+        session.statistics.set_typical(signals[len(signals) // 2])
+    rest = [u for u in units if u.name not in found]
+    found |= session.encoder.each(rest, lambda u: session.encoder.candidates(u, allowed), progress)
+    return Table(found, fused_groups(units) if session.options.fuse else {})
+
+
+def is_slow(recipe: Recipe) -> bool:
+    """Whether encoding takes minutes on a large model."""
+    return recipe.method in SLOW_METHODS or any(is_slow(p) for p in recipe.parts.values())
+
+
+def key_of(recipe: Recipe) -> str:
+    """A recipe as a dictionary key."""
+    return json.dumps(recipe.to_json(), sort_keys=True)

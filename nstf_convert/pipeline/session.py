@@ -1,0 +1,348 @@
+"""Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
+
+import hashlib
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nstf import __version__
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf_convert import dataset as texts
+from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.calibrate import text as inputs
+from nstf_convert.pipeline.calibrate.batches import digest
+from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
+from nstf_convert.pipeline.machine import machine
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.units import Statistics, find_units
+from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
+from nstf_convert.pipeline.store.workdir import WorkDir, content_key
+from nstf_convert.streamed import StreamedModel
+
+log = logging.getLogger("nstf")
+
+# Sampling text costs a forward pass per token: fewer windows by default.
+DEFAULT_SAMPLED = 32
+# Models up to this size are expanded to float32 in the work directory once, instead of at every use.
+EXPAND_BYTES = 4 << 30
+# Hessians that take more in all are used as they come, and not kept: front to back makes its own.
+HESSIAN_BYTES = 3 << 30
+# Bumped when a calibration means something else: older files are then refused.
+CALIBRATION_VERSION = 8
+# The same command cannot succeed after one of these.
+INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
+
+
+class Session:
+    """An opened conversion. Use as a context manager; closing releases the work directory."""
+
+    def __init__(
+        self,
+        options: ConvertOptions,
+        stages: Stages,
+        keep_work: bool | None = None,
+        may_drop: bool = True,
+    ) -> None:
+        """may_drop: large Hessians may be used while they are there and not stored."""
+        self.may_drop = may_drop
+        self.options = options
+        self.stages = stages
+        self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
+        torch.set_num_threads(self.threads)
+        with stages.stage("open"):
+            self.checkpoint = open_checkpoint(options.model)
+            self.config = _config(self.checkpoint)
+            self.model_reason: str | None = None
+            self.model = self._build_model()
+        folder = options.work_dir or options.output.with_name(options.output.name + ".work")
+        self.keep_work = options.work_dir is not None if keep_work is None else keep_work
+        self._made_folder = not folder.exists()
+        try:
+            self.work = WorkDir(folder, self._identity())
+        except BaseException:
+            self.checkpoint.close()
+            raise
+        try:
+            self.source = self._expanded()
+            self.units = {u.name: u for u in find_units(self._infos(), self.model)}
+            self.calibration: TensorFile | None = None
+            self.statistics = Statistics(None, self.device)
+            self.encoder = self._encoder("none")
+            self._calibrate()
+            self.statistics = Statistics(self.calibration, self.device)
+            self.encoder = self._encoder(self.calibration_fingerprint())
+        except BaseException as error:
+            self._close(type(error))
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(kind)
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
+        after a mistake in the input, whose correction makes it another session."""
+        self.work.close()
+        self.checkpoint.close()
+        useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
+        if useless and not self.keep_work:
+            shutil.rmtree(self.work.path, ignore_errors=True)
+
+    @property
+    def threads(self) -> int:
+        """Threads of the CPU."""
+        return self.machine.threads
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        return self.machine.device
+
+    def streamed(self, source: Callable[[str], Tensor], lazy: bool = False) -> StreamedModel:
+        """A model of this architecture on the session's device, with weights from `source`.
+
+        Raises UnsupportedError when transformers does not know it.
+        """
+        if self.config is None:
+            raise UnsupportedError("there is no config.json")
+        machine = self.machine
+        resident = machine.resident_bytes if machine.on_gpu else 0
+        return StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident)
+
+    def reference(self) -> StreamedModel:
+        """The original model. Raises UnsupportedError when it cannot be run."""
+        if self.model is None:
+            raise UnsupportedError(f"{self.options.model} cannot be run: {self.model_reason}")
+        return self.model
+
+    def calibration_fingerprint(self) -> str:
+        """What the statistics came from; `none` without data."""
+        return "none" if self.calibration is None else str(self.calibration.metadata["identity"])
+
+    @property
+    def keeps_hessians(self) -> bool:
+        """Whether the Hessians of all layers are at hand, so that tensors can be encoded on their own."""
+        return all(self.statistics.has_hessian(u) for u in self.units.values())
+
+    def _encoder(self, calibration: str) -> Encoder:
+        identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
+        return Encoder(self.work, self.source, self.statistics, identity, self.config, self.machine)
+
+    def _infos(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        out = {}
+        for name in self.checkpoint.names():
+            info = self.checkpoint.info(name)
+            out[name] = (tuple(info.shape), str(info.dtype).removeprefix("torch."))
+        return out
+
+    def _build_model(self) -> StreamedModel | None:
+        """The model, or None when transformers does not know it: then tensors are converted on their own."""
+        if self.config is None:
+            self.model_reason = "there is no config.json"
+        else:
+            try:
+                return self.streamed(lambda name: self.source(name), lazy=True)
+            except UnsupportedError as error:
+                self.model_reason = str(error)
+        log.warning(
+            "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
+        )
+        return None
+
+    def _identity(self) -> dict[str, Any]:
+        options = self.options
+        calibration = options.calibration
+        return {
+            "checkpoint": self.checkpoint.fingerprint(),
+            "datasets": [texts.fingerprint(d) for d in options.datasets],
+            "calibration": None if calibration is None else _file_digest(calibration),
+            "samples": options.samples,
+            "seq_len": options.seq_len,
+            "seed": options.seed,
+            "tool": __version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": self.device.type,
+        }
+
+    def _expanded(self) -> Callable[[str], Tensor]:
+        """name -> the original tensor; small models come from a float32 copy in the work directory."""
+        names = self.checkpoint.names()
+        size = sum(math.prod(self.checkpoint.info(n).shape) * 4 for n in names)
+        plain = self.checkpoint.kind == "safetensors" and all(
+            str(self.checkpoint.info(n).dtype).endswith("float32") for n in names
+        )
+        if size > EXPAND_BYTES or plain or self.machine.on_gpu:
+            return self.checkpoint.get
+        path = self.work.path / "float32.safetensors"
+        if not path.exists():
+            with self.stages.stage("expand"), TensorFileWriter(path) as writer:
+                for name in names:
+                    value = self.checkpoint.get(name)
+                    writer.add(name, value.to(torch.float32) if value.is_floating_point() else value)
+        file = TensorFile(path)
+        return file.get
+
+    def _calibrate(self) -> None:
+        """Finds or makes the calibration; `calibration` stays None for a model that cannot be run."""
+        if self.options.calibration is not None:
+            self.calibration = self._given_calibration(self.options.calibration)
+            return
+        if self.model is None:
+            return
+        path = self.work.path / "calibration.safetensors"
+        if not path.exists():
+            self._make_calibration(self.model, path)
+        try:
+            self.calibration = TensorFile(path)
+        except CorruptError:
+            path.unlink()
+            self._make_calibration(self.model, path)
+            self.calibration = TensorFile(path)
+
+    def _make_calibration(self, model: StreamedModel, path: Path) -> None:
+        with self.stages.stage("calibration text"):
+            data = self._data(model)
+        facts = {
+            "version": CALIBRATION_VERSION,
+            "checkpoint": self.checkpoint.fingerprint(),
+            "seed": self.options.seed,
+            "device": self.device.type,
+        }
+        splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
+        identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
+        metadata = {**facts, "identity": identity} | {
+            f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches)
+            for n, batches in splits.items()
+        }
+        consume = self._estimating(identity) if self._drops_hessians(model) else None
+        with self.stages.stage("calibration"):
+            calibrate_model(
+                model,
+                data,
+                path,
+                metadata,
+                self.options.seed,
+                self.machine.tokens_per_batch,
+                consume,
+                self.stages.tick,
+            )
+
+    def _drops_hessians(self, model: StreamedModel) -> bool:
+        """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""
+        if self.options.search_limits is not None or self.options.budget.kind == "max_kl":
+            return False
+        widths = [
+            self.units[w].elements // self.units[w].inner_shape[0] for _, _, w in model.linear_modules()
+        ]
+        return self.may_drop and sum(4 * n * n for n in widths) > HESSIAN_BYTES
+
+    def _estimating(self, identity: str) -> Consumer:
+        """What works out the candidates of the tensors behind each Hessian while it is there."""
+        allowed = method_families(self.options.formats)
+        once = {n for n, u in self.units.items() if u.lead == 1 and len(u.uses) == 1 and u.kept is None}
+
+        def consume(known: Gathered, keys: list[str]) -> set[str]:
+            self.statistics = Statistics(known, self.device)
+            encoder = self._encoder(identity)
+            entries = known.metadata["hessians"]
+            covered = {k for k in keys if set(entries[k]["weights"]) <= once}
+            units = [self.units[w] for k in sorted(covered) for w in entries[k]["weights"]]
+            encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
+            return covered
+
+        return consume
+
+    def _given_calibration(self, path: Path) -> TensorFile:
+        if not path.exists():
+            raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
+        try:
+            file = TensorFile(path)
+        except CorruptError as error:
+            raise CorruptError(
+                f"the calibration file {path} is not a calibration file, or a damaged one: write it with `nstf calibrate`"
+            ) from error
+        if file.metadata.get("version") != CALIBRATION_VERSION:
+            raise UsageError(
+                f"the calibration file {path} was written by another version of nstf: "
+                f"run `nstf calibrate {self.options.model}`"
+            )
+        if file.metadata.get("checkpoint") != self.checkpoint.fingerprint():
+            raise UsageError(
+                f"the calibration file {path} belongs to another model: run `nstf calibrate {self.options.model}`"
+            )
+        return file
+
+    def _data(self, model: StreamedModel) -> inputs.Data:
+        options = self.options
+        samples = options.samples or options.level.samples
+        if options.datasets:
+            if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
+                return inputs.tensor_data(Path(options.datasets[0]))
+            return inputs.text_data(
+                model, self.tokenizer(), options.datasets, samples, options.seq_len, options.seed
+            )
+        if model.is_causal_lm:
+            try:
+                tokenizer = self.tokenizer()
+            except UsageError as error:
+                log.warning("%s: the model writes its own calibration text", error)
+                sampled = min(samples, DEFAULT_SAMPLED)
+                return inputs.sampled_data(
+                    model, sampled, options.seq_len, options.seed, self._start_token(model)
+                )
+            log.info("no dataset: calibrating on documentation, code and prose that come along")
+            return inputs.mixed_data(model, tokenizer, samples, options.seq_len, options.seed)
+        if getattr(model.module, "main_input_name", "") == "input_ids":
+            return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
+        return inputs.noise_data(model, min(samples, 32), options.seed)
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. Raises UsageError when there is none."""
+        from nstf.runtime.loading import tokenizer_from_files
+
+        try:
+            return tokenizer_from_files(self.checkpoint.files(), self.options.model)
+        except UnsupportedError as error:
+            raise UsageError(
+                f"{self.options.model} has no usable tokenizer ({error}): put its tokenizer.json beside the weights"
+            ) from error
+
+    def _start_token(self, model: StreamedModel) -> int:
+        config = model.module.config.get_text_config()
+        for name in ("bos_token_id", "eos_token_id"):
+            token = getattr(config, name, None)
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                return token
+        return 0
+
+
+def _config(checkpoint: Any) -> dict[str, Any] | None:
+    """The config of the model the tensors' names belong to."""
+    if checkpoint.config is None:
+        return None
+    if checkpoint.architecture is not None:
+        return {**checkpoint.config, "architectures": [checkpoint.architecture]}
+    return dict(checkpoint.config)
+
+
+def _file_digest(path: Path) -> str:
+    if not path.is_file():
+        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""Results on disk by content address; what makes a resumed conversion the same conversion."""

@@ -1,0 +1,138 @@
+"""Safetensors files written piece by piece and crash-safe, for the work directory and for calibration files.
+
+`safetensors.save_file` wants every tensor in memory at once, does not fsync and ignores the umask. Here tensors are
+appended as they come, and the file appears under its name only when it is complete.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+from torch import Tensor
+
+from nstf.errors import CorruptError
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
+
+RENEW_BYTES = 128 << 20
+
+
+class TensorFileWriter:
+    """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
+        self._entries: dict[str, Any] = {}
+        self._offset = 0
+        self._data: IO[bytes] = self._data_path.open("wb")
+        self.metadata: dict[str, Any] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Appends one tensor; its memory is no longer needed afterwards."""
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._data.write(raw.data)
+        end = self._offset + raw.nbytes
+        self._entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._offset, end],
+        }
+        self._offset = end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._data.close()
+        partial = self._path.with_name(f".{self._path.name}.part.{os.getpid()}")
+        try:
+            if kind is None:
+                meta = json.dumps(self.metadata, sort_keys=True, separators=(",", ":"))
+                header = json.dumps(
+                    {"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")
+                ).encode()
+                header += b" " * (-len(header) % 64)
+                with partial.open("wb") as out, self._data_path.open("rb") as data:
+                    out.write(len(header).to_bytes(8, "little") + header)
+                    shutil.copyfileobj(data, out, 1 << 22)
+                    out.flush()
+                    os.fsync(out.fileno())
+                partial.replace(self._path)
+                sync_folder(self._path.parent)
+        finally:
+            self._data_path.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Writes a small set of tensors with its metadata, crash-safe."""
+    with TensorFileWriter(path) as writer:
+        writer.metadata = metadata
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+
+
+class TensorFile:
+    """A file of `TensorFileWriter`, memory-mapped: tensors are read when asked for.
+
+    A mapping keeps every page that was touched resident. It is renewed after RENEW_BYTES, and the old one goes with
+    the last tensor that came from it, so that reading a whole model does not hold the whole model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError
+
+        self.path = path
+        self._given = 0
+        try:
+            self._file = self._open()
+            self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {})["nstf"])
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise CorruptError(
+                f"{path} is not a file nstf wrote ({error}): delete it and run again"
+            ) from error
+        self._names = set(self._file.keys())
+
+    def _open(self) -> Any:
+        from safetensors import safe_open
+
+        opened: Any = safe_open
+        return opened(str(self.path), framework="pt")
+
+    def names(self) -> set[str]:
+        """The names of the tensors inside."""
+        return self._names
+
+    def get(self, name: str) -> Tensor:
+        """A tensor whose memory is the file's; it keeps the mapping it came from alive."""
+        tensor: Tensor = self._file.get_tensor(name)
+        self._given += tensor.numel() * tensor.element_size()
+        if self._given > RENEW_BYTES:
+            self._given = 0
+            self._file = self._open()
+        return tensor
+
+    def find(self, name: str) -> Tensor | None:
+        """The tensor, or None when the file has none of that name."""
+        return self.get(name) if name in self._names else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename inside `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

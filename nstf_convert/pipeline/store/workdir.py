@@ -1,0 +1,135 @@
+"""The work directory: results by content address, so that a killed conversion resumes and a second budget is cheap.
+
+    job.json          what the results belong to; a run that differs is refused with the difference
+    calibration...    Hessians, sensitivities, held-out reference
+    store/ab/<key>    one encoded tensor, or one table of estimates, by the SHA-256 of everything it depends on
+
+Every file appears by rename after fsync, so what exists is complete. The budget is not part of the job: encoded
+tensors and decompositions are shared by all budgets.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from nstf.errors import CorruptError, NstfError, UsageError
+from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
+
+
+def content_key(**parts: Any) -> str:
+    """The SHA-256 of canonical JSON: equal inputs give equal keys in every process."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes JSON crash-safe."""
+    partial = path.with_name(f".{path.name}.part.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+            json.dump(data, out, sort_keys=True, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class WorkDir:
+    """An opened and locked work directory. Use as a context manager."""
+
+    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
+        """Opens or makes the directory for `job`. Raises UsageError when it belongs to another job or is in use."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"work directory {path} cannot be made ({error.strerror}): choose --work-dir"
+            ) from error
+        self._lock: IO[str] = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise NstfError(
+                f"work directory {path} is in use by another conversion: wait, or choose another --work-dir"
+            ) from error
+        try:
+            self._check_job(dict(job))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "WorkDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases the lock; results stay."""
+        self._lock.close()
+
+    def _check_job(self, job: dict[str, Any]) -> None:
+        file = self.path / "job.json"
+        if not file.exists():
+            write_json(file, job)
+            return
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CorruptError(
+                f"{file} cannot be read ({error}): remove the work directory and run again"
+            ) from error
+        differing = sorted(k for k in set(found) | set(job) if found.get(k) != job.get(k))
+        if differing:
+            details = "; ".join(
+                f"{k} was {_short(found.get(k))}, now {_short(job.get(k))}" for k in differing
+            )
+            raise UsageError(
+                f"work directory {self.path} holds results of another job ({details}): "
+                "use the same settings, another --work-dir, or remove it"
+            )
+
+    def _file(self, key: str) -> Path:
+        return self.path / "store" / key[:2] / f"{key}.safetensors"
+
+    def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The stored (tensors, metadata) of a key, or None. A damaged file is dropped and computed again."""
+        path = self._file(key)
+        if not path.exists():
+            return None
+        try:
+            file = TensorFile(path)
+        except CorruptError:
+            path.unlink()
+            return None
+        return {name: file.get(name) for name in sorted(file.names())}, file.metadata
+
+    def find_metadata(self, key: str) -> dict[str, Any] | None:
+        """The metadata of a stored result, or None."""
+        path = self._file(key)
+        if not path.exists():
+            return None
+        try:
+            return TensorFile(path).metadata
+        except CorruptError:
+            path.unlink()
+            return None
+
+    def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+        """Stores a result under its key."""
+        write_tensors(self._file(key), tensors, metadata)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,73 @@
+"""The rounding sweep in Triton: interpreted on a CPU, compiled for GPUs that are not here, and run on one that is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+on_gpu = pytest.importorskip("nstf.kernels.triton.ldlq")
+
+# Triton reads TRITON_INTERPRET when it is imported. More columns than a block, rows that no program's number divides.
+INTERPRETED = """
+import torch
+from nstf.quantizers.rounding.factor import factor
+from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
+from tests.quantizers.conftest import correlated_hessian, normal
+from tests.quantizers.levels import LEVELS
+weight, hessian = normal(37, 150), correlated_hessian(150)
+plain, ordered = factor(hessian), factor(hessian, act_order=True)
+for name, levels in LEVELS.items():
+    for group in (0, 24):
+        grid = sweep_torch(weight, levels, group, plain.importance, None, None).grid
+        for way, frozen in ((plain, None), (ordered, grid)):
+            ours, reference = (
+                sweep_torch(weight, levels, group, way.importance, way, frozen, block)
+                for block in (block_triton, block_torch)
+            )
+            # A tie between two levels may fall the other way; from there a row goes its own way.
+            same = float((ours.codes == reference.codes).float().mean())
+            assert same > 0.97, (name, group, frozen is None, same)
+            assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=1e-3), name
+"""
+
+
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("steps", [0, 4, 8])
+def test_the_kernel_compiles_for(
+    target: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = on_gpu._sweep
+    types = {"codes": "*u8", "group_of": "*i32", "loss": "*fp64"}
+    types |= dict.fromkeys(("start", "end", "rows", "cols", "groups", "top"), "i32")
+    constants = {"STEPS": steps, "BLOCK": on_gpu.BLOCK, "ROWS": on_gpu.ROWS}
+    source = ASTSource(
+        fn=kernel,
+        signature={
+            name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names
+        },
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(12)},
+    )
+    chip = {
+        "sm_90": GPUTarget("cuda", 90, 32),
+        "gfx942": GPUTarget("hip", "gfx942", 64),
+        "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    }[target]
+    compiled = triton.compile(source, target=chip, options={"num_warps": on_gpu.WARPS})
+    assert len(compiled.asm["cubin" if target == "sm_90" else "hsaco"]) > 1000
