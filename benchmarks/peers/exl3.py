@@ -104,7 +104,7 @@ def save_expanded(source: Path, folder: Path, dense: Mapping[str, Tensor]) -> No
     shapes = {}
     for file in source.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            shapes |= {n: opened.get_slice(n).get_shape() for n in opened.keys()}  # noqa: SIM118
+            shapes |= {n: opened.get_slice(n).get_shape() for n in opened.keys()}
     if config.get("tie_word_embeddings") and "lm_head.weight" in dense:
         config["tie_word_embeddings"] = False
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
