@@ -13,7 +13,7 @@ eigenproblem. Squaring loses singular values below 1e-8 of the largest: less tha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -234,8 +234,10 @@ def rank_for_error(
     return prepare(weight, stats_hessian, row_weight, lead).rank_for_error(error)
 
 
-def low_rank_bound(weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, rank: int) -> float:
-    """A lower bound of the expected loss of any approximation of rank `rank`, without an eigenproblem.
+def low_rank_bounds(
+    weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, ranks: Sequence[int]
+) -> list[float]:
+    """Lower bounds of the expected loss of any approximation of each rank, without an eigenproblem.
 
     weight: [rows, cols]. hessian: [cols, cols] or None. row_weight: [rows] or None. The loss is at least half the sum of
     all but the `rank` largest of the n eigenvalues of G = R W H W^T R, R^2 = diag(row_weight) and n = min(rows, cols).
@@ -245,8 +247,6 @@ def low_rank_bound(weight: Tensor, hessian: Tensor | None, row_weight: Tensor | 
     """
     rows, cols = weight.shape
     n = min(rows, cols)
-    if rank >= n:
-        return 0.0
     w = weight.detach().float()
     if rows <= cols:
         gram = (w if hessian is None else w @ hessian.to(w)) @ w.T
@@ -255,11 +255,11 @@ def low_rank_bound(weight: Tensor, hessian: Tensor | None, row_weight: Tensor | 
     else:
         gram = w.T @ (w if row_weight is None else w * row_weight.to(w)[:, None])
         product = gram if hessian is None else hessian.to(w) @ gram
-    total = product.diagonal().sum(dtype=torch.float64)
-    squares = (product * product.T).sum(dtype=torch.float64)
-    spread = (squares - total.square() / n).clamp_min(0)
-    most = rank * total / n + (spread * rank * (n - rank) / n).sqrt()
-    return max(0.0, float(total - most) / 2)
+    total = float(product.diagonal().sum(dtype=torch.float64))
+    squares = float((product * product.T).sum(dtype=torch.float64))
+    spread = max(0.0, squares - total * total / n)
+    most = [r * total / n + math.sqrt(spread * r * (n - r) / n) if r < n else total for r in ranks]
+    return [max(0.0, (total - m) / 2) for m in most]
 
 
 def _metric(h: Tensor | None) -> Tensor | None:

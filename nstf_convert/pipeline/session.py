@@ -21,6 +21,7 @@ from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
 from nstf_convert.pipeline.machine import machine
+from nstf_convert.pipeline.prediction import Prediction
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
@@ -76,6 +77,7 @@ class Session:
             self.source = self._expanded()
             self.units = {u.name: u for u in find_units(self._infos(), self.model)}
             self.calibration: TensorFile | None = None
+            self.prediction: Prediction | None = None
             self.statistics = Statistics(None, self.device)
             self.encoder = self._encoder("none")
             self._calibrate()

@@ -104,8 +104,8 @@ def calibrate_model(
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`. Progress on stderr.
 
-    consume: is shown the Hessians of every layer as they are finished; those it answers with are not stored. tick: is told the share
-    of the work that a step was.
+    consume: is shown the Hessians of every layer as they are finished; those it answers with are not stored.
+    tick: is told the share of the work that a step was.
     """
     with TensorFileWriter(path) as writer:
         members: dict[str, Any] = {}

@@ -149,14 +149,17 @@ def bits_of(unit: Unit, tree: Node) -> tuple[float, float]:
 def estimates(unit: Unit, inner: Tensor, stats: Stats, wanted: Sequence[Recipe]) -> list[float]:
     """Expected loss of quantised and dense recipes, from a sample of rows."""
     sample, sampled = sample_rows(unit, inner, stats)
-    out = []
-    for recipe in wanted:
-        if recipe.method == "dense":
-            dtype = dense.torch_dtype(recipe.params["dtype"])
-            out.append(loss(sample, sample.to(dtype).to(torch.float32), sampled))
+    found: dict[int, float] = {}
+    for method in dict.fromkeys(r.method for r in wanted):
+        at = [i for i, r in enumerate(wanted) if r.method == method]
+        own = [wanted[i] for i in at]
+        if method == "dense":
+            dtypes = [dense.torch_dtype(r.params["dtype"]) for r in own]
+            values = [loss(sample, sample.to(d).to(torch.float32), sampled) for d in dtypes]
         else:
-            out.append(recipes.estimate(recipe, sample, sampled, 1))
-    return out
+            values = recipes.estimate_many(own, sample, sampled, 1)
+        found.update(zip(at, values, strict=True))
+    return [found[i] for i in range(len(wanted))]
 
 
 def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]:
@@ -201,19 +204,19 @@ def low_rank_that_may_win(
     from nstf.decomposers import svd
 
     rows = math.prod(unit.inner_shape[: unit.lead])
-    best_at = sorted((price(unit, r)[1], value) for r, value in rivals)
-    out = []
+    best_at = [(price(unit, r)[1], value) for r, value in rivals]
+    possible = []
     for bits in DECOMPOSED_BITS:
         size = int(unit.elements * bits / 8)
         best = min((value for b, value in best_at if b <= size), default=math.inf)
         for factor in FACTORS:
             rank = svd.rank_for_bytes(unit.inner_shape, size, recipes.bytes_of(factor), unit.lead)
-            if rank is None:
-                continue
-            bound = svd.low_rank_bound(inner.reshape(rows, -1), stats.hessian, stats.row_weight, rank)
-            if bound < best:
-                out.append(Recipe("svd", {"rank": rank}, {"factor": factor}))
-    return out
+            if rank is not None:
+                possible.append((Recipe("svd", {"rank": rank}, {"factor": factor}), rank, best))
+    bounds = svd.low_rank_bounds(
+        inner.reshape(rows, -1), stats.hessian, stats.row_weight, [rank for _, rank, _ in possible]
+    )
+    return [r for (r, _, best), bound in zip(possible, bounds, strict=True) if bound < best]
 
 
 def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recipe, float]]:

@@ -204,8 +204,8 @@ class Encoder:
         losses = cand.estimates(unit, inner, stats, simple)
         paths = cand.trellis_recipes(unit, inner, stats)
         signal = loss(inner, torch.zeros((), device=inner.device).expand(inner.shape), stats, unit.lead)
-        found = [*zip(simple, losses, strict=True), *paths]
-        wanted = cand.low_rank_that_may_win(unit, inner, stats, found) if low_rank else []
+        rivals = [*zip(simple, losses, strict=True), *paths]
+        wanted = cand.low_rank_that_may_win(unit, inner, stats, rivals) if low_rank else []
         factors: list[tuple[Recipe, float]] = []
         if wanted:
             _, tail = cand.low_rank_losses(unit, inner, stats)

@@ -126,8 +126,13 @@ def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
 
 def estimate(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> float:
     """The expected loss of a quantiser's recipe without encoding (see each quantiser's `estimate`)."""
-    module = quantizers.method(recipe.method)
-    return float(module.estimate(weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
+    return estimate_many([recipe], weight, stats, lead)[0]
+
+
+def estimate_many(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: int) -> list[float]:
+    """`estimate` for several recipes of one quantiser."""
+    params = [quantiser_params(r, tuple(weight.shape), lead) for r in wanted]
+    return quantizers.method(wanted[0].method).estimate_many(weight, params, stats)  # type: ignore[no-any-return]
 
 
 def bytes_of(factor: Recipe) -> Callable[[Shape], int]:
