@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NAMES = ("llama_cpp", "hqq", "gptq", "autoround")
+NAMES = ("llama_cpp", "hqq", "gptq", "autoround", "exl3")
 
 
 class Unavailable(Exception):
