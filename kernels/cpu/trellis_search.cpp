@@ -1,12 +1,14 @@
 #include "trellis_search.h"
 
+#include "isa.h"
+
 #if defined(__GNUC__) || defined(__clang__)
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if NSTF_X86
 #include <immintrin.h>
 #endif
 
@@ -91,7 +93,7 @@ void write(const float* x, const Book& book, int state, uint8_t* codes, const Sc
     }
 }
 
-#if defined(__x86_64__)
+#if NSTF_X86
 
 #pragma GCC push_options
 #pragma GCC target("avx2")
@@ -140,7 +142,7 @@ typedef int32_t Wide __attribute__((vector_size(32)));
 INLINE void stream(uint16_t* p, Cost v) { std::memcpy(p, &v, sizeof v); }
 INLINE Value doubled(Value d) {
     const Value most = Value{} + int16_t(16383), high = Value{} + int16_t(32767), low = Value{} + int16_t(-32768);
-    return d > most ? high : d < ~most ? low : d + d;
+    return d > most ? high : d < ~most ? low : Value(Cost(d) + Cost(d));
 }
 INLINE Cost square(Value d) {
     const Wide wide = __builtin_convertvector(d, Wide);
@@ -156,7 +158,7 @@ INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
 #include "trellis_search_body.h"
 }  // namespace plain
 
-#if defined(__x86_64__)
+#if NSTF_X86
 #define NSTF_AVX512 "avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
 __attribute__((target("avx2"))) void run_avx2(const float* x, int tiles, const Book& book, uint8_t* codes, Scratch* s) {
     tiles == 2 ? avx2::run<2>(x, book, codes, s) : avx2::run<1>(x, book, codes, s);
@@ -172,7 +174,7 @@ void run_plain(const float* x, int tiles, const Book& book, uint8_t* codes, Scra
 }  // namespace
 
 int lanes(int most_lanes) {
-#if defined(__x86_64__)
+#if NSTF_X86
     __builtin_cpu_init();
     if (most_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
@@ -199,7 +201,7 @@ Book::Book(int q, const float* codebook, int most_lanes)
 
 void search(const float* x, int tiles, const Book& book, uint8_t* codes) {
     static thread_local Scratch scratch[2];
-#if defined(__x86_64__)
+#if NSTF_X86
     if (book.lanes == 32) return run_avx512(x, tiles, book, codes, scratch);
     if (book.lanes == 16) return run_avx2(x, tiles, book, codes, scratch);
 #endif

@@ -15,7 +15,7 @@ INLINE Value load_values(const int16_t* p) {
 INLINE Cost lower(Cost a, Cost b) { return a < b ? a : b; }
 template <int D>
 INLINE Cost distance(Value x, Value c) {
-    Value d = x - c;
+    Value d = Value(Cost(x) - Cost(c));
     for (int i = 0; i < D; i++) d = doubled(d);
     return square(d);
 }
