@@ -146,9 +146,10 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int 
         lost = float(((x - rounded.decode(form)).square_() * mass).sum(dtype=torch.float64))
         if lost < best_loss:
             best, best_loss = form, lost
-        codes = rounded.codes.reshape(-1).long()
-        up = torch.bincount(codes, (mass * scale * x).reshape(-1).double(), minlength=16)
-        down = torch.bincount(codes, (mass * scale * scale).reshape(-1).double(), minlength=16)
+        # As a product: sums by index have no fixed order on a GPU.
+        stands_for = (rounded.codes.reshape(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
+        up = stands_for @ (mass * scale * x).reshape(-1).double()
+        down = stands_for @ (mass * scale * scale).reshape(-1).double()
         table = (
             torch.where(down > 0, up / down.clamp(min=1e-300), form.values(up.device).to(up)).sort().values
         )

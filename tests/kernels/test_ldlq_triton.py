@@ -8,6 +8,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+
+from nstf.quantizers import METHODS, method
+from nstf.quantizers.rounding.factor import factor
+from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
+from nstf.quantizers.stats import Stats
+from tests.quantizers.conftest import correlated_hessian, normal
+from tests.quantizers.levels import LEVELS
 
 pytest.importorskip("triton")
 on_gpu = pytest.importorskip("nstf.kernels.triton.ldlq")
@@ -84,3 +92,28 @@ def test_the_kernel_compiles_for(
     }[target]
     compiled = triton.compile(source, target=chip, options={"num_warps": on_gpu.WARPS})
     assert len(compiled.asm["cubin" if target == "sm_90" else "hsaco"]) > 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("group", [0, 24, 32, 128])
+def test_the_gpu_gives_the_codes_of_the_reference(name: str, group: int) -> None:
+    levels, weight, hessian = LEVELS[name], normal(300, 520).cuda(), correlated_hessian(520).cuda()
+    grid = sweep_torch(weight, levels, group, hessian.diagonal(), None, None).grid
+    for way, frozen in ((factor(hessian), None), (factor(hessian, act_order=True), grid)):
+        ours, reference = (
+            sweep_torch(weight, levels, group, way.importance, way, frozen, block)
+            for block in (block_triton, block_torch)
+        )
+        assert float((ours.codes == reference.codes).float().mean()) > 0.9
+        assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=3e-3)
+
+
+@pytest.mark.gpu
+def test_the_same_bytes_for_every_run_on_a_gpu() -> None:
+    weight, stats = normal(300, 520).cuda(), Stats(correlated_hessian(520).cuda())
+    for name in METHODS:
+        module = method(name)
+        params = module.Params(rounding="ldlq")
+        first, second = (module.encode(weight, params, Stats(stats.hessian)) for _ in range(2))
+        assert all(torch.equal(first.arrays[k], second.arrays[k]) for k in first.arrays), name
