@@ -35,8 +35,8 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
-# Sampling text costs a forward pass per token: fewer windows by default.
-DEFAULT_SAMPLED = 32
+# Sampling text costs a forward pass per token: no more windows than this.
+MOST_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
 # Hessians that take more in all are used as they come, and not kept: front to back makes its own.
@@ -344,15 +344,13 @@ class Session:
             )
         if model.is_causal_lm:
             try:
-                tokenizer = self.tokenizer()
+                log.info("no dataset: calibrating on documentation, code and prose that come along")
+                return inputs.mixed_data(model, self.tokenizer(), samples, options.seq_len, options.seed)
             except UsageError as error:
                 log.warning("%s: the model writes its own calibration text", error)
-                sampled = min(samples, DEFAULT_SAMPLED)
-                return inputs.sampled_data(
-                    model, sampled, options.seq_len, options.seed, self._start_token(model)
-                )
-            log.info("no dataset: calibrating on documentation, code and prose that come along")
-            return inputs.mixed_data(model, tokenizer, samples, options.seq_len, options.seed)
+                sampled = min(samples, MOST_SAMPLED)
+                start = self._start_token(model)
+                return inputs.sampled_data(model, sampled, options.seq_len, options.seed, start)
         if getattr(model.module, "main_input_name", "") == "input_ids":
             return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
         return inputs.noise_data(model, min(samples, 32), options.seed)

@@ -198,7 +198,7 @@ def low_rank_that_may_win(
 ) -> list[Recipe]:
     """Low-rank recipes at the comparison sizes that a bound from below does not rule out.
 
-    No matrix of that rank can lose less than the bound (`svd.low_rank_bound`), which needs no decomposition. Where a
+    No matrix of that rank can lose less than the bound (`svd.low_rank_bounds`), which needs no decomposition. Where a
     rival of no more bytes loses less than that, the rank is not tried. rivals: other recipes with expected losses.
     """
     from nstf.decomposers import svd

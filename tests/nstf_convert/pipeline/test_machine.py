@@ -1,0 +1,119 @@
+"""What a conversion may use, what it is predicted to take, and how it tells where it is."""
+
+import pytest
+import torch
+
+from nstf.errors import UsageError
+from nstf_convert.device_weights import DeviceWeights
+from nstf_convert.pipeline import convert
+from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
+from nstf_convert.pipeline.prediction import predict
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.session import Session, minutes
+
+CPU = torch.device("cpu")
+
+
+def small_machine(host_bytes: int = 4 << 30, threads: int = 4) -> Machine:
+    return Machine((CPU,), threads, host_bytes, 0)
+
+
+def test_workers_are_as_many_as_fit_the_memory() -> None:
+    room = 0.7 * ((4 << 30) - BASE_BYTES)
+    assert small_machine().workers(1 << 20) == 4
+    assert small_machine().workers(int(room / 2)) == 2
+    assert small_machine().workers(100 << 30) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "gpu_memory", "message"),
+    [
+        ("tpu", None, None, "is not known: choose auto, cpu, cuda or cuda:0,1"),
+        ("cuda:0,0", None, None, "names a GPU twice"),
+        ("cuda:0,99", None, None, r"this machine has \d+ GPUs"),
+        ("cpu", 1000, None, "a bound of 1000 bytes of memory is too small"),
+        ("cpu", None, 8 << 30, "a bound on GPU memory needs a GPU"),
+    ],
+)
+def test_a_machine_that_is_not_there_is_one_clear_line(device, memory, gpu_memory, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        machine(device, memory, gpu_memory, None)
+
+
+def test_a_bound_on_memory_is_kept_and_reported(options) -> None:
+    report = convert(options(("ratio", 0.5), memory=3 << 30, device="cpu")).report["resources"]
+    assert report["host_bound_bytes"] == 3 << 30
+    assert 0 < report["host_peak_bytes"] <= 3 << 30
+    assert report["devices"] == ["cpu"] and report["gpu_peak_bytes"] is None
+
+
+def test_time_and_memory_are_predicted_before_anything_starts(options) -> None:
+    report = convert(options(("ratio", 0.5))).report["resources"]
+    assert report["predicted_seconds"] > 0 and report["predicted_host_bytes"] > 100 << 20
+    assert report["seconds"] > 0
+
+
+def test_more_text_and_more_layers_are_predicted_to_take_longer(options, tmp_path) -> None:
+    session = Session(options(work_dir=tmp_path / "work"), Stages())
+    try:
+        units = list(session.units.values())
+        few = predict(units, options(samples=4, prefix=True), session.machine, 1 << 20)
+        many = predict(units, options(samples=400, prefix=True), session.machine, 1 << 20)
+    finally:
+        session.work.close()
+        session.checkpoint.close()
+    assert many.seconds["calibration"] > 10 * few.seconds["calibration"]
+    assert many.total_seconds > few.total_seconds
+
+
+def test_times_are_told_as_people_say_them() -> None:
+    assert [minutes(s) for s in (0.2, 42, 600, 7500)] == ["1 s", "42 s", "10 min", "2 h 5 min"]
+
+
+def test_the_time_of_a_stage_inside_another_counts_once() -> None:
+    stages = Stages()
+    with stages.stage("outer"):
+        with stages.stage("inner"):
+            sum(range(10**6))
+        with stages.stage("inner"):
+            pass
+    by_name = {s.name: s.seconds for s in stages.done}
+    assert list(by_name) == ["inner", "outer"]
+    assert by_name["outer"] < by_name["inner"]
+
+
+def test_weights_stay_on_the_device_within_their_budget() -> None:
+    asked: list[str] = []
+
+    def source(name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.full((4,), float(name))
+
+    weights = DeviceWeights(source, CPU, budget_bytes=32)
+    for name in ("1", "2", "1", "2", "3", "2", "1"):
+        assert weights(name)[0] == float(name)
+    # Two of 16 bytes fit: the third takes the place of the one that was used longest ago.
+    assert asked == ["1", "2", "3", "1"]
+    weights.drop("1")
+    weights("1")
+    assert asked[-1] == "1" and len(asked) == 5
+
+
+def test_large_hessians_are_used_and_not_stored(options, monkeypatch) -> None:
+    from nstf_convert.pipeline import session as sessions
+
+    settings = {"prefix": True, "formats": ("int_grid", "trellis")}
+    kept = convert(options(("ratio", 0.4), **settings))
+    content = kept.output.read_bytes()
+    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    dropped = convert(options(("ratio", 0.4), force=True, **settings))
+    assert dropped.output.read_bytes() == content
+
+
+def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(options, monkeypatch) -> None:
+    from nstf_convert.pipeline import session as sessions
+
+    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    report = convert(options(("ratio", 0.4), formats=("int_grid", "grid16"))).report
+    assert report["accuracy"]["selection"] <= report["accuracy"]["uniform"]["selection"]
+    assert "encode front to back" in [s["name"] for s in report["stages"]]
