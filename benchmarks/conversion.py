@@ -93,6 +93,7 @@ def figures(report: dict[str, Any], usage: watch.Usage) -> dict[str, Any]:
     accuracy = report["accuracy"]["final"]
     return {
         "seconds": usage.seconds,
+        "processor_seconds": usage.processor_seconds,
         "predicted_seconds": resources.get("predicted_seconds"),
         "stages": {stage["name"]: stage["seconds"] for stage in report["stages"]},
         "host_bytes": usage.host_bytes,

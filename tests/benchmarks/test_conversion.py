@@ -89,6 +89,7 @@ def test_memory_of_a_program_and_of_its_children_is_seen_and_files_are_told_apar
     assert (out, usage.code) == ("done\n", 0), usage.lines
     assert [line for _, line in usage.lines] == ["heard"]
     assert usage.seconds > 1.2
+    assert 0.0 < usage.processor_seconds < 60.0
     assert 160 << 20 < usage.anonymous_bytes < 240 << 20
     assert usage.file_bytes > 80 << 20
     assert usage.host_bytes > 240 << 20
