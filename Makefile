@@ -6,7 +6,10 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 OUT    ?= out
+# Tests run in as many processes as there are cores, 8 at most (about 1 GB each): make test JOBS=1 for one.
+JOBS   ?= auto
 SANITIZE := $(OUT)/sanitize
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -18,7 +21,7 @@ help: ## show this list
 install: $(STAMP) ## the virtual environment with nstf and the tools of development
 
 # torch comes first and pinned: any looser request pulls the CUDA build, several GB, on some indexes.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(foreach folder,kernels/cpu kernels/cpu/engine,$(folder)/*.cpp $(folder)/*.h))
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python %d.%d; nstf needs 3.11 to 3.13: make PYTHON=python3.12 ..." % v)'
 	@test -x $(PY) || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing torch (once; a few minutes on a slow network)"
@@ -31,13 +34,13 @@ demo: $(STAMP) ## convert SmolLM2-135M to half its bytes, show where they went a
 	@$(PY) examples/demo.py
 
 test: $(STAMP) ## the tests: no network, no GPU, a few minutes
-	@$(PY) -m pytest -q
+	@$(PYTEST)
 
-slow: $(STAMP) ## the tests that take minutes or need a model from the package index
-	@$(PY) -m pytest -q -m slow
+slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a model from the package index
+	@$(PYTEST) -m slow
 
 fuzz: $(STAMP) ## the long runs over damaged files
-	@$(PY) -m pytest -q -m fuzz
+	@$(PYTEST) -m fuzz
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
 sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs gcc

@@ -3,7 +3,8 @@
 All of them give the same codes but the one for NVIDIA GPUs, whose errors are the same within a thousandth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,6 +26,25 @@ def search_threads(count: int) -> Iterator[None]:
         yield
     finally:
         _THREADS.reset(token)
+
+
+def warm_up(device: torch.device, codebook: Callable[[int], Tensor], workers: int) -> None:
+    """Compiles the searches of all rates for a GPU, `workers` at a time; a search that is not compiled yet waits seconds.
+
+    codebook: quarter bits -> float32 [65536]. Triton keeps what it compiled on disk for the next time.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def one(quarter_bits: int) -> None:
+        for tiles in (1, processors + 1):
+            encode_tiles(
+                torch.zeros(tiles, viterbi.TILE, device=device),
+                quarter_bits,
+                codebook(quarter_bits).to(device),
+            )
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, range(viterbi.MIN_QUARTER_BITS, viterbi.MAX_QUARTER_BITS + 1)))
 
 
 def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:

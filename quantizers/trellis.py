@@ -368,7 +368,8 @@ def _search(
     tiles: by rate, which tiles of 16 rows (of all metrics, one after another) have it; the others stay zero.
     """
     cols, device = part.shape[2], part.device
-    where = {q: torch.tensor(own, device=device) for q, own in tiles.items()}
+    every = list(range(part.shape[0] * part.shape[1] // BLOCK))
+    where = {q: None if own == every else torch.tensor(own, device=device) for q, own in tiles.items()}
     codes = {
         q: torch.empty(len(own), cols // BLOCK, 8 * q, dtype=torch.uint8, device=device)
         for q, own in tiles.items()
@@ -379,16 +380,20 @@ def _search(
         wanted = (target * inverse).reshape(-1, form.TILE)
         values = torch.zeros_like(wanted)
         for q, own in where.items():
-            found = encode_tiles(wanted[own], q, form.codebook(q, device))
+            found = encode_tiles(wanted if own is None else wanted[own], q, form.codebook(q, device))
             codes[q][:, index] = found
-            values[own] = form.section_values(found[:, None], q, len(own) * BLOCK, BLOCK).view(-1, form.TILE)
+            rounded = form.section_values(found[:, None], q, len(found) * BLOCK, BLOCK).view(-1, form.TILE)
+            if own is None:
+                values = rounded
+            else:
+                values[own] = rounded
         return values.view(target.shape) * scale[..., None]
 
-    feedback = None
     known = [metric.feedback for metric in metrics if metric is not None]
-    if known:
-        feedback = known[0][None] if len(known) == 1 else torch.stack(known)
-    return codes, block_ldlq(part, feedback, round_block)
+    if len(known) > 1:
+        return codes, block_ldlq(part, torch.stack(known), round_block)
+    part, scale, inverse = part[0], scale[0], inverse[0]
+    return codes, block_ldlq(part, known[0] if known else None, round_block)[None]
 
 
 def _refit(part: Tensor, rounded: Tensor, metric: BlockFactor | None) -> Tensor:

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The Viterbi search of kernels/torch/viterbi.py on a GPU: the same codes, bit for bit.
 
+For GPUs that viterbi_half.py does not run on, AMD's above all; on those that it does it is the exact search to compare with.
+
 A program (one thread block) searches one tile at a time, one step after the other. At a step a thread owns 4 groups of
 R = 2^KMAX consecutive states s = (group << KMAX) | row, KMAX the largest step: they are reduced over the row to one new
 entry of M, or to two (the halves) when the next step shifts out one bit less. So M and the codebook lie in memory as

@@ -59,7 +59,7 @@ def _back(
     return way & MASK, (way >> bits_between(LOW, LOW + COUNT - 1, Q)) & MASK
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["codes"])
 def back(
     targets,  # f32 [tiles, TILE]
     codebook,  # f32 [65536]

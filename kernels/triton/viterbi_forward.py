@@ -5,9 +5,9 @@
 
 What limits the search is where the codebook comes from: 65536 numbers at every step, more than shared memory holds in
 float32 and more than the second-level cache hands out in time. Here it is in registers, as float16: a program takes a
-whole multiprocessor, and a thread has the same 64 pairs of states (32 with twice the warps) at every step. A step costs
-1.25 instructions for a pair: a difference, a fused square and sum, and half a minimum of three. M changes hands through
-shared memory, once a step.
+whole multiprocessor, and each of its 512 threads has the same 64 pairs of states at every step, so 64 registers of 128. A
+step costs 2.5 instructions for a pair: a difference, a fused square and sum, and half a minimum of three. M changes hands
+through shared memory, once a step. (Twice the threads with half the states each were slower by 5 to 20 percent.)
 
 No back-pointers: which old bits were best is found on the way back (viterbi_back.py) from M, of which every EVERY-th step
 goes to device memory. The numbers stay small, so that float16 tells the good paths apart: every RENORM steps the least of
@@ -22,23 +22,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 STATE_BITS = gl.constexpr(16)
+# Of a program. A thread's states are then 64 words.
+WARPS = gl.constexpr(16)
 # By how much a target may lie outside the codebook: squares of more would leave the range of float16.
 _REACH = gl.constexpr(32.0)
 
 
 @gluon.constexpr_function
-def bits_of(K, WARPS):
+def bits_of(K):
     """The bits of a word of states, 0 (of a) to 14 (of h), that number a thread's registers, lanes and warps."""
-    registers = 10 - WARPS.bit_length() + 1
     a, u, h = list(range(K)), list(range(K, 15 - K)), list(range(15 - K, 15))
-    # All of a in a thread, so that it takes the minimum by itself, unless M would need all of its registers.
-    kept = a if registers > K else a[: registers - 2] + a[-1:]
-    left = registers - len(kept)
+    # A thread takes the minimum over a by itself, except that 64 words of M would take all of its registers.
+    own = a if K < 6 else [0, 1, 2, 3, 5]
     # The low bits of h choose the entry of M where a step is one bit short.
-    own = kept + h[max(K - left, 0) :] + (u[-(left - K) :] if left > K else [])
-    lent = [b for b in a if b not in kept]
+    own = own + h[max(len(own) + K - 6, 0) :]
+    own = own + (u[len(own) - 6 :] if len(own) < 6 else [])
     near = [b for b in u if b not in own]
-    rest = near[: 5 - len(lent)] + lent + near[5 - len(lent) :] + [b for b in h if b not in own]
+    rest = near + [b for b in a + h if b not in own]
     return own, rest[:5], rest[5:]
 
 
@@ -53,32 +53,32 @@ def at_bit(bit, shape):
 
 
 @gluon.constexpr_function
-def state_layout(K, WARPS, shape):
+def state_layout(K, shape):
     """Words of states, in any shape."""
-    own, lane, warp = ([at_bit(b, shape) for b in bits] for bits in bits_of(K, WARPS))
+    own, lane, warp = ([at_bit(b, shape) for b in bits] for bits in bits_of(K))
     return gl.DistributedLinearLayout(own, lane, warp, [], shape)
 
 
 @gluon.constexpr_function
-def entry_layout(K, WARPS, rows):
+def entry_layout(K, rows):
     """The words of M [rows, 32] that a thread's states need: [u | pair | a without its lowest bit] of their bits."""
 
     def needed(bit):
         to = bit - 1 if bit < K else bit
         return None if bit == 0 or 1 << to >= rows * 32 else at_bit(to, [rows, 32])
 
-    own, lane, warp = bits_of(K, WARPS)
+    own, lane, warp = bits_of(K)
     registers = [needed(b) for b in own if needed(b) is not None] + [at_bit(K - 1, [rows, 32])]
     lanes, warps = ([needed(b) or [0, 0] for b in bits] for bits in (lane, warp))
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, 32])
 
 
 @gluon.constexpr_function
-def sample_layout(WARPS, rows):
+def sample_layout(rows):
     """Some words of M [rows, 32], the same for every warp."""
     registers = [[0, 1], [0, 2]] + [[n, 0] for n in (4, 8) if n < rows]
     lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * (WARPS.bit_length() - 1), [], [rows, 32])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * 4, [], [rows, 32])
 
 
 @gluon.constexpr_function
@@ -141,12 +141,12 @@ def _turned(words):
 
 
 @gluon.jit
-def _step(c, words, x, K: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr, WARPS: gl.constexpr):
+def _step(c, words, x, K: gl.constexpr, IN: gl.constexpr, OUT: gl.constexpr):
     """The words of the next M, from those of M that a step of IN bits needs; a step of OUT bits follows."""
     A: gl.constexpr = 1 << K
     H: gl.constexpr = 1 << IN
     U: gl.constexpr = 1 << (STATE_BITS - 1 - IN - K)
-    LAYOUT: gl.constexpr = state_layout(K, WARPS, [H, U, A])
+    LAYOUT: gl.constexpr = state_layout(K, [H, U, A])
     m = _turned(gl.reshape(words, [U, 2, A // 2]))
     m = gl.expand_dims(gl.convert_layout(m, gl.SliceLayout(0, LAYOUT), assert_trivial=True), 0)
     c = gl.convert_layout(gl.reshape(c, [H, U, A]), LAYOUT, assert_trivial=True)
@@ -170,7 +170,6 @@ def _advance(
     Q: gl.constexpr,
     EVERY: gl.constexpr,
     FLAT: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     """One step, R of four: from M in `now` to the next in `then`, both shared memory [rows, 32]."""
     K: gl.constexpr = (Q + 3) // 4
@@ -178,12 +177,12 @@ def _advance(
     OUT: gl.constexpr = step_bits(R + 1, Q)
     ROWS: gl.constexpr = 1 << (STATE_BITS - 6 - IN)
     NEXT: gl.constexpr = 1 << (STATE_BITS - 6 - OUT)
-    LAYOUT: gl.constexpr = entry_layout(K, WARPS, ROWS)
+    LAYOUT: gl.constexpr = entry_layout(K, ROWS)
     words = now.slice(0, ROWS).load(LAYOUT)
     if R == 0:
         if renorm:
             SAMPLE: gl.constexpr = 16 if K == 6 else 8
-            some = now.slice(0, SAMPLE).load(sample_layout(WARPS, SAMPLE))
+            some = now.slice(0, SAMPLE).load(sample_layout(SAMPLE))
             least = gl.reduce(gl.reduce(some, 1, _least), 0, _least)
             least = _least(least, (least >> 16) | (least << 16))
             words = _of_two(words, gl.full([ROWS, 32], least, gl.int32, LAYOUT), "sub.f16x2 $0, $1, $2;")
@@ -192,15 +191,15 @@ def _advance(
         row = gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))[:, None]
         column = gl.arange(0, 32, gl.SliceLayout(0, FLAT))[None, :]
         gl.store(history + row * 32 + column, now.slice(0, ROWS).load(FLAT))
-    then.slice(0, NEXT).store(gl.reshape(_step(c, words, x, K, IN, OUT, WARPS), [NEXT, 32]))
+    then.slice(0, NEXT).store(gl.reshape(_step(c, words, x, K, IN, OUT), [NEXT, 32]))
 
 
 @gluon.jit
-def _codebook(codebook, K: gl.constexpr, WARPS: gl.constexpr):
+def _codebook(codebook, K: gl.constexpr):
     """Words [2^K, 2^(15 - 2 K), 2^K] of the codebook, and the range that targets are held to."""
     A: gl.constexpr = 1 << K
     U: gl.constexpr = 1 << (STATE_BITS - 1 - 2 * K)
-    LAYOUT: gl.constexpr = state_layout(K, WARPS, [A, U, A])
+    LAYOUT: gl.constexpr = state_layout(K, [A, U, A])
     h = gl.arange(0, A, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     u = gl.arange(0, U, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     a = gl.arange(0, A, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
@@ -215,15 +214,23 @@ def _codebook(codebook, K: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _targets(targets, tile, tiles, t, least, most, T: gl.constexpr, TILE: gl.constexpr):
-    """Words of the targets of four steps, for T tiles; the last tile again where there is none."""
-    words = ()
+def _targets(targets, tile, tiles, t, T: gl.constexpr, TILE: gl.constexpr):
+    """The targets of four steps, for T tiles; the last tile again where there is none."""
+    found = ()
     for i in gl.static_range(T):
         at = targets + gl.minimum(tile + i, tiles - 1) * TILE
         for r in gl.static_range(4):
-            x = gl.load(at + ((t + r) & (TILE - 1)))
-            half = gl.minimum(gl.maximum(x, least), most).to(gl.float16).to(gl.uint16, bitcast=True)
-            words = words + (half.to(gl.int32) * 0x10001,)
+            found = found + (gl.load(at + ((t + r) & (TILE - 1))),)
+    return found
+
+
+@gluon.jit
+def _words(targets, least, most):
+    """Each target, held to a range, twice in a word."""
+    words = ()
+    for i in gl.static_range(len(targets)):
+        half = gl.minimum(gl.maximum(targets[i], least), most).to(gl.float16).to(gl.uint16, bitcast=True)
+        words = words + (half.to(gl.int32) * 0x10001,)
     return words
 
 
@@ -269,7 +276,6 @@ def forward(
     RENORM: gl.constexpr,
     T: gl.constexpr,  # tiles at a time: one computes while the other's M changes hands
 ):
-    WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = (Q + 3) // 4
     LEAST: gl.constexpr = Q // 4
     ROWS: gl.constexpr = 1 << (STATE_BITS - 6 - LEAST)
@@ -277,7 +283,7 @@ def forward(
     # 16 bytes of a lane beside its neighbour's, in every layout that reads them.
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 2 if K == 6 else 1, 8, [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    c, least, most = _codebook(codebook, K, WARPS)
+    c, least, most = _codebook(codebook, K)
     even = ()
     odd = ()
     for _ in gl.static_range(T):
@@ -290,9 +296,10 @@ def forward(
         for i in gl.static_range(T):
             _start(even[i], seams + gl.minimum(tile + i, tiles - 1), whole, ROWS, LEAST, FLAT)
         slot = history + tile * (SLOTS * ROWS * 32)
-        x = _targets(targets, tile, tiles, begin, least, most, T, TILE)
+        x = _words(_targets(targets, tile, tiles, begin, T, TILE), least, most)
         for block in range(blocks):
-            ahead = _targets(targets, tile, tiles, begin + block * 4 + 4, least, most, T, TILE)
+            # Asked for a block ahead: nothing waits for them.
+            ahead = _targets(targets, tile, tiles, begin + block * 4 + 4, T, TILE)
             # In the first 16 steps of a whole tile some entries are still infinite.
             renorm = (block % (RENORM // 4) == 0) & (block >= 4)
             for r in gl.static_range(4):
@@ -300,10 +307,10 @@ def forward(
                     now = even[i] if r % 2 == 0 else odd[i]
                     then = odd[i] if r % 2 == 0 else even[i]
                     own = slot + gl.minimum(i, tiles - 1 - tile) * (SLOTS * ROWS * 32)
-                    _advance(c, now, then, own, x[4 * i + r], renorm, r, Q, EVERY, FLAT, WARPS)
+                    _advance(c, now, then, own, x[4 * i + r], renorm, r, Q, EVERY, FLAT)
                 if r % EVERY == 0:
                     slot += ROWS * 32
-            x = ahead
+            x = _words(ahead, least, most)
         if whole == 0:
             for i in gl.static_range(T):
                 _store_best(ends + gl.minimum(tile + i, tiles - 1), even[i], ROWS, FLAT)

@@ -19,26 +19,29 @@ from nstf.kernels.triton.viterbi_back import back
 
 # Steps between two subtractions from M.
 RENORM = 8
-# Bytes of M that are kept at once: enough tiles that the way back of one is hidden behind those of others.
+# Bytes of M that are kept at once, and the share of a device's memory: enough tiles that the way back of one is hidden
+# behind those of others.
 HISTORY_BYTES = 2 << 30
-# Without asking the device how much memory is free.
-_MODEST_BYTES = 256 << 20
-_REGISTERS = 65536  # of a multiprocessor
+HISTORY_SHARE = 1 / 16
+_REGISTERS = 128  # of a thread: all that a multiprocessor has for 512
 
 
 @dataclass(frozen=True)
 class Launch:
     """How the search is laid out on the device. The codes do not depend on it, but for `every`."""
 
-    warps: int  # of a program, which has a multiprocessor to itself
     tiles: int  # that a program searches at a time
     every: int  # steps from one M that is kept to the next
 
 
 def launch_for(tiles: int, quarter_bits: int, processors: int) -> Launch:
-    """A launch for so many tiles on a device of so many multiprocessors."""
+    """A launch for so many tiles on a device of so many multiprocessors, from sweeps on an H200.
+
+    The ways back from one M to the next are 2^every-th of the bits of a step: up to 256 of them are tried by one warp.
+    """
     every = 4 if quarter_bits <= 8 else 2 if quarter_bits <= 16 else 1
-    return Launch(16, 1 if tiles <= processors or quarter_bits < 8 else 2, every)
+    # While one tile's M changes hands, the other's is computed: 5 to 10 percent, unless it takes registers away.
+    return Launch(2 if tiles > processors and quarter_bits >= 12 else 1, every)
 
 
 def suits(device: torch.device, quarter_bits: int) -> bool:
@@ -59,7 +62,7 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch
     The codebook is rounded to float16 in the first half of the search, so its numbers should be far below 200 and far above
     1e-3, as those of unit variance are. Raises ValueError as kernels.torch.viterbi.check does.
     """
-    from nstf.kernels.triton.viterbi_forward import forward
+    from nstf.kernels.triton.viterbi_forward import WARPS, forward
 
     check(targets, quarter_bits, codebook)
     tiles, device = targets.shape[0], targets.device
@@ -70,11 +73,11 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch
     processors, shared = _sizes(_index(device))
     launch = launch or launch_for(tiles, quarter_bits, processors)
     if _shared_bytes(quarter_bits, launch.tiles) > shared:
-        launch = Launch(launch.warps, 1, launch.every)
+        launch = Launch(1, launch.every)
     words = 1 << (STATE_BITS - 1 - quarter_bits // 4)
-    wave = _wave(tiles, TILE // launch.every * words * 4, processors * launch.tiles, device)
-    history = torch.empty(wave, TILE // launch.every, words, dtype=torch.int32, device=device)
-    seams, ends = torch.empty(2, wave, dtype=torch.int32, device=device)
+    history = _history(tiles, (TILE // launch.every, words), processors * launch.tiles, device)
+    wave = len(history)
+    seams, ends = (torch.empty(wave, dtype=torch.int32, device=device) for _ in range(2))
     states = torch.empty(wave, TILE, dtype=torch.int32, device=device)
     constants = {"Q": quarter_bits, "SEAM": SEAM, "TILE": TILE, "EVERY": launch.every}
     with torch.cuda.device(device):
@@ -93,8 +96,8 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch
                     **constants,
                     RENORM=RENORM,
                     T=launch.tiles,
-                    num_warps=launch.warps,
-                    maxnreg=_REGISTERS // (32 * launch.warps),
+                    num_warps=WARPS.value,
+                    maxnreg=_REGISTERS,
                 )
                 back[(len(part),)](
                     part,
@@ -136,11 +139,18 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _wave(tiles: int, tile_bytes: int, at_once: int, device: torch.device) -> int:
-    """Tiles to search before the next: as many as memory allows, and then a multiple of those that run at once."""
-    if tiles * tile_bytes <= _MODEST_BYTES:
-        return tiles
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    room = min(HISTORY_BYTES, free // 2) // tile_bytes
-    return min(tiles, max(room // at_once * at_once, min(room, at_once), 1))
+def _history(tiles: int, shape: tuple[int, int], at_once: int, device: torch.device) -> Tensor:
+    """Room for the kept M of some tiles, int32 [tiles, *shape]: a multiple of those that run at once, unless of all.
+
+    Asking how much memory is free takes longer than searching a hundred tiles: so half as much is tried where it is not.
+    """
+    share = int(HISTORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    room = min(HISTORY_BYTES, share) // (4 * shape[0] * shape[1])
+    wave = min(tiles, max(room // at_once * at_once, 1))
+    while True:
+        try:
+            return torch.empty(wave, *shape, dtype=torch.int32, device=device)
+        except torch.OutOfMemoryError:
+            if wave == 1:
+                raise
+            wave = -(-wave // 2)

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from nstf import __version__
 from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.kernels.formats import trellis
+from nstf.kernels.trellis_encode import warm_up
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
@@ -21,8 +24,8 @@ from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
 from nstf_convert.pipeline.machine import machine
-from nstf_convert.pipeline.prediction import Prediction
-from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.prediction import Prediction, predict
+from nstf_convert.pipeline.progress import NOTICE, Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.units import Statistics, find_units
@@ -60,6 +63,7 @@ class Session:
         self.stages = stages
         self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
         torch.set_num_threads(self.threads)
+        self._compiling = self._compile_ahead()
         with stages.stage("open"):
             self.checkpoint = open_checkpoint(options.model)
             self.config = _config(self.checkpoint)
@@ -77,7 +81,7 @@ class Session:
             self.source = self._expanded()
             self.units = {u.name: u for u in find_units(self._infos(), self.model)}
             self.calibration: TensorFile | None = None
-            self.prediction: Prediction | None = None
+            self.prediction = self._predict()
             self.statistics = Statistics(None, self.device)
             self.encoder = self._encoder("none")
             self._calibrate()
@@ -98,6 +102,7 @@ class Session:
     def _close(self, kind: type[BaseException] | None) -> None:
         """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
         after a mistake in the input, whose correction makes it another session."""
+        self.stages.close()
         self.work.close()
         self.checkpoint.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
@@ -113,6 +118,28 @@ class Session:
     def device(self) -> torch.device:
         """Where the work is done."""
         return self.machine.device
+
+    def _compile_ahead(self) -> threading.Thread | None:
+        """Compiles the searches for a GPU while the model is opened and calibrated."""
+        if not self.machine.on_gpu:
+            return None
+
+        def run() -> None:
+            try:
+                warm_up(self.device, trellis.codebook, max(1, self.threads // 2))
+            except Exception as error:  # the search itself will say what is wrong
+                log.debug("compiling ahead: %s", error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def wait_for_kernels(self) -> None:
+        """Returns when the searches are compiled."""
+        if self._compiling is not None:
+            with self.stages.stage("compile kernels"):
+                self._compiling.join()
+            self._compiling = None
 
     def streamed(self, source: Callable[[str], Tensor], lazy: bool = False) -> StreamedModel:
         """A model of this architecture on the session's device, with weights from `source`.
@@ -198,6 +225,23 @@ class Session:
                     writer.add(name, value.to(torch.float32) if value.is_floating_point() else value)
         file = TensorFile(path)
         return file.get
+
+    def _predict(self) -> Prediction | None:
+        """Time and memory, for a model that can be run; the first line of a conversion, and its progress bar."""
+        if self.model is None or not self.model.is_causal_lm:
+            return None
+        with self.stages.stage("prediction"):
+            found = predict(
+                list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes
+            )
+        self.stages.expect(found.seconds)
+        bound, peak = self.machine.memory_bytes, found.gpu_bytes or found.host_bytes
+        log.log(
+            NOTICE,
+            "about %s on %s, %.1f GiB of memory (bound %.1f GiB)",
+            minutes(found.total_seconds), self.device, peak / 2**30, bound / 2**30,
+        )  # fmt: skip
+        return found
 
     def _calibrate(self) -> None:
         """Finds or makes the calibration; `calibration` stays None for a model that cannot be run."""
@@ -341,6 +385,14 @@ def _config(checkpoint: Any) -> dict[str, Any] | None:
     if checkpoint.architecture is not None:
         return {**checkpoint.config, "architectures": [checkpoint.architecture]}
     return dict(checkpoint.config)
+
+
+def minutes(seconds: float) -> str:
+    """`40 s`, `12 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    whole = round(seconds / 60)
+    return f"{whole} min" if whole < 90 else f"{whole // 60} h {whole % 60} min"
 
 
 def _file_digest(path: Path) -> str:

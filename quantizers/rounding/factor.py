@@ -84,8 +84,8 @@ def factor(hessian: Tensor, damping: float = 0.01, act_order: bool = False) -> F
         notes.append(f"damping {used:g}")
     # H = R R^T with R upper triangular is the Cholesky factor of the flipped matrix, flipped back.
     roots = lower.diagonal().clone()
-    feedback = lower.div_(roots).tril_(-1).float().flip(0, 1).contiguous()
-    del lower
+    lower = lower.div_(roots).tril_(-1).float()
+    feedback = lower.flip(0, 1).contiguous()
     return Factor(matrix, feedback, roots.square_().flip(0).float(), order, used, mean, "; ".join(notes))
 
 

@@ -1,6 +1,8 @@
 """Programs that hand each other sums: what AMD's code objects do before a counter is raised and while one waits for it."""
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 aot = pytest.importorskip("nstf.kernels.triton.aot")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from diagonal import diagonal  # noqa: E402
 
 from nstf.kernels.torch.decode_step import Heads  # noqa: E402
 from nstf.kernels.triton.architecture import ARCHITECTURES  # noqa: E402
@@ -33,8 +38,10 @@ def kernel(name: str, target: str, samples: Any) -> KernelSpec:
     return spec
 
 
-@pytest.mark.parametrize("target", AMD)
-@pytest.mark.parametrize("name", ["low rank", "int4 and low rank", "int4 and low rank 8", "attention"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    diagonal(["low rank", "int4 and low rank", "int4 and low rank 8", "attention"], AMD),
+)
 def test_every_wave_waits_for_its_stores_before_a_counter_is_raised(
     name: str, target: str, samples: Any
 ) -> None:
@@ -58,8 +65,7 @@ def test_every_wave_waits_for_its_stores_before_a_counter_is_raised(
     assert raised >= (2 if name.startswith("int4") else 1)
 
 
-@pytest.mark.parametrize("target", AMD)
-@pytest.mark.parametrize("name", ["low rank", "int4 and low rank 8"])
+@pytest.mark.parametrize(("name", "target"), diagonal(["int4 and low rank", "int4 and low rank 8"], AMD))
 def test_who_waits_looks_at_the_counter_again_and_again(name: str, target: str, samples: Any) -> None:
     """A load that the compiler took out of its loop would be waited on for ever."""
     text = aot.compile_spec(kernel(name, target, samples), ARCHITECTURES[target]).stages["amdgcn"]

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_step_cases
+from diagonal import diagonal
 
 from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton import gates
@@ -37,26 +38,27 @@ def test_the_kernels_on_a_gpu_do_what_the_torch_functions_do() -> None:
 
 
 # float32 products are no matrix instructions everywhere, and heads of 512 are no model's today: they have to run, no more.
-@pytest.mark.parametrize("target", sorted(ARCHITECTURES))
 @pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 512)]
+    ("heads", "target"),
+    diagonal(((torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 512)), sorted(ARCHITECTURES)),
 )
-def test_unusual_heads_fit_the_local_memory(target: str, dtype: torch.dtype, size: int) -> None:
-    row = architecture(target)
+def test_unusual_heads_fit_the_local_memory(target: str, heads: tuple[torch.dtype, int]) -> None:
+    row, (dtype, size) = architecture(target), heads
     spec = attend_spec(1, Heads(8, 4, size, 0.1), 1024, dtype, False, False, target)
     found = compile_spec(spec, row).report(target)
     assert found.lds_bytes <= row.lds_bytes_per_group, (found.lds_bytes, found.vector_spills)
 
 
-@pytest.mark.parametrize("target", sorted(ARCHITECTURES))
-def test_the_kernels_keep_their_promises(target: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "target"), diagonal(("attend", "norm", "gate", "attend in a window"), ARCHITECTURES)
+)
+def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
     row, dtype = architecture(target), torch.bfloat16
-    specs = [
-        norm_spec(1, 4096, dtype, target, dtype),
-        gate_spec(1, 14336, dtype, False, target),
-        attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
-        attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
-    ]
-    for spec in specs:
-        assert gates.expected(spec, row).matrix == (spec.kind == "attend")
-        assert gates.check(spec, compile_spec(spec, row).report(target), row) == [], spec.name
+    spec = {
+        "norm": norm_spec(1, 4096, dtype, target, dtype),
+        "gate": gate_spec(1, 14336, dtype, False, target),
+        "attend": attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
+        "attend in a window": attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
+    }[kernel]
+    assert gates.expected(spec, row).matrix == (spec.kind == "attend")
+    assert gates.check(spec, compile_spec(spec, row).report(target), row) == []

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
+from diagonal import diagonal
 from launches import catching, compiled_facts, differing, forget, pretend
 
 from nstf.kernels.triton import linear
@@ -81,10 +82,10 @@ def caught() -> Iterator[list[dict[str, Any]]]:
         yield found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("target", ARCHITECTURES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "target", "dtype", "shape"),
+    diagonal(NAMES, ARCHITECTURES, (torch.float16, torch.bfloat16), SHAPES),
+)
 def test_every_launch_is_one_that_was_compiled_ahead(
     name: str,
     target: str,

@@ -1,44 +1,57 @@
 """The rounding sweep in Triton: interpreted on a CPU, compiled for GPUs that are not here, and run on one that is."""
 
+import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 on_gpu = pytest.importorskip("nstf.kernels.triton.ldlq")
+sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
+from levels import LEVELS  # noqa: E402
+
+# Levels, columns of a group, whether the columns are ordered and the grid is given: all levels are in the first part.
+CASES = list(product(LEVELS, (0, 24), (False, True)))
+FIRST = [case for place, case in enumerate(CASES) if place // 4 % 4 == place % 4]
 
 # Triton reads TRITON_INTERPRET when it is imported. More columns than a block, rows that no program's number divides.
 INTERPRETED = """
-import torch
+import json, sys, torch
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
 weight, hessian = normal(37, 150), correlated_hessian(150)
 plain, ordered = factor(hessian), factor(hessian, act_order=True)
-for name, levels in LEVELS.items():
-    for group in (0, 24):
-        grid = sweep_torch(weight, levels, group, plain.importance, None, None).grid
-        for way, frozen in ((plain, None), (ordered, grid)):
-            ours, reference = (
-                sweep_torch(weight, levels, group, way.importance, way, frozen, block)
-                for block in (block_triton, block_torch)
-            )
-            # A tie between two levels may fall the other way; from there a row goes its own way.
-            same = float((ours.codes == reference.codes).float().mean())
-            assert same > 0.97, (name, group, frozen is None, same)
-            assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=1e-3), name
+for name, group, given in json.loads(sys.argv[1]):
+    levels = LEVELS[name]
+    grid = sweep_torch(weight, levels, group, plain.importance, None, None).grid
+    way, frozen = (ordered, grid) if given else (plain, None)
+    ours, reference = (
+        sweep_torch(weight, levels, group, way.importance, way, frozen, block)
+        for block in (block_triton, block_torch)
+    )
+    # A tie between two levels may fall the other way; from there a row goes its own way.
+    same = float((ours.codes == reference.codes).float().mean())
+    assert same > 0.97, (name, group, given, same)
+    assert torch.allclose(ours.row_loss.sum(), reference.row_loss.sum(), rtol=1e-3), name
 """
 
 
-def test_the_interpreted_kernel_gives_the_codes_of_the_reference() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [FIRST, pytest.param([c for c in CASES if c not in FIRST], marks=pytest.mark.slow)],
+    ids=["first", "others"],
+)
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tuple[str, int, bool]]) -> None:
+    assert {name for name, _, _ in FIRST} == set(LEVELS)
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
+    program = [sys.executable, "-c", INTERPRETED, json.dumps(cases)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

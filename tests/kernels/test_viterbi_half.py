@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -83,9 +82,9 @@ def forward_spec(quarter_bits: int, tiles: int = 264) -> KernelSpec:
         {**types, "tiles": "i32", "whole": "i32"},
         {**constants, "T": launch.tiles},
         divisible=tuple(types),
-        num_warps=launch.warps,
+        num_warps=viterbi_forward.WARPS.value,
         num_stages=1,
-        options={"maxnreg": 65536 // (32 * launch.warps)},
+        options={"maxnreg": half._REGISTERS},
     )
 
 
@@ -98,12 +97,11 @@ def test_the_interpreted_way_back_finds_a_path_as_good_as_the_best(quarter_bits:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("warps", [16, 32])
 @pytest.mark.parametrize("largest", range(1, 7))
-def test_every_state_has_one_place(largest: int, warps: int) -> None:
-    own, lane, warp = viterbi_forward.bits_of.fn(largest, warps)
+def test_every_state_has_one_place(largest: int) -> None:
+    own, lane, warp = viterbi_forward.bits_of.fn(largest)
     assert sorted(own + lane + warp) == list(range(15))
-    assert (len(own), len(lane), 1 << len(warp)) == (10 - (warps.bit_length() - 1), 5, warps)
+    assert (len(own), len(lane), 1 << len(warp)) == (6, 5, viterbi_forward.WARPS.value)
     # The pairs of old bits are made in a thread, and minima over them need no other warp.
     assert {0, largest - 1} <= {*own}
     assert not {*range(largest)} & {*warp}
@@ -113,7 +111,7 @@ def test_every_state_has_one_place(largest: int, warps: int) -> None:
 def test_the_forward_half_compiles_and_changes_hands_once_a_step(quarter_bits: int) -> None:
     spec = forward_spec(quarter_bits)
     report = aot.compile_spec(spec, ARCHITECTURES["sm_90"]).report("sm_90")
-    assert report.vector_registers <= 65536 // (32 * spec.num_warps)
+    assert report.vector_registers <= half._REGISTERS
     assert report.lds_bytes <= half._shared_bytes(quarter_bits, spec.constants["T"])
     if report.listing == "sass":
         assert report.loop.barriers == 4
@@ -129,7 +127,7 @@ def test_the_forward_half_compiles_for_other_nvidia_gpus(target: str) -> None:
 def test_many_tiles_share_a_program_and_few_do_not() -> None:
     assert half.launch_for(36, 12, 132).tiles == 1
     assert half.launch_for(1000, 12, 132).tiles == 2
-    assert half.launch_for(1000, 6, 132).tiles == 1, "two M of a tile take 128 KiB"
+    assert half.launch_for(1000, 6, 132).tiles == 1, "the two M of a tile take 128 KiB"
     for quarter_bits in range(4, 25):
         assert 4 % half.launch_for(36, quarter_bits, 132).every == 0
 
@@ -182,9 +180,7 @@ def test_codes_do_not_depend_on_the_launch(quarter_bits: int, monkeypatch: pytes
     x, codebook = on_gpu(quarter_bits, 301)
     every = half.launch_for(1, quarter_bits, 132).every
     want = half.viterbi(x, quarter_bits, codebook)
-    launches: list[Any] = [half.Launch(warps, tiles, every) for warps in (16, 32) for tiles in (1, 2)]
-    for launch in launches:
+    for launch in (half.Launch(1, every), half.Launch(2, every)):
         assert torch.equal(half.viterbi(x, quarter_bits, codebook, launch), want), launch
-    monkeypatch.setattr(half, "_MODEST_BYTES", 0)
     monkeypatch.setattr(half, "HISTORY_BYTES", 1)
     assert torch.equal(half.viterbi(x, quarter_bits, codebook), want), "one tile after the other"

@@ -18,14 +18,14 @@ from nstf.analyzers.heap import give_back
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, temper
 from nstf.analyzers.turnstile import layer_list
-from nstf_convert.pipeline.calibrate.batches import model_output, prepared
+from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.streamed import StreamedModel
 
 # Labels drawn per token.
 LABELS = 16
-# Positions whose logits are in memory at a time: 128 x 49152 of them take 25 MiB, several times.
-HEAD_ROWS = 128
+# Logits in memory at a time: 25 MiB, several times, on a CPU; 256 MiB on a GPU.
+HEAD_ELEMENTS = {"cpu": 128 * 49152, "cuda": 1 << 26}
 # Share of the look-ups spread evenly over all rows, so that rows the text does not use still count.
 FREQUENCY_SMOOTHING = 0.2
 # What is done to the tails of the token weights: as they are, the inputs of q, k and v of some layers would have a
@@ -46,9 +46,14 @@ class Gradients:
 
 
 def end_loss_gradients(
-    model: StreamedModel, data: Data, seed: int, tick: Callable[[float], None] = lambda share: None
+    model: StreamedModel,
+    data: Data,
+    seed: int,
+    tick: Callable[[float], None] = lambda share: None,
+    tokens_per_batch: int = 0,
 ) -> Gradients:
-    """Gradients of the end loss over all fit batches. tick: is told the share of the work that a batch was."""
+    """Gradients of the end loss over all fit batches. tick: is told the share of the work that a batch was;
+    tokens_per_batch: windows are put together up to so many."""
     rows, tokens = OutputSensitivity(), TokenGradients()
     counts: dict[str, Tensor] = {}
     scales: dict[str, float] = {}
@@ -71,10 +76,11 @@ def end_loss_gradients(
     loss = _Loss(model, data.language, torch.Generator(model.device).manual_seed(seed))
     try:
         with _fast_products():
-            for batch in data.fit:
+            merged = list(merge_batches(data.fit, tokens_per_batch)) if tokens_per_batch else list(data.fit)
+            for batch in merged:
                 loss.backward(model_output(model, data, prepared(batch)))
                 give_back()
-                tick(1 / len(data.fit))
+                tick(1 / len(merged))
     finally:
         undo()
         for handle in handles:
@@ -113,8 +119,10 @@ class _Loss:
         flat = out.reshape(-1, out.shape[-1])
         gradient = torch.empty_like(flat)
         with self._model.holding(self._model.head):
-            for start in range(0, flat.shape[0], HEAD_ROWS):
-                rows = slice(start, start + HEAD_ROWS)
+            vocabulary = self._model.module.config.get_text_config().vocab_size
+            step = max(1, HEAD_ELEMENTS[flat.device.type] // vocabulary)
+            for start in range(0, flat.shape[0], step):
+                rows = slice(start, start + step)
                 leaf = flat[rows].detach().requires_grad_()
                 logits = self._model.logits(leaf)
                 sample, spread = sampled_gradient(logits.detach(), self._generator, LABELS)

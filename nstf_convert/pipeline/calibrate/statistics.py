@@ -109,7 +109,9 @@ def calibrate_model(
     """
     with TensorFileWriter(path) as writer:
         members: dict[str, Any] = {}
-        gradients = end_loss_gradients(model, data, seed, lambda share: tick(GRADIENT_SHARE * share))
+        gradients = end_loss_gradients(
+            model, data, seed, lambda share: tick(GRADIENT_SHARE * share), tokens_per_batch
+        )
         gathered = Gathered(dict(gradients.sensitivity))
         gathered.tensors |= {f"frequency:{name}": value for name, value in gradients.frequency.items()}
         for name, value in gathered.tensors.items():

@@ -71,6 +71,7 @@ class Run:
         """
         session = self.session
         chosen = [(session.units[n], r) for n, r in planned.mix.items()]
+        session.wait_for_kernels()
         with session.stages.stage("encode"):
             results = session.encoder.encode_all(chosen, counter(session, 2))
         rough = {}
@@ -97,6 +98,7 @@ class Run:
         """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured."""
         session = self.session
         progress = counter(session, 2)
+        session.wait_for_kernels()
         with session.stages.stage("encode front to back"):
             target = "stream" if session.options.front_to_back else "weight"
             prefixed = encode_in_prefix(session, planned.mix, progress, PrefixOptions(target))

@@ -1,0 +1,213 @@
+#include "trellis_search.h"
+
+#include "isa.h"
+
+#if defined(__GNUC__) || defined(__clang__)
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#if NSTF_X86
+#include <immintrin.h>
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+#define INLINE inline __attribute__((always_inline))
+
+namespace nstf::search {
+namespace {
+
+// Costs are 16-bit integers: squared distances in which kRange is 2^15, plus what the path cost so far over the cheapest
+// one, at most kMost. Differences wrap around at kRange, so targets end where that still costs more than the true distance.
+constexpr uint16_t kMost = 0x7fff;
+constexpr float kRange = 5, kFarthest = 4.5f;
+constexpr int kPad = 96;  // apart by a multiple of 4 KiB, loads from one M would wait for stores to the other
+
+struct Scratch {
+    Buffer<uint16_t> costs = buffer<uint16_t>(kStates + kPad);
+    Buffer<uint16_t> rows = buffer<uint16_t>(int64_t(kTile + 1 + kSeam) * kStates / 2);
+    uint16_t *from = costs.get(), *to = from + kStates / 2 + kPad;  // M before and after the step
+    int64_t stride = 0;
+    uint16_t taken[kTile + kSeam];  // off the costs before each step
+    // M before step t, in the order of Book::place; only tracing back reads it.
+    uint16_t* row(int t) const { return rows.get() + (t + kSeam) * stride; }
+};
+
+struct Track {  // one tile at one step
+    int16_t target;
+    uint16_t least;  // taken off the costs before; then the least cost after
+    const uint16_t* from;
+    uint16_t *to, *row;
+};
+
+inline int16_t rounded(float v, float most) {
+    return int16_t(std::lrintf(std::min(most, std::max(-most, v)) * (32767 / kRange)));
+}
+
+// As the vector code does it.
+inline int squared_one(int16_t x, int16_t c, int doublings) {
+    int d = int16_t(x - c);
+    for (int i = 0; i < doublings; i++) d = std::min(32767, std::max(-32768, 2 * d));
+    return ((d * d >> 14) + 1) >> 1;
+}
+
+// The state after step t whose newest bits, all but the l oldest, are `entry`: the cheapest, the lowest on ties.
+int cheapest(const float* x, const Book& book, int t, int entry, const Scratch& s) {
+    const int k = book.steps.at(t), l = book.steps.at(t + 1);
+    const int16_t target = rounded(x[t & (kTile - 1)], kFarthest);
+    int least = 1 << 30, which = 0;
+    for (int state = entry << l; state < (entry + 1) << l; state++) {
+        const uint16_t m = s.row(t)[book.place(t - 1, state & ((1 << (kStateBits - k)) - 1))];
+        const int cost = std::min(uint16_t(m - s.taken[t + kSeam]), kMost) + squared_one(target, book.values[size_t(state)], book.doublings);
+        if (cost < least) least = cost, which = state;
+    }
+    return which;
+}
+
+// The state before step t, given the state after it.
+int previous(const float* x, const Book& book, int t, int state, const Scratch& s) {
+    return cheapest(x, book, t - 1, state & ((1 << (kStateBits - book.steps.at(t))) - 1), s);
+}
+
+// The state before step 0 of the path that is best after the first pass.
+int seam_state(const float* x, const Book& book, const Scratch& s) {
+    const uint16_t* last = s.from;
+    const int entry = int(std::min_element(last, last + (kStates >> book.steps.at(kSeam))) - last);
+    int state = cheapest(x, book, kSeam - 1, entry, s);
+    for (int t = kSeam - 1; t >= 0; t--) state = previous(x, book, t, state, s);
+    return state;
+}
+
+// The stream of the path that ends in a state.
+void write(const float* x, const Book& book, int state, uint8_t* codes, const Scratch& s) {
+    const int bytes = 8 * book.quarter_bits;
+    std::memset(codes, 0, size_t(bytes));
+    int end = bytes * 8;
+    for (int t = kTile - 1; t >= 0; t--) {
+        const int k = book.steps.at(t), bits = state >> (kStateBits - k);
+        end -= k;
+        for (int i = 0; i < k; i++)
+            codes[(end + i) >> 3] = uint8_t(codes[(end + i) >> 3] | (bits >> i & 1) << ((end + i) & 7));
+        if (t > 0) state = previous(x, book, t, state, s);
+    }
+}
+
+#if NSTF_X86
+
+#pragma GCC push_options
+#pragma GCC target("avx2")
+namespace avx2 {
+constexpr int LANES = 16;
+typedef uint16_t Cost __attribute__((vector_size(32)));
+typedef int16_t Value __attribute__((vector_size(32)));
+INLINE void stream(uint16_t* p, Cost v) { _mm256_stream_si256((__m256i*)p, (__m256i)v); }
+INLINE Value doubled(Value d) { return (Value)_mm256_adds_epi16((__m256i)d, (__m256i)d); }
+INLINE Cost square(Value d) { return (Cost)_mm256_mulhrs_epi16((__m256i)d, (__m256i)d); }
+INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
+    const __m256i low = _mm256_set1_epi32(0xffff), p = (__m256i)a, q = (__m256i)b;
+    even = (Cost)_mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(p, low), _mm256_and_si256(q, low)), 0xd8);
+    odd = (Cost)_mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(p, 16), _mm256_srli_epi32(q, 16)), 0xd8);
+}
+#include "trellis_search_body.h"
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+namespace avx512 {
+constexpr int LANES = 32;
+typedef uint16_t Cost __attribute__((vector_size(64)));
+typedef int16_t Value __attribute__((vector_size(64)));
+INLINE void stream(uint16_t* p, Cost v) { _mm512_stream_si512((__m512i*)p, (__m512i)v); }
+INLINE Value doubled(Value d) { return (Value)_mm512_adds_epi16((__m512i)d, (__m512i)d); }
+INLINE Cost square(Value d) { return (Cost)_mm512_mulhrs_epi16((__m512i)d, (__m512i)d); }
+INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
+    const __m512i low = _mm512_set1_epi32(0xffff), p = (__m512i)a, q = (__m512i)b;
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    even = (Cost)_mm512_permutexvar_epi64(order, _mm512_packus_epi32(_mm512_and_si512(p, low), _mm512_and_si512(q, low)));
+    odd = (Cost)_mm512_permutexvar_epi64(order, _mm512_packus_epi32(_mm512_srli_epi32(p, 16), _mm512_srli_epi32(q, 16)));
+}
+#include "trellis_search_body.h"
+}  // namespace avx512
+#pragma GCC pop_options
+
+#endif
+
+namespace plain {
+constexpr int LANES = 8;
+typedef uint16_t Cost __attribute__((vector_size(16)));
+typedef int16_t Value __attribute__((vector_size(16)));
+typedef int32_t Wide __attribute__((vector_size(32)));
+INLINE void stream(uint16_t* p, Cost v) { std::memcpy(p, &v, sizeof v); }
+INLINE Value doubled(Value d) {
+    const Value most = Value{} + int16_t(16383), high = Value{} + int16_t(32767), low = Value{} + int16_t(-32768);
+    return d > most ? high : d < ~most ? low : Value(Cost(d) + Cost(d));
+}
+INLINE Cost square(Value d) {
+    const Wide wide = __builtin_convertvector(d, Wide);
+    return __builtin_convertvector(((wide * wide >> 14) + 1) >> 1, Cost);
+}
+INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
+    even = odd = Cost{};
+    for (int l = 0; l < LANES / 2; l++) {
+        even[l] = a[2 * l], even[l + LANES / 2] = b[2 * l];
+        odd[l] = a[2 * l + 1], odd[l + LANES / 2] = b[2 * l + 1];
+    }
+}
+#include "trellis_search_body.h"
+}  // namespace plain
+
+#if NSTF_X86
+#define NSTF_AVX512 "avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
+__attribute__((target("avx2"))) void run_avx2(const float* x, int tiles, const Book& book, uint8_t* codes, Scratch* s) {
+    tiles == 2 ? avx2::run<2>(x, book, codes, s) : avx2::run<1>(x, book, codes, s);
+}
+__attribute__((target(NSTF_AVX512))) void run_avx512(const float* x, int tiles, const Book& book, uint8_t* codes, Scratch* s) {
+    tiles == 2 ? avx512::run<2>(x, book, codes, s) : avx512::run<1>(x, book, codes, s);
+}
+#endif
+void run_plain(const float* x, int tiles, const Book& book, uint8_t* codes, Scratch* s) {
+    tiles == 2 ? plain::run<2>(x, book, codes, s) : plain::run<1>(x, book, codes, s);
+}
+
+}  // namespace
+
+int lanes(int most_lanes) {
+#if NSTF_X86
+    __builtin_cpu_init();
+    if (most_lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
+        return 32;
+    if (most_lanes >= 8 && __builtin_cpu_supports("avx2")) return 16;
+#endif
+    (void)most_lanes;
+    return 8;
+}
+
+Book::Book(int q, const float* codebook, int most_lanes)
+    : steps(q), quarter_bits(q), doublings(std::max(0, (q - 13) / 4)),
+      lanes(std::min(search::lanes(most_lanes), 1 << (kStateBits - 2 * steps.k[3]))), values(kStates) {
+    for (int state = 0; state < kStates; state++) values[size_t(state)] = rounded(codebook[state], kRange);
+    for (int t = 0; t < 4; t++) {
+        const int l = steps.at(t + 1);
+        streams[t].resize(kStates);
+        for (int state = 0; state < kStates; state++) {
+            const int entry = place(t, state >> l), oldest = state & ((1 << l) - 1);
+            streams[t][size_t(((entry / lanes << l) + oldest) * lanes + entry % lanes)] = values[size_t(state)];
+        }
+    }
+}
+
+void search(const float* x, int tiles, const Book& book, uint8_t* codes) {
+    static thread_local Scratch scratch[2];
+#if NSTF_X86
+    if (book.lanes == 32) return run_avx512(x, tiles, book, codes, scratch);
+    if (book.lanes == 16) return run_avx2(x, tiles, book, codes, scratch);
+#endif
+    run_plain(x, tiles, book, codes, scratch);
+}
+
+}  // namespace nstf::search
+
+#endif
