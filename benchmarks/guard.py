@@ -6,8 +6,8 @@
 
 Quality and conversion: the sample LLaMA at 0.5 and 0.3 of its bytes, each from nothing. Speed: a Llama of 36 M random
 weights, whose products in float32 by torch are the reference of the same run, turn by turn. Times are kept as ratios to
-such a reference, so that a slower machine changes them little, and are processor time, so that a busy neighbour does. Smaller
-is better for every figure.
+such a reference, so that a slower machine changes them little, and are processor time, so that a busy neighbour changes
+them little. Smaller is better for every figure.
 """
 
 import argparse

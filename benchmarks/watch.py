@@ -18,9 +18,10 @@ GPU_PERIOD_MS = 200
 class Usage:
     """What was seen. Times are seconds since the start; bytes are the largest sums over the program's processes.
 
-    processor_seconds: of all its processes and threads. host_bytes: the kernel's own high-water mark of the largest process, if above the samples; anonymous_bytes and
-    file_bytes: resident memory of its own and of mapped files, which the system can take back. gpu: (time, device, share
-    busy since the last sample, bytes in use beyond what was there before). lines: (time, line of stderr).
+    processor_seconds: of all its processes and threads. host_bytes: or the kernel's own high-water mark of the largest
+    process, if that is more. anonymous_bytes and file_bytes: resident memory of its own and of mapped files, which the
+    system can take back. gpu: (time, device, share busy since the last sample, bytes in use beyond what was there before).
+    lines: (time, line of stderr).
     """
 
     seconds: float = 0.0
