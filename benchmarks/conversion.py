@@ -49,7 +49,8 @@ def model_folder(name: str, cache: Path, layers: int | None, text: Path) -> tupl
         return label, random_models.make(name, cache / label, text.read_text(encoding="utf-8"), layers), False
     if not Path(name).exists():
         raise SystemExit(f"{name}: neither a path nor one of {', '.join(random_models.CONFIGS)}")
-    return Path(name).stem, Path(name), True
+    path = Path(name).resolve()
+    return path.parent.name if path.name == "model" else path.stem, path, True
 
 
 def size_options(size: str) -> list[str]:
@@ -92,6 +93,7 @@ def figures(report: dict[str, Any], usage: watch.Usage) -> dict[str, Any]:
     accuracy = report["accuracy"]["final"]
     return {
         "seconds": usage.seconds,
+        "processor_seconds": usage.processor_seconds,
         "predicted_seconds": resources.get("predicted_seconds"),
         "stages": {stage["name"]: stage["seconds"] for stage in report["stages"]},
         "host_bytes": usage.host_bytes,

@@ -1,6 +1,7 @@
 """Runs a program and samples what it uses: memory of all its processes, and of each GPU how busy it is and its memory."""
 
 import contextlib
+import resource
 import shutil
 import subprocess
 import threading
@@ -17,12 +18,14 @@ GPU_PERIOD_MS = 200
 class Usage:
     """What was seen. Times are seconds since the start; bytes are the largest sums over the program's processes.
 
-    host_bytes: the kernel's own high-water mark of the largest process, if above the samples; anonymous_bytes and
-    file_bytes: resident memory of its own and of mapped files, which the system can take back. gpu: (time, device, share
-    busy since the last sample, bytes in use beyond what was there before). lines: (time, line of stderr).
+    processor_seconds: of all its processes and threads. host_bytes: or the kernel's own high-water mark of the largest
+    process, if that is more. anonymous_bytes and file_bytes: resident memory of its own and of mapped files, which the
+    system can take back. gpu: (time, device, share busy since the last sample, bytes in use beyond what was there before).
+    lines: (time, line of stderr).
     """
 
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     code: int = 0
     host_bytes: int = 0
     anonymous_bytes: int = 0
@@ -46,6 +49,7 @@ def run(command: Sequence[str]) -> tuple[str, Usage]:
     """(stdout, what it used) of a program; its exit code is in the usage."""
     usage = Usage()
     gpu = _Gpu()
+    before = _children_seconds()
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stop = threading.Event()
@@ -60,11 +64,18 @@ def run(command: Sequence[str]) -> tuple[str, Usage]:
     out = process.stdout.read()
     usage.code = process.wait()
     usage.seconds = time.monotonic() - start
+    usage.processor_seconds = _children_seconds() - before
     stop.set()
     gpu.stop()
     for thread in threads:
         thread.join()
     return out, usage
+
+
+def _children_seconds() -> float:
+    """Processor time of the children that have ended, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _read_lines(process: "subprocess.Popen[str]", start: float, usage: Usage) -> None:

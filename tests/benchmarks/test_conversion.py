@@ -89,6 +89,7 @@ def test_memory_of_a_program_and_of_its_children_is_seen_and_files_are_told_apar
     assert (out, usage.code) == ("done\n", 0), usage.lines
     assert [line for _, line in usage.lines] == ["heard"]
     assert usage.seconds > 1.2
+    assert 0.0 < usage.processor_seconds < 60.0
     assert 160 << 20 < usage.anonymous_bytes < 240 << 20
     assert usage.file_bytes > 80 << 20
     assert usage.host_bytes > 240 << 20
@@ -145,3 +146,45 @@ def test_a_size_that_is_no_size_is_refused() -> None:
     for wrong in ("3", "bits:3", "bpw:"):
         with pytest.raises(SystemExit, match="bpw:N, share:N or bytes:N"):
             size_options(wrong)
+
+
+def test_the_guard_fails_a_figure_that_is_worse_by_more_than_runs_differ_and_no_other() -> None:
+    from guard import compare
+
+    kept = {"0.5 KLD": 0.010, "0.5 time": 100.0, "tests": 50.0}
+    found = {"0.5 KLD": 0.0104, "0.5 time": 131.0, "int4 decode": 9.0}
+    assert compare(kept, found) == [
+        ("0.5 KLD", 0.0104, 0.010, False), ("0.5 time", 131.0, 100.0, True), ("int4 decode", 9.0, None, False),
+    ]  # fmt: skip
+
+
+def test_the_guard_measures_what_the_engine_takes_beside_products_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = pytest.importorskip("guard")
+    small = guard.SPEED_MODEL | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setattr(guard, "SPEED_MODEL", small | {"intermediate_size": 256, "num_hidden_layers": 1})
+    monkeypatch.setattr(guard, "ROUNDS", 2)
+    found = guard.speeds(tmp_path)
+    assert found.keys() == {"int4 prefill", "int4 decode"}
+    assert all(0.0 < value < 1000.0 for value in found.values())
+    assert all(guard.tolerance(name) > 1.0 for name in found)
+
+
+def test_the_guard_says_which_figure_got_worse_and_fails_then_and_update_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard = pytest.importorskip("guard")
+    kept = tmp_path / "kept.json"
+    figures = {"0.5 KLD": 0.01}
+    monkeypatch.setattr(guard, "speeds", lambda folder: {})
+    monkeypatch.setattr(guard, "conversions", lambda folder: figures)
+    monkeypatch.setattr(sys, "argv", ["guard.py", "--update", "--kept", str(kept)])
+    guard.main()
+    assert list(json.loads(kept.read_text()).values()) == [figures]
+    figures["0.5 KLD"] = 0.02
+    monkeypatch.setattr(sys, "argv", ["guard.py", "--kept", str(kept)])
+    with pytest.raises(SystemExit) as stopped:
+        guard.main()
+    assert stopped.value.code == 1
+    assert "x 2.000, WORSE" in capsys.readouterr().out
