@@ -19,8 +19,6 @@ from tests.quantizers.levels import LEVELS
 
 pytest.importorskip("triton")
 on_gpu = pytest.importorskip("nstf.kernels.triton.ldlq")
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-from levels import LEVELS  # noqa: E402
 
 # Levels, columns of a group, whether the columns are ordered and the grid is given: all levels are in the first part.
 CASES = list(product(LEVELS, (0, 24), (False, True)))

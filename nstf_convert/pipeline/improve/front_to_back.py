@@ -107,7 +107,7 @@ def encode_in_prefix(
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
-    if any(session.work.find_metadata(key) is None for key in keys.values()):
+    if not all(session.work.has(key) for key in keys.values()):
         workers = 1 if session.machine.on_gpu else torch.get_num_threads()
         threads = torch.get_num_threads()
         try:
@@ -227,7 +227,7 @@ class _Pass:
             return
         group = self.groups[index]
         start = time.perf_counter()
-        if any(self.session.work.find_metadata(self.prefixed.keys[n]) is None for n in group.weights):
+        if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
             stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
             self._encode_group(group, stats, fit, held_out)
@@ -285,7 +285,7 @@ class _Pass:
 
     def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
-        wanted = [n for n in group.weights if self.session.work.find_metadata(self.prefixed.keys[n]) is None]
+        wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
         if self.session.machine.on_gpu:
             self._encode(wanted, stats, fit, held_out)
             return

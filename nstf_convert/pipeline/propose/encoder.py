@@ -145,8 +145,12 @@ class Encoder:
 
     def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
         """The encoded tensor; encodes it first when the work directory does not have it."""
+        key = self._encoded_key(unit, recipe)
         self.encode(unit, recipe)
-        found = self._work.find(self._encoded_key(unit, recipe))
+        found = self._work.find(key)
+        if found is None:  # it was there, and damaged
+            self.encode(unit, recipe)
+            found = self._work.find(key)
         if found is None:
             raise RuntimeError(f"{unit.name}: the work directory lost a result while it was in use")
         arrays, metadata = found

@@ -1,9 +1,11 @@
 """Safetensors files written piece by piece and crash-safe, for the work directory and for calibration files.
 
 `safetensors.save_file` wants every tensor in memory at once, does not fsync and ignores the umask. Here tensors are
-appended as they come, and the file appears under its name only when it is complete.
+appended as they come, and the file appears under its name only when it is complete. The header holds a SHA-256 of every
+tensor and one of itself, so that a flipped bit is found.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -33,6 +35,7 @@ class TensorFileWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
         self._entries: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
         self._offset = 0
         self._data: IO[bytes] = self._data_path.open("wb")
         self.metadata: dict[str, Any] = {}
@@ -41,6 +44,7 @@ class TensorFileWriter:
         """Appends one tensor; its memory is no longer needed afterwards."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._data.write(raw.data)
+        self._digests[name] = hashlib.sha256(raw.data).hexdigest()
         end = self._offset + raw.nbytes
         self._entries[name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -59,7 +63,9 @@ class TensorFileWriter:
         partial = self._path.with_name(f".{self._path.name}.part.{os.getpid()}")
         try:
             if kind is None:
-                meta = json.dumps(self.metadata, sort_keys=True, separators=(",", ":"))
+                kept = {"metadata": self.metadata, "digests": self._digests, "entries": self._entries}
+                sealed = {"metadata": self.metadata, "digests": self._digests, "seal": _seal(kept)}
+                meta = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
                 header = json.dumps(
                     {"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")
                 ).encode()
@@ -98,12 +104,27 @@ class TensorFile:
         self._given = 0
         try:
             self._file = self._open()
-            self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {})["nstf"])
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            sealed = json.loads((self._file.metadata() or {})["nstf"])
+            self.metadata: dict[str, Any] = sealed["metadata"]
+            self._digests: dict[str, str] = sealed["digests"]
+            kept = {"metadata": self.metadata, "digests": self._digests, "entries": _entries(path)}
+            whole = sealed["seal"] == _seal(kept)
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise CorruptError(
                 f"{path} is not a file nstf wrote ({error}): delete it and run again"
             ) from error
+        if not whole:
+            raise CorruptError(f"the header of {path} is damaged: delete it and run again")
         self._names = set(self._file.keys())
+
+    def verify(self) -> None:
+        """Reads everything once. Raises CorruptError when a tensor is not what was written."""
+        for name in sorted(self._names):
+            raw = self.get(name).contiguous().reshape(-1).view(torch.uint8).numpy()
+            if hashlib.sha256(raw.data).hexdigest() != self._digests.get(name):
+                raise CorruptError(
+                    f"tensor {name!r} of {self.path} is damaged: delete the file and run again"
+                )
 
     def _open(self) -> Any:
         from safetensors import safe_open
@@ -127,6 +148,19 @@ class TensorFile:
     def find(self, name: str) -> Tensor | None:
         """The tensor, or None when the file has none of that name."""
         return self.get(name) if name in self._names else None
+
+
+def _seal(kept: dict[str, Any]) -> str:
+    """The SHA-256 of a header's contents as canonical JSON."""
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """Names, dtypes, shapes and places of the tensors, as the header says."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def sync_folder(folder: Path) -> None:

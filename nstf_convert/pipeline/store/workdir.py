@@ -4,14 +4,16 @@
     calibration...    Hessians, sensitivities, held-out reference
     store/ab/<key>    one encoded tensor, or one table of estimates, by the SHA-256 of everything it depends on
 
-Every file appears by rename after fsync, so what exists is complete. The budget is not part of the job: encoded
-tensors and decompositions are shared by all budgets.
+Every file appears by rename after fsync, so what exists is complete; digests tell when it was changed since. The budget is
+not part of the job: encoded tensors and decompositions are shared by all budgets.
 """
 
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
+
+log = logging.getLogger("nstf")
 
 
 def content_key(**parts: Any) -> str:
@@ -103,31 +107,47 @@ class WorkDir:
         return self.path / "store" / key[:2] / f"{key}.safetensors"
 
     def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The stored (tensors, metadata) of a key, or None. A damaged file is dropped and computed again."""
-        path = self._file(key)
-        if not path.exists():
-            return None
-        try:
-            file = TensorFile(path)
-        except CorruptError:
-            path.unlink()
-            return None
-        return {name: file.get(name) for name in sorted(file.names())}, file.metadata
+        """The stored (tensors, metadata) of a key, or None. A damaged one is dropped with a warning and made again."""
+        file = self._open(key, whole=True)
+        return None if file is None else ({n: file.get(n) for n in sorted(file.names())}, file.metadata["of"])
 
     def find_metadata(self, key: str) -> dict[str, Any] | None:
-        """The metadata of a stored result, or None."""
-        path = self._file(key)
-        if not path.exists():
-            return None
-        try:
-            return TensorFile(path).metadata
-        except CorruptError:
-            path.unlink()
-            return None
+        """The metadata of a stored result, or None. Its tensors are checked when they are read."""
+        file = self._open(key, whole=False)
+        return None if file is None else file.metadata["of"]
+
+    def has(self, key: str) -> bool:
+        """Whether a result is there and undamaged, its tensors too."""
+        return self._open(key, whole=True) is not None
 
     def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         """Stores a result under its key."""
-        write_tensors(self._file(key), tensors, metadata)
+        write_tensors(self._file(key), tensors, {"key": key, "of": metadata})
+
+    def _open(self, key: str, whole: bool) -> TensorFile | None:
+        """The file of a key when it is there and undamaged. whole: its tensors are checked too."""
+        path = self._file(key)
+        if not path.exists() and not path.is_symlink():
+            return None
+        try:
+            file = TensorFile(path)
+            if file.metadata.get("key") != key:
+                raise CorruptError(f"{path} is the result of something else")
+            if whole:
+                file.verify()
+        except CorruptError as error:
+            log.warning("%s; it is made again", error)
+            remove(path)
+            return None
+        return file
+
+
+def remove(path: Path) -> None:
+    """Takes away what is at a path, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _short(value: Any) -> str:

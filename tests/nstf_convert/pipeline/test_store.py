@@ -1,0 +1,95 @@
+"""Stored results: what was changed on disk is noticed, said once, and made again."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nstf.errors import CorruptError
+from nstf_convert.pipeline import convert
+from nstf_convert.pipeline.store.tensorfile import TensorFile, write_tensors
+from nstf_convert.pipeline.store.workdir import WorkDir
+
+
+@pytest.fixture
+def work(tmp_path):
+    with WorkDir(tmp_path / "work", {}) as opened:
+        opened.put("ab" * 32, {"x": torch.arange(64.0)}, {"loss": 1.5})
+        opened.put("cd" * 32, {"x": torch.arange(64.0) + 1}, {"loss": 2.5})
+        yield opened
+
+
+def file_of(work: WorkDir, key: str) -> Path:
+    return next((work.path / "store").rglob(f"{key}.safetensors"))
+
+
+def test_a_flipped_bit_of_an_array_is_found_when_it_is_read(work, caplog) -> None:
+    path = file_of(work, "ab" * 32)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert work.find_metadata("ab" * 32) == {"loss": 1.5}
+    with caplog.at_level(logging.WARNING, "nstf"):
+        logging.getLogger("nstf").propagate = True
+        assert work.find("ab" * 32) is None
+    assert caplog.text.count("is made again") == 1 and not path.exists()
+
+
+def test_every_flipped_bit_of_a_header_is_found(work) -> None:
+    path = file_of(work, "ab" * 32)
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    for at in range(8, size, 7):
+        changed = bytearray(content)
+        changed[at] ^= 4
+        path.write_bytes(changed)
+        with WorkDir(work.path.with_name(f"other{at}"), {}) as fresh:
+            place = fresh.path / "store" / "ab" / path.name
+            place.parent.mkdir(parents=True)
+            place.write_bytes(changed)
+            found = fresh.find("ab" * 32)
+        # Spaces at the header's end may change into other white space without a meaning.
+        assert found is None or content[at : at + 1] == b" "
+
+
+def test_results_that_were_swapped_are_not_taken_for_each_other(work) -> None:
+    a, b = file_of(work, "ab" * 32), file_of(work, "cd" * 32)
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+    assert work.find_metadata("ab" * 32) is None and work.find("cd" * 32) is None
+
+
+def test_a_folder_in_the_place_of_a_result_is_taken_away(work) -> None:
+    path = file_of(work, "ab" * 32)
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+    assert work.find("ab" * 32) is None
+    assert not path.exists()
+
+
+def test_a_file_of_another_writer_is_refused(tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors", {"nstf": json.dumps({"loss": 1})})
+    with pytest.raises(CorruptError, match="is not a file nstf wrote"):
+        TensorFile(tmp_path / "x.safetensors")
+    write_tensors(tmp_path / "y.safetensors", {"x": torch.ones(2)}, {"a": 1})
+    TensorFile(tmp_path / "y.safetensors").verify()
+
+
+@pytest.mark.parametrize("damaged", ["store", "calibration"])
+def test_a_conversion_over_damaged_results_gives_the_same_file(options, tmp_path, damaged) -> None:
+    chosen = options(("ratio", 0.5), work_dir=tmp_path / "work")
+    content = convert(chosen).output.read_bytes()
+    files = sorted((tmp_path / "work").rglob("*.safetensors"))
+    wanted = [f for f in files if (damaged in f.parts) or f.name.startswith(damaged)]
+    assert wanted
+    for file in wanted[::2]:
+        data = bytearray(file.read_bytes())
+        data[-len(data) // 3] ^= 16
+        file.write_bytes(data)
+    assert convert(replace(chosen, force=True)).output.read_bytes() == content
