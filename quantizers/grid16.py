@@ -17,7 +17,7 @@ from nstf.quantizers.int_grid import stored_scales
 from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, encode_rows, importance, matrix_view
-from nstf.quantizers.rounding.sweep import Rounded, sweep
+from nstf.quantizers.rounding.sweep import Rounded, sweep_with_errors
 from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
@@ -141,22 +141,26 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int 
     form = _levels(_SIGNED if params.scale_bits == 16 else _UNSIGNED, params)
     best, best_loss = form, math.inf
     for _ in range(ROUNDS):
-        rounded = sweep(x, form, params.group, diagonal)
+        rounded, error = sweep_with_errors(x, form, params.group, diagonal)
         scale = per_column(rounded.grid.scale, params.group, cols)
-        lost = float(((x - rounded.decode(form)).square_() * mass).sum(dtype=torch.float64))
+        weighted = mass * scale
+        terms = torch.stack([weighted * x, weighted * scale]).view(2, -1).double()
+        # As a product: sums by index have no fixed order on a GPU.
+        stands_for = (rounded.codes.view(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
+        total = (error.square_() * mass).sum(dtype=torch.float64)
+        # One transfer from a GPU; the rest of a round is small.
+        *sums, lost = torch.cat([(terms @ stands_for.T).view(-1), total.view(1)]).tolist()
         if lost < best_loss:
             best, best_loss = form, lost
-        # As a product: sums by index have no fixed order on a GPU.
-        stands_for = (rounded.codes.reshape(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
-        up = stands_for @ (mass * scale * x).reshape(-1).double()
-        down = stands_for @ (mass * scale * scale).reshape(-1).double()
-        table = (
-            torch.where(down > 0, up / down.clamp(min=1e-300), form.values(up.device).to(up)).sort().values
+        old = form.table or ()
+        table = sorted(
+            up / down if down > 0 else value
+            for up, down, value in zip(sums[:16], sums[16:], old, strict=True)
         )
-        peak = float(table.abs().max())
-        if peak == 0 or not math.isfinite(peak):
+        peak = max(map(abs, table))
+        if peak == 0 or not all(map(math.isfinite, table)):
             break
-        form = _levels(tuple((table / peak).tolist()), params)
+        form = _levels(tuple(value / peak for value in table), params)
     return best
 
 

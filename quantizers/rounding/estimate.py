@@ -17,7 +17,7 @@ from nstf.kernels.formats.scales import group_size
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, chunks, importance, matrix_view
-from nstf.quantizers.rounding.sweep import sweep
+from nstf.quantizers.rounding.sweep import sweep_with_errors
 from nstf.quantizers.stats import Stats, row_loss
 
 # Weights that are looked at. Losses of independently rounded rows vary more: their errors add up in the few directions in
@@ -48,14 +48,14 @@ def expected_losses(weight: Tensor, lead: int, forms: Sequence[Form], stats: Sta
     stats = stats or Stats()
     matrix = matrix_view(weight, lead)
     stats.check(*matrix.shape)
-    found: dict[int, Tensor] = {}
+    found: dict[int, float] = {}
     for rounding in dict.fromkeys(form.rounding for form in forms):
         own = [i for i, form in enumerate(forms) if form.rounding == rounding]
         sample = _sample(matrix, rounding, stats)
         lost = sample.losses([forms[i] for i in own], rounding)
-        for i, rows in zip(own, lost, strict=True):
-            found[i] = (rows * sample.weights).sum() * sample.carried
-    losses: list[float] = torch.stack([found[i] for i in range(len(forms))]).tolist()
+        sums = (lost * sample.weights).sum(1) * sample.carried
+        found.update(zip(own, sums.tolist(), strict=True))
+    losses = [found[i] for i in range(len(forms))]
     if not all(math.isfinite(value) for value in losses):
         raise ValueError("weights or row weights are NaN or infinite")
     return losses
@@ -73,29 +73,35 @@ class _Sample:
     factor: Factor | None
     hessian: Tensor | None
 
-    def losses(self, forms: Sequence[Form], rounding: Rounding) -> list[Tensor]:
-        """The loss of every row in each form, float64 [rows]."""
+    def losses(self, forms: Sequence[Form], rounding: Rounding) -> Tensor:
+        """The loss of every row in each form, float64 [forms, rows]."""
         x, factor = self.rows, self.factor
-        first = [sweep(x, form.levels, form.group, self.diagonal) for form in forms]
-        errors = [x - r.decode(form.levels) for r, form in zip(first, forms, strict=True)]
+        errors = x.new_empty(len(forms), *x.shape)
+        grids = [
+            sweep_with_errors(x, form.levels, form.group, self.diagonal, None, out)[0].grid
+            for form, out in zip(forms, errors, strict=True)
+        ]
         if factor is None:
-            return [row_loss(error, self.hessian) for error in errors]
-        change = torch.zeros_like(x)
+            return torch.stack([row_loss(error, self.hessian) for error in errors])
+        change = errors
         for _ in range(PASSES):
-            change = factor.fed(torch.cat(errors)).view(len(forms), *x.shape)
-            for i, form in enumerate(forms):
-                target = x + errors[i] - change[i]
+            change = factor.fed(errors.flatten(0, 1)).view_as(errors)
+            targets = errors.add(x).sub_(change)
+            for form, first, target, out in zip(forms, grids, targets, errors, strict=True):
                 # An order makes groups static: their scales are those of the weights, not of the targets.
-                grid = first[i].grid if rounding.act_order else None
-                rounded = sweep(target, form.levels, form.group, self.diagonal, None, grid)
-                errors[i] = target - rounded.decode(form.levels)
+                grid = first if rounding.act_order else None
+                sweep_with_errors(target, form.levels, form.group, self.diagonal, grid, out)
         added = factor.damping * factor.mean
-        out = []
-        for error, moved, form in zip(errors, change, forms, strict=True):
-            lost = (error.square() @ factor.importance - added * moved.square().sum(1)).double() / 2
-            gain = REFIT_GAIN * (32 / group_size(x.shape[1], form.group)) ** REFIT_POWER
-            out.append(lost.clamp_min(0) * (1 - min(gain, 0.1)) if form.levels.refit else lost.clamp_min(0))
-        return out
+        lost = (errors.square() @ factor.importance - added * change.square().sum(2)).double() / 2
+        kept = lost.new_tensor([[1 - _refit_gain(form, x.shape[1])] for form in forms])
+        return lost.clamp_min_(0) * kept
+
+
+def _refit_gain(form: Form, cols: int) -> float:
+    """The share of the loss that fitting the scales again takes off."""
+    if not form.levels.refit:
+        return 0.0
+    return float(min(REFIT_GAIN * (32 / group_size(cols, form.group)) ** REFIT_POWER, 0.1))
 
 
 def _sample(matrix: Tensor, rounding: Rounding, stats: Stats) -> _Sample:

@@ -13,6 +13,7 @@ this file is its reference.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -74,6 +75,25 @@ def sweep(
     if compiled(weight):
         return sweep_compiled(weight, levels, group, importance, factor, grid)
     return sweep_torch(weight, levels, group, importance, factor, grid)
+
+
+def sweep_with_errors(
+    weight: Tensor,
+    levels: Levels,
+    group: int,
+    importance: Tensor,
+    grid: Grid | None = None,
+    out: Tensor | None = None,
+) -> tuple[Rounded, Tensor]:
+    """`sweep` without a factor, and the weights less what they became, float32 [rows, cols], in `out` if given."""
+    if _in_triton(weight):
+        return nearest_triton(weight, levels, group, importance.to(weight), grid, out)
+    rounded = sweep(weight, levels, group, importance, None, grid)
+    return rounded, torch.sub(weight, rounded.decode(levels), out=out)
+
+
+def _in_triton(weight: Tensor) -> bool:
+    return weight.is_cuda and triton.AVAILABLE
 
 
 def compiled(weight: Tensor) -> bool:
@@ -142,15 +162,18 @@ def sweep_torch(
     Between blocks of 128 columns the feedback is a matrix product.
     """
     if block is None:
-        block = block_triton if weight.is_cuda and triton.AVAILABLE else block_torch
+        block = block_triton if _in_triton(weight) else block_torch
     rows, cols = weight.shape
     width, groups = group_size(cols, group), group_count(cols, group)
     order = factor.order if factor is not None else None
     frozen = grid is not None
+    importance = importance.to(weight)
+    if factor is None and block is block_triton:
+        return nearest_triton(weight, levels, group, importance, grid)[0]
     if grid is None:
         empty = weight.new_zeros(rows, groups)
-        grid = Grid(empty, empty.clone(), super_scales(weight, levels, group, importance), group)
-    importance = importance.to(weight)
+        largest = super_scales(weight, levels, group, importance, block is block_triton)
+        grid = Grid(empty, empty.clone(), largest, group)
     if factor is None:
         return _nearest_torch(weight, levels, importance, grid, frozen)
     where = torch.arange(cols, device=weight.device) if order is None else order
@@ -172,7 +195,8 @@ def sweep_torch(
         at.target[start:end] += factor.feedback[:start, start:end].T @ at.error[:start]
         if not frozen:
             g = start // width
-            s, z = search(at.target[start:end].T, importance[start:end], levels, grid.largest)
+            find = search_triton if block is block_triton else search
+            s, z = find(at.target[start:end].T, importance[start:end], levels, grid.largest)
             grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
         for first in range(start, end, BLOCK):
             columns = slice(first, min(first + BLOCK, end))
@@ -253,6 +277,52 @@ def _nearest_torch(weight: Tensor, levels: Levels, importance: Tensor, grid: Gri
     return Rounded(codes, grid, loss)
 
 
+def nearest_triton(
+    weight: Tensor,
+    levels: Levels,
+    group: int,
+    importance: Tensor,
+    grid: Grid | None,
+    out: Tensor | None = None,
+) -> tuple[Rounded, Tensor]:
+    """`sweep_with_errors` in one or two Triton kernels."""
+    from nstf.kernels.triton.scale_search import round_groups
+
+    weight, importance, cols = weight.contiguous(), importance.contiguous(), weight.shape[1]
+    largest = None
+    if grid is None and levels.scale == "u8":
+        largest = _largest_triton(weight, levels, group, importance)
+    frozen = None if grid is None else (grid.scale.contiguous(), grid.zero.contiguous())
+    found = round_groups(
+        weight,
+        importance,
+        _packed(levels, weight.device),
+        group_size(cols, group),
+        levels.table is not None,
+        frozen=frozen,
+        largest=largest,
+        margin=SUPER_MARGIN,
+        errors=out,
+    )
+    grid = grid or Grid(found.scale, found.zero, found.largest, group)
+    return Rounded(found.codes, grid, found.losses.sum(1, dtype=torch.float64)), found.errors
+
+
+def search_triton(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """`search` in one Triton kernel, a group to a row: x [rows, n]."""
+    from nstf.kernels.triton.scale_search import round_groups
+
+    found = round_groups(
+        x.contiguous(),
+        importance.contiguous(),
+        _packed(levels, x.device),
+        x.shape[1],
+        levels.table is not None,
+        largest=largest,
+    )
+    return found.scale, found.zero
+
+
 def _spans(cols: int, group: int) -> list[tuple[slice, slice]]:
     """(columns, group numbers) of the groups of full width, and of a shorter last one."""
     width, groups = group_size(cols, group), group_count(cols, group)
@@ -261,16 +331,58 @@ def _spans(cols: int, group: int) -> list[tuple[slice, slice]]:
     return spans if full == groups else [*spans, (slice(full * width, cols), slice(full, groups))]
 
 
-def super_scales(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
+def super_scales(
+    weight: Tensor, levels: Levels, group: int, importance: Tensor, in_triton: bool = False
+) -> Tensor:
     """The super-scale of each row [rows, 1]: its largest group scale and a margin; zeros if not needed."""
-    largest = weight.new_zeros(weight.shape[0], 1)
     if levels.scale != "u8":
-        return largest
-    free, importance = replace(levels, scale="f32"), importance.to(weight)
+        return weight.new_zeros(weight.shape[0], 1)
+    largest = (_largest_triton if in_triton else _largest_torch)(weight, levels, group, importance.to(weight))
+    return (largest * SUPER_MARGIN).clamp(max=F16_MAX).half().float()
+
+
+def _largest_torch(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
+    """The largest scale of each row [rows, 1], as float32 scales would be; at least 0."""
+    free = replace(levels, scale="f32")
     rows, cols = weight.shape
+    largest = weight.new_zeros(rows, 1)
     for columns, numbers in _spans(cols, group):
         shape = (numbers.stop - numbers.start, -1)
         x = weight[:, columns].reshape(rows, *shape)
         found, _ = search(x, importance[columns].view(shape), free, largest.unsqueeze(1))
         largest = torch.maximum(largest, found.amax(1))
-    return (largest * SUPER_MARGIN).clamp(max=F16_MAX).half().float()
+    return largest
+
+
+def _largest_triton(weight: Tensor, levels: Levels, group: int, importance: Tensor) -> Tensor:
+    """`_largest_torch` in one Triton kernel."""
+    from nstf.kernels.triton.scale_search import round_groups
+
+    largest = weight.new_zeros(weight.shape[0], 1)
+    form = _packed(levels, weight.device, largest=True)
+    width = group_size(weight.shape[1], group)
+    round_groups(
+        weight.contiguous(), importance.contiguous(), form, width, levels.table is not None, largest=largest
+    )
+    return largest
+
+
+# Kept on each device, as the tables of `Levels` are.
+@lru_cache(maxsize=256)
+def _packed(levels: Levels, device: torch.device, largest: bool = False) -> Tensor:
+    """What the Triton kernel knows of `levels`; `largest`: of float32 scales, whose largest are wanted."""
+    from nstf.kernels.triton.scale_search import LARGEST, pack
+
+    with torch.inference_mode(False):
+        return pack(
+            levels.count,
+            levels.reach,
+            LARGEST if largest else SCALE_MODES.index(levels.scale),
+            levels.ratios,
+            levels.table or (),
+            levels.midpoints().tolist(),
+            zero_points=levels.table is None and not levels.symmetric,
+            signs=levels.signs,
+            fit=levels.fit,
+            device=device,
+        )

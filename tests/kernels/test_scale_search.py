@@ -1,0 +1,133 @@
+"""The scale search in Triton: interpreted on a CPU, compiled for GPUs that are not here, and run on one that is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.quantizers.conftest import normal
+from tests.quantizers.levels import LEVELS
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launches import catching, pretend
+
+from nstf.kernels.triton.architecture import ARCHITECTURES
+
+on_gpu = pytest.importorskip("nstf.kernels.triton.scale_search")
+
+# Triton reads TRITON_INTERPRET when it is imported. Groups that end before the row, a row longer than a program's columns,
+# a group of zeros, largest weights of both signs.
+INTERPRETED = """
+import sys
+from dataclasses import replace
+import torch
+from nstf.quantizers import fp8
+from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.quantizers.conftest import normal
+from tests.quantizers.levels import LEVELS
+LEVELS["fp8-f32"] = fp8.levels(fp8.Params(scale_bits=32))
+LEVELS["grid-scale8"] = replace(LEVELS["grid"], scale="u8", signs=False)
+group, rows, cols = map(int, sys.argv[1:])
+weight = normal(rows, cols)
+weight[0, :40] = 0
+weight[1, 3], weight[1, 5] = -weight[1].abs().max() - 0.1, weight[1].abs().max() + 0.1
+importance = torch.rand(cols) + 0.1
+for name, levels in LEVELS.items():
+    reference = sweep_torch(weight, levels, group, importance, None, None, block_torch)
+    ours, errors = nearest_triton(weight, levels, group, importance, None)
+    for mine, wanted in (
+        (ours.codes, reference.codes),
+        (ours.grid.scale, reference.grid.scale),
+        (ours.grid.zero, reference.grid.zero),
+        (ours.grid.largest, reference.grid.largest),
+    ):
+        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype
+        # Two scales that are equally good may fall either way.
+        same = float(torch.isclose(mine.float(), wanted.float(), rtol=1e-6, atol=0).float().mean())
+        assert same > 0.98, (name, same)
+    assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-3), name
+    assert torch.allclose(errors, weight - ours.decode(levels), atol=1e-7), name
+    moved = weight * 1.1
+    frozen, errors = nearest_triton(moved, levels, group, importance, ours.grid)
+    reference = sweep_torch(moved, levels, group, importance, None, ours.grid, block_torch)
+    assert float((frozen.codes == reference.codes).float().mean()) > 0.999, name
+    assert torch.allclose(errors, moved - frozen.decode(levels), atol=1e-7), name
+    assert frozen.grid is ours.grid
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "cols"),
+    [(32, 3, 72), (0, 2, 1100), (128, 3, 96), pytest.param(64, 2, 136, marks=pytest.mark.slow)],
+)
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference(group: int, rows: int, cols: int) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, str(group), str(rows), str(cols)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("shape", [on_gpu.NARROW, on_gpu.WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("table", [False, True], ids=["uniform", "table"])
+def test_the_kernel_compiles_for(
+    target: str, table: bool, shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = on_gpu._round
+    constants = {"TABLE": table, "GROUPS": shape[0], "COLS": shape[1]}
+    types = {"codes": "*u8", "margin": "fp32"} | dict.fromkeys(("rows", "cols", "width", "frozen"), "i32")
+    source = ASTSource(
+        fn=kernel,
+        signature={
+            name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names
+        },
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    chip = {
+        "sm_90": GPUTarget("cuda", 90, 32),
+        "gfx942": GPUTarget("hip", "gfx942", 64),
+        "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    }[target]
+    compiled = triton.compile(source, target=chip, options={"num_warps": shape[2], "num_stages": 1})
+    assert len(compiled.asm["cubin" if target == "sm_90" else "hsaco"]) > 1000
+
+
+def test_a_conversion_compiles_four_kernels_whatever_the_shapes() -> None:
+    with catching() as launches:
+        pretend(ARCHITECTURES["sm_90"], [])
+        on_gpu._round.device_caches.clear()
+        for levels in LEVELS.values():
+            for group, rows, cols in ((0, 1, 1), (0, 3, 1100), (32, 7, 72), (64, 16, 128), (128, 2, 1 << 15)):
+                weight = normal(rows * cols + 1)[1:].view(rows, cols)  # starts between two 16-byte addresses
+                found, _ = nearest_triton(weight, levels, group, torch.ones(cols), None)
+                nearest_triton(weight, levels, group, torch.ones(cols), found.grid, weight)
+        on_gpu._round.device_caches.clear()
+    assert len({launch["hash"] for launch in launches}) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("group", [0, 24, 32, 128])
+def test_the_gpu_gives_the_codes_of_the_reference(name: str, group: int) -> None:
+    levels, weight, importance = LEVELS[name], normal(300, 1240).cuda(), torch.rand(1240).cuda() + 0.1
+    ours, errors = nearest_triton(weight, levels, group, importance, None)
+    reference = sweep_torch(weight, levels, group, importance, None, None, block_torch)
+    assert float((ours.codes == reference.codes).float().mean()) > 0.97
+    assert float((ours.grid.scale == reference.grid.scale).float().mean()) > 0.97
+    assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-3)
+    assert torch.allclose(errors, weight - ours.decode(levels), atol=1e-6)
