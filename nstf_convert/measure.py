@@ -211,7 +211,7 @@ def _divergence(ref: Tensor, test: Tensor) -> Tensor:
     log_p, log_q = torch.log_softmax(ref, dim=-1), torch.log_softmax(test, dim=-1)
     p = log_p.exp()
     # 0 * log 0 = 0: a token the reference excludes costs nothing.
-    terms = torch.where(p > 0, p * (log_p - log_q), torch.zeros((), dtype=p.dtype))
+    terms = torch.where(p > 0, p * (log_p - log_q), p.new_zeros(()))
     kl = terms.sum(-1)
     # Rounding can leave -1e-17; a NaN stays a NaN.
     return torch.where(kl < 0, torch.zeros_like(kl), kl)

@@ -10,8 +10,9 @@ With a `target` other than the weight itself the original model runs in step, se
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -147,6 +148,17 @@ def _keys(
     }
 
 
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """The precision of float32 products while the block runs: `high` rounds their inputs to TF32 on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class _Pass:
     """One run of the fit batches through the model that is being encoded."""
 
@@ -206,7 +218,8 @@ class _Pass:
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
             ]
         try:
-            run_in_step(gates, runs, self._at_gate, self.workers)
+            with products("high" if self.session.machine.on_gpu else "highest"):
+                run_in_step(gates, runs, self._at_gate, self.workers)
         finally:
             for handle in handles:
                 handle.remove()
@@ -230,7 +243,8 @@ class _Pass:
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
             stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
-            self._encode_group(group, stats, fit, held_out)
+            with products("highest"):
+                self._encode_group(group, stats, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = _stored_loss(self.session, name, self.prefixed.keys[name])

@@ -13,8 +13,6 @@ from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 
-# What the activations of all waiting batches may take: 64 windows of 512 tokens of a 135 M model need 0.8 GB.
-ACTIVATION_BYTES = 2 << 30
 # Fewer batches than this leave nothing to hold out.
 MIN_BATCHES = 4
 
@@ -78,7 +76,7 @@ def run_data(session: Session) -> Data:
 def affordable(
     session: Session, groups: Sequence[Group], batches: Sequence[Batch], models: int
 ) -> list[Batch]:
-    """The first batches whose activations, waiting before the widest group in `models` models, fit ACTIVATION_BYTES.
+    """The first batches whose activations, waiting before the widest group in `models` models, fit the machine's bound.
 
     A waiting batch holds the input of its group and about as much again (the stream, queries, keys and values).
     """
@@ -87,7 +85,7 @@ def affordable(
         return list(batches)
     entries = file.metadata["hessians"]
     widest = max(entries[g.key]["tokens"] * _inputs(session, g) for g in groups) * 4 * 2 * models
-    return list(batches[: max(MIN_BATCHES, int(len(batches) * ACTIVATION_BYTES / widest))])
+    return list(batches[: max(MIN_BATCHES, int(len(batches) * session.machine.activation_bytes / widest))])
 
 
 def _inputs(session: Session, group: Group) -> int:
