@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import nstf_convert
 from nstf.errors import BudgetError, UsageError
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import open_artifact, verify
-from nstf_convert.pipeline import convert, plan
+from nstf_convert.pipeline import calibrate, convert, plan
+from nstf_convert.pipeline.calibrate.statistics import domains, report_batches
+from nstf_convert.pipeline.store.tensorfile import TensorFile
 
 from .conftest import make_llama
 
@@ -44,8 +47,6 @@ def test_measured_accuracy_is_inside_the_file_and_is_what_the_runtime_gives(conv
     import nstf.runtime
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.measure import score_window, summarise
-    from nstf_convert.pipeline.calibrate.statistics import report_batches
-    from nstf_convert.pipeline.store.tensorfile import TensorFile
     from nstf_convert.streamed import StreamedModel
 
     output = converted.result.output
@@ -72,6 +73,15 @@ def test_impossible_budget_names_the_smallest_size_and_leaves_no_file(options) -
     assert convert(options(("bytes", smallest))).size_bytes <= smallest
     with pytest.raises(BudgetError):
         convert(options(("bytes", smallest - 1), force=True))
+
+
+def test_a_model_is_converted_from_python(small, tmp_path) -> None:
+    result = nstf_convert.convert(
+        small.folder, budget=0.9, dataset=small.text, output=tmp_path / "m.nstf", effort="fast", samples=4,
+        seq_len=24, formats=("int_grid",), device="cpu", threads=1,
+    )  # fmt: skip
+    assert result.output.exists() and result.size_bytes <= result.budget_bytes
+    assert result.report["resources"]["effort"] == "fast"
 
 
 def test_tied_table_is_stored_once_and_quantised(converted) -> None:
@@ -134,12 +144,12 @@ def test_rejected_alternatives_and_priced_families_are_in_the_report(options, co
     json.dumps(report, allow_nan=False)
 
 
-def test_without_a_dataset_a_mixed_text_is_used(options) -> None:
+def test_without_a_dataset_the_text_is_documentation_code_and_prose(options, tmp_path) -> None:
     model = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
-    chosen = options(("ratio", 0.9), model=str(model), datasets=(), formats=("int_grid",))
-    facts = plan(chosen)["calibration"]
-    assert not facts["self_generated"]
-    assert facts["source"] == "documentation, code and prose that come with nstf and Python"
+    file = TensorFile(calibrate(options(model=str(model), datasets=(), output=tmp_path / "calibration")))
+    assert file.metadata["source"]["origin"] == "mixed"
+    for split in ("fit", "held_out", "report"):
+        assert set(domains(file, split)) == {"documentation", "code", "prose"}
 
 
 def test_without_a_dataset_and_a_tokenizer_the_model_writes_its_own_text(options, small, tmp_path) -> None:
