@@ -77,12 +77,23 @@ def plan_mix(
             break
         # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
         target += spare - (0 if spare < 0 else 32)
+    if best is None and not table.candidates:
+        raise _impossible(session, budget_bytes, fixed)
     if best is None:
         raise BudgetError(
             f"the budget of {budget_bytes} bytes cannot be met exactly; try a few kilobytes more",
             budget_bytes + 4096,
         )
     return best
+
+
+def _impossible(session: Session, budget_bytes: int, smallest: int) -> BudgetError:
+    share = smallest / max(1, session.checkpoint.total_bytes)
+    return BudgetError(
+        f"the budget of {budget_bytes} bytes cannot be met: the smallest file is {smallest} bytes "
+        f"({share:.4f} of the checkpoint)",
+        smallest,
+    )
 
 
 def uniforms(

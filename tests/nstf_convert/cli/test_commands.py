@@ -4,6 +4,8 @@ import sys
 import pytest
 import torch
 
+from nstf_convert.cli.schema import FIELDS
+
 COMMANDS = tuple("convert calibrate plan inspect verify eval generate compile profile export".split())
 
 
@@ -18,6 +20,15 @@ def test_the_command_line_does_not_import_torch():
 def test_every_command_has_help_with_an_example_and_json(nstf, command):
     result = nstf(command, "--help")
     assert result.code == 0 and "Example: nstf " + command in result.out and "--json" in result.out
+
+
+def test_every_option_is_in_the_help_under_its_group(nstf):
+    text = nstf("convert", "--help").out
+    for field in FIELDS.values():
+        flag = field.metadata["flag"] or "--" + field.name.replace("_", "-")
+        assert flag.split("/")[0] in text, field.name
+    for group in {f.metadata["group"] for f in FIELDS.values()} - {""}:
+        assert f"{group}:" in text
 
 
 def test_unknown_commands_and_options_are_wrong_usage(nstf):

@@ -1,11 +1,18 @@
 """A small Llama with a tokenizer and a text, large enough that every kind of candidate is tried."""
 
+import gc
 import random
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from nstf_convert.options import ConvertOptions, ConvertResult
+from nstf_convert.pipeline import Budget, convert
 
 WORDS = [
     a + b
@@ -16,7 +23,7 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Small:
-    """folder: the model; text: text of its words; options: settings that make a conversion quick."""
+    """folder: the model; text: text of its words."""
 
     folder: Path
     text: Path
@@ -30,6 +37,9 @@ def small(tmp_path_factory) -> Small:
     rng = random.Random(0)
     text = root / "text.txt"
     text.write_text(" ".join(rng.choice(WORDS) for _ in range(3000)))
+    # Every measurement collects garbage; what was imported by now is none, and need not be looked through each time.
+    gc.collect()
+    gc.freeze()
     return Small(folder, text)
 
 
@@ -60,24 +70,76 @@ def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     wrapped.save_pretrained(folder)
 
 
+# What a test switches off that is about something else.
+QUICK = {
+    "search": False,
+    "prefix": False,
+    "attention_plan": False,
+    "formats": ("int_grid", "svd", "add"),
+}
+
+
+def make_options(small: Small, budget: tuple[str, float] = ("ratio", 0.5), **changes: Any) -> ConvertOptions:
+    """A conversion of the small model on little text; nothing is switched off."""
+    settings = {
+        "model": str(small.folder),
+        "datasets": (str(small.text),),
+        "samples": 6,
+        "seq_len": 32,
+        "threads": 1,
+    }
+    return ConvertOptions(budget=Budget(*budget), **{**settings, **changes})
+
+
 @pytest.fixture
-def options(small, tmp_path):
-    """Makes ConvertOptions for the small model; keyword arguments override."""
-    from nstf_convert.pipeline import Budget, ConvertOptions
+def default_options(small, tmp_path) -> Callable[..., ConvertOptions]:
+    """Makes ConvertOptions of a default conversion of the small model; keyword arguments override."""
+    return lambda budget=("ratio", 0.5), **changes: make_options(
+        small, budget, **{"output": tmp_path / "out.nstf", **changes}
+    )
 
-    def make(budget=("ratio", 0.5), **changes):
-        settings = {
-            "model": str(small.folder),
-            "output": tmp_path / "out.nstf",
-            "datasets": (str(small.text),),
-            "samples": 6,
-            "seq_len": 32,
-            "threads": 1,
-            "search": False,
-            "prefix": False,
-            "attention_plan": False,
-            "formats": ("int_grid", "svd", "add"),
-        }
-        return ConvertOptions(budget=Budget(*budget), **{**settings, **changes})
 
-    return make
+@pytest.fixture
+def options(default_options) -> Callable[..., ConvertOptions]:
+    """Makes ConvertOptions that are quick: tensors on their own, in few formats."""
+    return lambda budget=("ratio", 0.5), **changes: default_options(budget, **{**QUICK, **changes})
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One conversion. options: as it was asked for; content: the file."""
+
+    options: ConvertOptions
+    result: ConvertResult
+    content: bytes
+
+    @property
+    def work(self) -> Path:
+        """The work directory it kept."""
+        assert self.options.work_dir is not None
+        return self.options.work_dir
+
+
+def run(chosen: ConvertOptions) -> Converted:
+    result = convert(chosen)
+    return Converted(chosen, result, result.output.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def converted(small, tmp_path_factory) -> Converted:
+    """The small model by a default conversion, with its work directory. Tests read it, or change a copy."""
+    folder = tmp_path_factory.mktemp("default")
+    return run(make_options(small, output=folder / "out.nstf", work_dir=folder / "work"))
+
+
+@pytest.fixture(scope="session")
+def quick(small, tmp_path_factory) -> Converted:
+    """The small model by a quick conversion, whose work directory was its own and is gone."""
+    output = tmp_path_factory.mktemp("quick") / "out.nstf"
+    return run(make_options(small, output=output, **QUICK))
+
+
+@pytest.fixture
+def copied_work(converted, tmp_path) -> Path:
+    """A copy of the work directory of the default conversion, with its calibration and all it encoded."""
+    return Path(shutil.copytree(converted.work, tmp_path / "copied"))
