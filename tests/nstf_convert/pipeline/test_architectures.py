@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 
 TEXT = {
@@ -45,42 +45,44 @@ def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any
     return folder
 
 
-def calibrated(options: Any, folder: Path, tmp_path: Path) -> TensorFile:
-    """Converts the model and gives back its calibration."""
-    chosen = options(
-        ("ratio", 0.9),
-        model=str(folder),
-        datasets=(),
-        work_dir=tmp_path / "work",
-        samples=4,
-        seq_len=16,
-        attention_plan=False,
-        force=True,
-    )
-    assert convert(chosen).output.exists()
-    return TensorFile(tmp_path / "work" / "calibration.safetensors")
+@pytest.fixture
+def chosen(options, tmp_path):
+    """Makes ConvertOptions for a model without a dataset, of few and short windows."""
+    settings = {"datasets": (), "samples": 4, "seq_len": 16}
+    return lambda folder, **changes: options(("ratio", 0.9), model=str(folder), **settings, **changes)
 
 
-def test_position_table_that_is_given_a_mask_is_not_counted(options, tmp_path) -> None:
-    file = calibrated(options, saved(tmp_path / "m", "OPTForCausalLM", "OPTConfig", OPT), tmp_path)
+@pytest.fixture
+def calibrated(chosen, tmp_path):
+    """Converts a model and gives back its calibration."""
+
+    def run(folder: Path) -> TensorFile:
+        assert convert(chosen(folder, work_dir=tmp_path / "work")).output.exists()
+        return TensorFile(tmp_path / "work" / "calibration.safetensors")
+
+    return run
+
+
+def test_position_table_that_is_given_a_mask_is_not_counted(calibrated, tmp_path) -> None:
+    file = calibrated(saved(tmp_path / "m", "OPTForCausalLM", "OPTConfig", OPT))
     assert file.find("frequency:model.decoder.embed_tokens.weight") is not None
     assert file.find("frequency:model.decoder.embed_positions.weight") is None
 
 
-def test_scaled_embedding_counts_by_its_scale(options, tmp_path, monkeypatch) -> None:
+def test_scaled_embedding_counts_by_its_scale(calibrated, chosen, tmp_path, monkeypatch) -> None:
     from nstf_convert.pipeline.calibrate import gradients
 
     folder = saved(tmp_path / "m", "Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA)
     name = "sensitivity_in:model.embed_tokens.weight"
-    scaled = calibrated(options, folder, tmp_path / "a").get(name)
+    scaled = calibrated(folder).get(name)
     monkeypatch.setattr(gradients, "_embedding_scale", lambda module: 1.0)
-    plain = calibrated(options, folder, tmp_path / "b").get(name)
+    plain = TensorFile(calibrate(chosen(folder, output=tmp_path / "plain"))).get(name)
     assert torch.allclose(scaled, plain * 64.0)
 
 
-def test_encoder_decoder_is_given_decoder_inputs(options, tmp_path) -> None:
+def test_encoder_decoder_is_given_decoder_inputs(calibrated, tmp_path) -> None:
     folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER)
-    file = calibrated(options, folder, tmp_path)
+    file = calibrated(folder)
     assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
 
 

@@ -7,27 +7,25 @@ from nstf.runtime.artifact import open_artifact, verify
 from nstf_convert.pipeline import convert
 
 
-def test_the_last_steps_are_kept_only_when_they_measure_better(options) -> None:
-    report = convert(options(("ratio", 0.4), prefix=True, search=True, search_steps=1, heal_steps=4)).report[
-        "accuracy"
-    ]
+def test_the_last_steps_of_the_best_effort_are_kept_only_when_they_measure_better(default_options) -> None:
+    chosen = default_options(("ratio", 0.4), effort="best", search_steps=1, heal_steps=4)
+    report = convert(chosen).report["accuracy"]
+    assert report["search"]["steps"] == 1
     assert [s["step"] for s in report["steps"]] == ["front to back", "healing"]
     for step in report["steps"]:
         assert step["kept"] == (step["after"] < step["before"])
     last = report["steps"][-1]
     assert report["selection"] == (last["after"] if last["kept"] else last["before"])
-    healing = report["healing"]
-    assert healing["steps"] == 4
-    verify(options().output)
+    assert report["healing"]["steps"] == 4
+    verify(chosen.output)
 
 
-def test_figures_are_of_windows_that_chose_nothing(options) -> None:
-    result = convert(options(("ratio", 0.4)))
-    accuracy = result.report["accuracy"]
+def test_figures_are_of_windows_that_chose_nothing(converted) -> None:
+    accuracy = converted.result.report["accuracy"]
     assert accuracy["protocol"]["windows_that_choose"] > 0 < accuracy["protocol"]["windows_that_report"]
     assert accuracy["domains"] == {"text.txt": pytest.approx(accuracy["final"]["mean_kl"])}
     assert accuracy["selection"] != accuracy["final"]["mean_kl"]
-    with open_artifact(result.output) as artifact:
+    with open_artifact(converted.result.output) as artifact:
         stored = artifact.manifest.report["accuracy"]
     assert stored["domains"] == {"text.txt": pytest.approx(accuracy["domains"]["text.txt"], rel=1e-5)}
     assert stored["uniform"]["domains"].keys() == stored["domains"].keys()

@@ -112,7 +112,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(session, options, t
 
 
 def test_steps_are_sized_to_the_time(session) -> None:
-    healed = heal(session, uniform(session), 0.05, settings=QUICK)
+    healed = heal(session, uniform(session), 0.02, settings=QUICK)
     assert 2 <= healed.facts["steps"] <= healed.facts["planned_steps"]
     assert healed.facts["minutes"] < 0.5
 

@@ -47,8 +47,8 @@ def test_a_bound_on_memory_is_kept_and_reported(options) -> None:
     assert report["devices"] == ["cpu"] and report["gpu_peak_bytes"] is None
 
 
-def test_time_and_memory_are_predicted_before_anything_starts(options) -> None:
-    report = convert(options(("ratio", 0.5))).report["resources"]
+def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None:
+    report = converted.result.report["resources"]
     assert report["predicted_seconds"] > 0 and report["predicted_host_bytes"] > 100 << 20
     assert report["seconds"] > 0
 
@@ -99,15 +99,14 @@ def test_weights_stay_on_the_device_within_their_budget() -> None:
     assert asked[-1] == "1" and len(asked) == 5
 
 
-def test_large_hessians_are_used_and_not_stored(options, monkeypatch) -> None:
+def test_large_hessians_are_used_and_not_stored(default_options, converted, monkeypatch, tmp_path) -> None:
     from nstf_convert.pipeline import session as sessions
 
-    settings = {"prefix": True, "formats": ("int_grid", "trellis")}
-    kept = convert(options(("ratio", 0.4), **settings))
-    content = kept.output.read_bytes()
     monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
-    dropped = convert(options(("ratio", 0.4), force=True, **settings))
-    assert dropped.output.read_bytes() == content
+    dropped = convert(default_options(work_dir=tmp_path / "work"))
+    assert dropped.output.read_bytes() == converted.content
+    sizes = [folder / "calibration.safetensors" for folder in (tmp_path / "work", converted.work)]
+    assert sizes[0].stat().st_size < sizes[1].stat().st_size
 
 
 def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(options, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nstf_convert.pipeline import Budget, ConvertOptions, convert
+from nstf_convert.pipeline.improve.run import Run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TEXT = EXAMPLES / "data" / "prose.txt"
@@ -25,11 +26,22 @@ def assert_never_worse(report: dict) -> None:
     assert sum(accuracy["domains"].values()) <= sum(uniform["domains"].values())
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.55])
-def test_a_small_llama_never_loses_to_uniform(options, ratio) -> None:
-    steps = {"prefix": True, "search": True, "search_steps": 2}
-    report = convert(options(("ratio", ratio), formats=("int_grid", "grid16", "svd"), **steps)).report
+@pytest.mark.parametrize("ratio", [0.3, pytest.param(0.55, marks=pytest.mark.slow)])
+def test_a_default_conversion_never_loses_to_uniform_by_the_same_steps(
+    default_options, monkeypatch, ratio
+) -> None:
+    encoded = []
+    real = Run.front_to_back
+
+    def front_to_back(run, planned):
+        encoded.append(planned.label)
+        return real(run, planned)
+
+    monkeypatch.setattr(Run, "front_to_back", front_to_back)
+    report = convert(default_options(("ratio", ratio))).report
     assert_never_worse(report)
+    assert encoded[0] == "mix"
+    assert report["accuracy"]["uniform"]["encoding"] in encoded[1:]
 
 
 @pytest.mark.slow

@@ -1,43 +1,58 @@
 """Killed at any moment and run again, a conversion ends with the identical file; so do runs in other surroundings."""
 
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 
+WRITE = TensorFileWriter, "__exit__"
+ENCODE = front_to_back._Pass, "_encode"
+MEASURE = mixes, "measure_model"
+FINAL = importlib.import_module("nstf_convert.pipeline.convert"), "write_artifact"
+# What is called for how many times before the process dies, and whether it dies before or after that call. In a row
+# these are spread over a whole conversion, the passes front to back and the file itself included.
+KILLS = (
+    (WRITE, 1, True),
+    (WRITE, 2, False),
+    (WRITE, 9, True),
+    (ENCODE, 4, True),
+    (WRITE, 3, True),
+    (ENCODE, 20, False),
+    (MEASURE, 1, True),
+    (FINAL, 1, True),
+)
 
-@pytest.fixture
-def straight(options, tmp_path):
-    """The file of an uninterrupted run."""
-    output = tmp_path / "straight.nstf"
-    convert(options(output=output, work_dir=tmp_path / "straight.work"))
-    return output.read_bytes()
 
-
-def run_and_kill(chosen, writes: int, before: bool) -> bool:
-    """Runs a conversion in a forked child that kills itself at its n-th result; True when it was killed."""
+def run_and_kill(chosen: ConvertOptions, place: tuple[Any, str], calls: int, before: bool) -> bool:
+    """Runs a conversion in a forked child that kills itself at the n-th call of a function; True when it did."""
     child = os.fork()
     if child == 0:
-        done = 0
-        leave = TensorFileWriter.__exit__
+        owner, name = place
+        done, real = 0, getattr(owner, name)
 
-        def counting(self, *args):
+        def counting(*args, **kwargs):
             nonlocal done
             done += 1
-            if done == writes and before:
+            if done == calls and before:
                 os.kill(os.getpid(), signal.SIGKILL)
-            leave(self, *args)
-            if done == writes:
+            result = real(*args, **kwargs)
+            if done == calls:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return result
 
-        TensorFileWriter.__exit__ = counting  # type: ignore[method-assign]
+        setattr(owner, name, counting)
         try:
             convert(chosen)
         finally:
@@ -46,53 +61,43 @@ def run_and_kill(chosen, writes: int, before: bool) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_resume_after_kill_gives_same_bytes(options, straight, tmp_path, before) -> None:
-    killed = 0
-    for writes in (1, 2, 3, 9, 20, 45, 80):
-        output = tmp_path / f"out{writes}.nstf"
-        chosen = options(output=output, work_dir=tmp_path / f"work{writes}")
-        killed += run_and_kill(chosen, writes, before)
-        convert(replace(chosen, force=True))
-        assert output.read_bytes() == straight, f"killed at write {writes}"
-    assert killed >= 5
-
-
-def test_resume_after_many_kills_in_a_row_gives_same_bytes(options, straight, tmp_path) -> None:
-    chosen = options(output=tmp_path / "out.nstf", work_dir=tmp_path / "work")
-    kills = 0
-    while run_and_kill(chosen, 7, False):
+def test_resume_after_many_kills_in_a_row_gives_same_bytes(default_options, converted, tmp_path) -> None:
+    chosen = default_options(work_dir=tmp_path / "work")
+    for place, calls, before in KILLS:
+        assert run_and_kill(chosen, place, calls, before), (place, calls)
         assert not chosen.output.exists()
-        kills += 1
-        assert kills < 100, "a resumed conversion makes no progress"
-    assert kills >= 3
-    assert chosen.output.read_bytes() == straight
+    resumed = convert(chosen)
+    assert "calibration" not in {stage["name"] for stage in resumed.report["stages"]}
+    assert chosen.output.read_bytes() == converted.content
 
 
-def test_damaged_results_are_computed_again(options, straight, tmp_path) -> None:
-    chosen = options(output=tmp_path / "out.nstf", work_dir=tmp_path / "work")
-    convert(chosen)
-    for file in sorted((tmp_path / "work" / "store").rglob("*.safetensors"))[::3]:
-        file.write_bytes(file.read_bytes()[:40])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("writes", [1, 2, 3, 9, 20, 30, 40, 50, 60])
+def test_resume_after_kill_gives_same_bytes(default_options, converted, tmp_path, writes, before) -> None:
+    chosen = default_options(work_dir=tmp_path / "work")
+    assert run_and_kill(chosen, WRITE, writes, before)
     convert(replace(chosen, force=True))
-    assert chosen.output.read_bytes() == straight
+    assert chosen.output.read_bytes() == converted.content
 
 
-def test_same_bytes_in_another_folder_time_zone_and_hash_seed(options, small, tmp_path) -> None:
-    results = []
-    for number, (seed, zone) in enumerate([("0", "UTC"), ("77", "Asia/Tokyo")]):
-        folder = tmp_path / f"place{number}"
-        shutil.copytree(small.folder, folder / "model")
-        shutil.copy(small.text, folder / "text.txt")
-        command = [
-            sys.executable, "-m", "nstf_convert", "convert", "model", "--budget", "0.5", "-o", "out.nstf",
-            "--dataset", "text.txt", "--samples", "6", "--seq-len", "32", "--threads", "1", "--no-search",
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "TZ": zone}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        results.append((folder / "out.nstf").read_bytes())
-    assert results[0] == results[1]
+def test_damaged_results_are_computed_again(default_options, converted, copied_work) -> None:
+    for file in sorted((copied_work / "store").rglob("*.safetensors"))[::3]:
+        file.write_bytes(file.read_bytes()[:40])
+    assert convert(default_options(work_dir=copied_work)).output.read_bytes() == converted.content
+
+
+def test_same_bytes_in_another_process_folder_time_zone_and_hash_seed(converted, small, tmp_path) -> None:
+    shutil.copytree(small.folder, tmp_path / "model")
+    shutil.copy(small.text, tmp_path / "text.txt")
+    command = [
+        sys.executable, "-m", "nstf_convert", "convert", "model", "--budget", "0.5", "-o", "out.nstf",
+        "--dataset", "text.txt", "--samples", "6", "--seq-len", "32", "--threads", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.nstf").read_bytes() == converted.content
 
 
 def test_two_conversions_cannot_share_a_work_directory(options, tmp_path) -> None:

@@ -1,12 +1,17 @@
 """The measured local search: what it accepts, where it stops, and that it can be repeated."""
 
+import shutil
+from typing import Any
+
 import pytest
 
 from nstf_convert.measure import Similarity
-from nstf_convert.options import EFFORTS
+from nstf_convert.options import EFFORTS, ConvertOptions
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline.improve.search import better, gain
 from nstf_convert.pipeline.mix import Measured
+
+from .conftest import QUICK, Converted, make_options, run
 
 
 def measured(windows: list[float], domains: str = "aabb") -> Measured:
@@ -35,32 +40,50 @@ def test_no_domain_may_lose_for_the_others() -> None:
     assert not better(before, measured([0.5, 0.5, 1.1, 1.1]))
 
 
-def test_a_search_by_steps_gives_the_same_bytes_and_says_what_it_did(options) -> None:
-    first = convert(options(("ratio", 0.4), search=True, search_steps=3))
-    content = first.output.read_bytes()
-    second = convert(options(("ratio", 0.4), search=True, search_steps=3, force=True))
-    assert second.output.read_bytes() == content
-    facts = first.report["accuracy"]["search"]
+@pytest.fixture(scope="module")
+def plain(small, tmp_path_factory) -> Converted:
+    """A conversion without search, with its work directory."""
+    folder = tmp_path_factory.mktemp("plain")
+    return run(
+        make_options(small, ("ratio", 0.4), output=folder / "out.nstf", work_dir=folder / "work", **QUICK)
+    )
+
+
+@pytest.fixture
+def prepared(plain, options, tmp_path):
+    """Makes ConvertOptions of a search that finds the plan and its encodings ready."""
+
+    def make(**changes: Any) -> ConvertOptions:
+        work = shutil.copytree(plain.work, tmp_path / "work")
+        return options(("ratio", 0.4), search=True, work_dir=work, **changes)
+
+    return make
+
+
+def test_a_search_by_steps_gives_the_same_bytes_and_says_what_it_did(options, prepared, tmp_path) -> None:
+    first = run(options(("ratio", 0.4), search=True, search_steps=3, output=tmp_path / "first.nstf"))
+    assert convert(prepared(search_steps=3)).output.read_bytes() == first.content
+    facts = first.result.report["accuracy"]["search"]
     assert facts["steps"] == 3 == len(facts["moves"])
     assert facts["minutes"] is None and facts["steps_allowed"] == 3 and facts["ended"] == "steps"
     assert facts["accepted"] == sum(m["accepted"] for m in facts["moves"])
 
 
-def test_a_search_without_time_or_steps_does_nothing(options) -> None:
-    for changes in ({"search_minutes": 0.0}, {"search_steps": 0}):
-        report = convert(options(("ratio", 0.4), search=True, force=True, **changes)).report["accuracy"]
-        assert report["search"] is None
+@pytest.mark.parametrize("limit", [{"search_minutes": 0.0}, {"search_steps": 0}])
+def test_a_search_without_time_or_steps_does_nothing(prepared, plain, limit) -> None:
+    searched = run(prepared(**limit))
+    assert searched.result.report["accuracy"]["search"] is None
+    assert searched.content == plain.content
 
 
-def test_a_search_stops_when_its_time_is_over(options) -> None:
-    report = convert(options(("ratio", 0.4), search=True, search_minutes=1e-6)).report["accuracy"]
+def test_a_search_stops_when_its_time_is_over(prepared) -> None:
+    report = convert(prepared(search_minutes=1e-6)).report["accuracy"]
     assert report["search"]["ended"] == "time"
     assert report["search"]["minutes"] == 1e-6
 
 
-def test_by_default_a_few_moves_are_tried_and_the_result_is_never_worse(options) -> None:
-    plain = convert(options(("ratio", 0.4))).report["accuracy"]
-    searched = convert(options(("ratio", 0.4), search=True, force=True)).report["accuracy"]
+def test_by_default_a_few_moves_are_tried_and_the_result_is_never_worse(prepared, plain) -> None:
+    searched = convert(prepared()).report["accuracy"]
     assert 0 < searched["search"]["steps"] <= EFFORTS["best"].search_steps
     assert searched["search"]["minutes"] is None
-    assert searched["selection"] <= plain["selection"]
+    assert searched["selection"] <= plain.result.report["accuracy"]["selection"]

@@ -17,7 +17,6 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 from nstf_convert.streamed import StreamedModel
 
-CONV = Path(__file__).parents[3] / "examples" / "tiny_conv" / "model"
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -29,6 +28,15 @@ GEMMA = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "e
 LAST_DOWN = "model.layers.1.mlp.down_proj.weight"
 ALBERT = {**TEXT, "embedding_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 64}
 MIXTRAL = {**TEXT, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+RESNET = {
+    "embedding_size": 32,
+    "hidden_sizes": [32, 64],
+    "depths": [1, 1],
+    "layer_type": "basic",
+    "image_size": 32,
+    "num_labels": 8,
+}
 
 
 @pytest.fixture
@@ -188,8 +196,9 @@ def test_layers_that_run_several_times_keep_the_calibrations_hessians(opened, tm
     assert sorted(prefixed.results) == sorted(mix)
 
 
-def test_convolutions_are_covered(opened) -> None:
-    session = opened(model=str(CONV), datasets=(), samples=8)
+def test_convolutions_are_covered(opened, tmp_path) -> None:
+    folder = saved(tmp_path / "m", "ResNetForImageClassification", "ResNetConfig", RESNET)
+    session = opened(model=str(folder), datasets=(), samples=8)
     mix = three_bits(session)
     prefixed = encode_in_prefix(session, mix, lambda unit: None)
     assert sorted(prefixed.results) == sorted(mix)
