@@ -103,12 +103,11 @@ def _slope(weight: Tensor, m: Moments, rows: slice) -> Tensor:
 
 def _direction(weight: Tensor, m: Moments, damping: float) -> Tensor:
     """D: [out, in]."""
-    hessian = m.hessian.double()
-    mean = hessian.diagonal().mean().clamp_min(1e-30)
-    damped = hessian + damping * mean * torch.eye(
-        hessian.shape[0], dtype=torch.float64, device=hessian.device
-    )
-    factor, failed = torch.linalg.cholesky_ex((damped + damped.T) / 2)
+    # In place: of a wide layer's matrix each copy in float64 takes gigabytes.
+    damped = m.hessian.double()
+    damped.diagonal().add_(damping * damped.diagonal().mean().clamp_min(1e-30))
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if int(failed) or not bool(torch.isfinite(factor).all()):
         return torch.zeros_like(weight)
     out = torch.empty_like(weight, dtype=torch.float32)
