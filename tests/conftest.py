@@ -1,5 +1,6 @@
-"""What holds for every test: one thread for each of the processes that pytest-xdist starts, and threads put back."""
+"""What holds for every test: one thread for each process of pytest-xdist; threads and loggers are put back."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -22,3 +23,14 @@ def _threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _loggers() -> Iterator[None]:
+    """The command line directs the package's log to stderr; the next test finds it as it was."""
+    loggers = [logging.getLogger(name) for name in ("nstf", "nstf_convert")]
+    before = [(x.handlers, x.level, x.propagate) for x in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

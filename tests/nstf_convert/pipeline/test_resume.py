@@ -81,12 +81,6 @@ def test_resume_after_kill_gives_same_bytes(default_options, converted, tmp_path
     assert chosen.output.read_bytes() == converted.content
 
 
-def test_damaged_results_are_computed_again(default_options, converted, copied_work) -> None:
-    for file in sorted((copied_work / "store").rglob("*.safetensors"))[::3]:
-        file.write_bytes(file.read_bytes()[:40])
-    assert convert(default_options(work_dir=copied_work)).output.read_bytes() == converted.content
-
-
 def test_same_bytes_in_another_process_folder_time_zone_and_hash_seed(converted, small, tmp_path) -> None:
     shutil.copytree(small.folder, tmp_path / "model")
     shutil.copy(small.text, tmp_path / "text.txt")
