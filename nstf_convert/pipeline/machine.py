@@ -14,6 +14,9 @@ DEFAULT_SHARE = 0.75
 # Shares of the bound: weights that stay where they are used, activations that wait, scratch of one step of encoding.
 WEIGHTS_SHARE = {"cpu": 0.2, "cuda": 0.15}  # of one model; two run side by side
 ACTIVATIONS_SHARE = {"cpu": 0.3, "cuda": 0.3}
+# Scratch of encoding: a share of a GPU; on a CPU each thread has its own.
+SCRATCH_SHARE = 0.15
+CPU_SCRATCH = 1 << 28
 # 64 windows of 512 tokens of a 135 M model need 0.8 GB on a CPU; more text than fits here gains little there.
 MOST_ACTIVATIONS = 2 << 30
 # What Python, torch and transformers take before a model is touched.
@@ -57,6 +60,11 @@ class Machine:
         """Activations of all batches that wait before a layer."""
         room = int(ACTIVATIONS_SHARE[self.device.type] * self._spendable())
         return room if self.on_gpu else min(room, MOST_ACTIVATIONS)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What encoding matrices side by side may take beyond the matrices."""
+        return int(SCRATCH_SHARE * self.gpu_bytes) if self.on_gpu else CPU_SCRATCH
 
     @property
     def tokens_per_batch(self) -> int:

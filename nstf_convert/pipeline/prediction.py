@@ -30,8 +30,8 @@ MEASURED_WINDOWS = 16
 BESIDE = 1.35
 # Encoding front to back: the mix, and the best single format.
 PASSES = 2
-# Launches that a matrix costs in the proposals, and each block of 16 columns in the encoding.
-LAUNCHES = {"propose": 3000, "block": 12}
+# Launches that a matrix costs in the proposals, and each block of 16 columns in the encoding (1 B parameters on an H200).
+LAUNCHES = {"propose": 20000, "block": 600}
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,9 @@ class _Pass:
                 inner = matrix.reshape(inner.shape)
             items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
             shares.append(share)
-        for name, item, share, encoded in zip(names, items, shares, recipes.encode_many(items), strict=True):
+        for name, item, share, encoded in zip(
+            names, items, shares, recipes.encode_many(items, self.session.machine.scratch_bytes), strict=True
+        ):
             unit, (_, inner, own, lead) = self.session.units[name], item
             decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
             lost = loss(inner, decoded, own, lead)

@@ -101,9 +101,9 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
     seen = {}
     real = sequential.recipes.encode_many
 
-    def encode_many(items):
+    def encode_many(items, scratch):
         seen.update((tuple(w.reshape(-1)[:4].tolist()), stats.hessian) for _, w, stats, _ in items)
-        return real(items)
+        return real(items, scratch)
 
     monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
     mix = three_bits(session)
@@ -221,9 +221,9 @@ def test_corrected_target_is_nearer_to_what_the_original_gives(opened, monkeypat
     targets = []
     real = sequential.recipes.encode_many
 
-    def encode_many(items):
+    def encode_many(items, scratch):
         targets.extend(weight for _, weight, _, _ in items)
-        return real(items)
+        return real(items, scratch)
 
     monkeypatch.setattr(sequential.recipes, "encode_many", encode_many)
     mix = three_bits(session)
