@@ -2,12 +2,11 @@
 
 The label of a token is drawn from the model's own prediction, LABELS times: the mean of their gradients has the same
 covariance as that of one and a far lighter tail, and costs one backward pass. Layers are recomputed in it, so that
-the activations of one layer are in memory; matrix products may use the CPU's bfloat16 units (see `_fast_products`).
+the activations of one layer are in memory; matrix products may use the CPU's bfloat16 units (see `fast_products`).
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from nstf.analyzers.token_weights import TokenGradients, temper
 from nstf.analyzers.turnstile import layer_list
 from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
 from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.products import fast_products
 from nstf_convert.streamed import StreamedModel
 
 # Labels drawn per token.
@@ -75,7 +75,7 @@ def end_loss_gradients(
     undo = checkpoint_layers(layer_list(model.module)[1])
     loss = _Loss(model, data.language, torch.Generator(model.device).manual_seed(seed))
     try:
-        with _fast_products():
+        with fast_products():
             merged = list(merge_batches(data.fit, tokens_per_batch)) if tokens_per_batch else list(data.fit)
             for batch in merged:
                 loss.backward(model_output(model, data, prepared(batch)))
@@ -135,18 +135,6 @@ class _Loss:
     def head_rows(self) -> Tensor:
         """The Fisher diagonal at the logits, mean over tokens, [vocabulary]."""
         return (self._head_total / self.units).to(torch.float32)
-
-
-@contextmanager
-def _fast_products() -> Iterator[None]:
-    """Lets float32 matrix products round their inputs to bfloat16 where the CPU has units for that: 3 times faster
-    on AMX, and 0.4 % per product are far below what the weights and sensitivities are known to."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _rows(batches: tuple[Batch, ...]) -> int:

@@ -44,6 +44,7 @@ from nstf_convert.pipeline.calibrate.batches import (
 )
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
 
@@ -184,7 +185,8 @@ def _write_hessians(
                 "shrinkage": share,
                 "weights": sorted({weight_of[m] for m in moment.members}),
             }
-        dropped = consume(gathered, list(found)) if consume is not None else set()
+        with exact_products():
+            dropped = consume(gathered, list(found)) if consume is not None else set()
         for key in found:
             hessian = gathered.tensors.pop(f"hessian:{key}")
             if key not in dropped:
@@ -204,10 +206,10 @@ def _write_hessians(
             write(moments.pop([n for n in weight_of if n.startswith(f"{prefix}.{index}.")]))
 
     try:
-        if layers:
-            run_layer_by_layer(layers, [lambda b=b: run(b) for b in batches], after_layer)  # type: ignore[misc]
-        else:
-            with torch.no_grad():
+        with fast_products(), torch.no_grad():
+            if layers:
+                run_layer_by_layer(layers, [lambda b=b: run(b) for b in batches], after_layer)  # type: ignore[misc]
+            else:
                 for batch in batches:
                     run(batch)
         write(moments.pop())

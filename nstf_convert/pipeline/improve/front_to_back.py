@@ -10,9 +10,8 @@ With a `target` other than the weight itself the original model runs in step, se
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
 from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
 from nstf_convert.pipeline.mix import Loader
+from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -148,17 +148,6 @@ def _keys(
     }
 
 
-@contextmanager
-def products(precision: str) -> Iterator[None]:
-    """The precision of float32 products while the block runs: `high` rounds their inputs to TF32 on a GPU."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class _Pass:
     """One run of the fit batches through the model that is being encoded."""
 
@@ -218,7 +207,7 @@ class _Pass:
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
             ]
         try:
-            with products("high" if self.session.machine.on_gpu else "highest"):
+            with fast_products():
                 run_in_step(gates, runs, self._at_gate, self.workers)
         finally:
             for handle in handles:
@@ -243,7 +232,7 @@ class _Pass:
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
             stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
-            with products("highest"):
+            with exact_products():
                 self._encode_group(group, stats, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
