@@ -121,8 +121,10 @@ def test_every_tensor_is_rounded_for_what_its_compressed_predecessors_give(
         wanted = (rows * weights[:, None]).T @ rows / weights.sum()
         share = session.calibration.metadata["hessians"][key]["shrinkage"]
         wanted = wanted.lerp(torch.diag(wanted.diagonal()), share)
-        assert torch.allclose(used, wanted, rtol=1e-3, atol=1e-4)
-        assert not torch.allclose(used, session.calibration.get(f"hessian:{key}"), rtol=1e-2, atol=1e-3)
+        # Products may round their inputs to bfloat16; the original model's Hessian is further away than that.
+        original = session.calibration.get(f"hessian:{key}")
+        assert (used - wanted).norm() < 0.01 * wanted.norm()
+        assert (used - wanted).norm() < 0.2 * (used - original).norm()
 
 
 def test_bytes_do_not_depend_on_threads_or_on_the_run(opened, monkeypatch) -> None:
