@@ -397,7 +397,8 @@ def _whole(path: Path) -> TensorFile | None:
         file = TensorFile(path)
         file.verify()
     except CorruptError as error:
-        log.warning("%s; it is made again", error)
+        log.debug("%s", error)
+        log.warning("a stored result is damaged and is made again: %s", path)
         remove(path)
         return None
     return file

@@ -136,7 +136,8 @@ class WorkDir:
             if whole:
                 file.verify()
         except CorruptError as error:
-            log.warning("%s; it is made again", error)
+            log.debug("%s", error)
+            log.warning("a stored result is damaged and is made again: %s", path)
             remove(path)
             return None
         return file
