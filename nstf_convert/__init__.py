@@ -48,10 +48,13 @@ def convert(
     if len(given) != 1:
         raise UsageError("give exactly one of budget, target_size, target_bpw and max_kl")
     texts = [dataset] if isinstance(dataset, str | Path) else list(dataset)
-    path = Path(output) if output is not None else Path(f"{Path(model).resolve().stem}.nstf")
-    unknown = sorted(set(options) - set(ConvertOptions.__dataclass_fields__))
+    path = Path(output) if output is not None else _default_output(model)
+    known = sorted(set(ConvertOptions.__dataclass_fields__) - {"model", "output", "budget", "datasets"})
+    unknown = sorted(set(options) - set(known))
     if unknown:
-        raise UsageError(f"unknown option {unknown[0]!r}: ConvertOptions has {', '.join(_names())}")
+        raise UsageError(f"unknown option {unknown[0]!r}: there are {', '.join(known)}")
+    if path.resolve() == Path(model).resolve():
+        raise UsageError(f"the output {path} is the input: give another name")
     chosen = ConvertOptions(
         model=str(model), output=path, budget=Budget(*given[0]), datasets=tuple(map(str, texts)), **options
     )
@@ -60,7 +63,7 @@ def convert(
     return pipeline.convert(chosen)
 
 
-def _names() -> list[str]:
-    from nstf_convert.options import ConvertOptions
+def _default_output(model: str | Path) -> Path:
+    from nstf_convert.cli.options import default_output
 
-    return sorted(ConvertOptions.__dataclass_fields__)
+    return default_output(str(model))

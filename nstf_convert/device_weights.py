@@ -17,30 +17,28 @@ AHEAD_SHARE = 0.25
 
 
 class DeviceWeights:
-    """name -> the weight on `device`, in the dtype of its source.
+    """name -> the weight on `device`, in the dtype of its source."""
 
-    order: names in the order in which they are usually asked for; what comes after a name is read ahead.
-    """
-
-    def __init__(
-        self,
-        source: Callable[[str], Tensor],
-        device: torch.device,
-        budget_bytes: int,
-        order: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, source: Callable[[str], Tensor], device: torch.device, budget_bytes: int) -> None:
         self._source, self._device, self._budget = source, device, budget_bytes
-        self._order = list(dict.fromkeys(order))
-        self._position = {name: i for i, name in enumerate(self._order)}
+        self._order: list[str] = []
+        self._position: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._pending: dict[str, Future[Tensor]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and self._order:
-            self._pool = ThreadPoolExecutor(1, "read-ahead")
+        if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def read_ahead(self, order: Sequence[str]) -> None:
+        """From now on, what comes after a name in `order` is read on a GPU while that is in use."""
+        self._order = list(dict.fromkeys(order))
+        self._position = {name: i for i, name in enumerate(self._order)}
+        if self._stream is not None and self._budget > 0:
+            self._pool = ThreadPoolExecutor(1, "read-ahead")
 
     def __call__(self, name: str) -> Tensor:
         """The weight. It must not be written to."""
@@ -68,11 +66,6 @@ class DeviceWeights:
         if pending is not None:
             pending.cancel()
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        for name in [*self._kept, *self._pending]:
-            self.drop(name)
-
     def _read(self, name: str) -> Tensor:
         value = self._source(name)
         return value if value.device == self._device else value.to(self._device)
@@ -80,6 +73,7 @@ class DeviceWeights:
     def _keep(self, name: str, value: Tensor) -> None:
         size = value.numel() * value.element_size()
         with self._lock:
+            self._sizes[name] = size
             if name in self._kept or size > self._budget:
                 return
             self._kept[name] = value
@@ -93,16 +87,18 @@ class DeviceWeights:
         if at is None or self._pool is None:
             return
         with self._lock:
+            for behind in [n for n in self._pending if self._position.get(n, 0) < at]:
+                self._pending.pop(behind).cancel()
             ahead = 0
             for following in self._order[at + 1 :]:
-                if following in self._kept or following in self._pending:
+                if following in self._kept:
                     continue
-                # Sizes ahead are like those behind.
-                size = max((t.numel() * t.element_size() for t in self._kept.values()), default=0)
-                ahead += size
-                if ahead > AHEAD_SHARE * self._budget or len(self._pending) >= 8:
+                # A weight that was not read yet is taken to be as large as the largest one so far.
+                ahead += self._sizes.get(following, max(self._sizes.values()))
+                if ahead > AHEAD_SHARE * self._budget:
                     break
-                self._pending[following] = self._pool.submit(self._copy, following)
+                if following not in self._pending:
+                    self._pending[following] = self._pool.submit(self._copy, following)
 
     def _copy(self, name: str) -> Tensor:
         with torch.cuda.stream(self._stream):

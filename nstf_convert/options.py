@@ -1,6 +1,6 @@
 """What a user asks of a conversion, and what comes back. The command line is made from the fields here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from nstf_convert.budget import Budget
 
 @dataclass(frozen=True)
 class Effort:
-    """What one word stands for. samples: calibration windows, of `seq_len` tokens; gradient_share: of them that the
-    backward pass sees; front_to_back, search_steps and attention_plan as in ConvertOptions."""
+    """What one word stands for. samples: calibration windows, of `seq_len` tokens; front_to_back: each layer is
+    encoded for what its compressed predecessors give it; search_steps: moves of the local search; attention_plan: whether
+    one is measured."""
 
     samples: int
     front_to_back: bool
@@ -54,7 +55,7 @@ class ConvertOptions:
     datasets: tuple[str, ...] = option(
         (),
         "Text for calibration: .txt, .jsonl, .parquet, a folder of these or a hub name; may be repeated. Without it "
-        "a mixed text of documentation and code is used.",
+        "documentation, code and prose that ship with Python and nstf are used.",
         CALIBRATION,
         "--dataset",
     )
@@ -63,9 +64,13 @@ class ConvertOptions:
     seq_len: int = option(512, "Tokens of a window.", CALIBRATION, min=8, max=1 << 20)
     seed: int = option(0, "Seed of everything random.", CALIBRATION, min=0, max=2**32 - 1)
     effort: str = option("balanced", "fast, balanced or best: time spent for a smaller loss.")
-    device: str = option("auto", "Where to work: auto, cpu, cuda, or cuda:0,1 for several GPUs.", MACHINE)
+    device: str = option(
+        "auto", "Where to work: auto (a GPU if there is one), cpu, cuda, or cuda:1.", MACHINE
+    )
     memory: int | None = option(
-        None, "Host memory to stay within, such as 6GiB; by default three quarters of what is free.", MACHINE,
+        None,
+        "Host memory a conversion on the CPU stays within, such as 6GiB; by default three quarters of what is free.",
+        MACHINE,
         metavar="SIZE",
     )  # fmt: skip
     gpu_memory: int | None = option(
@@ -102,7 +107,23 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
-            raise UsageError(f"the effort {self.effort[:40]!r} is not known: choose {', '.join(EFFORTS)}")
+            raise UsageError(
+                f"the effort {str(self.effort)[:40]!r} is not known: choose {', '.join(EFFORTS)}"
+            )
+        for name in ("work_dir", "calibration"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.formats, str):
+            object.__setattr__(self, "formats", tuple(n.strip() for n in self.formats.split(",")))
+        for known in fields(self):
+            value, meta = getattr(self, known.name), known.metadata
+            if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(
+                "max", value
+            ):
+                raise UsageError(f"{known.name} cannot be {value}: it must be at least {meta.get('min')}")
+        for name in ("memory", "gpu_memory"):
+            if not isinstance(getattr(self, name), int | None):
+                raise UsageError(f"{name} is a number of bytes, such as 6 << 30, not {getattr(self, name)!r}")
 
     @property
     def level(self) -> Effort:

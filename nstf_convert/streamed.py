@@ -59,13 +59,15 @@ class StreamedModel:
         self.device = device or torch.device("cpu")
         self._ties = dict(ties or {})
         self._names = self._stored_names()
-        self.weights = DeviceWeights(source, self.device, resident_bytes, list(self._names.values()))
+        self.weights = DeviceWeights(source, self.device, resident_bytes)
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: set[nn.Module] = set()
         self._pending: list[Callable[[], None]] = []
         for module, names in self._owners():
             self._attach(module, names)
+        large = [n for m, names in self._owners() if m in self._fetchers for n in names.values()]
+        self.weights.read_ahead(large)
         if not lazy:
             self.settle()
 

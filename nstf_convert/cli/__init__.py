@@ -123,6 +123,11 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """(exit code, one line) for an exception."""
     if isinstance(error, NstfError):
         return error.exit_code, clean(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return (
+            1,
+            "the GPU has too little memory within the bound: raise --gpu-memory, or give fewer --samples",
+        )
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):

@@ -69,6 +69,13 @@ def show(result: dict[str, Any]) -> None:
         ("bits per weight", f"{number(file['bits_per_weight'], '.3f')} everything counted"),
         ("expected loss", f"{sum(losses):.4g} over {len(losses)} tensors, a prediction: convert measures"),
     ]
+    resources = result.get("resources") or {}
+    if resources.get("predicted_seconds") is not None:
+        from nstf_convert.pipeline.session import minutes
+
+        pairs.append(("convert takes about", minutes(resources["predicted_seconds"])))
+        peak = resources["predicted_gpu_bytes"] or resources["predicted_host_bytes"]
+        pairs.append(("and memory of about", format_bytes(peak)))
     if stages:
         pairs.append(("time so far", f"{sum(s['seconds'] for s in stages):.1f} s"))
         pairs.append(("peak memory", format_bytes(max(s["peak_memory_bytes"] for s in stages))))

@@ -12,7 +12,7 @@ from nstf.errors import UsageError
 # Share of what is free that is taken without a bound from the user.
 DEFAULT_SHARE = 0.75
 # Shares of the bound: weights that stay where they are used, activations that wait, scratch of one step of encoding.
-WEIGHTS_SHARE = {"cpu": 0.2, "cuda": 0.15}  # of one model; two run side by side
+WEIGHTS_SHARE = 0.15  # on a GPU, of one model; two run side by side. A CPU reads the mapped file
 ACTIVATIONS_SHARE = {"cpu": 0.3, "cuda": 0.3}
 # Scratch of encoding: a share of a GPU; on a CPU each thread has its own.
 SCRATCH_SHARE = 0.15
@@ -52,8 +52,8 @@ class Machine:
 
     @property
     def resident_bytes(self) -> int:
-        """Weights that may stay on the device between two uses."""
-        return int(WEIGHTS_SHARE[self.device.type] * self._spendable())
+        """Weights that may stay on a GPU between two uses."""
+        return int(WEIGHTS_SHARE * self.gpu_bytes) if self.on_gpu else 0
 
     @property
     def activation_bytes(self) -> int:
@@ -91,14 +91,14 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
     gpu = 0
     if devices[0].type == "cuda":
         free = min(torch.cuda.mem_get_info(d)[0] for d in devices)
-        gpu = gpu_memory or int(DEFAULT_SHARE * free)
-        for d in devices:
-            total = torch.cuda.get_device_properties(d).total_memory
+        totals = [torch.cuda.get_device_properties(d).total_memory for d in devices]
+        gpu = min(gpu_memory, *totals) if gpu_memory else int(DEFAULT_SHARE * free)
+        for d, total in zip(devices, totals, strict=True):
             # Beyond the bound an allocation fails instead of taking what others need.
             torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), d)
     elif gpu_memory is not None and device != "auto":
         raise UsageError("a bound on GPU memory needs a GPU: leave it out, or choose another device")
-    return Machine(devices, threads or os.cpu_count() or 1, host, gpu)
+    return Machine(devices, threads or _cores(), host, gpu)
 
 
 def _devices(name: str) -> tuple[torch.device, ...]:
@@ -109,13 +109,18 @@ def _devices(name: str) -> tuple[torch.device, ...]:
         return (torch.device("cpu"),)
     match = _NAMED.fullmatch(name)
     if match is None:
-        raise UsageError(f"the device {name[:40]!r} is not known: choose auto, cpu, cuda or cuda:0,1")
+        raise UsageError(f"the device {name[:40]!r} is not known: choose auto, cpu, cuda or cuda:1")
     numbers = [int(n) for n in match.group(1).split(",")] if match.group(1) else [0]
     if len(set(numbers)) < len(numbers):
         raise UsageError(f"the device {name[:40]!r} names a GPU twice")
     missing = [n for n in numbers if n >= count]
     if missing:
-        raise UsageError(f"the device {name[:40]!r}: this machine has {count} GPUs that torch can use")
+        raise UsageError(
+            f"the device {name[:40]!r}: this machine has {count} GPUs that torch can use: choose auto or cpu, or a "
+            "smaller number"
+        )
+    if len(numbers) > 1:
+        raise UsageError(f"the device {name[:40]!r}: a conversion runs on one GPU so far: choose one of them")
     return tuple(torch.device("cuda", n) for n in numbers)
 
 
@@ -125,9 +130,17 @@ def free_host_bytes() -> int:
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        # Cached files count as used and are given up when memory is wanted.
+        stat = Path("/sys/fs/cgroup/memory.stat").read_text()
+        used -= sum(int(n) for n in re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE))
         return max(SMALLEST_BYTES, min(available, limit - used))
     except (OSError, ValueError):
         return max(SMALLEST_BYTES, available)
+
+
+def _cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _meminfo(name: str) -> int | None:

@@ -54,32 +54,12 @@ class Measured:
         """What is minimised: mean KLD (or relative L2 error), every domain counting the same."""
         return mean(list(self.by_domain().values()))
 
-    @property
-    def loss(self) -> float:
-        """What the planner's expected losses add up to: mean KLD, or the mean squared relative error."""
-        return mean(self.losses)
-
-    @property
-    def loss_error(self) -> float:
-        """The relative standard error of `loss` over windows; 0.5 when there is a single one."""
-        values = self.losses
-        if len(values) < 2 or self.loss <= 0.0:
-            return 0.5
-        variance = sum((v - self.loss) ** 2 for v in values) / (len(values) - 1)
-        return math.sqrt(variance / len(values)) / self.loss
-
     def by_domain(self) -> dict[str, float]:
         """The mean of each domain's windows."""
         out: dict[str, list[float]] = {}
         for value, domain in zip(self.windows, self.domains, strict=True):
             out.setdefault(domain, []).append(value)
         return {d: mean(v) for d, v in sorted(out.items())}
-
-    @property
-    def losses(self) -> list[float]:
-        """`loss` by window."""
-        square = isinstance(self.accuracy, Similarity)
-        return [v * v if square else v for v in self.windows]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -8,7 +8,6 @@ measured on this machine for a second or two.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -56,10 +55,6 @@ class Prediction:
     @property
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for the report."""
-        return {"seconds": dict(self.seconds), "host_bytes": self.host_bytes, "gpu_bytes": self.gpu_bytes}
 
 
 @dataclass(frozen=True)

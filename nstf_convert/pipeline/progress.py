@@ -16,7 +16,7 @@ log = logging.getLogger("nstf")
 
 # Lines and bars that are shown without --verbose, and not with --quiet.
 NOTICE = 25
-_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left"
+_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
 
 
 def bars_off() -> bool | None:
@@ -74,7 +74,7 @@ class Stages:
         finally:
             seconds = time.perf_counter() - start - (sum(s.seconds for s in self.done) - inside)
             if self._used.get(name, 0.0) == shown and self._expected.get(name):
-                self.tick(seconds / self._expected[name])  # a stage that tells no steps
+                self.tick(seconds / self._expected[name])  # a stage without progress steps
             self._note(name, seconds)
             self._now = outer
 

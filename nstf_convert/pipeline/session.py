@@ -199,7 +199,7 @@ class Session:
             "checkpoint": self.checkpoint.fingerprint(),
             "datasets": [texts.fingerprint(d) for d in options.datasets],
             "calibration": None if calibration is None else _file_digest(calibration),
-            "samples": options.samples,
+            "samples": options.samples or options.level.samples,
             "seq_len": options.seq_len,
             "seed": options.seed,
             "tool": __version__,
@@ -252,6 +252,10 @@ class Session:
             return
         path = self.work.path / "calibration.safetensors"
         self.calibration = _whole(path)
+        if self.calibration is not None and not self._drops_hessians(self.model):
+            entries = self.calibration.metadata["hessians"]
+            if any(f"hessian:{key}" not in self.calibration.names() for key in entries):
+                self.calibration = None  # of a run that did not need them again
         if self.calibration is None:
             self._make_calibration(self.model, path)
             self.calibration = TensorFile(path)
@@ -340,7 +344,9 @@ class Session:
             )
         if model.is_causal_lm:
             try:
-                log.info("no dataset: calibrating on documentation, code and prose that come along")
+                log.info(
+                    "no dataset: calibrating on documentation, code and prose that ship with Python and nstf"
+                )
                 return inputs.mixed_data(model, self.tokenizer(), samples, options.seq_len, options.seed)
             except UsageError as error:
                 log.warning("%s: the model writes its own calibration text", error)

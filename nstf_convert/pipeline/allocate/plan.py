@@ -96,12 +96,10 @@ def _impossible(session: Session, budget_bytes: int, smallest: int) -> BudgetErr
     )
 
 
-def uniforms(
-    session: Session, table: Table, budget_bytes: int, meta: Mapping[str, Any], margin: float = UNIFORM_MARGIN
-) -> list[Planned]:
+def uniforms(session: Session, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> list[Planned]:
     """Of every family of formats the single format for all tensors that fits and expects the least loss.
 
-    Families that expect more than `margin` times the best one's loss are left out. Sorted by expected loss.
+    Families that expect more than UNIFORM_MARGIN times the best one's loss are left out. Sorted by expected loss.
     """
     found = []
     for recipe in _uniform_recipes(table):
@@ -111,7 +109,9 @@ def uniforms(
     found.sort(key=lambda f: f[0])
     out: dict[str, Planned] = {}
     for expected, mix, recipe in found:
-        if recipe.method in out or (out and expected > margin * next(iter(out.values())).expected_loss):
+        if recipe.method in out or (
+            out and expected > UNIFORM_MARGIN * next(iter(out.values())).expected_loss
+        ):
             continue
         size = exact_size(session, mix, meta)
         if size <= budget_bytes:

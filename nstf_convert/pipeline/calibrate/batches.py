@@ -43,6 +43,16 @@ def merge_batches(batches: Sequence[Batch], tokens: int) -> Iterator[Batch]:
         yield {n: torch.cat([b[n] for b in group]) for n in group[0]}
 
 
+def even_tokens(batches: Sequence[Batch], most: int) -> int:
+    """The tokens of a call, at most `most`, with which all calls get about as many windows of text as each other."""
+    ids = batches[0].get("input_ids") if batches else None
+    if ids is None:
+        return most
+    together = max(1, most // ids.shape[-1])
+    calls = -(-len(batches) // together)
+    return -(-len(batches) // calls) * int(ids.shape[-1])
+
+
 def digest(batches: Sequence[Batch]) -> str:
     """The SHA-256 of the batches' contents."""
     sha = hashlib.sha256()

@@ -1,7 +1,6 @@
 """`nstf calibrate`: the calibration alone, as a file that several conversions can share."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from nstf.errors import UnsupportedError, UsageError
@@ -14,10 +13,10 @@ from nstf_convert.pipeline.store.tensorfile import sync_folder
 def calibrate(options: ConvertOptions) -> Path:
     """Writes the calibration file at `options.output`. Raises UnsupportedError for a model that cannot be run."""
     if options.calibration is not None:
-        raise UsageError("calibrate makes a calibration file, it does not take one: drop --calibration")
+        raise UsageError("calibrate makes a calibration file, it does not take one: leave it out")
     if options.output.exists() and not options.force:
-        raise UsageError(f"{options.output} exists: give another --output, or --force to replace it")
-    with Session(replace(options), Stages(), may_drop=False) as session:
+        raise UsageError(f"{options.output} exists: give another output, or force to replace it")
+    with Session(options, Stages(), may_drop=False) as session:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         partial = options.output.with_name(f".{options.output.name}.part")

@@ -161,7 +161,8 @@ def _write_hessians(
     prefix, layers = layer_list(model.module)
     probe = prepared(data.fit[0], PROBE_TOKENS if data.language else None)
     if any(n > 1 for n in calls_per_layer(layers, lambda: model_output(model, data, probe))):
-        layers = []  # ALBERT runs one layer many times: its Hessians are complete at the end only
+        # ALBERT runs one layer many times: its Hessians are complete at the end only, and are needed again.
+        layers, consume = [], None
     moments = InputMoments(token_weights)
     experts = ExpertMoments(moments)
     weight_of = {}

@@ -37,7 +37,8 @@ class Data:
     """fit, held_out, report: batches of one window (or one image) each, disjoint. language: scored as a language model.
 
     Statistics are fitted on `fit`, mixes are chosen by `held_out`, and `report` is what the file is said to lose.
-    source: a description for the report; `origin` is `dataset`, `model` (sampled from it), `documentation` (the
+    source: a description for the report; `origin` is `dataset`, `mixed` (what ships with Python and
+    nstf), `model` (sampled from it), `documentation` (the
     Python manual that comes with Python) or `noise`. domains: the dataset of every batch, by split.
     """
 
@@ -79,14 +80,19 @@ def _windows(
     per_report = math.ceil(REPORT_WINDOWS / len(sources))
     parts: dict[str, list[Batch]] = {"fit": [], "held_out": [], "report": []}
     domains: dict[str, list[str]] = {n: [] for n in parts}
+    found: dict[str, list[list[tuple[str, Batch]]]] = {n: [] for n in parts}
     for number, (path, documents) in enumerate(sources.items()):
         windows = tokenise_windows(
             tokenizer, documents, seq_len, per_fit, per_held + per_report, seed + number, path
         )
         held, report = windows.held_out[:per_held], windows.held_out[per_held:]
         for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
-            parts[split] += _rows(ids)
-            domains[split] += [Path(path).name] * len(ids)
+            found[split].append([(Path(path).name, row) for row in _rows(ids)])
+    for split, by_source in found.items():
+        # In turn: any first part of the windows, and any last part, is of all sources.
+        for name, row in (pair for turn in zip(*by_source, strict=True) for pair in turn):
+            parts[split].append(row)
+            domains[split].append(name)
     source = {
         "origin": origin,
         "datasets": [Path(p).name for p in sources],
@@ -118,8 +124,10 @@ def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed:
 
 def manual() -> list[str]:
     """Passages of Python's manual (`pydoc_data.topics`)."""
-    from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
-
+    try:
+        from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:  # some systems ship Python without it
+        return []
     return [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 200]
 
 

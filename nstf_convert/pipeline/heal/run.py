@@ -95,7 +95,7 @@ class HealingRun:
     ) -> None:
         self.session, self.settings, self.before = session, settings, before
         self.seconds, self.given_steps = minutes * 60.0, steps
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = session.device
         kind = self.device.type
         self.per_step = settings.windows or WINDOWS[kind]
         self.evaluations = settings.evaluations or EVALUATIONS[kind]

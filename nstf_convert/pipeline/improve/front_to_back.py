@@ -25,14 +25,14 @@ from nstf.analyzers.turnstile import run_in_step
 from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json
 from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
-from nstf_convert.pipeline.calibrate.batches import fit_batches, merge_batches, model_output
+from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
 from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
 from nstf_convert.pipeline.mix import Loader
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
-from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result, working_bytes
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
@@ -104,12 +104,12 @@ def encode_in_prefix(
     batches = [] if session.calibration is None else fit_batches(session.calibration)
     groups = find_groups(session, mix, batches) if batches else []
     batches = affordable(session, groups, batches, 1 if options.target == "weight" else 2)
-    keys = _keys(session, mix, groups, options)
+    keys = _keys(session, mix, groups, options, len(batches))
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
     if not all(session.work.has(key) for key in keys.values()):
-        workers = 1 if session.machine.on_gpu else torch.get_num_threads()
+        workers = session.machine.workers(max(working_bytes(session.units[n]) for n in keys))
         threads = torch.get_num_threads()
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
@@ -130,9 +130,10 @@ def _stored_loss(session: Session, name: str, key: str) -> float:
 
 
 def _keys(
-    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], options: PrefixOptions
+    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], options: PrefixOptions, windows: int
 ) -> dict[str, str]:
-    """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each."""
+    """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each, and
+    the number of windows that fit the memory."""
     digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, options=asdict(options))
     return {
         name: content_key(
@@ -141,6 +142,7 @@ def _keys(
             checkpoint=session.checkpoint.fingerprint(),
             calibration=session.calibration_fingerprint(),
             mix=digest,
+            windows=windows,
             name=name,
         )
         for group in groups
@@ -188,7 +190,7 @@ class _Pass:
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
         data = run_data(self.session)
-        merged = list(merge_batches(batches, self.session.machine.tokens_per_batch))
+        merged = list(merge_batches(batches, even_tokens(batches, self.session.machine.tokens_per_batch)))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
         models = [self.model] if self.options.target == "weight" else [self.model, self.session.reference()]
@@ -282,9 +284,11 @@ class _Pass:
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.session.calibration
         found = None if file is None else file.find(f"token_weight:{group.key}")
-        if found is None or found.numel() != sum(r.shape[0] for r in rows):
+        sizes = [r.shape[0] for r in rows]
+        # The windows that fit the memory are the first ones; a layer that some batches skip has no order of its own.
+        if found is None or len(rows) < self.count or found.numel() < sum(sizes):
             return None
-        return list(torch.split(found.reshape(-1), [r.shape[0] for r in rows]))
+        return list(torch.split(found.reshape(-1)[: sum(sizes)], sizes))
 
     def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""

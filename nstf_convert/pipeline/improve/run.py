@@ -129,7 +129,7 @@ class Run:
             spent, elements = self.seconds.get(recipe.method, (0.0, 1))
             if (name, key_of(recipe)) not in self.true_losses:
                 total += spent / elements * self.session.units[name].elements
-        return total / self.session.threads
+        return total / (1 if self.session.machine.on_gpu else self.session.threads)
 
     def _noted(self, trial: Trial) -> Trial:
         log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)

@@ -126,7 +126,7 @@ class Encoder:
             return out
 
         threads = torch.get_num_threads()
-        workers = self._machine.workers(self._bytes_each(units))
+        workers = self._machine.workers(max((working_bytes(u) for u in units if u.kept is None), default=1))
         # The largest first, so that no core is left with the embedding table at the end.
         order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
         try:
@@ -136,12 +136,6 @@ class Encoder:
         finally:
             torch.set_num_threads(threads)
         return dict(sorted(done))
-
-    def _bytes_each(self, units: Sequence[Unit]) -> int:
-        """What a worker takes at most: a tensor a few times over in float32, its Hessian in float64 with two copies."""
-        return max(
-            (4 * 6 * u.elements + 8 * 4 * _matrix(u)[1] ** 2 for u in units if u.kept is None), default=1
-        )
 
     def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
         """The encoded tensor; encodes it first when the work directory does not have it."""
@@ -232,7 +226,9 @@ class Encoder:
         if found is None:
             inner, hessian = self.inner(unit), None
             if unit.lead == 1 and self.statistics.has_hessian(unit):
-                hessian = self.statistics.of(unit, inner).hessian
+                known = self.statistics.of(unit, inner).hessian
+                hessian = None if known is None else known.cpu()
+            inner = inner.cpu()
             found = signature(unit.name, inner, hessian, self._config).to_json()
             self._work.put(key, {}, found)
         return found
@@ -247,6 +243,11 @@ class Encoder:
         for recipe in cand.structured_recipes(unit, inner, stats, self._config):
             if recipe.method in methods:
                 yield recipe, self.encode(unit, recipe).loss
+
+
+def working_bytes(unit: Unit) -> int:
+    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies."""
+    return 4 * 6 * unit.elements + 8 * 4 * _matrix(unit)[1] ** 2
 
 
 def _matrix(unit: Unit) -> tuple[int, int]:

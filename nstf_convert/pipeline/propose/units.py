@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.analyzers.roles import role_of
+from nstf.errors import NstfError
 from nstf.kernels.formats.tree import Shape
 from nstf.quantizers.stats import Stats
 from nstf_convert.streamed import LINEAR_TYPES, StreamedModel
@@ -202,6 +203,10 @@ class Statistics:
         if key is None or self._file is None:
             return Stats()
         # One per thread: workers go through tensors group by group, and a group factors its Hessian once.
+        if f"hessian:{key}" not in self._file.names():
+            raise NstfError(
+                f"the Hessian of {key} was not kept with the calibration: remove the work directory and run again"
+            )
         if getattr(self._recent, "key", None) != key:
             self._recent.key, self._recent.stats = (
                 key,
@@ -248,8 +253,3 @@ def fused_groups(units: Iterable[Unit]) -> dict[str, str]:
         elif unit.kept is None and unit.role in ("gate", "up"):
             groups[unit.name] = f"{parent}:gate_up"
     return groups
-
-
-def unit_json(unit: Unit) -> dict[str, Any]:
-    """What the report says about a unit."""
-    return {"role": unit.role, "shape": list(unit.shape), "dtype": unit.dtype, "uses": list(unit.uses)}

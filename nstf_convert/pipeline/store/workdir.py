@@ -56,7 +56,7 @@ class WorkDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"work directory {path} cannot be made ({error.strerror}): choose --work-dir"
+                f"work directory {path} cannot be made ({error.strerror}): choose another one"
             ) from error
         self._lock: IO[str] = (path / "lock").open("w")
         try:
@@ -64,10 +64,12 @@ class WorkDir:
         except OSError as error:
             self._lock.close()
             raise NstfError(
-                f"work directory {path} is in use by another conversion: wait, or choose another --work-dir"
+                f"work directory {path} is in use by another conversion: wait, or choose another work directory"
             ) from error
         try:
             self._check_job(dict(job))
+            for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
+                left.unlink(missing_ok=True)  # half-written when an earlier run was killed
         except BaseException:
             self.close()
             raise
@@ -100,7 +102,7 @@ class WorkDir:
             )
             raise UsageError(
                 f"work directory {self.path} holds results of another job ({details}): "
-                "use the same settings, another --work-dir, or remove it"
+                "use the same settings, another work directory, or remove it"
             )
 
     def _file(self, key: str) -> Path:

@@ -28,7 +28,7 @@ def test_workers_are_as_many_as_fit_the_memory() -> None:
 @pytest.mark.parametrize(
     ("device", "memory", "gpu_memory", "message"),
     [
-        ("tpu", None, None, "is not known: choose auto, cpu, cuda or cuda:0,1"),
+        ("tpu", None, None, "is not known: choose auto, cpu, cuda or cuda:1"),
         ("cuda:0,0", None, None, "names a GPU twice"),
         ("cuda:0,99", None, None, r"this machine has \d+ GPUs"),
         ("cpu", 1000, None, "a bound of 1000 bytes of memory is too small"),
@@ -116,3 +116,54 @@ def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(
     report = convert(options(("ratio", 0.4), formats=("int_grid", "grid16"))).report
     assert report["accuracy"]["selection"] <= report["accuracy"]["uniform"]["selection"]
     assert "encode front to back" in [s["name"] for s in report["stages"]]
+
+
+def test_another_effort_in_the_same_work_directory_is_another_job(options, tmp_path) -> None:
+    work = tmp_path / "work"
+    convert(options(("ratio", 0.5), samples=None, effort="fast", work_dir=work, seq_len=16))
+    with pytest.raises(UsageError, match="another job .samples was 32, now 64"):
+        convert(
+            options(("ratio", 0.5), samples=None, effort="balanced", work_dir=work, seq_len=16, force=True)
+        )
+
+
+def test_hessians_that_are_wanted_after_all_are_made_again(options, monkeypatch, tmp_path) -> None:
+    from nstf_convert.pipeline import session as sessions
+
+    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    settings = {"work_dir": tmp_path / "work", "formats": ("int_grid", "grid16")}
+    convert(options(("ratio", 0.4), **settings))
+    report = convert(options(("ratio", 0.4), search=True, search_steps=1, force=True, **settings)).report
+    assert report["accuracy"]["search"]["steps"] == 1
+
+
+def test_fewer_windows_than_were_calibrated_on_keep_their_token_weights(
+    options, monkeypatch, tmp_path
+) -> None:
+    from nstf_convert.pipeline.improve import front_to_back
+
+    seen = []
+    real = front_to_back._Pass._token_weights
+
+    def watched(self, group, rows):
+        found = real(self, group, rows)
+        seen.append((sum(r.shape[0] for r in rows), found is not None))
+        return found
+
+    monkeypatch.setattr(front_to_back._Pass, "_token_weights", watched)
+    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 70_000))
+    convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work"))
+    tokens = {n for n, _ in seen}
+    assert max(tokens) < 12 * 32 and any(weighted for _, weighted in seen)
+
+
+def test_datasets_take_turns_among_the_windows(options, small, tmp_path) -> None:
+    second = tmp_path / "second.txt"
+    second.write_text(small.text.read_text())
+    session = Session(options(datasets=(str(small.text), str(second)), work_dir=tmp_path / "work"), Stages())
+    try:
+        assert session.calibration is not None
+        assert session.calibration.metadata["domains"]["fit"][:4] == ["text.txt", "second.txt"] * 2
+    finally:
+        session.work.close()
+        session.checkpoint.close()
