@@ -29,6 +29,8 @@ MEASURED_WINDOWS = 16
 BESIDE = 1.35
 # Encoding front to back: the mix, and the best single format.
 PASSES = 2
+# What rounding a weight to a grid with feedback costs, in multiply-adds of a product.
+SWEEP = 12000
 # Launches that a matrix costs in the proposals, and each block of 16 columns in the encoding (1 B parameters on an H200).
 LAUNCHES = {"propose": 20000, "block": 600}
 
@@ -86,7 +88,9 @@ def predict(
     calibration = tokens * (3 * forward + 2 * work.head * product)  # forward twice and backward
     calibration += tokens * (forward + work.squares * product) + scored * (forward + work.head * product)
     candidates = work.cubes * factor * 2 + work.matrices * LAUNCHES["propose"] * rates.launch
-    encode = work.linear * rates.search + work.blocks * LAUNCHES["block"] * rates.launch
+    searched = _searched(options, sum(u.elements for u in units), tensor_bytes)
+    encode = work.linear * (searched * rates.search + SWEEP * rates.product)
+    encode += work.blocks * LAUNCHES["block"] * rates.launch
     encode += work.cubes * factor * 2
     if options.front_to_back:
         encode += tokens * (2 * forward + 3 * work.squares * product) + work.solved * factor
@@ -100,6 +104,13 @@ def predict(
         "report": measure / 2,
     }
     return Prediction(seconds, *_memory(work, machine, tokens, tensor_bytes))
+
+
+def _searched(options: ConvertOptions, parameters: int, tensor_bytes: int) -> float:
+    """The share of the weights that will be trellis codes: all up to 5.5 bits a weight, few above 6.25."""
+    size = options.budget.size_bytes(tensor_bytes, parameters)
+    bits = 4.0 if size is None else 8 * size / max(1, parameters)
+    return min(1.0, max(0.05, (6.25 - bits) / 0.75))
 
 
 def _memory(work: _Work, machine: Machine, tokens: int, tensor_bytes: int) -> tuple[int, int]:
@@ -161,7 +172,7 @@ def measured_rates(machine: Machine) -> Rates:
         product=_seconds(lambda: a @ a, device) / size**3,
         factor=_seconds(lambda: torch.linalg.cholesky(spd), device) / (square**3 / 3),
         search=_seconds(lambda: encode_tiles(targets, RATE, book), device, rounds=2) / targets.numel(),
-        launch=_seconds(launches, device) / 200 if machine.on_gpu else 2e-6,
+        launch=_seconds(launches, device) / 200 if machine.on_gpu else 8e-6,
     )
 
 

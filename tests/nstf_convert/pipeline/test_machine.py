@@ -121,7 +121,7 @@ def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(
 def test_another_effort_in_the_same_work_directory_is_another_job(options, tmp_path) -> None:
     work = tmp_path / "work"
     convert(options(("ratio", 0.5), samples=None, effort="fast", work_dir=work, seq_len=16))
-    with pytest.raises(UsageError, match="another job .samples was 32, now 64"):
+    with pytest.raises(UsageError, match=r"another job \(samples was 32, now 64\)"):
         convert(
             options(("ratio", 0.5), samples=None, effort="balanced", work_dir=work, seq_len=16, force=True)
         )
