@@ -30,7 +30,7 @@ from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.units import Statistics, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
-from nstf_convert.pipeline.store.workdir import WorkDir, content_key, remove
+from nstf_convert.pipeline.store.workdir import WorkDir, content_key, undamaged
 from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
@@ -218,7 +218,7 @@ class Session:
         if size > EXPAND_BYTES or plain or self.machine.on_gpu:
             return self.checkpoint.get
         path = self.work.path / "float32.safetensors"
-        if _whole(path) is None:
+        if undamaged(path) is None:
             with self.stages.stage("expand"), TensorFileWriter(path) as writer:
                 for name in names:
                     value = self.checkpoint.get(name)
@@ -251,7 +251,7 @@ class Session:
         if self.model is None:
             return
         path = self.work.path / "calibration.safetensors"
-        self.calibration = _whole(path)
+        self.calibration = undamaged(path)
         if self.calibration is not None and not self._drops_hessians(self.model):
             entries = self.calibration.metadata["hessians"]
             if any(f"hessian:{key}" not in self.calibration.names() for key in entries):
@@ -393,21 +393,6 @@ def minutes(seconds: float) -> str:
         return f"{max(1, round(seconds))} s"
     whole = round(seconds / 60)
     return f"{whole} min" if whole < 90 else f"{whole // 60} h {whole % 60} min"
-
-
-def _whole(path: Path) -> TensorFile | None:
-    """A file of an earlier run when it is there and undamaged; a damaged one is removed."""
-    if not path.exists():
-        return None
-    try:
-        file = TensorFile(path)
-        file.verify()
-    except CorruptError as error:
-        log.debug("%s", error)
-        log.warning("a stored result is damaged and is made again: %s", path)
-        remove(path)
-        return None
-    return file
 
 
 def _file_digest(path: Path) -> str:

@@ -128,21 +128,26 @@ class WorkDir:
 
     def _open(self, key: str, whole: bool) -> TensorFile | None:
         """The file of a key when it is there and undamaged. whole: its tensors are checked too."""
-        path = self._file(key)
-        if not path.exists() and not path.is_symlink():
-            return None
-        try:
-            file = TensorFile(path)
-            if file.metadata.get("key") != key:
-                raise CorruptError(f"{path} is the result of something else")
-            if whole:
-                file.verify()
-        except CorruptError as error:
-            log.debug("%s", error)
-            log.warning("a stored result is damaged and is made again: %s", path)
-            remove(path)
-            return None
-        return file
+        return undamaged(self._file(key), whole, key)
+
+
+def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorFile | None:
+    """A file of an earlier run, or None: a damaged one is removed with a warning. whole: its tensors are checked too;
+    key: what it must be the result of."""
+    if not path.exists() and not path.is_symlink():
+        return None
+    try:
+        file = TensorFile(path)
+        if key is not None and file.metadata.get("key") != key:
+            raise CorruptError(f"{path} is the result of something else")
+        if whole:
+            file.verify()
+    except CorruptError as error:
+        log.debug("%s", error)
+        log.warning("a stored result is damaged and is made again: %s", path)
+        remove(path)
+        return None
+    return file
 
 
 def remove(path: Path) -> None:
