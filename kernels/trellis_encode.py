@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nstf.kernels import triton
 from nstf.kernels.cpu import ext
+from nstf.kernels.formats import trellis as form
 from nstf.kernels.torch import viterbi
 
 _THREADS: ContextVar[int | None] = ContextVar("search_threads", default=None)
@@ -73,3 +74,34 @@ def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor
         )
         return codes
     return viterbi.viterbi(targets, quarter_bits, codebook)
+
+
+class TileSearch:
+    """The search of one rate for equally many tiles again and again; several may run side by side.
+
+    What a GPU writes on its way has its place from the start, so that a call allocates little and can be captured.
+    """
+
+    def __init__(self, tiles: int, quarter_bits: int, device: torch.device, room: int) -> None:
+        """room: bytes that the search may take beside its results."""
+        self.quarter_bits = quarter_bits
+        self._codebook = form.codebook(quarter_bits, device)
+        self._room = None
+        if device.type == "cuda" and triton.AVAILABLE:
+            from nstf.kernels.triton import viterbi_half
+
+            if viterbi_half.suits(device, quarter_bits):
+                self._room = viterbi_half.room_for(tiles, quarter_bits, device, room)
+
+    def __call__(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """targets [tiles, 256] -> (codes uint8 [tiles, 8 quarter_bits], what they stand for, like the targets)."""
+        if self._room is None:
+            codes = encode_tiles(targets, self.quarter_bits, self._codebook)
+            return codes, form.tile_values(codes, self.quarter_bits)
+        from nstf.kernels.triton import viterbi_half
+
+        viterbi.check(targets, self.quarter_bits, self._codebook)
+        codes = targets.new_empty(len(targets), 8 * self.quarter_bits, dtype=torch.uint8)
+        values = torch.empty_like(targets)
+        viterbi_half.search(targets, self.quarter_bits, self._codebook, self._room, codes, values)
+        return codes, values

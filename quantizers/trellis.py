@@ -8,13 +8,15 @@ algorithm. At equal bits the mean squared error is 0.4 to 0.6 bit below a scalar
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import trellis as form
-from nstf.kernels.trellis_encode import encode_tiles
+from nstf.kernels.streams import side_by_side
+from nstf.kernels.trellis_encode import TileSearch
 from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor, block_ldlq
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.matrix import matrix_view
@@ -57,6 +59,9 @@ SEED = 0
 # Bytes that rounding takes for each weight: the weights in the stored basis, what they become, errors, products and codes.
 _BYTES_PER_WEIGHT = 20
 SCRATCH = 1 << 28
+# Bytes that the searches of a batch may take together, and for each of its tiles, all of which need 1 to 2 MiB on a GPU.
+SEARCH_ROOM = 2 << 30
+SEARCH_ROOM_PER_TILE = 2 << 20
 _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 
 
@@ -338,7 +343,8 @@ def _round(batch: list[list[_Piece]], cols: int) -> None:
     tiles: dict[int, list[tuple[_Piece, range]]] = {}  # by rate: the pieces and their tiles in the batch
     for i, same in enumerate(batch):
         at = 0
-        for piece in same:
+        # Those of one rate beside each other.
+        for piece in sorted(same, key=lambda piece: piece.section.quarter_bits):
             values = piece.values()
             part[i, at : at + len(values), : values.shape[1]] = values
             scale[i, at : at + piece.padded] = piece.scale()
@@ -368,32 +374,42 @@ def _search(
     tiles: by rate, which tiles of 16 rows (of all metrics, one after another) have it; the others stay zero.
     """
     cols, device = part.shape[2], part.device
-    every = list(range(part.shape[0] * part.shape[1] // BLOCK))
-    where = {q: None if own == every else torch.tensor(own, device=device) for q, own in tiles.items()}
+    number = part.shape[0] * part.shape[1] // BLOCK
+    where = {q: _place(own, device) for q, own in tiles.items()}
+    covered = sum(map(len, tiles.values())) == number
+    room = min(SEARCH_ROOM, SEARCH_ROOM_PER_TILE * number)
+    searches = {q: TileSearch(len(own), q, device, room * len(own) // number) for q, own in tiles.items()}
     codes = {
         q: torch.empty(len(own), cols // BLOCK, 8 * q, dtype=torch.uint8, device=device)
         for q, own in tiles.items()
     }
     inverse = torch.where(scale > 0, 1 / scale, 0.0)[..., None]
 
-    def round_block(index: int, target: Tensor) -> Tensor:
+    def round_block(target: Tensor) -> tuple[Tensor, ...]:
         wanted = (target * inverse).reshape(-1, form.TILE)
-        values = torch.zeros_like(wanted)
-        for q, own in where.items():
-            found = encode_tiles(wanted if own is None else wanted[own], q, form.codebook(q, device))
-            codes[q][:, index] = found
-            rounded = form.section_values(found[:, None], q, len(found) * BLOCK, BLOCK).view(-1, form.TILE)
-            if own is None:
-                values = rounded
-            else:
-                values[own] = rounded
-        return values.view(target.shape) * scale[..., None]
+        values = torch.empty_like(wanted) if covered else torch.zeros_like(wanted)
+        found = side_by_side([partial(searches[q], wanted[own]) for q, own in where.items()], device)
+        for own, (_, became) in zip(where.values(), found, strict=True):
+            values[own] = became
+        return values.view(target.shape) * scale[..., None], *(code for code, _ in found)
+
+    def keep(columns: slice, found: tuple[Tensor, ...]) -> None:
+        blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
+        for q, code in zip(where, found, strict=True):
+            codes[q][:, blocks] = code.transpose(0, 1)
 
     known = [metric.feedback for metric in metrics if metric is not None]
     if len(known) > 1:
-        return codes, block_ldlq(part, torch.stack(known), round_block)
+        return codes, block_ldlq(part, torch.stack(known), round_block, keep)
     part, scale, inverse = part[0], scale[0], inverse[0]
-    return codes, block_ldlq(part, known[0] if known else None, round_block)[None]
+    return codes, block_ldlq(part, known[0] if known else None, round_block, keep)[None]
+
+
+def _place(tiles: list[int], device: torch.device) -> slice | Tensor:
+    """Where some tiles are, given in order: a slice where they lie side by side."""
+    if tiles == list(range(tiles[0], tiles[-1] + 1)):
+        return slice(tiles[0], tiles[-1] + 1)
+    return torch.tensor(tiles, device=device)
 
 
 def _refit(part: Tensor, rounded: Tensor, metric: BlockFactor | None) -> Tensor:

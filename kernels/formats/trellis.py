@@ -171,15 +171,19 @@ def unit_values(params: Params, arrays: dict[str, Tensor], rows: int, cols: int)
 def section_values(codes: Tensor, quarter_bits: int, rows: int, cols: int) -> Tensor:
     """The values of one section at scale 1: u8 [row tiles, column tiles, 8 q] -> float32 [rows, cols]."""
     down, across, _ = codes.shape
-    table = codebook(quarter_bits, codes.device)
-    flat = codes.reshape(down * across, -1)
-    if codes.device.type == "cpu" and hasattr(ext, "trellis_decode"):
-        out = torch.empty(len(flat), TILE, device="cpu")
-        ext.trellis_decode(flat.contiguous(), quarter_bits, table, out, torch.get_num_threads())
-    else:
-        out = torch.cat([table[_states(part, quarter_bits)] for part in torch.split(flat, _TILES_AT_ONCE)])
-    grid = out.view(down, across, SIDE, SIDE).transpose(1, 2).reshape(down * SIDE, across * SIDE)
+    values = tile_values(codes.reshape(down * across, -1), quarter_bits)
+    grid = values.view(down, across, SIDE, SIDE).transpose(1, 2).reshape(down * SIDE, across * SIDE)
     return grid[:rows, :cols].contiguous()
+
+
+def tile_values(codes: Tensor, quarter_bits: int) -> Tensor:
+    """The values of tiles at scale 1: u8 [tiles, 8 q] -> float32 [tiles, 256]."""
+    table = codebook(quarter_bits, codes.device)
+    if codes.device.type == "cpu" and hasattr(ext, "trellis_decode"):
+        out = torch.empty(len(codes), TILE, device="cpu")
+        ext.trellis_decode(codes.contiguous(), quarter_bits, table, out, torch.get_num_threads())
+        return out
+    return torch.cat([table[_states(part, quarter_bits)] for part in torch.split(codes, _TILES_AT_ONCE)])
 
 
 def read_scales(params: Params, arrays: dict[str, Tensor]) -> Tensor:

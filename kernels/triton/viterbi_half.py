@@ -56,41 +56,79 @@ def suits(device: torch.device, quarter_bits: int) -> bool:
     return _shared_bytes(quarter_bits, 1) <= _sizes(_index(device))[1]
 
 
+@dataclass(frozen=True, eq=False)
+class Room:
+    """What a search of some tiles at a time writes on its way: two searches side by side need one each."""
+
+    launch: Launch
+    history: Tensor  # int32 [tiles at a time, kept M of each, words]
+    seams: Tensor
+    ends: Tensor
+    states: Tensor
+
+
+def room_for(
+    tiles: int,
+    quarter_bits: int,
+    device: torch.device,
+    largest: int | None = None,
+    launch: Launch | None = None,
+) -> Room:
+    """Room to search so many tiles, of at most `largest` bytes (None: 2 GiB) and a sixteenth of the device's memory."""
+    processors, shared = _sizes(_index(device))
+    launch = launch or launch_for(tiles, quarter_bits, processors)
+    if _shared_bytes(quarter_bits, launch.tiles) > shared:
+        launch = Launch(1, launch.every)
+    words = 1 << (STATE_BITS - 1 - quarter_bits // 4)
+    history = _history(
+        tiles, (TILE // launch.every, words), processors * launch.tiles, largest or HISTORY_BYTES, device
+    )
+    wave = len(history)
+    seams, ends = (torch.empty(wave, dtype=torch.int32, device=device) for _ in range(2))
+    return Room(launch, history, seams, ends, torch.empty(wave, TILE, dtype=torch.int32, device=device))
+
+
 def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch | None = None) -> Tensor:
     """Codes of a tail-biting path close to each tile: targets [tiles, 256] -> uint8 [tiles, 8 quarter_bits].
 
     The codebook is rounded to float16 in the first half of the search, so its numbers should be far below 200 and far above
     1e-3, as those of unit variance are. Raises ValueError as kernels.torch.viterbi.check does.
     """
-    from nstf.kernels.triton.viterbi_forward import WARPS, forward
-
     check(targets, quarter_bits, codebook)
     tiles, device = targets.shape[0], targets.device
     codes = torch.empty(tiles, 8 * quarter_bits, dtype=torch.uint8, device=device)
-    if tiles == 0:
-        return codes
-    targets, codebook = targets.contiguous(), codebook.contiguous()
-    processors, shared = _sizes(_index(device))
-    launch = launch or launch_for(tiles, quarter_bits, processors)
-    if _shared_bytes(quarter_bits, launch.tiles) > shared:
-        launch = Launch(1, launch.every)
-    words = 1 << (STATE_BITS - 1 - quarter_bits // 4)
-    history = _history(tiles, (TILE // launch.every, words), processors * launch.tiles, device)
-    wave = len(history)
-    seams, ends = (torch.empty(wave, dtype=torch.int32, device=device) for _ in range(2))
-    states = torch.empty(wave, TILE, dtype=torch.int32, device=device)
+    if tiles:
+        room = room_for(tiles, quarter_bits, device, launch=launch)
+        search(
+            targets.contiguous(), quarter_bits, codebook.contiguous(), room, codes, torch.empty_like(targets)
+        )
+    return codes
+
+
+def search(
+    targets: Tensor, quarter_bits: int, codebook: Tensor, room: Room, codes: Tensor, values: Tensor
+) -> None:
+    """`viterbi` into `codes` uint8 [tiles, 8 quarter_bits], and what they stand for into `values` [tiles, 256].
+
+    All are contiguous. Nothing waits for the device and nothing is allocated, so that it can be captured in a graph.
+    """
+    from nstf.kernels.triton.viterbi_forward import WARPS, forward
+
+    tiles, launch, wave = targets.shape[0], room.launch, len(room.history)
+    processors, _ = _sizes(_index(targets.device))
     constants = {"Q": quarter_bits, "SEAM": SEAM, "TILE": TILE, "EVERY": launch.every}
-    with torch.cuda.device(device):
+    with torch.cuda.device(targets.device):
         for first in range(0, tiles, wave):
-            part, found = targets[first : first + wave], codes[first : first + wave]
+            own = slice(first, first + wave)
+            part = targets[own]
             programs = min(processors, -(-len(part) // launch.tiles))
             for whole in (False, True):
                 forward[(programs,)](
                     part,
                     codebook,
-                    seams,
-                    ends,
-                    history,
+                    room.seams,
+                    room.ends,
+                    room.history,
                     len(part),
                     int(whole),
                     **constants,
@@ -102,17 +140,18 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch
                 back[(len(part),)](
                     part,
                     codebook,
-                    seams,
-                    ends,
-                    history.view(torch.float16),
-                    states,
-                    found,
+                    room.seams,
+                    room.ends,
+                    room.history.view(torch.float16),
+                    room.states,
+                    codes[own],
                     WHOLE=whole,
                     **constants,
                     BITS=STATE_BITS,
                     num_warps=1,
                 )
-    return codes
+            path = room.states[: len(part)].view(-1)
+            torch.index_select(codebook, 0, path, out=values[own].view(-1))
 
 
 @cache
@@ -139,14 +178,14 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _history(tiles: int, shape: tuple[int, int], at_once: int, device: torch.device) -> Tensor:
+def _history(tiles: int, shape: tuple[int, int], at_once: int, largest: int, device: torch.device) -> Tensor:
     """Room for the kept M of some tiles, int32 [tiles, *shape]: a multiple of those that run at once, unless of all.
 
     Asking how much memory is free takes longer than searching a hundred tiles: so half as much is tried where it is not.
     """
     share = int(HISTORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    room = min(HISTORY_BYTES, share) // (4 * shape[0] * shape[1])
-    wave = min(tiles, max(room // at_once * at_once, 1))
+    room = min(largest, share) // (4 * shape[0] * shape[1])
+    wave = tiles if room >= tiles else room // at_once * at_once or max(room, 1)
     while True:
         try:
             return torch.empty(wave, *shape, dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nstf.kernels.streams import Replayed
 from nstf.quantizers.rounding.factor import Factor, gains
 
 BLOCK = 16
@@ -72,27 +73,44 @@ def _block_columns(factor: Factor, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def block_ldlq(
-    weight: Tensor, feedback: Tensor | None, round_block: Callable[[int, Tensor], Tensor]
+    weight: Tensor,
+    feedback: Tensor | None,
+    round_block: Callable[[Tensor], tuple[Tensor, ...]],
+    keep: Callable[[slice, tuple[Tensor, ...]], None] = lambda columns, codes: None,
 ) -> Tensor:
     """The rounded weights, float32 [..., rows, cols] (cols a multiple of 16).
 
-    weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding. round_block(i,
-    target [..., rows, 16]) gives what columns 16 i to 16 i + 15 become.
+    weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding.
+    round_block(target [..., rows, 16]) gives what the columns become and any codes of them. keep(columns, codes): is handed
+    the codes of a span of columns, those of its blocks stacked along the first axis; it must copy them. On a GPU a span is
+    one captured graph.
     """
     rows, cols = weight.shape[-2:]
     rounded = torch.empty_like(weight)
     # Errors are kept transposed: the products then read them in order.
     errors = weight.new_zeros(*weight.shape[:-2], cols, rows)
+
+    def round_span(own: Tensor, base: Tensor, *among: Tensor) -> tuple[Tensor, ...]:
+        width = own.shape[-1]
+        became, left = torch.empty_like(own), own.new_empty(*own.shape[:-2], width, rows)
+        found = []
+        for at in range(0, width, BLOCK):
+            part = slice(at, at + BLOCK)
+            target = base[..., part]
+            for u in among if at else ():
+                target = target + (u[..., :at, part].mT @ left[..., :at, :]).mT
+            became[..., part], *codes = round_block(target)
+            left[..., part, :] = (own[..., part] - became[..., part]).mT
+            found.append(codes)
+        return became, left, *(torch.stack(blocks) for blocks in zip(*found, strict=True))
+
+    step = Replayed(round_span, cols // SPAN)
     for top in range(0, cols, SPAN):
         span = slice(top, min(top + SPAN, cols))
-        base = weight[..., span]
+        own = base = weight[..., span]
+        among = () if feedback is None else (feedback[..., span, span],)
         if feedback is not None and top > 0:
             base = base + (feedback[..., :top, span].mT @ errors[..., :top, :]).mT
-        for at in range(top, span.stop, BLOCK):
-            part = slice(at, at + BLOCK)
-            target = base[..., at - top : at - top + BLOCK]
-            if feedback is not None and at > top:
-                target = target + (feedback[..., top:at, part].mT @ errors[..., top:at, :]).mT
-            rounded[..., part] = round_block(at // BLOCK, target)
-            errors[..., part, :] = (weight[..., part] - rounded[..., part]).mT
+        rounded[..., span], errors[..., span, :], *codes = step(own, base, *among)
+        keep(span, tuple(codes))
     return rounded

@@ -18,6 +18,7 @@ if not half._has_gluon():
 
 from nstf.kernels.formats import trellis as form  # noqa: E402
 from nstf.kernels.torch import viterbi as reference  # noqa: E402
+from nstf.kernels.trellis_encode import TileSearch  # noqa: E402
 from nstf.kernels.triton import aot, viterbi_forward  # noqa: E402
 from nstf.kernels.triton import viterbi as exact  # noqa: E402
 from nstf.kernels.triton.architecture import ARCHITECTURES  # noqa: E402
@@ -184,3 +185,14 @@ def test_codes_do_not_depend_on_the_launch(quarter_bits: int, monkeypatch: pytes
         assert torch.equal(half.viterbi(x, quarter_bits, codebook, launch), want), launch
     monkeypatch.setattr(half, "HISTORY_BYTES", 1)
     assert torch.equal(half.viterbi(x, quarter_bits, codebook), want), "one tile after the other"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [1, 64 << 20, 2 << 30])
+@pytest.mark.parametrize("quarter_bits", [7, 12, 18])
+def test_a_search_with_a_room_of_its_own_gives_the_same_codes_and_their_values(quarter_bits, room) -> None:
+    x, codebook = on_gpu(quarter_bits, 301)
+    search = TileSearch(301, quarter_bits, x.device, room)
+    codes, values = search(x)
+    assert torch.equal(codes, half.viterbi(x, quarter_bits, codebook))
+    assert torch.equal(values, form.tile_values(codes, quarter_bits))

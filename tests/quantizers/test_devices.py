@@ -42,7 +42,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(cpu, "ext", None)
     monkeypatch.setattr(trellis_format, "ext", None)
-    monkeypatch.setattr(trellis, "encode_tiles", viterbi.viterbi)
+    monkeypatch.setattr(trellis_encode, "encode_tiles", viterbi.viterbi)
     quantizers.method("fp8").levels(quantizers.method("fp8").Params())  # a table for all devices, made once
 
 
@@ -93,9 +93,10 @@ def test_together_each_block_of_columns_is_one_search_for_every_rate(monkeypatch
 
     def counted(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:
         calls.append((quarter_bits, len(targets)))
-        return trellis_encode.encode_tiles(targets, quarter_bits, codebook)
+        return search(targets, quarter_bits, codebook)
 
-    monkeypatch.setattr(trellis, "encode_tiles", counted)
+    search = trellis_encode.encode_tiles
+    monkeypatch.setattr(trellis_encode, "encode_tiles", counted)
     params = [trellis.Params(q, block=32, rounding="ldlq") for q in (8, 8, 12)]
     quantizers.encode_many([("trellis", w, p, s) for (w, s), p in zip(problems(), params, strict=True)])
     assert calls == [(8, 7), (12, 5)] * 6

@@ -96,8 +96,8 @@ def test_block_feedback_lowers_the_loss_of_plain_rounding():
     weight, stats = problem()
     metric = block_factor(factor(stats.hessian, 0.01))
 
-    def to_grid(index: int, target: torch.Tensor) -> torch.Tensor:
-        return (target / 0.02).round() * 0.02
+    def to_grid(target: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((target / 0.02).round() * 0.02,)
 
     fed = block_ldlq(weight, metric.feedback, to_grid)
     assert loss(weight, fed, stats) < 0.8 * loss(weight, block_ldlq(weight, None, to_grid), stats)
