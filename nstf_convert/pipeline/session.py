@@ -50,13 +50,7 @@ INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
-    def __init__(
-        self,
-        options: ConvertOptions,
-        stages: Stages,
-        keep_work: bool | None = None,
-        may_drop: bool = True,
-    ) -> None:
+    def __init__(self, options: ConvertOptions, stages: Stages, may_drop: bool = True) -> None:
         """may_drop: large Hessians may be used while they are there and not stored."""
         self.may_drop = may_drop
         self.options = options
@@ -70,7 +64,6 @@ class Session:
             self.model_reason: str | None = None
             self.model = self._build_model()
         folder = options.work_dir or options.output.with_name(options.output.name + ".work")
-        self.keep_work = options.work_dir is not None if keep_work is None else keep_work
         self._made_folder = not folder.exists()
         try:
             self.work = WorkDir(folder, self._identity())
@@ -106,7 +99,7 @@ class Session:
         self.work.close()
         self.checkpoint.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and not self.keep_work:
+        if useless and self.options.work_dir is None:
             shutil.rmtree(self.work.path, ignore_errors=True)
 
     @property

@@ -5,14 +5,14 @@ through a model whose weights are the encoded ones: all batches stop before a gr
 input, the second moment of that input is taken, the group is encoded with it, and the batches go on through the
 decoded weights (the order of Frantar et al., GPTQ, 2022, weight group by weight group instead of layer by layer).
 
-With a `target` other than the weight itself the original model runs in step, see nstf_convert.pipeline.improve.target.
+To correct a layer for what its predecessors lost the original model runs in step (nstf_convert.pipeline.improve.target).
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,27 +44,10 @@ VERSION = 1
 # Mixes of more bits a weight lose so little that rounded products would drown it: exact ones gave 5 % less divergence at 8
 # bits (sample LLaMA).
 EXACT_BITS = 5.0
-TARGETS = ("weight", "output", "stream")
-
-
-@dataclass(frozen=True)
-class PrefixOptions:
-    """target: what is rounded, the `weight`, or what reproduces the original's layer `output`, or its residual
-    `stream` where the layer writes to one. damping: of that fit, relative to the Hessian's mean diagonal; held_out:
-    share of the batches that decide how far it goes. original: share of the original model's Hessian in the blend
-    with the compressed prefix's; diagonal: share of the blend's own diagonal (None: as much as the calibration's
-    Hessian of that input was shrunk).
-    """
-
-    target: str = "stream"
-    damping: float = 0.01
-    held_out: float = 0.25
-    original: float = 0.0
-    diagonal: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {self.target[:40]!r}")
+# Of the weight's correction: damping, relative to the Hessian's mean diagonal, and the share of the batches that decide how
+# far it goes.
+DAMPING = 0.01
+HELD_OUT = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +81,18 @@ def encode_in_prefix(
     session: Session,
     mix: Mapping[str, Recipe],
     progress: Callable[[Unit], None],
-    options: PrefixOptions | None = None,
+    corrected: bool = True,
 ) -> Prefixed:
     """Encodes a mix front to back. What the scheme does not cover is encoded with the calibration's statistics, first:
     tables, expert stacks, weights of modules that run several times, tensors the data says nothing about.
+
+    corrected: rounded is what makes up for the predecessors' errors, in the residual stream where a layer writes to
+    one; otherwise the weight itself.
     """
-    options = options or PrefixOptions()
     batches = [] if session.calibration is None else fit_batches(session.calibration)
     groups = find_groups(session, mix, batches) if batches else []
-    batches = affordable(session, groups, batches, 1 if options.target == "weight" else 2)
-    keys = _keys(session, mix, groups, options, len(batches))
+    batches = affordable(session, groups, batches, 2 if corrected else 1)
+    keys = _keys(session, mix, groups, corrected, len(batches))
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
@@ -117,7 +102,7 @@ def encode_in_prefix(
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
             torch.set_num_threads(1)
-            _Pass(prefixed, mix, groups, options, progress, workers).run(batches)
+            _Pass(prefixed, mix, groups, corrected, progress, workers).run(batches)
         finally:
             torch.set_num_threads(threads)
     for name, key in keys.items():
@@ -133,11 +118,11 @@ def _stored_loss(session: Session, name: str, key: str) -> float:
 
 
 def _keys(
-    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], options: PrefixOptions, windows: int
+    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], corrected: bool, windows: int
 ) -> dict[str, str]:
     """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each, and
     the number of windows that fit the memory."""
-    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, options=asdict(options))
+    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, corrected=corrected)
     return {
         name: content_key(
             kind="prefix",
@@ -168,12 +153,12 @@ class _Pass:
         prefixed: Prefixed,
         mix: Mapping[str, Recipe],
         groups: Sequence[Group],
-        options: PrefixOptions,
+        corrected: bool,
         progress: Callable[[Unit], None],
         workers: int,
     ) -> None:
         self.prefixed, self.session, self.mix = prefixed, prefixed.session, mix
-        self.groups, self.options, self.progress, self.workers = groups, options, progress, workers
+        self.groups, self.corrected, self.progress, self.workers = groups, corrected, progress, workers
         self.ready = {name for name in mix if name not in prefixed.keys}
         self.decoded: dict[str, Tensor] = {}
         self.lock = threading.Lock()
@@ -203,7 +188,7 @@ class _Pass:
         merged = list(merge_batches(batches, even_tokens(batches, self.session.machine.tokens_per_batch)))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
-        models = [self.model] if self.options.target == "weight" else [self.model, self.session.reference()]
+        models = [self.model, self.session.reference()] if self.corrected else [self.model]
         paths = [dict(m.module.named_modules()) for m in models]
         self.count = len(merged)
         runs = [
@@ -213,7 +198,7 @@ class _Pass:
         ]
         gates = [[p[g.module] for p in paths] for g in self.groups if g.module]
         handles = []
-        if self.options.target == "stream":
+        if self.corrected:
             norms = {g.norm for g in self.groups if g.norm is not None}
             handles = [
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
@@ -243,7 +228,7 @@ class _Pass:
         start = time.perf_counter()
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
-            stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
+            stats = Stats(self._shrunk(group, fit if held_out is None else joined(fit, held_out)))
             with exact_products():
                 self._encode_group(group, stats, fit, held_out)
         for name in group.weights:
@@ -265,31 +250,25 @@ class _Pass:
         here = [i for i in range(self.count) if given[i] is not None]
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
-        if self.options.target == "weight":
+        if not self.corrected:
             return moments(Rows(rows, weights=weights), self.workers), None
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
-        if self.options.target == "stream" and group.norm is not None:
+        if group.norm is not None:
             lag = [(self.streams[self.count + i] - self.streams[i]).flatten(0, -2) for i in here]
         data = Rows(rows, originals, lag, weights)
-        kept = max(1, round(len(rows) * self.options.held_out))
+        kept = max(1, round(len(rows) * HELD_OUT))
         fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
         if not fit.rows:
             return moments(data, self.workers), None
         return moments(fit, self.workers), moments(held_out, self.workers)
 
-    def _blended(self, group: Group, known: Moments) -> Tensor:
+    def _shrunk(self, group: Group, known: Moments) -> Tensor:
+        """The Hessian, shrunk as much as the calibration's of that input."""
+        file = self.session.calibration
+        share = 0.0 if file is None else float(file.metadata["hessians"][group.key].get("shrinkage", 0.0))
         # A copy: the moments go on into the target as they are.
-        hessian = known.hessian.clone()
-        if self.options.original and self.session.calibration is not None:
-            before = self.session.calibration.get(f"hessian:{group.key}")
-            hessian = hessian.lerp(before.to(hessian.device), self.options.original)
-        return shrunk(hessian, self._shrinkage(group))
-
-    def _shrinkage(self, group: Group) -> float:
-        if self.options.diagonal is not None or self.session.calibration is None:
-            return self.options.diagonal or 0.0
-        return float(self.session.calibration.metadata["hessians"][group.key].get("shrinkage", 0.0))
+        return shrunk(known.hessian.clone(), share)
 
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.session.calibration
@@ -325,7 +304,7 @@ class _Pass:
             share = 0.0
             if held_out is not None:
                 matrix = inner.reshape(inner.shape[0], -1)
-                matrix, share = target(matrix, fit, held_out, row_weight, self.options.damping)
+                matrix, share = target(matrix, fit, held_out, row_weight, DAMPING)
                 inner = matrix.reshape(inner.shape)
             items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
             shares.append(share)
