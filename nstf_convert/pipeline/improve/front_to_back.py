@@ -10,7 +10,7 @@ To correct a layer for what its predecessors lost the original model runs in ste
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
-from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
+from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.mix import Loader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -185,7 +185,7 @@ class _Pass:
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
         data = run_data(self.session)
-        merged = list(merge_batches(batches, even_tokens(batches, self.session.machine.tokens_per_batch)))
+        merged = list(merge_batches(batches, even_tokens(batches, self.session.tokens_per_batch)))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
         models = [self.model, self.session.reference()] if self.corrected else [self.model]
@@ -228,9 +228,8 @@ class _Pass:
         start = time.perf_counter()
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
-            stats = Stats(self._shrunk(group, fit if held_out is None else joined(fit, held_out)))
             with exact_products():
-                self._encode_group(group, stats, fit, held_out)
+                self._encode_group(group, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = _stored_loss(self.session, name, self.prefixed.keys[name])
@@ -263,12 +262,10 @@ class _Pass:
             return moments(data, self.workers), None
         return moments(fit, self.workers), moments(held_out, self.workers)
 
-    def _shrunk(self, group: Group, known: Moments) -> Tensor:
-        """The Hessian, shrunk as much as the calibration's of that input."""
+    def _shrinkage(self, group: Group) -> float:
+        """As much as the calibration's Hessian of that input was shrunk."""
         file = self.session.calibration
-        share = 0.0 if file is None else float(file.metadata["hessians"][group.key].get("shrinkage", 0.0))
-        # A copy: the moments go on into the target as they are.
-        return shrunk(known.hessian.clone(), share)
+        return 0.0 if file is None else float(file.metadata["hessians"][group.key].get("shrinkage", 0.0))
 
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.session.calibration
@@ -279,42 +276,55 @@ class _Pass:
             return None
         return list(torch.split(found.reshape(-1)[: sum(sizes)], sizes))
 
-    def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+    def _encode_group(self, group: Group, fit: Moments, held_out: Moments | None) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
         wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
-        if self.session.machine.on_gpu:
-            self._encode(wanted, stats, fit, held_out)
-            return
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
-
-        def one(name: str) -> None:
-            with search_threads(inner):
-                self._encode([name], stats, fit, held_out)
-
         with ThreadPoolExecutor(self.workers) as pool:
-            list(pool.map(one, wanted))
+            weights, shares, known = self._targets(wanted, fit, held_out, pool.map)
+            stats = Stats(shrunk(known.hessian, self._shrinkage(group)))
+            if self.session.machine.on_gpu:
+                self._encode(wanted, weights, shares, stats)
+                return
 
-    def _encode(self, names: Sequence[str], stats: Stats, fit: Moments, held_out: Moments | None) -> None:
-        items, shares = [], []
-        for name in names:
-            unit = self.session.units[name]
-            inner = self.session.encoder.inner(unit)
-            row_weight = self.session.statistics.row_weight(unit)
-            share = 0.0
-            if held_out is not None:
-                matrix = inner.reshape(inner.shape[0], -1)
-                matrix, share = target(matrix, fit, held_out, row_weight, DAMPING)
-                inner = matrix.reshape(inner.shape)
-            items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
-            shares.append(share)
-        for name, item, share, encoded in zip(
-            names, items, shares, recipes.encode_many(items, self.session.machine.scratch_bytes), strict=True
-        ):
-            unit, (_, inner, own, lead) = self.session.units[name], item
+            def one(index: int) -> None:
+                part = slice(index, index + 1)
+                with search_threads(inner):
+                    self._encode(wanted[part], weights[part], shares[part], stats)
+
+            list(pool.map(one, range(len(wanted))))
+
+    def _targets(
+        self, names: Sequence[str], fit: Moments, held_out: Moments | None, each: Callable[..., Iterable[Any]]
+    ) -> tuple[list[Tensor], list[float], Moments]:
+        """(what is rounded instead of each weight, the shares of their corrections, the moments of all tokens)."""
+        encoder, statistics = self.session.encoder, self.session.statistics
+        units = [self.session.units[n] for n in names]
+        inners = [encoder.inner(u) for u in units]
+        if held_out is None:
+            return inners, [0.0] * len(inners), fit
+        matrices = [
+            (w.reshape(w.shape[0], -1), statistics.row_weight(u)) for u, w in zip(units, inners, strict=True)
+        ]
+        found, known = targets(matrices, fit, held_out, DAMPING, map if len(names) == 1 else each)
+        return (
+            [m.reshape(w.shape) for (m, _), w in zip(found, inners, strict=True)],
+            [share for _, share in found],
+            known,
+        )
+
+    def _encode(
+        self, names: Sequence[str], weights: Sequence[Tensor], shares: Sequence[float], stats: Stats
+    ) -> None:
+        units = [self.session.units[n] for n in names]
+        own = [stats.for_rows(self.session.statistics.row_weight(u)) for u in units]
+        items = [(self.mix[u.name], w, s, u.lead) for u, w, s in zip(units, weights, own, strict=True)]
+        done = recipes.encode_many(items, self.session.machine.scratch_bytes)
+        for unit, (_, inner, known, lead), share, encoded in zip(units, items, shares, done, strict=True):
             decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
-            lost = loss(inner, decoded, own, lead)
+            lost = loss(inner, decoded, known, lead)
             if unit.permute is not None:
                 encoded = recipes.permuted(encoded, unit.permute, unit.shape)
             metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
-            self.session.work.put(self.prefixed.keys[name], dict(encoded.arrays), metadata)
+            self.session.work.put(self.prefixed.keys[unit.name], dict(encoded.arrays), metadata)
