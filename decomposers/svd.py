@@ -22,14 +22,12 @@ from torch import Tensor
 from nstf.decomposers.factors import (
     BytesOf,
     Decomposition,
-    Leaf,
-    assemble,
     check_finite,
     largest,
 )
 from nstf.decomposers.norms import DAMPING, cholesky, damped, solve_spd
-from nstf.kernels.formats import EncodedTensor, low_rank
-from nstf.kernels.formats.tree import Shape, decode
+from nstf.kernels.formats import low_rank
+from nstf.kernels.formats.tree import Shape
 
 KIND = low_rank.KIND
 CHUNK = 8192
@@ -126,17 +124,6 @@ class Prepared:
         b = solve_spd(weighted.T @ a, _chunked(self.weight.T, weighted).T)
         return b.to(torch.float32).contiguous(), _metric(self.hessian)
 
-    def residual_loss(self, a: Tensor, b: Tensor) -> float:
-        """sum_j row_weight_j * d_j H d_j^T for D = W - A B."""
-        total = 0.0
-        b64 = b.to(torch.float64)
-        for start in range(0, self.weight.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            d = self.weight[part].to(torch.float64) - a[part].to(torch.float64) @ b64
-            rows = ((d if self.hessian is None else d @ self.hessian) * d).sum(1)
-            total += float((rows if self.row_weight is None else rows * self.row_weight[part]).sum())
-        return total
-
     def _gram_b(self, b: Tensor) -> Tensor:
         b64 = b.to(torch.float64)
         return b64 @ (b64.T if self.hessian is None else self.hessian @ b64.T)
@@ -193,28 +180,6 @@ def decompose(
     """W ~ A B of `params.rank`. To cut several ranks from one weight use prepare(...).truncate(rank)."""
     prepared = prepare(weight, stats_hessian, row_weight, params.lead, params.damping)
     return prepared.truncate(params.rank)
-
-
-def encode_alternating(prepared: Prepared, rank: int, leaf: Leaf, rounds: int = 3) -> EncodedTensor:
-    """A and B rounded in turn, each re-solved for the other's rounded values; the best pair seen is returned.
-
-    The inner loop of CALDERA (Saha et al. 2024). rounds: how often both are rounded; 1 equals `encode`.
-    """
-    start = prepared.truncate(rank)
-    b, metric_b = start.factors["b"], start.metrics["b"]
-    best, best_loss = None, math.inf
-    for _ in range(max(1, rounds)):
-        encoded_b = leaf("b", b, metric_b)
-        b_rounded = decode(encoded_b).to(b.device)
-        encoded_a = leaf("a", *prepared.refit("a", {"b": b_rounded}))
-        a_rounded = decode(encoded_a).to(b.device)
-        loss = prepared.residual_loss(a_rounded, b_rounded)
-        if loss < best_loss:
-            best, best_loss = {"a": encoded_a, "b": encoded_b}, loss
-        b, metric_b = prepared.refit("b", {"a": a_rounded})
-    if best is None:
-        raise ValueError("the leaf returned factors that are not finite")
-    return assemble(KIND, start.params, start.shape, best)
 
 
 def rank_for_bytes(shape: Shape, size_bytes: int, bytes_of: BytesOf, lead: int = 1) -> int | None:

@@ -17,10 +17,17 @@ ACTIVATIONS_SHARE = {"cpu": 0.3, "cuda": 0.3}
 # Scratch of encoding: a share of a GPU; on a CPU each thread has its own.
 SCRATCH_SHARE = 0.15
 CPU_SCRATCH = 1 << 28
-# 64 windows of 512 tokens of a 135 M model need 0.8 GB on a CPU; more text than fits here gains little there.
-MOST_ACTIVATIONS = 2 << 30
+# What waits and what is encoded at a time decide about a file's bytes. So that these do not depend on what happens to be
+# free, a conversion without a stated bound takes these amounts, on a CPU (64 windows of 512 tokens need 0.8 GB for a
+# 135 M model) and on a GPU (7.5 GB for 8 B); less only where not even these are free.
+STANDARD_ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
+STANDARD_SCRATCH = 4 << 30
+# What compiling one more kernel beside the others takes of the host's memory.
+COMPILE_BYTES = 300 << 20
 # What Python, torch and transformers take before a model is touched.
 BASE_BYTES = 600 << 20
+# The same with CUDA's context and the compiled kernels.
+GPU_BASE_BYTES = 1800 << 20
 SMALLEST_BYTES = 1 << 30
 # Tokens of one forward call: a GPU wants more work for each launch.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
@@ -30,12 +37,13 @@ _NAMED = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 @dataclass(frozen=True)
 class Machine:
     """devices: where work is done, the first one leads; host_bytes, gpu_bytes: memory to stay within (each GPU's);
-    threads: of the CPU."""
+    threads: of the CPU; stated: whether the bound on the memory of the device that computes is the user's."""
 
     devices: tuple[torch.device, ...]
     threads: int
     host_bytes: int
     gpu_bytes: int
+    stated: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -57,18 +65,29 @@ class Machine:
 
     @property
     def activation_bytes(self) -> int:
-        """Activations of all batches that wait before a layer."""
-        room = int(ACTIVATIONS_SHARE[self.device.type] * self._spendable())
-        return room if self.on_gpu else min(room, MOST_ACTIVATIONS)
+        """Activations of all batches that wait before a layer: a share of a stated bound, else a standard amount, or
+        what there is where memory is short."""
+        return self._at_most(ACTIVATIONS_SHARE[self.device.type], STANDARD_ACTIVATIONS[self.device.type])
+
+    @property
+    def short(self) -> bool:
+        """Whether less is free than a conversion without a stated bound takes: other bytes may come out then."""
+        return not self.stated and self.activation_bytes < STANDARD_ACTIVATIONS[self.device.type]
 
     @property
     def scratch_bytes(self) -> int:
         """What encoding matrices side by side may take beyond the matrices."""
-        return int(SCRATCH_SHARE * self.gpu_bytes) if self.on_gpu else CPU_SCRATCH
+        return self._at_most(SCRATCH_SHARE, STANDARD_SCRATCH) if self.on_gpu else CPU_SCRATCH
 
     @property
     def tokens_per_batch(self) -> int:
         return TOKENS_PER_BATCH[self.device.type]
+
+    @property
+    def compilers(self) -> int:
+        """Kernels that may be compiled side by side before a GPU starts."""
+        room = (self.host_bytes - GPU_BASE_BYTES) // COMPILE_BYTES
+        return max(1, min(self.threads // 2, room))
 
     def workers(self, bytes_each: int) -> int:
         """Threads that may work at a time when each needs so much memory; at least one. A GPU is driven by one."""
@@ -76,6 +95,10 @@ class Machine:
             return 1
         room = int((1 - ACTIVATIONS_SHARE["cpu"]) * self._spendable())
         return max(1, min(self.threads, room // max(1, bytes_each)))
+
+    def _at_most(self, share: float, standard: int) -> int:
+        room = int(share * self._spendable())
+        return room if self.stated else min(room, standard)
 
     def _spendable(self) -> int:
         return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - BASE_BYTES)
@@ -98,7 +121,8 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
             torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), d)
     elif gpu_memory is not None and device != "auto":
         raise UsageError("a bound on GPU memory needs a GPU: leave it out, or choose another device")
-    return Machine(devices, threads or _cores(), host, gpu)
+    stated = (gpu_memory if gpu else memory) is not None
+    return Machine(devices, threads or _cores(), host, gpu, stated)
 
 
 def _devices(name: str) -> tuple[torch.device, ...]:

@@ -47,6 +47,15 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Text:
+    """windows of so many tokens to calibrate on; done: the calibration is there already."""
+
+    windows: int
+    tokens: int
+    done: bool = False
+
+
+@dataclass(frozen=True)
 class Prediction:
     """seconds: by stage; host_bytes, gpu_bytes: peaks."""
 
@@ -76,12 +85,18 @@ class _Work:
 
 
 def predict(
-    units: Sequence[Unit], options: ConvertOptions, machine: Machine, tensor_bytes: int
+    units: Sequence[Unit],
+    options: ConvertOptions,
+    machine: Machine,
+    tensor_bytes: int,
+    text: Text,
+    drops_hessians: bool = False,
 ) -> Prediction:
-    """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint."""
+    """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
+    used as they come and not kept."""
     rates = measured_rates(machine)
     work = _work(units)
-    tokens = (options.samples or options.level.samples) * options.seq_len
+    tokens = text.windows * text.tokens
     scored = MEASURED_WINDOWS * options.seq_len
     product, factor = rates.product * BESIDE, rates.factor
     forward = work.linear * product

@@ -6,6 +6,8 @@ import math
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +26,7 @@ from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
 from nstf_convert.pipeline.machine import machine
-from nstf_convert.pipeline.prediction import Prediction, predict
+from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.progress import NOTICE, Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
@@ -41,6 +43,9 @@ MOST_SAMPLED = 32
 EXPAND_BYTES = 4 << 30
 # Hessians that take more in all are used as they come, and not kept: front to back makes its own.
 HESSIAN_BYTES = 3 << 30
+# Bytes that wait per token, in widths of the hidden state, while all windows stand before a layer: the stream, what the
+# model keeps of its own input, and rotary tables.
+WAITING_WIDTHS = 3
 # Bumped when a calibration means something else: older files are then refused.
 CALIBRATION_VERSION = 8
 # The same command cannot succeed after one of these.
@@ -50,46 +55,44 @@ INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
-    def __init__(
-        self,
-        options: ConvertOptions,
-        stages: Stages,
-        keep_work: bool | None = None,
-        may_drop: bool = True,
-    ) -> None:
+    def __init__(self, options: ConvertOptions, stages: Stages, may_drop: bool = True) -> None:
         """may_drop: large Hessians may be used while they are there and not stored."""
         self.may_drop = may_drop
         self.options = options
+        self.windows: dict[str, int] = {}
         self.stages = stages
         self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
+        self._folder = options.work_dir or options.output.with_name(options.output.name + ".work")
+        self._made_folder = not self._folder.exists()
+        self._opened = ExitStack()
+        self._opened.callback(torch.set_num_threads, torch.get_num_threads())
+        self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
-        self._compiling = self._compile_ahead()
-        with stages.stage("open"):
-            self.checkpoint = open_checkpoint(options.model)
-            self.config = _config(self.checkpoint)
-            self.model_reason: str | None = None
-            self.model = self._build_model()
-        folder = options.work_dir or options.output.with_name(options.output.name + ".work")
-        self.keep_work = options.work_dir is not None if keep_work is None else keep_work
-        self._made_folder = not folder.exists()
         try:
-            self.work = WorkDir(folder, self._identity())
-        except BaseException:
-            self.checkpoint.close()
-            raise
-        try:
-            self.source = self._expanded()
-            self.units = {u.name: u for u in find_units(self._infos(), self.model)}
-            self.calibration: TensorFile | None = None
-            self.prediction = self._predict()
-            self.statistics = Statistics(None, self.device)
-            self.encoder = self._encoder("none")
-            self._calibrate()
-            self.statistics = Statistics(self.calibration, self.device)
-            self.encoder = self._encoder(self.calibration_fingerprint())
+            self._open()
         except BaseException as error:
             self._close(type(error))
             raise
+
+    def _open(self) -> None:
+        options, stages = self.options, self.stages
+        self._compiling = self._compile_ahead()
+        with stages.stage("open"):
+            self.checkpoint = self._opened.enter_context(closing(open_checkpoint(options.model)))
+            self.config = _config(self.checkpoint)
+            self.model_reason: str | None = None
+            self.model = self._build_model()
+        self.work = self._opened.enter_context(WorkDir(self._folder, self._identity()))
+        self.source = self._expanded()
+        self.units = {u.name: u for u in find_units(self._infos(), self.model)}
+        self.calibration = self._found_calibration()
+        self.prediction = self._predict()
+        self.statistics = Statistics(None, self.device)
+        self.encoder = self._encoder("none")
+        if self.calibration is None and self.model is not None:
+            self._make_calibration(self.model)
+        self.statistics = Statistics(self.calibration, self.device)
+        self.encoder = self._encoder(self.calibration_fingerprint())
 
     def __enter__(self) -> Self:
         return self
@@ -102,12 +105,10 @@ class Session:
     def _close(self, kind: type[BaseException] | None) -> None:
         """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
         after a mistake in the input, whose correction makes it another session."""
-        self.stages.close()
-        self.work.close()
-        self.checkpoint.close()
+        self._opened.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and not self.keep_work:
-            shutil.rmtree(self.work.path, ignore_errors=True)
+        if useless and self.options.work_dir is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def threads(self) -> int:
@@ -126,13 +127,37 @@ class Session:
 
         def run() -> None:
             try:
-                warm_up(self.device, trellis.codebook, max(1, self.threads // 2))
+                warm_up(self.device, trellis.codebook, self.machine.compilers)
             except Exception as error:  # the search itself will say what is wrong
                 log.debug("compiling ahead: %s", error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens of one forward call: so few that the layers' inputs, kept for a backward pass, fit the bound."""
+        most = self.machine.tokens_per_batch
+        if self.model is None or not self.model.is_causal_lm:
+            return most
+        config = self.model.module.config.get_text_config()
+        each = 4 * getattr(config, "hidden_size", 1) * getattr(config, "num_hidden_layers", 1)
+        return max(1, min(most, self.machine.activation_bytes // each))
+
+    def fitting(self, step: str, windows: int, bytes_each: int, least: int = 1) -> int:
+        """How many of `windows` may wait in memory at a time when each takes so many bytes; kept for the report, with a
+        warning when it is fewer."""
+        kept = min(windows, max(least, self.machine.activation_bytes // max(1, bytes_each)))
+        if kept < windows and self.windows.get(step) != kept:
+            room = self.machine.activation_bytes / 2**30
+            short = ", less than there is room for usually: the file differs from one made with more memory"
+            log.warning(
+                "%s: %d of %d windows fit %.1f GiB of waiting activations%s; give more memory for all of them",
+                step, kept, windows, room, short if self.machine.short else "",
+            )  # fmt: skip
+        self.windows[step] = kept
+        return kept
 
     def wait_for_kernels(self) -> None:
         """Returns when the searches are compiled."""
@@ -232,37 +257,46 @@ class Session:
             return None
         with self.stages.stage("prediction"):
             found = predict(
-                list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes
-            )
+                list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
+                self._text(self.model), self._drops_hessians(self.model),
+            )  # fmt: skip
         self.stages.expect(found.seconds)
-        bound, peak = self.machine.memory_bytes, found.gpu_bytes or found.host_bytes
-        log.log(
-            NOTICE,
-            "about %s on %s, %.1f GiB of memory (bound %.1f GiB)",
-            minutes(found.total_seconds), self.device, peak / 2**30, bound / 2**30,
-        )  # fmt: skip
+        machine = self.machine
+        memory = [(found.host_bytes, machine.host_bytes, "memory")]
+        if machine.on_gpu:
+            memory.append((found.gpu_bytes, machine.gpu_bytes, "GPU memory"))
+        told = ", ".join(f"{n / 2**30:.1f} of {bound / 2**30:.1f} GiB of {what}" for n, bound, what in memory)
+        log.log(NOTICE, "about %s on %s, %s", minutes(found.total_seconds), self.device, told)
+        if any(n > bound for n, bound, _ in memory):
+            log.warning("the largest tensors of this model may take more than the bound on memory")
         return found
 
-    def _calibrate(self) -> None:
-        """Finds or makes the calibration; `calibration` stays None for a model that cannot be run."""
-        if self.options.calibration is not None:
-            self.calibration = self._given_calibration(self.options.calibration)
-            return
-        if self.model is None:
-            return
-        path = self.work.path / "calibration.safetensors"
-        self.calibration = undamaged(path)
-        if self.calibration is not None and not self._drops_hessians(self.model):
-            entries = self.calibration.metadata["hessians"]
-            if any(f"hessian:{key}" not in self.calibration.names() for key in entries):
-                self.calibration = None  # of a run that did not need them again
-        if self.calibration is None:
-            self._make_calibration(self.model, path)
-            self.calibration = TensorFile(path)
+    def _text(self, model: StreamedModel) -> Text:
+        """How much text is calibrated on, and whether that is done already."""
+        if self.calibration is not None:
+            source = self.calibration.metadata["source"]
+            return Text(int(source["fit_windows"]), int(source.get("seq_len", self.options.seq_len)), True)
+        options = self.options
+        most = inputs.longest_window(model)
+        return Text(options.samples or options.level.samples, min(options.seq_len, most), False)
 
-    def _make_calibration(self, model: StreamedModel, path: Path) -> None:
+    def _found_calibration(self) -> TensorFile | None:
+        """The calibration that was given, or one that an earlier run left."""
+        if self.options.calibration is not None:
+            return self._given_calibration(self.options.calibration)
+        found = None if self.model is None else undamaged(self._calibration_path)
+        if found is None or self.model is None or self._drops_hessians(self.model):
+            return found
+        whole = all(f"hessian:{key}" in found.names() for key in found.metadata["hessians"])
+        return found if whole else None  # the other run did not need them again
+
+    @property
+    def _calibration_path(self) -> Path:
+        return self.work.path / "calibration.safetensors"
+
+    def _make_calibration(self, model: StreamedModel) -> None:
         with self.stages.stage("calibration text"):
-            data = self._data(model)
+            data = self._waiting(model, self._data(model))
         facts = {
             "version": CALIBRATION_VERSION,
             "checkpoint": self.checkpoint.fingerprint(),
@@ -280,13 +314,27 @@ class Session:
             calibrate_model(
                 model,
                 data,
-                path,
+                self._calibration_path,
                 metadata,
                 self.options.seed,
-                self.machine.tokens_per_batch,
+                self.tokens_per_batch,
                 consume,
                 self.stages.tick,
             )
+        self.calibration = TensorFile(self._calibration_path)
+
+    def _waiting(self, model: StreamedModel, data: inputs.Data) -> inputs.Data:
+        """The data with as many windows to fit on as may wait before a layer; the first ones are of all datasets."""
+        if not data.language:
+            return data
+        ids = data.fit[0]["input_ids"]
+        width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
+        kept = self.fitting("calibration", len(data.fit), 4 * WAITING_WIDTHS * width * ids.numel(), 1)
+        if kept == len(data.fit):
+            return data
+        source = {**data.source, "fit_windows": kept}
+        domains = {**data.domains, "fit": data.domains["fit"][:kept]}
+        return replace(data, fit=data.fit[:kept], source=source, domains=domains)
 
     def _drops_hessians(self, model: StreamedModel) -> bool:
         """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""

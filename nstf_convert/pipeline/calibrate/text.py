@@ -74,7 +74,7 @@ def _windows(
     origin: str,
 ) -> Data:
     language = model.is_causal_lm
-    seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), _max_positions(model))
+    seq_len = min(seq_len if language else min(seq_len, ENCODER_SEQ_LEN), longest_window(model))
     per_fit = math.ceil(samples / len(sources))
     per_held = math.ceil(HELD_OUT_WINDOWS / len(sources))
     per_report = math.ceil(REPORT_WINDOWS / len(sources))
@@ -114,7 +114,7 @@ def mixed_data(model: StreamedModel, tokenizer: Any, samples: int, seq_len: int,
 
 def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:
     """Windows of the Python manual, for a text encoder."""
-    seq_len = min(ENCODER_SEQ_LEN, _max_positions(model))
+    seq_len = min(ENCODER_SEQ_LEN, longest_window(model))
     windows = tokenise_windows(
         tokenizer, manual(), seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
     )
@@ -191,7 +191,7 @@ def sampled_data(model: StreamedModel, samples: int, seq_len: int, seed: int, st
     from nstf_convert.pipeline.calibrate.sampled_text import sample_windows
 
     held = HELD_OUT_WINDOWS + REPORT_WINDOWS
-    seq_len = min(seq_len, _max_positions(model))
+    seq_len = min(seq_len, longest_window(model))
     windows = sample_windows(model, samples + held, seq_len, seed, start)
     return _split(True, _rows(windows), samples, {"origin": "model", "seq_len": seq_len})
 
@@ -211,7 +211,8 @@ def _split(language: bool, batches: Sequence[Batch], fit: int, source: dict[str,
     return Data(language, parts[0], parts[1], {**source, **counts}, parts[2], domains)
 
 
-def _max_positions(model: StreamedModel) -> int:
+def longest_window(model: StreamedModel) -> int:
+    """The most tokens the model has positions for."""
     config = model.module.config.get_text_config()
     limits = [
         getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")

@@ -5,14 +5,14 @@ through a model whose weights are the encoded ones: all batches stop before a gr
 input, the second moment of that input is taken, the group is encoded with it, and the batches go on through the
 decoded weights (the order of Frantar et al., GPTQ, 2022, weight group by weight group instead of layer by layer).
 
-With a `target` other than the weight itself the original model runs in step, see nstf_convert.pipeline.improve.target.
+To correct a layer for what its predecessors lost the original model runs in step (nstf_convert.pipeline.improve.target).
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
-from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, target
+from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.mix import Loader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -44,27 +44,10 @@ VERSION = 1
 # Mixes of more bits a weight lose so little that rounded products would drown it: exact ones gave 5 % less divergence at 8
 # bits (sample LLaMA).
 EXACT_BITS = 5.0
-TARGETS = ("weight", "output", "stream")
-
-
-@dataclass(frozen=True)
-class PrefixOptions:
-    """target: what is rounded, the `weight`, or what reproduces the original's layer `output`, or its residual
-    `stream` where the layer writes to one. damping: of that fit, relative to the Hessian's mean diagonal; held_out:
-    share of the batches that decide how far it goes. original: share of the original model's Hessian in the blend
-    with the compressed prefix's; diagonal: share of the blend's own diagonal (None: as much as the calibration's
-    Hessian of that input was shrunk).
-    """
-
-    target: str = "stream"
-    damping: float = 0.01
-    held_out: float = 0.25
-    original: float = 0.0
-    diagonal: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {self.target[:40]!r}")
+# Of the weight's correction: damping, relative to the Hessian's mean diagonal, and the share of the batches that decide how
+# far it goes.
+DAMPING = 0.01
+HELD_OUT = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +81,18 @@ def encode_in_prefix(
     session: Session,
     mix: Mapping[str, Recipe],
     progress: Callable[[Unit], None],
-    options: PrefixOptions | None = None,
+    corrected: bool = True,
 ) -> Prefixed:
     """Encodes a mix front to back. What the scheme does not cover is encoded with the calibration's statistics, first:
     tables, expert stacks, weights of modules that run several times, tensors the data says nothing about.
+
+    corrected: rounded is what makes up for the predecessors' errors, in the residual stream where a layer writes to
+    one; otherwise the weight itself.
     """
-    options = options or PrefixOptions()
     batches = [] if session.calibration is None else fit_batches(session.calibration)
     groups = find_groups(session, mix, batches) if batches else []
-    batches = affordable(session, groups, batches, 1 if options.target == "weight" else 2)
-    keys = _keys(session, mix, groups, options, len(batches))
+    batches = affordable(session, groups, batches, 2 if corrected else 1)
+    keys = _keys(session, mix, groups, corrected, len(batches))
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
@@ -117,7 +102,7 @@ def encode_in_prefix(
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
             torch.set_num_threads(1)
-            _Pass(prefixed, mix, groups, options, progress, workers).run(batches)
+            _Pass(prefixed, mix, groups, corrected, progress, workers).run(batches)
         finally:
             torch.set_num_threads(threads)
     for name, key in keys.items():
@@ -133,11 +118,11 @@ def _stored_loss(session: Session, name: str, key: str) -> float:
 
 
 def _keys(
-    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], options: PrefixOptions, windows: int
+    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], corrected: bool, windows: int
 ) -> dict[str, str]:
     """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each, and
     the number of windows that fit the memory."""
-    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, options=asdict(options))
+    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, corrected=corrected)
     return {
         name: content_key(
             kind="prefix",
@@ -168,12 +153,12 @@ class _Pass:
         prefixed: Prefixed,
         mix: Mapping[str, Recipe],
         groups: Sequence[Group],
-        options: PrefixOptions,
+        corrected: bool,
         progress: Callable[[Unit], None],
         workers: int,
     ) -> None:
         self.prefixed, self.session, self.mix = prefixed, prefixed.session, mix
-        self.groups, self.options, self.progress, self.workers = groups, options, progress, workers
+        self.groups, self.corrected, self.progress, self.workers = groups, corrected, progress, workers
         self.ready = {name for name in mix if name not in prefixed.keys}
         self.decoded: dict[str, Tensor] = {}
         self.lock = threading.Lock()
@@ -200,10 +185,10 @@ class _Pass:
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
         data = run_data(self.session)
-        merged = list(merge_batches(batches, even_tokens(batches, self.session.machine.tokens_per_batch)))
+        merged = list(merge_batches(batches, even_tokens(batches, self.session.tokens_per_batch)))
         if len(merged) < MIN_BATCHES:
             merged = list(batches)  # some are held out
-        models = [self.model] if self.options.target == "weight" else [self.model, self.session.reference()]
+        models = [self.model, self.session.reference()] if self.corrected else [self.model]
         paths = [dict(m.module.named_modules()) for m in models]
         self.count = len(merged)
         runs = [
@@ -213,7 +198,7 @@ class _Pass:
         ]
         gates = [[p[g.module] for p in paths] for g in self.groups if g.module]
         handles = []
-        if self.options.target == "stream":
+        if self.corrected:
             norms = {g.norm for g in self.groups if g.norm is not None}
             handles = [
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
@@ -243,9 +228,8 @@ class _Pass:
         start = time.perf_counter()
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             fit, held_out = self._moments(group, inputs)
-            stats = Stats(self._blended(group, fit if held_out is None else joined(fit, held_out)))
             with exact_products():
-                self._encode_group(group, stats, fit, held_out)
+                self._encode_group(group, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = _stored_loss(self.session, name, self.prefixed.keys[name])
@@ -265,31 +249,23 @@ class _Pass:
         here = [i for i in range(self.count) if given[i] is not None]
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
-        if self.options.target == "weight":
+        if not self.corrected:
             return moments(Rows(rows, weights=weights), self.workers), None
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
-        if self.options.target == "stream" and group.norm is not None:
+        if group.norm is not None:
             lag = [(self.streams[self.count + i] - self.streams[i]).flatten(0, -2) for i in here]
         data = Rows(rows, originals, lag, weights)
-        kept = max(1, round(len(rows) * self.options.held_out))
+        kept = max(1, round(len(rows) * HELD_OUT))
         fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
         if not fit.rows:
             return moments(data, self.workers), None
         return moments(fit, self.workers), moments(held_out, self.workers)
 
-    def _blended(self, group: Group, known: Moments) -> Tensor:
-        # A copy: the moments go on into the target as they are.
-        hessian = known.hessian.clone()
-        if self.options.original and self.session.calibration is not None:
-            before = self.session.calibration.get(f"hessian:{group.key}")
-            hessian = hessian.lerp(before.to(hessian.device), self.options.original)
-        return shrunk(hessian, self._shrinkage(group))
-
     def _shrinkage(self, group: Group) -> float:
-        if self.options.diagonal is not None or self.session.calibration is None:
-            return self.options.diagonal or 0.0
-        return float(self.session.calibration.metadata["hessians"][group.key].get("shrinkage", 0.0))
+        """As much as the calibration's Hessian of that input was shrunk."""
+        file = self.session.calibration
+        return 0.0 if file is None else float(file.metadata["hessians"][group.key].get("shrinkage", 0.0))
 
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
         file = self.session.calibration
@@ -300,42 +276,55 @@ class _Pass:
             return None
         return list(torch.split(found.reshape(-1)[: sum(sizes)], sizes))
 
-    def _encode_group(self, group: Group, stats: Stats, fit: Moments, held_out: Moments | None) -> None:
+    def _encode_group(self, group: Group, fit: Moments, held_out: Moments | None) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
         wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
-        if self.session.machine.on_gpu:
-            self._encode(wanted, stats, fit, held_out)
-            return
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
-
-        def one(name: str) -> None:
-            with search_threads(inner):
-                self._encode([name], stats, fit, held_out)
-
         with ThreadPoolExecutor(self.workers) as pool:
-            list(pool.map(one, wanted))
+            weights, shares, known = self._targets(wanted, fit, held_out, pool.map)
+            stats = Stats(shrunk(known.hessian, self._shrinkage(group)))
+            if self.session.machine.on_gpu:
+                self._encode(wanted, weights, shares, stats)
+                return
 
-    def _encode(self, names: Sequence[str], stats: Stats, fit: Moments, held_out: Moments | None) -> None:
-        items, shares = [], []
-        for name in names:
-            unit = self.session.units[name]
-            inner = self.session.encoder.inner(unit)
-            row_weight = self.session.statistics.row_weight(unit)
-            share = 0.0
-            if held_out is not None:
-                matrix = inner.reshape(inner.shape[0], -1)
-                matrix, share = target(matrix, fit, held_out, row_weight, self.options.damping)
-                inner = matrix.reshape(inner.shape)
-            items.append((self.mix[name], inner, stats.for_rows(row_weight), unit.lead))
-            shares.append(share)
-        for name, item, share, encoded in zip(
-            names, items, shares, recipes.encode_many(items, self.session.machine.scratch_bytes), strict=True
-        ):
-            unit, (_, inner, own, lead) = self.session.units[name], item
+            def one(index: int) -> None:
+                part = slice(index, index + 1)
+                with search_threads(inner):
+                    self._encode(wanted[part], weights[part], shares[part], stats)
+
+            list(pool.map(one, range(len(wanted))))
+
+    def _targets(
+        self, names: Sequence[str], fit: Moments, held_out: Moments | None, each: Callable[..., Iterable[Any]]
+    ) -> tuple[list[Tensor], list[float], Moments]:
+        """(what is rounded instead of each weight, the shares of their corrections, the moments of all tokens)."""
+        encoder, statistics = self.session.encoder, self.session.statistics
+        units = [self.session.units[n] for n in names]
+        inners = [encoder.inner(u) for u in units]
+        if held_out is None:
+            return inners, [0.0] * len(inners), fit
+        matrices = [
+            (w.reshape(w.shape[0], -1), statistics.row_weight(u)) for u, w in zip(units, inners, strict=True)
+        ]
+        found, known = targets(matrices, fit, held_out, DAMPING, map if len(names) == 1 else each)
+        return (
+            [m.reshape(w.shape) for (m, _), w in zip(found, inners, strict=True)],
+            [share for _, share in found],
+            known,
+        )
+
+    def _encode(
+        self, names: Sequence[str], weights: Sequence[Tensor], shares: Sequence[float], stats: Stats
+    ) -> None:
+        units = [self.session.units[n] for n in names]
+        own = [stats.for_rows(self.session.statistics.row_weight(u)) for u in units]
+        items = [(self.mix[u.name], w, s, u.lead) for u, w, s in zip(units, weights, own, strict=True)]
+        done = recipes.encode_many(items, self.session.machine.scratch_bytes)
+        for unit, (_, inner, known, lead), share, encoded in zip(units, items, shares, done, strict=True):
             decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
-            lost = loss(inner, decoded, own, lead)
+            lost = loss(inner, decoded, known, lead)
             if unit.permute is not None:
                 encoded = recipes.permuted(encoded, unit.permute, unit.shape)
             metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
-            self.session.work.put(self.prefixed.keys[name], dict(encoded.arrays), metadata)
+            self.session.work.put(self.prefixed.keys[unit.name], dict(encoded.arrays), metadata)

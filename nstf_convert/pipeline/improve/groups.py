@@ -85,7 +85,8 @@ def affordable(
         return list(batches)
     entries = file.metadata["hessians"]
     widest = max(entries[g.key]["tokens"] * _inputs(session, g) for g in groups) * 4 * 2 * models
-    return list(batches[: max(MIN_BATCHES, int(len(batches) * session.machine.activation_bytes / widest))])
+    kept = session.fitting("front to back", len(batches), -(-widest // len(batches)), MIN_BATCHES)
+    return list(batches[:kept])
 
 
 def _inputs(session: Session, group: Group) -> int:

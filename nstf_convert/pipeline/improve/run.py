@@ -8,7 +8,7 @@ from typing import Any
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.header import Meta
-from nstf_convert.pipeline.improve.front_to_back import PrefixOptions, encode_in_prefix
+from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
@@ -100,8 +100,7 @@ class Run:
         progress = counter(session, 2)
         session.wait_for_kernels()
         with session.stages.stage("encode front to back"):
-            target = "stream" if session.options.front_to_back else "weight"
-            prefixed = encode_in_prefix(session, planned.mix, progress, PrefixOptions(target))
+            prefixed = encode_in_prefix(session, planned.mix, progress, session.options.front_to_back)
         with session.stages.stage("measure"):
             measured = mixes.measure(session, planned.mix, load=prefixed.loader())
         losses = {n: r.loss for n, r in prefixed.results.items()}

@@ -8,7 +8,7 @@ the sequence ends. Every comparison is paired, on the same windows.
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,18 +47,14 @@ class _State:
     slowest_measure: float = 0.0
 
 
-def search(
-    run: Run, start: Trial, budget_bytes: int, weights: Mapping[str, float] | None = None
-) -> tuple[Trial, dict[str, float], SearchFacts]:
-    """The best mix found within the options' time or steps, the weights it was planned with, and what was done.
-
-    weights: factors on single tensors' expected losses that `start` was planned with.
-    """
+def search(run: Run, start: Trial, budget_bytes: int) -> tuple[Trial, dict[str, float], SearchFacts]:
+    """The best mix found within the options' time or steps, the factors on single tensors' expected losses that it was
+    planned with, and what was done."""
     options = run.session.options
     minutes, steps = options.search_limits or (None, 0)
     default = options.search_minutes is None and options.search_steps is None
     facts = SearchFacts(minutes, steps)
-    state = _State(start, dict(weights or {}), seen={_mix_key(start.planned)})
+    state = _State(start, seen={_mix_key(start.planned)})
     begin = time.perf_counter()
     ended = "no moves are left"
     with run.session.stages.stage("search"):

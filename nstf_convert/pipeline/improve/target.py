@@ -12,8 +12,9 @@ D is estimated from few tokens, and goes too far for it. Held-out tokens tell ho
 minimises the error there is a ratio of two traces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,55 +65,97 @@ def moments(data: Rows, workers: int) -> Moments:
 
 
 def joined(a: Moments, b: Moments) -> Moments:
-    """The moments of two sets of tokens together."""
+    """The moments of two sets of tokens together, in the memory of the first."""
     share = b.mass / max(a.mass + b.mass, 1e-30)
 
     def mix(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        return None if x is None or y is None else x.lerp(y, share)
+        return None if x is None or y is None else x.lerp_(y, share)
 
     return Moments(
-        a.hessian.lerp(b.hessian, share), mix(a.cross, b.cross), mix(a.stream, b.stream), a.mass + b.mass
+        a.hessian.lerp_(b.hessian, share), mix(a.cross, b.cross), mix(a.stream, b.stream), a.mass + b.mass
     )
 
 
-def target(
-    weight: Tensor, fit: Moments, held_out: Moments, row_weight: Tensor | None, damping: float
-) -> tuple[Tensor, float]:
-    """(the weight to round instead of `weight` [out, in], the share of D it took, 0..1).
+def targets(
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    fit: Moments,
+    held_out: Moments,
+    damping: float,
+    each: Callable[..., Iterable[Any]] = map,
+) -> tuple[list[tuple[Tensor, float]], Moments]:
+    """([the weight to round instead of each, the share of D it took, 0..1], the moments of all tokens).
 
-    The share is found on `held_out` with the D of `fit`; D itself then comes from both. row_weight: [out], what a
-    squared error of each output counts.
+    weights: (weight [out, in], [out] what a squared error of each output counts or None) that read one input. The share is
+    found on `held_out` with the D of `fit`; D itself then comes from both, which takes the memory of `fit`. each: a `map`
+    that may work on several weights at a time. Beside the moments two float64 matrices of [in, in] are in memory.
     """
-    direction = _direction(weight, fit, damping)
-    wanted = (_slope(weight, held_out, slice(None)) * direction).sum(1, dtype=torch.float64)
-    energy = ((direction @ held_out.hessian) * direction).sum(1, dtype=torch.float64)
-    if row_weight is not None:
-        wanted, energy = wanted * row_weight.double(), energy * row_weight.double()
-    share = float(wanted.sum()) / max(float(energy.sum()), 1e-30)
-    share = min(max(share, 0.0), 1.0) if share == share else 0.0
-    if share == 0.0:
-        return weight, 0.0
-    return weight + share * _direction(weight, joined(fit, held_out), damping), share
+    shares = _shares(weights, fit, held_out, damping, each)
+    both = joined(fit, held_out)
+    if not any(shares):
+        return [(weight, 0.0) for weight, _ in weights], both
+    system = _System(both, damping)
+
+    def corrected(weight: Tensor, share: float) -> tuple[Tensor, float]:
+        return (weight + share * system.direction(weight) if share else weight), share
+
+    return list(each(corrected, [weight for weight, _ in weights], shares)), both
 
 
-def _slope(weight: Tensor, m: Moments, rows: slice) -> Tensor:
+def _shares(
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    fit: Moments,
+    held_out: Moments,
+    damping: float,
+    each: Callable[..., Iterable[Any]],
+) -> list[float]:
+    """How far each weight goes along the D of `fit` to lose least on `held_out`: a ratio of two traces."""
+    system, shift = _System(fit, damping), _shift(held_out)
+
+    def one(pair: tuple[Tensor, Tensor | None]) -> float:
+        weight, row_weight = pair
+        direction = system.direction(weight)
+        wanted = (_slope(weight, shift, held_out.stream) * direction).sum(1, dtype=torch.float64)
+        energy = ((direction @ held_out.hessian) * direction).sum(1, dtype=torch.float64)
+        if row_weight is not None:
+            wanted, energy = wanted * row_weight.double(), energy * row_weight.double()
+        share = float(wanted.sum()) / max(float(energy.sum()), 1e-30)
+        return min(max(share, 0.0), 1.0) if share == share else 0.0
+
+    return list(each(one, weights))
+
+
+def _shift(m: Moments) -> Tensor | None:
+    """E[x x~^T] - H~."""
+    return None if m.cross is None else m.cross - m.hessian
+
+
+def _slope(weight: Tensor, shift: Tensor | None, stream: Tensor | None) -> Tensor:
     """W (E[x x~^T] - H~) + R: half the negative gradient of the squared error at W, for some rows: [rows, in]."""
-    slope = torch.zeros_like(weight) if m.cross is None else weight @ (m.cross - m.hessian)
-    return slope if m.stream is None else slope + m.stream[rows]
+    slope = torch.zeros_like(weight) if shift is None else weight @ shift
+    return slope if stream is None else slope + stream
 
 
-def _direction(weight: Tensor, m: Moments, damping: float) -> Tensor:
-    """D: [out, in]."""
-    # In place: of a wide layer's matrix each copy in float64 takes gigabytes.
-    damped = m.hessian.double()
-    damped.diagonal().add_(damping * damped.diagonal().mean().clamp_min(1e-30))
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    del damped
-    if int(failed) or not bool(torch.isfinite(factor).all()):
-        return torch.zeros_like(weight)
-    out = torch.empty_like(weight, dtype=torch.float32)
-    # Some rows at a time: the double copies of a whole head would take 24 bytes a weight.
-    for start in range(0, weight.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
-        out[rows] = torch.cholesky_solve(_slope(weight[rows], m, rows).double().T, factor).T
-    return out
+class _System:
+    """What D is solved from: the factor of the damped Hessian, once for all weights that read the input."""
+
+    def __init__(self, m: Moments, damping: float) -> None:
+        # In place: of a wide layer's matrix each copy in float64 takes gigabytes.
+        damped = m.hessian.double()
+        damped.diagonal().add_(damping * damped.diagonal().mean().clamp_min(1e-30))
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        del damped
+        self.usable = not int(failed) and bool(torch.isfinite(factor).all())
+        self.factor, self.shift, self.stream = factor, _shift(m), m.stream
+
+    def direction(self, weight: Tensor) -> Tensor:
+        """D: [out, in]."""
+        if not self.usable:
+            return torch.zeros_like(weight)
+        out = torch.empty_like(weight, dtype=torch.float32)
+        # Some rows at a time: the double copies of a whole head would take 24 bytes a weight.
+        for start in range(0, weight.shape[0], ROWS):
+            rows = slice(start, start + ROWS)
+            stream = None if self.stream is None else self.stream[rows]
+            slope = _slope(weight[rows], self.shift, stream)
+            out[rows] = torch.cholesky_solve(slope.double().T, self.factor).T
+        return out

@@ -7,7 +7,7 @@ from nstf.errors import UsageError
 from nstf_convert.device_weights import DeviceWeights
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
-from nstf_convert.pipeline.prediction import predict
+from nstf_convert.pipeline.prediction import Text, predict
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session, minutes
 
@@ -16,6 +16,44 @@ CPU = torch.device("cpu")
 
 def small_machine(host_bytes: int = 4 << 30, threads: int = 4) -> Machine:
     return Machine((CPU,), threads, host_bytes, 0)
+
+
+def test_what_waits_does_not_depend_on_what_happens_to_be_free() -> None:
+    free = [Machine((CPU,), 4, n << 30, 0) for n in (16, 64)]
+    assert free[0].activation_bytes == free[1].activation_bytes and not free[0].short
+    # A stated bound decides, whether it is small or large; memory that is truly short does too, and is said to.
+    stated = [Machine((CPU,), 4, n << 30, 0, stated=True) for n in (2, 16, 64)]
+    assert stated[0].activation_bytes < free[0].activation_bytes < stated[2].activation_bytes
+    assert not any(m.short for m in stated)
+    assert small_machine(2 << 30).short
+    gpus = [Machine((torch.device("cuda"),), 4, 8 << 30, n << 30) for n in (60, 100)]
+    assert (gpus[0].activation_bytes, gpus[0].scratch_bytes) == (
+        gpus[1].activation_bytes,
+        gpus[1].scratch_bytes,
+    )
+
+
+def test_fewer_windows_than_asked_for_are_said_to_be_fewer(options, monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 3 * 3 * 4 * 64 * 32))
+    with Session(options(samples=12, work_dir=tmp_path / "work"), Stages()) as session:
+        assert session.windows == {"calibration": 3}
+        assert session.calibration is not None
+        assert session.calibration.metadata["source"]["fit_windows"] == 3
+    assert "calibration: 3 of 12 windows fit" in caplog.text
+
+
+def test_threads_are_as_before_when_a_conversion_is_over(options, tmp_path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Session(options(threads=1), Stages()):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with pytest.raises(UsageError):
+            Session(options(threads=1, calibration=tmp_path / "none"), Stages())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_workers_are_as_many_as_fit_the_memory() -> None:
@@ -57,8 +95,8 @@ def test_more_text_and_more_layers_are_predicted_to_take_longer(options, tmp_pat
     session = Session(options(work_dir=tmp_path / "work"), Stages())
     try:
         units = list(session.units.values())
-        few = predict(units, options(samples=4, prefix=True), session.machine, 1 << 20)
-        many = predict(units, options(samples=400, prefix=True), session.machine, 1 << 20)
+        few = predict(units, options(prefix=True), session.machine, 1 << 20, Text(4, 512))
+        many = predict(units, options(prefix=True), session.machine, 1 << 20, Text(400, 512))
     finally:
         session.work.close()
         session.checkpoint.close()
