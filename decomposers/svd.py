@@ -141,6 +141,30 @@ def prepare(
     hessian: [cols, cols] or None (plain SVD). row_weight: [rows] or None. Raises ValueError on shapes that do
     not fit and on NaN or infinity.
     """
+    w, h, row_weight = _checked(weight, hessian, row_weight, lead, damping)
+    gram, root = _whitened_gram(w, h, row_weight)
+    values, vectors = torch.linalg.eigh(gram)
+    singular = values.flip(0).clamp_min(0.0).sqrt()
+    return Prepared(w, tuple(weight.shape), lead, singular, vectors.flip(1), h, root, row_weight)
+
+
+def singular_values(
+    weight: Tensor,
+    hessian: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    lead: int = 1,
+    damping: float = DAMPING,
+) -> Tensor:
+    """Those of `prepare`, float64 [min(rows, cols)] falling, without the vectors: several times as fast on a GPU."""
+    gram, _ = _whitened_gram(*_checked(weight, hessian, row_weight, lead, damping))
+    values: Tensor = torch.linalg.eigvalsh(gram)
+    return values.flip(0).clamp_min(0.0).sqrt()
+
+
+def _checked(
+    weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, lead: int, damping: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(the weight as a float32 matrix, the Hessian and the row weights with damping, float64)."""
     shape = tuple(weight.shape)
     low_rank.children(low_rank.Params(1, lead), shape)
     rows, cols = math.prod(shape[:lead]), math.prod(shape[lead:])
@@ -154,9 +178,13 @@ def prepare(
         row_weight = row_weight.to(torch.float64)
         mean = float(row_weight.mean())
         row_weight = row_weight + damping * mean if mean > 0 else None
-    h = None if hessian is None else damped(hessian, damping)
+    return w, None if hessian is None else damped(hessian, damping), row_weight
+
+
+def _whitened_gram(w: Tensor, h: Tensor | None, row_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(the Gram matrix of R W H^1/2 on its smaller side, float64; the root of H where that is the columns')."""
     root = None
-    if rows <= cols:
+    if w.shape[0] <= w.shape[1]:
         wide = w.to(torch.float64)
         if row_weight is not None:
             wide = wide * row_weight.sqrt()[:, None]
@@ -166,9 +194,7 @@ def prepare(
         if h is not None:
             root = cholesky(h)
             gram = root.T @ gram @ root
-    values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
-    singular = values.flip(0).clamp_min(0.0).sqrt()
-    return Prepared(w, shape, lead, singular, vectors.flip(1), h, root, row_weight)
+    return (gram + gram.T) / 2, root
 
 
 def decompose(

@@ -12,8 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from nstf_convert.checkpoint import memory
+
 # Share of the budget that may be weights read ahead.
 AHEAD_SHARE = 0.25
+AHEAD_LAYERS = 8
 
 
 class DeviceWeights:
@@ -22,6 +25,10 @@ class DeviceWeights:
     def __init__(self, source: Callable[[str], Tensor], device: torch.device, budget_bytes: int) -> None:
         self._source, self._device, self._budget = source, device, budget_bytes
         self._order: list[str] = []
+        self._layers: list[list[str]] = []
+        self._layer_of: dict[str, int] = {}
+        self._last: str | None = None
+        self._backwards = False
         self._position: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
@@ -34,9 +41,17 @@ class DeviceWeights:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def read_ahead(self, order: Sequence[str]) -> None:
-        """From now on, what comes after a name in `order` is read on a GPU while that is in use."""
+        """From now on, what comes after a name in `order` is read on a GPU while that is in use.
+
+        Layers may be gone through backwards, as gradients do: what comes next is then the layer before.
+        """
         self._order = list(dict.fromkeys(order))
         self._position = {name: i for i, name in enumerate(self._order)}
+        layers: dict[str, list[str]] = {}
+        for name in self._order:
+            layers.setdefault(_layer(name), []).append(name)
+        self._layers = list(layers.values())
+        self._layer_of = {name: i for i, names in enumerate(self._layers) for name in names}
         if self._stream is not None and self._budget > 0:
             self._pool = ThreadPoolExecutor(1, "read-ahead")
 
@@ -56,6 +71,11 @@ class DeviceWeights:
             self._read_ahead(name)
         return found
 
+    def kept(self, name: str) -> Tensor | None:
+        """The weight if it is on the device already."""
+        with self._lock:
+            return self._kept.get(name)
+
     def drop(self, name: str) -> None:
         """Forgets a weight whose source gives another one from now on."""
         with self._lock:
@@ -67,8 +87,10 @@ class DeviceWeights:
             pending.cancel()
 
     def _read(self, name: str) -> Tensor:
-        value = self._source(name)
-        return value if value.device == self._device else value.to(self._device)
+        if self._device.type != "cuda":
+            return memory.to_device(self._source(name), self._device)
+        with memory.for_gpu():
+            return memory.to_device(self._source(name), self._device)
 
     def _keep(self, name: str, value: Tensor) -> None:
         size = value.numel() * value.element_size()
@@ -83,14 +105,14 @@ class DeviceWeights:
                 self._bytes -= oldest.numel() * oldest.element_size()
 
     def _read_ahead(self, name: str) -> None:
-        at = self._position.get(name)
-        if at is None or self._pool is None:
+        if name not in self._position or self._pool is None:
             return
         with self._lock:
-            for behind in [n for n in self._pending if self._position.get(n, 0) < at]:
-                self._pending.pop(behind).cancel()
+            coming = self._coming(name)
+            for other in [n for n in self._pending if n not in coming]:
+                self._pending.pop(other).cancel()
             ahead = 0
-            for following in self._order[at + 1 :]:
+            for following in coming:
                 if following in self._kept:
                     continue
                 # A weight that was not read yet is taken to be as large as the largest one so far.
@@ -100,9 +122,31 @@ class DeviceWeights:
                 if following not in self._pending:
                     self._pending[following] = self._pool.submit(self._copy, following)
 
+    def _coming(self, name: str) -> list[str]:
+        """What follows a weight: the rest of its layer, and the layers after it or, on a way back, before it."""
+        at, before = self._layer_of[name], self._last
+        self._last = name
+        if before is not None and at != self._layer_of[before]:
+            self._backwards = at < self._layer_of[before]
+        elif before is not None and self._position[name] < self._position[before]:
+            self._backwards = at > 0  # a layer again: it is computed once more for its gradients
+        rest = [n for n in self._layers[at] if self._position[n] > self._position[name]]
+        if self._backwards:
+            following = self._layers[max(0, at - AHEAD_LAYERS) : at][::-1]
+        else:
+            following = self._layers[at + 1 : at + 1 + AHEAD_LAYERS]
+        return [*rest, *(n for layer in following for n in layer)]
+
     def _copy(self, name: str) -> Tensor:
         with torch.cuda.stream(self._stream):
             value = self._read(name)
         if self._stream is not None:
             self._stream.synchronize()
         return value
+
+
+def _layer(name: str) -> str:
+    """What the names of a layer begin with: `model.layers.3`; the name itself outside the layers."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return name if number is None else ".".join(parts[: number + 1])

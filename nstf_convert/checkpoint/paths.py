@@ -2,10 +2,15 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
+
+# Tensors are read in parts of this size, so many side by side.
+PART_BYTES = 16 << 20
+READERS = 4
 
 
 def allowed_root(folder: Path) -> Path:
@@ -97,11 +102,29 @@ def pread_all(file: BinaryIO, start: int, length: int, what: str) -> bytes:
 
 def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None:
     """Fill `buffer` from `start`, without a second copy. Raises CorruptError when the file is shorter."""
+    parts = range(0, len(buffer), PART_BYTES)
+
+    def read(at: int) -> int:
+        return _read_part(file, start + at, buffer[at : at + PART_BYTES])
+
+    if len(parts) < 2:
+        done = read(0)
+    else:
+        # What is in the system's cache is copied from there: one thread does not reach the memory's bandwidth.
+        with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
+            done = sum(pool.map(read, parts))
+    if done < len(buffer):
+        raise CorruptError(
+            f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again"
+        )
+
+
+def _read_part(file: BinaryIO, start: int, buffer: memoryview) -> int:
+    """How many bytes there were to fill the buffer with."""
     done = 0
     while done < len(buffer):
-        got = os.preadv(file.fileno(), [buffer[done : done + (1 << 30)]], start + done)
+        got = os.preadv(file.fileno(), [buffer[done:]], start + done)
         if not got:
-            raise CorruptError(
-                f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again"
-            )
+            break
         done += got
+    return done

@@ -10,6 +10,7 @@ from torch import Tensor
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
 from nstf_convert.checkpoint.json_text import load_json
+from nstf_convert.checkpoint.memory import buffer
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_into, read_small
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
@@ -94,9 +95,9 @@ def _source(entries: dict[str, Entry]) -> Source:
         dtype = getattr(torch, entry.info.dtype)
         if entry.info.size_bytes == 0:
             return torch.empty(entry.info.shape, dtype=dtype)
-        buffer = bytearray(entry.info.size_bytes)
-        read_into(entry.file, entry.start, memoryview(buffer), f"{entry.path}: tensor {name!r}")
-        return torch.frombuffer(buffer, dtype=dtype).reshape(entry.info.shape)
+        raw = buffer(entry.info.size_bytes)
+        read_into(entry.file, entry.start, raw.numpy().data, f"{entry.path}: tensor {name!r}")
+        return raw.view(dtype).reshape(entry.info.shape)
 
     def read_bytes(name: str, start: int, length: int) -> bytes:
         entry = entries[name]

@@ -194,7 +194,12 @@ class Session:
 
     def _encoder(self, calibration: str) -> Encoder:
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
-        return Encoder(self.work, self.source, self.statistics, identity, self.config, self.machine)
+        return Encoder(self.work, self._at_hand, self.statistics, identity, self.config, self.machine)
+
+    def _at_hand(self, name: str) -> Tensor:
+        """The original tensor, on the device where the model has left it there."""
+        kept = None if self.model is None else self.model.weights.kept(name)
+        return self.source(name) if kept is None else kept
 
     def _infos(self) -> dict[str, tuple[tuple[int, ...], str]]:
         out = {}

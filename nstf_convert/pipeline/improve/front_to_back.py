@@ -11,7 +11,7 @@ To correct a layer for what its predecessors lost the original model runs in ste
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,8 @@ class _Pass:
         self.lock = threading.Lock()
         self.running = threading.local()
         self.streams: dict[int, Tensor] = {}
+        self.losses: dict[str, float] = {}
+        self.writing: dict[str, Future[None]] = {}
         self.count = 0
         self.model = self.session.streamed(self.source)
         self.modules = dict(self.model.module.named_modules())
@@ -173,11 +175,13 @@ class _Pass:
 
     def source(self, name: str) -> Tensor:
         """The weight as the model under way has it: decoded once it is encoded, the original before."""
+        if name not in self.ready:
+            return self.session.source(name)
         with self.lock:
-            if name not in self.ready:
-                return self.session.source(name)
             if name not in self.decoded:
-                unit = self.session.units[name]
+                unit, writing = self.session.units[name], self.writing.get(name)
+                if writing is not None:
+                    writing.result()
                 encoded = recipes.on_device(self.prefixed.load(unit, self.mix[name]), self.session.device)
                 self.decoded[name] = decode(encoded, torch.float32)
             return self.decoded[name]
@@ -204,8 +208,12 @@ class _Pass:
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
             ]
         try:
-            with fast_products() if _bits(self.session, self.mix) < EXACT_BITS else exact_products():
-                run_in_step(gates, runs, self._at_gate, self.workers)
+            # Results are written while the next group is under way.
+            with ThreadPoolExecutor(1) as self.writer:
+                with fast_products() if _bits(self.session, self.mix) < EXACT_BITS else exact_products():
+                    run_in_step(gates, runs, self._at_gate, self.workers)
+                for writing in self.writing.values():
+                    writing.result()
         finally:
             for handle in handles:
                 handle.remove()
@@ -222,6 +230,9 @@ class _Pass:
 
     def _at_gate(self, index: int, inputs: list[Any]) -> None:
         self.decoded.clear()
+        for writing in self.writing.values():
+            writing.result()
+        self.writing.clear()
         if index >= len(self.groups):
             return
         group = self.groups[index]
@@ -232,7 +243,9 @@ class _Pass:
                 self._encode_group(group, fit, held_out)
         for name in group.weights:
             seconds = time.perf_counter() - start
-            loss = _stored_loss(self.session, name, self.prefixed.keys[name])
+            loss = self.losses.get(name)
+            if loss is None:
+                loss = _stored_loss(self.session, name, self.prefixed.keys[name])
             self.prefixed.results[name] = Result(loss, seconds / len(group.weights))
             self.progress(self.session.units[name])
             self.ready.add(name)
@@ -323,8 +336,12 @@ class _Pass:
         done = recipes.encode_many(items, self.session.machine.scratch_bytes)
         for unit, (_, inner, known, lead), share, encoded in zip(units, items, shares, done, strict=True):
             decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
-            lost = loss(inner, decoded, known, lead)
-            if unit.permute is not None:
+            lost = self.losses[unit.name] = loss(inner, decoded, known, lead)
+            if unit.permute is None:
+                self.decoded[unit.name] = decoded.reshape(unit.shape)
+            else:
                 encoded = recipes.permuted(encoded, unit.permute, unit.shape)
             metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
-            self.session.work.put(self.prefixed.keys[unit.name], dict(encoded.arrays), metadata)
+            self.writing[unit.name] = self.writer.submit(
+                self.session.work.put, self.prefixed.keys[unit.name], dict(encoded.arrays), metadata
+            )

@@ -183,14 +183,12 @@ def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]
     return matrix[middle], stats.for_rows(share)
 
 
-def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Any, Tensor]:
-    """(prepared whitened SVD, expected loss of every rank 0..n before the factors are rounded)."""
+def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> Tensor:
+    """Expected loss of every rank 0..n before the factors are rounded, float64 [n + 1]."""
     from nstf.decomposers import svd
 
-    prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
-    energy = prepared.singular_values.square()
-    tail = torch.nn.functional.pad(energy.flip(0).cumsum(0).flip(0), (0, 1)) / 2
-    return prepared, tail
+    energy = svd.singular_values(inner, stats.hessian, stats.row_weight, unit.lead).square()
+    return torch.nn.functional.pad(energy.flip(0).cumsum(0).flip(0), (0, 1)) / 2
 
 
 def low_rank_that_may_win(

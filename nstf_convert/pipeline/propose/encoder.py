@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import signature
 from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
+from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -78,7 +80,9 @@ class Encoder:
 
     def inner(self, unit: Unit) -> Tensor:
         """The tensor to encode, float32 on the device that computes."""
-        return unit.inner(self._source(unit.name).to(self._machine.device))
+        device = self._machine.device
+        with memory.for_gpu() if self._machine.on_gpu else nullcontext():
+            return unit.inner(memory.to_device(self._source(unit.name), device))
 
     def encode(self, unit: Unit, recipe: Recipe) -> Result:
         """Makes sure the encoded tensor is in the work directory."""
@@ -175,6 +179,8 @@ class Encoder:
 
     def hybrids(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Low-bit bases with low-rank corrections, expected losses with the corrections really made."""
+        from nstf.decomposers import svd
+
         largest = min(_matrix(unit)) // 4
         wanted = [r for r in cand.hybrid_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
         if not wanted:
@@ -183,7 +189,7 @@ class Encoder:
         found = self._work.find_metadata(key)
         if found is None:
             inner, stats = self.inputs(unit)
-            prepared, _ = cand.low_rank_losses(unit, inner, stats)
+            prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
             losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared)
             found = {"losses": losses}
             self._work.put(key, {}, found)
@@ -206,8 +212,7 @@ class Encoder:
         wanted = cand.low_rank_that_may_win(unit, inner, stats, rivals) if low_rank else []
         factors: list[tuple[Recipe, float]] = []
         if wanted:
-            _, tail = cand.low_rank_losses(unit, inner, stats)
-            factors = cand.low_rank_recipes(wanted, tail)
+            factors = cand.low_rank_recipes(wanted, cand.low_rank_losses(unit, inner, stats))
         table = {
             "losses": losses,
             "low_rank": [[r.to_json(), v] for r, v in factors],

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf_convert.checkpoint import Checkpoint, open_checkpoint
+from nstf_convert.checkpoint import Checkpoint, open_checkpoint, paths
 
 Make = Callable[..., Path]
 
@@ -300,3 +300,15 @@ def test_a_tokenizer_link_that_leaves_the_folder_is_refused(llama_folder: Path) 
         pytest.raises(CorruptError, match="leaves the checkpoint"),
     ):
         checkpoint.files()
+
+
+def test_large_tensors_are_read_in_parts_and_a_short_file_is_still_noticed(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(range(200)))
+    monkeypatch.setattr(paths, "PART_BYTES", 16)
+    with path.open("rb") as file:
+        found = bytearray(150)
+        paths.read_into(file, 20, memoryview(found), "numbers")
+        assert bytes(found) == bytes(range(20, 170))
+        with pytest.raises(CorruptError, match="ends 20 bytes too early"):
+            paths.read_into(file, 20, memoryview(bytearray(200)), "numbers")

@@ -137,6 +137,21 @@ def test_weights_stay_on_the_device_within_their_budget() -> None:
     assert asked[-1] == "1" and len(asked) == 5
 
 
+def test_what_is_read_ahead_follows_the_direction_of_the_layers() -> None:
+    names = ["embed", *(f"layers.{i}.{n}" for i in range(4) for n in ("q", "o")), "head"]
+    weights = DeviceWeights(lambda name: torch.zeros(4), CPU, budget_bytes=0)
+    weights.read_ahead(names)
+    coming = {name: weights._coming(name)[:3] for name in names[:-1]}
+    assert coming["embed"] == names[1:4] and coming["layers.0.o"] == names[3:6]
+    # The gradients' way: each layer is computed again, the last one first.
+    assert weights._coming("layers.3.q")[:3] == ["layers.3.o", "layers.2.q", "layers.2.o"]
+    assert weights._coming("layers.3.o")[:2] == ["layers.2.q", "layers.2.o"]
+    assert weights._coming("layers.2.q")[:2] == ["layers.2.o", "layers.1.q"]
+    weights._coming("layers.0.q")
+    weights._coming("embed")
+    assert weights._coming("layers.0.q")[:2] == ["layers.0.o", "layers.1.q"], "the next batch goes forward"
+
+
 def test_large_hessians_are_used_and_not_stored(default_options, converted, monkeypatch, tmp_path) -> None:
     from nstf_convert.pipeline import session as sessions
 
