@@ -86,6 +86,15 @@ class DeviceWeights:
         if pending is not None:
             pending.cancel()
 
+    def clear(self) -> None:
+        """Forgets all of them: the model is done, whoever still refers to it."""
+        with self._lock:
+            self._kept.clear()
+            self._bytes = 0
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            future.cancel()
+
     def _read(self, name: str) -> Tensor:
         if self._device.type != "cuda":
             return memory.to_device(self._source(name), self._device)

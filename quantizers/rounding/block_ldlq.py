@@ -5,13 +5,14 @@ H = (U + I) D (U + I)^T, U strictly upper triangular in blocks and D block diago
 tr(eta D eta^T) with eta = dW (U + I): a block's target is its weights plus dW of the blocks before it times U.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nstf.kernels.streams import Replayed
+from nstf.kernels.streams import Replayed, side_by_side
 from nstf.quantizers.rounding.factor import Factor, gains
 
 BLOCK = 16
@@ -72,18 +73,24 @@ def _block_columns(factor: Factor, part: slice) -> tuple[Tensor, Tensor]:
     return found.float(), importance.reshape(-1).float()
 
 
-def block_ldlq(
-    weight: Tensor,
-    feedback: Tensor | None,
-    round_block: Callable[[Tensor], tuple[Tensor, ...]],
-    keep: Callable[[slice, tuple[Tensor, ...]], None] = lambda columns, codes: None,
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Rows that do not wait for those of other lanes.
+
+    round_block(target [..., rows, 16]) gives what the columns become and any codes of them. keep(columns, codes): is handed
+    the codes of a span of columns, those of its blocks stacked along the first axis; it must copy them.
+    """
+
+    rows: slice
+    round_block: Callable[[Tensor], tuple[Tensor, ...]]
+    keep: Callable[[slice, Sequence[Tensor]], None] = lambda columns, codes: None
+
+
+def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -> Tensor:
     """The rounded weights, float32 [..., rows, cols] (cols a multiple of 16).
 
-    weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding.
-    round_block(target [..., rows, 16]) gives what the columns become and any codes of them. keep(columns, codes): is handed
-    the codes of a span of columns, those of its blocks stacked along the first axis; it must copy them. On a GPU a span is
-    one captured graph.
+    weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding. lanes: all rows,
+    in order. On a GPU they run side by side, and a span of columns is one captured graph.
     """
     rows, cols = weight.shape[-2:]
     rounded = torch.empty_like(weight)
@@ -91,18 +98,12 @@ def block_ldlq(
     errors = weight.new_zeros(*weight.shape[:-2], cols, rows)
 
     def round_span(own: Tensor, base: Tensor, *among: Tensor) -> tuple[Tensor, ...]:
-        width = own.shape[-1]
-        became, left = torch.empty_like(own), own.new_empty(*own.shape[:-2], width, rows)
-        found = []
-        for at in range(0, width, BLOCK):
-            part = slice(at, at + BLOCK)
-            target = base[..., part]
-            for u in among if at else ():
-                target = target + (u[..., :at, part].mT @ left[..., :at, :]).mT
-            became[..., part], *codes = round_block(target)
-            left[..., part, :] = (own[..., part] - became[..., part]).mT
-            found.append(codes)
-        return became, left, *(torch.stack(blocks) for blocks in zip(*found, strict=True))
+        jobs = [
+            partial(_round_span, own[..., i.rows, :], base[..., i.rows, :], among, i.round_block)
+            for i in lanes
+        ]
+        became, left, codes = zip(*side_by_side(jobs, own.device), strict=True)
+        return torch.cat(became, -2), torch.cat(left, -1), *(code for lane in codes for code in lane)
 
     step = Replayed(round_span, cols // SPAN)
     for top in range(0, cols, SPAN):
@@ -112,5 +113,26 @@ def block_ldlq(
         if feedback is not None and top > 0:
             base = base + (feedback[..., :top, span].mT @ errors[..., :top, :]).mT
         rounded[..., span], errors[..., span, :], *codes = step(own, base, *among)
-        keep(span, tuple(codes))
+        # Every lane has as many kinds of codes.
+        each = len(codes) // len(lanes)
+        for i, lane in enumerate(lanes):
+            lane.keep(span, codes[i * each : (i + 1) * each])
     return rounded
+
+
+def _round_span(
+    own: Tensor, base: Tensor, among: Sequence[Tensor], round_block: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(what the columns become, their errors transposed, their codes). among: U inside the span, if there is feedback."""
+    width = own.shape[-1]
+    became, left = torch.empty_like(own), own.new_empty(*own.shape[:-2], width, own.shape[-2])
+    found = []
+    for at in range(0, width, BLOCK):
+        part = slice(at, at + BLOCK)
+        target = base[..., part]
+        for u in among if at else ():
+            target = target + (u[..., :at, part].mT @ left[..., :at, :]).mT
+        became[..., part], *codes = round_block(target)
+        left[..., part, :] = (own[..., part] - became[..., part]).mT
+        found.append(codes)
+    return became, left, [torch.stack(blocks) for blocks in zip(*found, strict=True)]

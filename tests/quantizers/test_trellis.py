@@ -11,7 +11,7 @@ from nstf.kernels.formats import decode, rotated
 from nstf.kernels.formats import trellis as form
 from nstf.kernels.trellis_encode import encode_tiles
 from nstf.quantizers import int_grid, trellis
-from nstf.quantizers.rounding.block_ldlq import block_factor, block_ldlq
+from nstf.quantizers.rounding.block_ldlq import Lane, block_factor, block_ldlq
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
@@ -99,8 +99,10 @@ def test_block_feedback_lowers_the_loss_of_plain_rounding():
     def to_grid(target: torch.Tensor) -> tuple[torch.Tensor]:
         return ((target / 0.02).round() * 0.02,)
 
-    fed = block_ldlq(weight, metric.feedback, to_grid)
-    assert loss(weight, fed, stats) < 0.8 * loss(weight, block_ldlq(weight, None, to_grid), stats)
+    lanes = [Lane(slice(0, 24), to_grid), Lane(slice(24, None), to_grid)]
+    fed = block_ldlq(weight, metric.feedback, lanes)
+    assert torch.allclose(fed, block_ldlq(weight, metric.feedback, [Lane(slice(None), to_grid)]), atol=1e-6)
+    assert loss(weight, fed, stats) < 0.8 * loss(weight, block_ldlq(weight, None, lanes), stats)
 
 
 def test_the_same_bytes_at_any_number_of_threads():

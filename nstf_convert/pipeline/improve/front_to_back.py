@@ -217,6 +217,10 @@ class _Pass:
         finally:
             for handle in handles:
                 handle.remove()
+            # The model and its hooks refer to each other: without this its weights stay until they are collected.
+            self.model.weights.clear()
+            self.streams.clear()
+            self.decoded.clear()
 
     def _run(self, model: StreamedModel, data: Data, batch: Batch, index: int) -> Callable[[], Tensor]:
         def run() -> Tensor:

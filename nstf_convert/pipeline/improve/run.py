@@ -24,7 +24,8 @@ CONFIRM_ROUNDS = 4
 @dataclass
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
-    made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report."""
+    made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
+    with_hybrids: tensors whose hybrids were looked at."""
 
     session: Session
     meta: Meta
@@ -32,6 +33,7 @@ class Run:
     allowed: set[str]
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
+    with_hybrids: set[str] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def plan(
@@ -44,11 +46,14 @@ class Run:
             if "add" in self.allowed:
                 known = session.statistics.has_hessian
                 low = [
-                    u for u in plans.low_bit_units(session, planned) if known(u) and not self._has_hybrids(u)
+                    u
+                    for u in plans.low_bit_units(session, planned)
+                    if known(u) and u.name not in self.with_hybrids
                 ]
                 found = session.encoder.each(
                     low, lambda u: session.encoder.hybrids(u, self.allowed), lambda u: None
                 )
+                self.with_hybrids |= found.keys()
                 for name, more in found.items():
                     self.table = self.table.with_more(name, more)
             planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
@@ -134,9 +139,6 @@ class Run:
         log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)
         self.tried.append(trial.to_json())
         return trial
-
-    def _has_hybrids(self, unit: Unit) -> bool:
-        return any(c.recipe.method == "add" for c in self.table.candidates[unit.name])
 
 
 def counter(session: Session, times: int = 1) -> Callable[[Unit], None]:

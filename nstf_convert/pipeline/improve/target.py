@@ -21,8 +21,8 @@ from torch import Tensor
 
 from nstf.analyzers.moments import mean_outer
 
-# Rows of a weight that are solved for at a time.
-ROWS = 4096
+# Of a weight that are solved for at a time: rows at least, and elements. In float64 each takes several copies.
+ROWS, ELEMENTS = 256, 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +153,9 @@ class _System:
             return torch.zeros_like(weight)
         out = torch.empty_like(weight, dtype=torch.float32)
         # Some rows at a time: the double copies of a whole head would take 24 bytes a weight.
-        for start in range(0, weight.shape[0], ROWS):
-            rows = slice(start, start + ROWS)
+        step = max(ROWS, ELEMENTS // weight.shape[1])
+        for start in range(0, weight.shape[0], step):
+            rows = slice(start, start + step)
             stream = None if self.stream is None else self.stream[rows]
             slope = _slope(weight[rows], self.shift, stream)
             out[rows] = torch.cholesky_solve(slope.double().T, self.factor).T

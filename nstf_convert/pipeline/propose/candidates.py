@@ -35,6 +35,10 @@ SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
 # Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
 SMALLEST_ENERGY = 1e-6
 STRUCTURED_BITS = (2.25, 4.25, 8.25)
+# Energies of unfoldings know nothing of the rows' weights: a recipe must look so many times worse to be left out.
+MARGIN = 4.0
+# Weights of an expert stack up to which its unfoldings are looked at as a whole.
+LARGEST_STACK = 1 << 26
 FACTORS = (
     Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True}),
     Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8}),
@@ -232,27 +236,72 @@ def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recip
 
 
 def structured_recipes(
-    unit: Unit, inner: Tensor, stats: Stats, config: dict[str, Any] | None
+    unit: Unit,
+    inner: Tensor,
+    stats: Stats,
+    config: dict[str, Any] | None,
+    rivals: Sequence["Candidate"],
+    signal: float,
 ) -> list[Recipe]:
-    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes.
+    """CP, Tucker and tensor-train recipes over the tensor's natural views, at the comparison sizes, that may win.
 
     Tucker's and the tensor train's ranks follow the energies of the unfoldings; CP has a single rank, and its
-    alternating least squares are by far the slowest, so it is tried at fewer sizes.
+    alternating least squares are by far the slowest, so it is tried at fewer sizes. An approximation leaves at least the
+    energy that an unfolding has beyond the rank there, and what rounding a factor adds: where that share of the whole is
+    MARGIN times the share that a rival of no more bytes loses, the recipe is not tried. On very large stacks CP is not tried
+    at all. rivals: other candidates; signal: the loss of erasing the tensor.
     """
+    whole = unit.elements
+    if unit.role == "expert_stack" and whole > LARGEST_STACK:
+        # What holds for some experts is taken to hold for all: in float64 the stack takes eight bytes a weight, thrice.
+        part = inner[: max(2, inner.shape[0] * LARGEST_STACK // whole)]
+        if not _structured_recipes(unit, part, stats.for_rows(None), config, rivals, signal, cp=False):
+            return []
+        return _structured_recipes(unit, inner, stats, config, rivals, signal, cp=False)
+    return _structured_recipes(unit, inner, stats, config, rivals, signal)
+
+
+def _structured_recipes(
+    unit: Unit,
+    inner: Tensor,
+    stats: Stats,
+    config: dict[str, Any] | None,
+    rivals: Sequence["Candidate"],
+    signal: float,
+    cp: bool = True,
+) -> list[Recipe]:
     out = []
-    for view in views(unit.role, unit.inner_shape, config or {}):
-        for name in (m for m in view.methods if m != "svd"):
+    grown = unit.elements / inner.numel()
+    for view in views(unit.role, tuple(inner.shape), config or {}):
+        methods = [m for m in view.methods if m != "svd" and (cp or m != "cp")]
+        # CP's factors along an axis are a basis of that rank, as Tucker's are.
+        known = {
+            m: decomposers.method("tucker" if m == "cp" else m).energies(inner, view.dims, stats.hessian)
+            for m in methods
+        }
+        for name in methods:
             module = decomposers.method(name)
-            steer = {} if name == "cp" else {"energies": module.energies(inner, view.dims, stats.hessian)}
+            steer = {} if name == "cp" else {"energies": known[name]}
             for bits in STRUCTURED_BITS[:2] if name == "cp" else STRUCTURED_BITS:
-                size = int(unit.elements * bits / 8)
+                size = int(inner.numel() * bits / 8)
+                best = min((c.loss for c in rivals if c.size_bytes <= size * grown), default=math.inf)
                 for factor in FACTORS:
                     ranks = module.rank_for_bytes(view.dims, size, recipes.bytes_of(factor), **steer)
                     if ranks is None:
                         continue
+                    kept = [ranks] * len(known[name]) if name == "cp" else ranks
+                    if _least(known[name], kept, factor) > MARGIN * best / max(signal, 1e-30):
+                        continue
                     params = {"rank": ranks} if name == "cp" else {"ranks": list(ranks)}
                     out.append(Recipe(name, {**params, "view": list(view.dims)}, {"factor": factor}))
     return list({json.dumps(r.to_json()): r for r in out}.values())
+
+
+def _least(energies: Sequence[Tensor], ranks: Sequence[int], factor: Recipe) -> float:
+    """The share of the energy that is lost at least: what an unfolding has beyond its rank, and one factor's rounding."""
+    tails = [float(e[r:].sum() / e.sum().clamp_min(1e-30)) for e, r in zip(energies, ranks, strict=True)]
+    left = max(tails, default=0.0)
+    return left + (1 - left) * FACTOR_NOISE[factor.params["bits"]]
 
 
 def hybrid_recipes(allowed: set[str]) -> list[Recipe]:
@@ -271,23 +320,47 @@ def hybrid_recipes(allowed: set[str]) -> list[Recipe]:
 
 
 def hybrid_losses(
-    unit: Unit, wanted: Sequence[Recipe], inner: Tensor, stats: Stats, prepared: Any
-) -> list[float]:
-    """Expected losses of hybrids: the corrections are really made and rounded, their bases estimated on what is left."""
-    left: dict[int, Tensor] = {}
+    unit: Unit,
+    wanted: Sequence[Recipe],
+    inner: Tensor,
+    stats: Stats,
+    prepared: Any,
+    rivals: Sequence["Candidate"],
+) -> list[tuple[Recipe, float]]:
+    """Hybrids that may win with expected losses: their corrections really made and rounded, their bases estimated on what
+    is left.
+
+    A correction before its factors are rounded loses less: where a rival of no more bytes loses less than even that, the
+    hybrid is left out. rivals: other candidates of the tensor.
+    """
     out = []
-    for recipe in wanted:
-        rank = int(recipe.parts["correction"].params["rank"])
-        if rank not in left:
+    for rank in dict.fromkeys(_rank(recipe) for recipe in wanted):
+        own = [r for r in wanted if _rank(r) == rank]
+        left = inner - prepared.truncate(rank).dense()
+        possible = [r for r in own if not _beaten(unit, r, _base_loss(unit, r, left, stats), rivals)]
+        for recipe in possible:
             correction = _correction(recipe, prepared, rank)
-            left[rank] = inner - decode(recipes.on_device(correction, inner.device)).reshape(inner.shape)
-        base = recipe.parts["base"]
-        if base.method == "trellis":
-            out.append(recipes.estimate(base, left[rank], stats, unit.lead))
-        else:
-            sample, sampled = sample_rows(unit, left[rank], stats)
-            out.append(recipes.estimate(base, sample, sampled, 1))
+            left = inner - decode(recipes.on_device(correction, inner.device)).reshape(inner.shape)
+            out.append((recipe, _base_loss(unit, recipe, left, stats)))
     return out
+
+
+def _rank(hybrid: Recipe) -> int:
+    return int(hybrid.parts["correction"].params["rank"])
+
+
+def _base_loss(unit: Unit, hybrid: Recipe, left: Tensor, stats: Stats) -> float:
+    """The loss that a hybrid's base is expected to have on what its correction leaves."""
+    base = hybrid.parts["base"]
+    if base.method == "trellis":
+        return recipes.estimate(base, left, stats, unit.lead)
+    sample, sampled = sample_rows(unit, left, stats)
+    return recipes.estimate(base, sample, sampled, 1)
+
+
+def _beaten(unit: Unit, recipe: Recipe, value: float, rivals: Sequence["Candidate"]) -> bool:
+    size = price(unit, recipe)[1]
+    return any(c.size_bytes <= size and c.loss <= value for c in rivals)
 
 
 def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:

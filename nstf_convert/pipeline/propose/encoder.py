@@ -25,7 +25,7 @@ from nstf_convert.pipeline.propose.units import Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 2
+ALGORITHMS = 3
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
@@ -173,7 +173,7 @@ class Encoder:
                 out.append(self._candidate(unit, _recipe(data), value))
         structured = allowed & {"cp", "tucker", "tensor_train"}
         if structured and unit.role in ("conv", "expert_stack"):
-            for r, value in self._structured(unit, structured):
+            for r, value in self._structured(unit, structured, out, float(table["signal"])):
                 out.append(self._candidate(unit, r, value, exact=True))
         return out
 
@@ -185,15 +185,16 @@ class Encoder:
         wanted = [r for r in cand.hybrid_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
         if not wanted:
             return []
+        rivals = self.candidates(unit, allowed - {"add"})
         key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted])
         found = self._work.find_metadata(key)
         if found is None:
             inner, stats = self.inputs(unit)
             prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
-            losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared)
-            found = {"losses": losses}
+            losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared, rivals)
+            found = {"losses": [[r.to_json(), v] for r, v in losses]}
             self._work.put(key, {}, found)
-        return [self._candidate(unit, r, v) for r, v in zip(wanted, found["losses"], strict=True)]
+        return [self._candidate(unit, _recipe(data), v) for data, v in found["losses"]]
 
     def _candidate(self, unit: Unit, recipe: Recipe, value: float, exact: bool = False) -> Candidate:
         tree, size = cand.price(unit, recipe)
@@ -243,11 +244,18 @@ class Encoder:
         simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
         return float(self._estimated(unit, simple, "svd" in allowed)["signal"])
 
-    def _structured(self, unit: Unit, methods: set[str]) -> Iterable[tuple[Recipe, float]]:
-        inner, stats = self.inputs(unit)
-        for recipe in cand.structured_recipes(unit, inner, stats, self._config):
-            if recipe.method in methods:
-                yield recipe, self.encode(unit, recipe).loss
+    def _structured(
+        self, unit: Unit, methods: set[str], rivals: Sequence[Candidate], signal: float
+    ) -> Iterable[tuple[Recipe, float]]:
+        key = self._key("structured", unit, methods=sorted(methods))
+        found = self._work.find_metadata(key)
+        if found is None:
+            inner, stats = self.inputs(unit)
+            wanted = cand.structured_recipes(unit, inner, stats, self._config, rivals, signal)
+            found = {"recipes": [r.to_json() for r in wanted if r.method in methods]}
+            self._work.put(key, {}, found)
+        for recipe in map(_recipe, found["recipes"]):
+            yield recipe, self.encode(unit, recipe).loss
 
 
 def working_bytes(unit: Unit) -> int:
