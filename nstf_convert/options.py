@@ -46,7 +46,8 @@ class ConvertOptions:
     """One conversion. None: the effort decides, or the machine.
 
     Memory is in bytes, times in minutes. signatures: the report describes every tensor
-    (nstf.analyzers.signatures), which costs a singular value decomposition each.
+    (nstf.analyzers.signatures), which costs a singular value decomposition each, and decides nothing; the command line
+    asks for them with a report.
     """
 
     model: str

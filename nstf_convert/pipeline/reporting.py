@@ -28,7 +28,8 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
     session = run.session
     if session.options.signatures:
         units = [u for u in session.units.values() if u.kept is None]
-        session.encoder.each(units, session.encoder.signature, lambda u: None)
+        with session.stages.stage("signatures"):
+            session.encoder.each(units, session.encoder.signature, lambda u: None)
     tensors = [_tensor(run, final, name) for name in sorted(session.units)]
     uniform = None
     if final.uniform is not None:

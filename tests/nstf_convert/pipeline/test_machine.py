@@ -120,6 +120,15 @@ def test_the_time_of_a_stage_inside_another_counts_once() -> None:
     assert by_name["outer"] < by_name["inner"]
 
 
+def test_signatures_are_made_when_asked_for_in_a_stage_of_their_own(options) -> None:
+    plain = convert(options(("ratio", 0.5), formats=("int_grid",))).report
+    assert not any(t["signature"] for t in plain["tensors"])
+    asked = convert(options(("ratio", 0.5), formats=("int_grid",), signatures=True, force=True)).report
+    assert any(t["signature"] for t in asked["tensors"])
+    names = [[s["name"] for s in report["stages"]] for report in (plain, asked)]
+    assert "signatures" in names[1] and [n for n in names[1] if n != "signatures"] == names[0]
+
+
 def test_weights_stay_on_the_device_within_their_budget() -> None:
     asked: list[str] = []
 
