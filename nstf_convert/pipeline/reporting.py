@@ -156,11 +156,26 @@ def resources(session: Session) -> dict[str, Any]:
         "host_peak_bytes": peak_memory_bytes(),
         "gpu_bound_bytes": machine.gpu_bytes or None,
         "gpu_peak_bytes": max(gpu, default=None),
+        "memory_short": machine.short,
+        "windows": _windows(session),
         "seconds": sum(s.seconds for s in session.stages.done),
         "predicted_seconds": None if predicted is None else predicted.total_seconds,
         "predicted_host_bytes": None if predicted is None else predicted.host_bytes,
         "predicted_gpu_bytes": None if predicted is None else predicted.gpu_bytes,
     }
+
+
+def _windows(session: Session) -> dict[str, int] | None:
+    """How many windows there were to be, were calibrated on, and waited while layers were encoded front to back."""
+    file, options = session.calibration, session.options
+    if file is None:
+        return None
+    calibrated = int(file.metadata["source"]["fit_windows"])
+    asked = calibrated if options.calibration else (options.samples or options.level.samples)
+    found = {"asked": asked, "calibrated": calibrated}
+    if "front to back" in session.windows:
+        found["front_to_back"] = session.windows["front to back"]
+    return found
 
 
 def _protocol(session: Session) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
 from nstf_convert.pipeline.prediction import Text, predict
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session, minutes
+from nstf_convert.report.resources import pairs
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,10 @@ def test_a_bound_on_memory_is_kept_and_reported(options) -> None:
     assert report["host_bound_bytes"] == 3 << 30
     assert 0 < report["host_peak_bytes"] <= 3 << 30
     assert report["devices"] == ["cpu"] and report["gpu_peak_bytes"] is None
+    assert report["windows"] == {"asked": 6, "calibrated": 6} and not report["memory_short"]
+    lines = dict(pairs(report))
+    assert lines["memory"].endswith("GiB at the peak, bound 3.00 GiB")
+    assert lines["windows"] == "6 of 6 calibrated on"
 
 
 def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None:
@@ -213,8 +218,13 @@ def test_fewer_windows_than_were_calibrated_on_keep_their_token_weights(
         return found
 
     monkeypatch.setattr(front_to_back._Pass, "_token_weights", watched)
-    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 70_000))
-    convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work"))
+    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 300_000))
+    report = convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work")).report
+    windows = report["resources"]["windows"]
+    assert 4 <= windows["front_to_back"] < windows["calibrated"] == windows["asked"] == 12
+    assert f"12 of 12 calibrated on, {windows['front_to_back']} front to back" in str(
+        pairs(report["resources"])
+    )
     tokens = {n for n, _ in seen}
     assert max(tokens) < 12 * 32 and any(weighted for _, weighted in seen)
 
