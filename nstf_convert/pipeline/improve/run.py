@@ -1,7 +1,7 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,14 @@ from nstf_convert.report.build import layer_of
 
 log = logging.getLogger("nstf")
 
-# Layers that single formats are compared on, spread over the depth; the model's other tensors stay as they are.
+# Layers that single formats are compared on, spread over the depth: a quarter of them, at most this many. The model's other
+# tensors stay as they are.
 FEW_LAYERS = 3
-# Formats this close to the best, measured on these layers, take all steps; the second margin is for expected losses.
+# Formats this close to the best, measured on these layers, take all steps; the second margin is for expected losses. One
+# that is expected to lose more than the third times the least is not measured.
 MEASURED_MARGIN = 1.1
 EXPECTED_MARGIN = 2.0
+HOPELESS = 10.0
 # Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
 CONFIRM_ROUNDS = 4
 
@@ -128,13 +131,16 @@ class Run:
             found = self._promising(found)
         return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)
 
-    def _promising(self, found: Sequence[Planned]) -> list[Planned]:
+    def _promising(self, found: list[Planned]) -> list[Planned]:
         """The single formats worth all steps, from what each loses on a few layers.
 
         Without the Hessians these layers cannot be encoded on their own; then the expected losses say it, by a wide
         margin: both files have one format everywhere, so the loss model errs alike from layer to layer for both.
         """
         session = self.session
+        found = [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
+        if len(found) == 1:
+            return found
         if not session.keeps_hessians:
             log.info("the Hessians were not kept: single formats are compared by their expected losses")
             scores, close = [p.expected_loss for p in found], EXPECTED_MARGIN
@@ -181,11 +187,14 @@ class Run:
 
 
 def few_layers(names: Iterable[str]) -> list[str]:
-    """The tensors of FEW_LAYERS layers from the first to the last; all where there are no more layers than that."""
+    """The tensors of a quarter of the layers, at most FEW_LAYERS, each from the middle of its part of the depth; all
+    tensors where there are no layers to choose from."""
+    names = list(names)
     layers = sorted({layer for n in names if (layer := layer_of(n)) is not None})
-    if len(layers) <= FEW_LAYERS:
-        return list(names)
-    kept = {layers[i * (len(layers) - 1) // (FEW_LAYERS - 1)] for i in range(FEW_LAYERS)}
+    if len(layers) < 2:
+        return names
+    count = min(FEW_LAYERS, max(1, len(layers) // 4))
+    kept = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
     return [n for n in names if layer_of(n) in kept]
 
 

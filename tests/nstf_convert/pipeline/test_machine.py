@@ -5,14 +5,16 @@ import torch
 
 from nstf.errors import UsageError
 from nstf_convert.device_weights import DeviceWeights
-from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import convert, prediction
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
-from nstf_convert.pipeline.prediction import Text, predict
+from nstf_convert.pipeline.prediction import Rates, Text, predict
 from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session, minutes
 from nstf_convert.report.resources import pairs
 
 CPU = torch.device("cpu")
+RATES = Rates(product=1e-11, element=1e-9, factor=1e-10, search=2e-6, round=1e-7, propose=0.2, launch=1e-6)
 
 
 def small_machine(host_bytes: int = 4 << 30, threads: int = 4) -> Machine:
@@ -96,17 +98,47 @@ def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None
     assert report["seconds"] > 0
 
 
-def test_more_text_and_more_layers_are_predicted_to_take_longer(options, tmp_path) -> None:
-    session = Session(options(work_dir=tmp_path / "work"), Stages())
-    try:
-        units = list(session.units.values())
-        few = predict(units, options(prefix=True), session.machine, 1 << 20, Text(4, 512))
-        many = predict(units, options(prefix=True), session.machine, 1 << 20, Text(400, 512))
-    finally:
-        session.work.close()
-        session.checkpoint.close()
-    assert many.seconds["calibration"] > 10 * few.seconds["calibration"]
-    assert many.total_seconds > few.total_seconds
+@pytest.fixture
+def predicted(options, monkeypatch):
+    """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
+    monkeypatch.setattr(prediction, "measured_rates", lambda machine: RATES)
+
+    def one(text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, **changes):
+        shapes = {"q": (512, 512), "up": (1536, 512), "down": (512, 1536)}
+        units = [
+            Unit(f"model.layers.{i}.{role}.weight", shape, "bfloat16", role, uses=("linear",))
+            for i in range(layers)
+            for role, shape in shapes.items()
+        ]
+        units.append(Unit("embed.weight", (4096, 512), "bfloat16", "embedding", uses=("embedding", "head")))
+        return predict(
+            units, options(budget, prefix=True, search=None, **changes), small_machine(), 1 << 26, text, drops
+        )
+
+    return one
+
+
+def test_more_text_and_more_layers_are_predicted_to_take_longer(predicted) -> None:
+    few, many, deep = predicted(), predicted(Text(160, 512)), predicted(layers=80)
+    assert many.seconds["calibration"] == pytest.approx(10 * few.seconds["calibration"], rel=0.2)
+    assert many.total_seconds > few.total_seconds and many.host_bytes > few.host_bytes
+    assert 8 < deep.seconds["candidates"] / few.seconds["candidates"] < 11
+
+
+def test_the_prediction_counts_what_the_options_ask_for(predicted) -> None:
+    plain = predicted()
+    assert predicted(Text(16, 512, done=True)).seconds["calibration"] == 0.0
+    searched = predicted(search_steps=6)
+    assert searched.total_seconds > plain.total_seconds
+    assert predicted(search_steps=60).seconds["search"] == pytest.approx(10 * searched.seconds["search"])
+    assert predicted(search_minutes=3.0).seconds["search"] == 180.0
+    assert predicted(heal_minutes=2.0).seconds["heal"] == 120.0
+    steps = [predicted(heal_steps=n).seconds["heal"] for n in (5, 50)]
+    assert steps[1] == pytest.approx(10 * steps[0]) and steps[0] > 0
+    bound = predicted(budget=("max_kl", 0.01))
+    assert bound.seconds["encode"] > bound.seconds["encode front to back"] / 2
+    # Without Hessians tensors cannot be encoded on their own, so single formats are not compared.
+    assert predicted(drops=True).seconds["compare formats"] == 0.0 < plain.seconds["compare formats"]
 
 
 def test_times_are_told_as_people_say_them() -> None:
