@@ -70,7 +70,8 @@ class ConvertOptions:
     )
     memory: int | None = option(
         None,
-        "Host memory a conversion on the CPU stays within, such as 6GiB; by default three quarters of what is free.",
+        "Host memory to stay within, such as 6GiB; by default three quarters of what is free. On a CPU a stated bound "
+        "also decides how many windows of text wait in memory.",
         MACHINE,
         metavar="SIZE",
     )  # fmt: skip

@@ -147,6 +147,8 @@ def expected_loss(run: Run, final: Final, name: str) -> float:
 def resources(session: Session) -> dict[str, Any]:
     """What the conversion could use and what it took, beside what was predicted before it started."""
     machine, predicted = session.machine, session.prediction
+    windows = _windows(session)
+    fewer = windows is not None and min(windows.values()) < windows["asked"]
     gpu = [torch.cuda.max_memory_reserved(d) for d in machine.devices] if machine.on_gpu else []
     return {
         "devices": [str(d) for d in machine.devices],
@@ -156,8 +158,8 @@ def resources(session: Session) -> dict[str, Any]:
         "host_peak_bytes": peak_memory_bytes(),
         "gpu_bound_bytes": machine.gpu_bytes or None,
         "gpu_peak_bytes": max(gpu, default=None),
-        "memory_short": machine.short,
-        "windows": _windows(session),
+        "memory_short": machine.short and fewer,
+        "windows": windows,
         "seconds": sum(s.seconds for s in session.stages.done),
         "predicted_seconds": None if predicted is None else predicted.total_seconds,
         "predicted_host_bytes": None if predicted is None else predicted.host_bytes,

@@ -28,8 +28,8 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "roofline": {...} | null}
 
-A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, and the file may differ
-from one made with more.
+A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, fewer windows
+fitted, and the file differs from one made with more.
 """
 
 import math

@@ -253,6 +253,7 @@ def test_fewer_windows_than_were_calibrated_on_keep_their_token_weights(
     monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 300_000))
     report = convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work")).report
     windows = report["resources"]["windows"]
+    assert report["resources"]["memory_short"]
     assert 4 <= windows["front_to_back"] < windows["calibrated"] == windows["asked"] == 12
     assert f"12 of 12 calibrated on, {windows['front_to_back']} front to back" in str(
         pairs(report["resources"])
