@@ -34,14 +34,14 @@ TRIAL = (128, 256)
 # Windows that choose, and as many that report.
 MEASURED_WINDOWS = 8
 # Elements that operations beside the products go over, for each layer and token: per width of the stream, of the
-# feed-forward part, and per entry of the attention matrix; per logit that is compared.
-BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8}
+# feed-forward part, and per entry of the attention matrix; per logit that is compared; per input whose moments are taken.
+BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8, "moments": 8}
 # A head's width where only the shapes are known.
 HEAD_DIM = 64
 # Encoding front to back: the mix, and the best single format.
 PASSES = 2
 # Single formats that are compared, on this share of the layers, three at most.
-COMPARED, COMPARED_SHARE = 2, 0.25
+COMPARED, COMPARED_SHARE = 3, 0.25
 # A move of the search encodes this share of the weights anew; a size tried for a bound on the divergence this one.
 MOVE_SHARE, SIZE_SHARE = 0.15, 0.5
 # Sizes that are tried for a bound on the divergence, beside the first.
@@ -94,9 +94,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Work:
-    """What follows from the shapes. linear, head: weights; squares: sum of in^2 over the inputs that have a Hessian, cubes
-    of in^3; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working:
-    what encoding the largest takes in memory."""
+    """What follows from the shapes. linear, head: weights; inputs, squares, cubes: sums of in, in^2 and in^3 over the inputs
+    that have a Hessian; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working: what encoding the
+    largest takes in memory."""
 
     layers: int
     linear: int
@@ -104,6 +104,7 @@ class _Work:
     vocabulary: int
     hidden: int
     ffn: int
+    inputs: int
     squares: int
     cubes: int
     solved: int
@@ -129,10 +130,11 @@ def predict(
     forward = _forward(work, rates, text.tokens)
     logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
     hessians = work.squares * rates.product
+    moments = 3 * hessians + BESIDE["moments"] * work.inputs * rates.element
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
-    whole = encode + _tokens_front_to_back(work, machine, tokens) * (2 * forward + 3 * hessians)
+    whole = encode + _tokens_front_to_back(work, machine, tokens) * (2 * forward + moments)
     whole += work.solved * rates.factor
     front_to_back = options.front_to_back or drops_hessians
     last = whole if front_to_back else encode
@@ -221,6 +223,7 @@ def _work(units: Sequence[Unit]) -> _Work:
         vocabulary=0 if table is None else table.elements // _cols(table),
         hidden=min((c for _, c, _ in shapes), default=1),
         ffn=max((c for _, c, _ in shapes), default=1),
+        inputs=sum(own),
         squares=sum(c * c for c in own),
         cubes=sum(c**3 for c in own),
         solved=sum(r * c * c for r, c, _ in shapes),
@@ -283,6 +286,7 @@ def _trial(machine: Machine) -> tuple[float, float]:
             return rounding / weight.numel(), 0.0
         start = time.perf_counter()
         cand.estimates(unit, weight, known, cand.quantised_recipes())
+        cand.trellis_recipes(unit, weight, known)
         return rounding / weight.numel() / machine.threads, time.perf_counter() - start
     finally:
         torch.set_num_threads(threads)
