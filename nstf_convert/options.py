@@ -46,7 +46,8 @@ class ConvertOptions:
     """One conversion. None: the effort decides, or the machine.
 
     Memory is in bytes, times in minutes. signatures: the report describes every tensor
-    (nstf.analyzers.signatures), which costs a singular value decomposition each.
+    (nstf.analyzers.signatures), which costs a singular value decomposition each, and decides nothing; the command line
+    asks for them with a report.
     """
 
     model: str
@@ -69,7 +70,8 @@ class ConvertOptions:
     )
     memory: int | None = option(
         None,
-        "Host memory a conversion on the CPU stays within, such as 6GiB; by default three quarters of what is free.",
+        "Host memory to stay within, such as 6GiB; by default three quarters of what is free. On a CPU a stated bound "
+        "also decides how many windows of text wait in memory.",
         MACHINE,
         metavar="SIZE",
     )  # fmt: skip

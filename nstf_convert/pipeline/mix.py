@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nstf import __version__
-from nstf.kernels.formats import EncodedTensor, Node, decode
+from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.formats import dense as dense_format
 from nstf.runtime.artifact import Shared, Source
 from nstf_convert.measure import (
@@ -23,8 +23,9 @@ from nstf_convert.measure import (
 )
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.propose.candidates import price
+from nstf_convert.pipeline.propose.decoded import decoded
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS
-from nstf_convert.pipeline.propose.recipe import Recipe, on_device
+from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import content_key
@@ -144,7 +145,7 @@ def weights_of(
         if load is None and name not in mix:
             return session.source(name)
         encoded = loader(session.units[name], mix.get(name))
-        return decode(on_device(encoded, session.device), torch.float32)
+        return decoded(encoded, session.device)
 
     return source
 

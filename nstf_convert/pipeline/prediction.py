@@ -1,8 +1,9 @@
 """How long a conversion will take and what memory it will use, before it starts.
 
-The work of each stage follows from the model's shapes and the options, in four units: multiply-adds of float32 products,
-of float64 factorisations, trellis codes searched, and small operations that only cost their launch. What a unit takes is
-measured on this machine for a second or two.
+The work of each stage follows from the model's shapes and the options, in a few units: multiply-adds of float32 products,
+elements of the operations beside them (activations, softmax: what small models spend most on), multiply-adds of float64
+factorisations, trellis codes searched, weights rounded with feedback, proposals of a matrix, and operations that only cost
+their launch. What a unit takes is measured on this machine for a second or two.
 """
 
 import time
@@ -13,36 +14,59 @@ import torch
 
 from nstf.kernels.formats import trellis as form
 from nstf.kernels.trellis_encode import encode_tiles
+from nstf.quantizers.stats import Stats
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.machine import BASE_BYTES, Machine
+from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
+from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.encoder import working_bytes
+from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.report.build import layer_of
 
 # Quarter bits at which the search is timed; other rates take 0.8 to 1.5 times as long.
 RATE = 12
-# Sizes of the trial products and of the trial factorisation, tiles of the trial search.
+# Sizes of the trial products and of the trial factorisation, tiles of the trial search, the matrix of the trial proposals.
 SIZE = {"cpu": 1024, "cuda": 4096}
 FACTOR_SIZE = {"cpu": 512, "cuda": 2048}
 TILES = {"cpu": 16, "cuda": 2048}
-# Windows that choose and that report.
-MEASURED_WINDOWS = 16
-# Operations on activations beside the products, as a factor on the products' time.
-BESIDE = 1.35
+TRIAL = (128, 256)
+# Windows that choose, and as many that report.
+MEASURED_WINDOWS = 8
+# Elements that operations beside the products go over, for each layer and token: per width of the stream, of the
+# feed-forward part, and per entry of the attention matrix; per logit that is compared; per input whose moments are taken.
+BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8, "moments": 8}
+# A head's width where only the shapes are known.
+HEAD_DIM = 64
 # Encoding front to back: the mix, and the best single format.
 PASSES = 2
-# What rounding a weight to a grid with feedback costs, in multiply-adds of a product.
-SWEEP = 12000
-# Launches that a matrix costs in the proposals, and each block of 16 columns in the encoding (1 B parameters on an H200).
-LAUNCHES = {"propose": 20000, "block": 600}
+# Single formats that are compared, on this share of the layers, three at most.
+COMPARED, COMPARED_SHARE = 3, 0.25
+# A move of the search encodes this share of the weights anew; a size tried for a bound on the divergence this one.
+MOVE_SHARE, SIZE_SHARE = 0.15, 0.5
+# Sizes that are tried for a bound on the divergence, beside the first.
+SIZES_TRIED = 5
+# A step of healing: forward, backward, the original's forward and what goes beside them, in forwards of a window.
+HEAL_STEP = 5
+# Launches that a matrix costs in the proposals of a GPU, and each block of 16 columns in its encoding (1 B parameters on an
+# H200); on a CPU the proposals are timed and a block costs a few hundred.
+LAUNCHES = {"propose": 20000, "cuda": 600, "cpu": 250}
+# What a conversion leaves on the heap between its stages.
+SLACK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of a multiply-add in a float32 product, of one in a float64 factorisation, of searching one weight's code,
-    and of launching an operation."""
+    """Seconds of a multiply-add in a float32 product, of an element in an operation beside, of a multiply-add in a float64
+    factorisation, of searching one weight's code, of rounding one with feedback, of the proposals for a matrix, and of
+    launching an operation. The last four are of one core where several work on a matrix each."""
 
     product: float
+    element: float
     factor: float
     search: float
+    round: float
+    propose: float
     launch: float
 
 
@@ -70,17 +94,23 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Work:
-    """What follows from the shapes. linear, head: weights; squares: sum of in^2 over the inputs that have a Hessian, cubes
-    of in^3; solved: sum of out in^2; blocks: of 16 columns, over all matrices."""
+    """What follows from the shapes. linear, head: weights; inputs, squares, cubes: sums of in, in^2 and in^3 over the inputs
+    that have a Hessian; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working: what encoding the
+    largest takes in memory."""
 
+    layers: int
     linear: int
     head: int
+    vocabulary: int
+    hidden: int
+    ffn: int
+    inputs: int
     squares: int
     cubes: int
     solved: int
     blocks: int
     matrices: int
-    largest: int
+    working: int
     widest: int
 
 
@@ -94,50 +124,88 @@ def predict(
 ) -> Prediction:
     """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
     used as they come and not kept."""
-    rates = measured_rates(machine)
-    work = _work(units)
-    tokens = text.windows * text.tokens
-    scored = MEASURED_WINDOWS * options.seq_len
-    product, factor = rates.product * BESIDE, rates.factor
-    forward = work.linear * product
-    calibration = tokens * (3 * forward + 2 * work.head * product)  # forward twice and backward
-    calibration += tokens * (forward + work.squares * product) + scored * (forward + work.head * product)
-    candidates = work.cubes * factor * 2 + work.matrices * LAUNCHES["propose"] * rates.launch
-    searched = _searched(options, sum(u.elements for u in units), tensor_bytes)
-    encode = work.linear * (searched * rates.search + SWEEP * rates.product)
-    encode += work.blocks * LAUNCHES["block"] * rates.launch
-    encode += work.cubes * factor * 2
-    if options.front_to_back:
-        encode += tokens * (2 * forward + 3 * work.squares * product) + work.solved * factor
-    measure = PASSES * scored * (forward + 2 * work.head * product)
-    name = "encode front to back" if options.front_to_back else "encode"
+    rates, work = measured_rates(machine), _work(units)
+    cores = 1 if machine.on_gpu else machine.workers(work.working)
+    tokens, scored = text.windows * text.tokens, MEASURED_WINDOWS * text.tokens
+    forward = _forward(work, rates, text.tokens)
+    logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
+    hessians = work.squares * rates.product
+    moments = 3 * hessians + BESIDE["moments"] * work.inputs * rates.element
+    size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
+
+    encode = _encode(work, rates, _searched(size, units), cores, machine)
+    whole = encode + _tokens_front_to_back(work, machine, tokens) * (2 * forward + moments)
+    whole += work.solved * rates.factor
+    front_to_back = options.front_to_back or drops_hessians
+    last = whole if front_to_back else encode
+    measured = scored * (forward + 2 * logits)
+    compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
+
+    name = "encode front to back" if front_to_back else "encode"
     seconds = {
-        "calibration": calibration,
-        "candidates": candidates,
-        name: PASSES * encode,
-        "measure": measure / 2,
-        "report": measure / 2,
+        "calibration": tokens * (5 * forward + 2 * logits + hessians) + 2 * scored * forward,
+        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores,
+        "compare formats": 0.0 if drops_hessians else COMPARED * (compared * encode + measured),
+        name: PASSES * last,
+        "measure": PASSES * measured,
+        "report": PASSES * measured,
     }
+    if text.done:
+        seconds["calibration"] = 0.0
+    if options.budget.kind == "max_kl":
+        tried = encode + measured + SIZES_TRIED * (SIZE_SHARE * encode + measured)
+        seconds["encode"] = seconds.get("encode", 0.0) + tried
+    if options.search_limits is not None:
+        minutes, steps = options.search_limits
+        start = encode + measured
+        moves = (steps or 0) * (MOVE_SHARE * encode + measured) if minutes is None else 60 * minutes
+        seconds["encode"] = seconds.get("encode", 0.0) + start
+        seconds["search"] = moves
+    if options.heals:
+        step = HEAL_STEP * text.tokens * (forward + logits)
+        seconds["heal"] = options.heal_steps * step if options.heal_steps else 60 * options.heal_minutes
     return Prediction(seconds, *_memory(work, machine, tokens, tensor_bytes))
 
 
-def _searched(options: ConvertOptions, parameters: int, tensor_bytes: int) -> float:
+def _forward(work: _Work, rates: Rates, window: int) -> float:
+    """Seconds of one token in a forward pass, without the head."""
+    heads = max(1, work.hidden // HEAD_DIM)
+    products = work.linear + work.layers * 2 * window * work.hidden
+    beside = BESIDE["stream"] * work.hidden + BESIDE["ffn"] * work.ffn + BESIDE["attention"] * heads * window
+    return products * rates.product + work.layers * beside * rates.element
+
+
+def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Machine) -> float:
+    """Encoding all weights once, given their Hessians: a share of them is searched, the others are rounded."""
+    codes = work.linear + work.head
+    each = searched * rates.search + (1 - searched) * rates.round
+    launches = work.blocks * LAUNCHES[machine.device.type] * rates.launch
+    factors = 2 * work.cubes * rates.factor
+    # The search spreads over the cores by itself, and its rate is that of all of them.
+    return codes * each + (launches + factors) / cores
+
+
+def _tokens_front_to_back(work: _Work, machine: Machine, tokens: int) -> int:
+    """Of the tokens of all windows those that may wait before the widest input, in two models."""
+    return min(tokens, machine.activation_bytes // (16 * work.widest))
+
+
+def _searched(size: int | None, units: Sequence[Unit]) -> float:
     """The share of the weights that will be trellis codes: all up to 5.5 bits a weight, few above 6.25."""
-    size = options.budget.size_bytes(tensor_bytes, parameters)
+    parameters = sum(u.elements for u in units)
     bits = 4.0 if size is None else 8 * size / max(1, parameters)
     return min(1.0, max(0.05, (6.25 - bits) / 0.75))
 
 
 def _memory(work: _Work, machine: Machine, tokens: int, tensor_bytes: int) -> tuple[int, int]:
     """(host, GPU) bytes at the peak."""
-    activations = min(machine.activation_bytes, 6 * 4 * tokens * work.widest)
-    hessians = 8 * 4 * work.widest**2
-    matrix = 6 * 4 * work.largest
-    device = activations + hessians + matrix
+    activations = 16 * _tokens_front_to_back(work, machine, tokens) * work.widest
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
-        return 3 * BASE_BYTES + 3 * 2 * work.largest, min(machine.gpu_bytes, device + 2 * resident)
-    return min(machine.host_bytes, BASE_BYTES + device + min(tensor_bytes // 4, 1 << 30)), 0
+        host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)
+        return host, activations + work.working + 2 * resident
+    workers = machine.workers(work.working)
+    return BASE_BYTES + SLACK_BYTES + activations + workers * work.working, 0
 
 
 def _work(units: Sequence[Unit]) -> _Work:
@@ -147,17 +215,22 @@ def _work(units: Sequence[Unit]) -> _Work:
     own = [
         c for _, c, role in shapes if role not in ("k", "v", "up")
     ]  # q, k and v share an input, gate and up too
-    widest = max((c for _, c, _ in shapes), default=1)
+    table = max(heads, key=lambda u: u.elements, default=None)
     return _Work(
+        layers=len({layer_of(u.name) for u in linear} - {None}),
         linear=sum(r * c for r, c, _ in shapes),
-        head=max((u.elements for u in heads), default=0),
+        head=0 if table is None else table.elements,
+        vocabulary=0 if table is None else table.elements // _cols(table),
+        hidden=min((c for _, c, _ in shapes), default=1),
+        ffn=max((c for _, c, _ in shapes), default=1),
+        inputs=sum(own),
         squares=sum(c * c for c in own),
         cubes=sum(c**3 for c in own),
         solved=sum(r * c * c for r, c, _ in shapes),
-        blocks=sum(-(-c // 16) for c in own),
-        matrices=len(shapes),
-        largest=max((u.elements for u in units), default=1),
-        widest=widest,
+        blocks=sum(-(-c // 16) for _, c, _ in shapes),
+        matrices=len(shapes) + len(heads),
+        working=max((working_bytes(u) for u in [*linear, *heads]), default=1),
+        widest=max((c for _, c, _ in shapes), default=1),
     )
 
 
@@ -169,7 +242,7 @@ def _cols(unit: Unit) -> int:
 
 
 def measured_rates(machine: Machine) -> Rates:
-    """Times the four units on the machine's first device."""
+    """Times the units on the machine's first device."""
     device = machine.device
     size, square = SIZE[device.type], FACTOR_SIZE[device.type]
     a = torch.ones(size, size, device=device)
@@ -183,12 +256,40 @@ def measured_rates(machine: Machine) -> Rates:
         for _ in range(200):
             small.add_(1)
 
+    launch = _seconds(launches, device) / 200
+    round_, propose = _trial(machine)
     return Rates(
         product=_seconds(lambda: a @ a, device) / size**3,
+        element=_seconds(lambda: torch.softmax(a, 1), device) / size**2,
         factor=_seconds(lambda: torch.linalg.cholesky(spd), device) / (square**3 / 3),
         search=_seconds(lambda: encode_tiles(targets, RATE, book), device, rounds=2) / targets.numel(),
-        launch=_seconds(launches, device) / 200 if machine.on_gpu else 8e-6,
+        round=round_,
+        propose=LAUNCHES["propose"] * launch if machine.on_gpu else propose,
+        launch=launch,
     )
+
+
+def _trial(machine: Machine) -> tuple[float, float]:
+    """(seconds of rounding a weight to a grid with feedback on all cores, seconds of the proposals for a matrix on one)."""
+    rows, cols = TRIAL
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(TRIAL, generator=generator).to(machine.device)
+    inputs = torch.randn(2 * cols, cols, generator=generator).to(machine.device)
+    known = Stats(inputs.T @ inputs / len(inputs), torch.ones(rows, device=machine.device))
+    unit = Unit("trial.weight", TRIAL, "bfloat16", "linear")
+    grid = Recipe("int_grid", {"bits": 8, "group": 64, "symmetric": True, "scale_bits": 8})
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads if machine.on_gpu else 1)
+        rounding = _seconds(lambda: recipes.encode(grid, weight, known, 1), machine.device, rounds=1)
+        if machine.on_gpu:
+            return rounding / weight.numel(), 0.0
+        start = time.perf_counter()
+        cand.estimates(unit, weight, known, cand.quantised_recipes())
+        cand.trellis_recipes(unit, weight, known)
+        return rounding / weight.numel() / machine.threads, time.perf_counter() - start
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 4) -> float:

@@ -28,7 +28,8 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
     session = run.session
     if session.options.signatures:
         units = [u for u in session.units.values() if u.kept is None]
-        session.encoder.each(units, session.encoder.signature, lambda u: None)
+        with session.stages.stage("signatures"):
+            session.encoder.each(units, session.encoder.signature, lambda u: None)
     tensors = [_tensor(run, final, name) for name in sorted(session.units)]
     uniform = None
     if final.uniform is not None:
@@ -146,6 +147,8 @@ def expected_loss(run: Run, final: Final, name: str) -> float:
 def resources(session: Session) -> dict[str, Any]:
     """What the conversion could use and what it took, beside what was predicted before it started."""
     machine, predicted = session.machine, session.prediction
+    windows = _windows(session)
+    fewer = windows is not None and min(windows.values()) < windows["asked"]
     gpu = [torch.cuda.max_memory_reserved(d) for d in machine.devices] if machine.on_gpu else []
     return {
         "devices": [str(d) for d in machine.devices],
@@ -155,11 +158,26 @@ def resources(session: Session) -> dict[str, Any]:
         "host_peak_bytes": peak_memory_bytes(),
         "gpu_bound_bytes": machine.gpu_bytes or None,
         "gpu_peak_bytes": max(gpu, default=None),
+        "memory_short": machine.short and fewer,
+        "windows": windows,
         "seconds": sum(s.seconds for s in session.stages.done),
         "predicted_seconds": None if predicted is None else predicted.total_seconds,
         "predicted_host_bytes": None if predicted is None else predicted.host_bytes,
         "predicted_gpu_bytes": None if predicted is None else predicted.gpu_bytes,
     }
+
+
+def _windows(session: Session) -> dict[str, int] | None:
+    """How many windows there were to be, were calibrated on, and waited while layers were encoded front to back."""
+    file, options = session.calibration, session.options
+    if file is None:
+        return None
+    calibrated = int(file.metadata["source"]["fit_windows"])
+    asked = calibrated if options.calibration else (options.samples or options.level.samples)
+    found = {"asked": asked, "calibrated": calibrated}
+    if "front to back" in session.windows:
+        found["front_to_back"] = session.windows["front to back"]
+    return found
 
 
 def _protocol(session: Session) -> dict[str, Any]:

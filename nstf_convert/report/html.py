@@ -9,6 +9,7 @@ from nstf_convert.report.parts import Raw, Row
 from nstf_convert.report.parts import details as _details
 from nstf_convert.report.parts import number as _number
 from nstf_convert.report.parts import table as _table
+from nstf_convert.report.resources import pairs
 from nstf_convert.report.style import STYLE
 from nstf_convert.report.svg import escape
 
@@ -45,7 +46,7 @@ def render(report: Mapping[str, Any]) -> str:
         _attention(report.get("attention")),
         _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
         _calibration(report.get("calibration")),
-        _stages(report.get("stages") or []),
+        _stages(report.get("stages") or [], report.get("resources")),
         _tensors(report["tensors"]),
         _footer(report),
     ]
@@ -273,7 +274,7 @@ def _calibration(facts: Mapping[str, Any] | None) -> str:
     return _section("Calibration", content)
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
+def _stages(stages: Sequence[Mapping[str, Any]], resources: Mapping[str, Any] | None) -> str:
     rows: list[Row] = [
         (s["name"], f"{s['seconds']:.1f}", f"{s['peak_memory_bytes'] / 2**30:.2f}") for s in stages
     ]
@@ -281,7 +282,8 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
         return ""
     peak = max(s["peak_memory_bytes"] for s in stages) / 2**30
     rows.append(("all", f"{sum(s['seconds'] for s in stages):.1f}", f"{peak:.2f}"))
-    return _section("Time and memory", _table(("stage", "seconds", "peak resident GiB"), rows))
+    facts = _facts(pairs(resources or {}))
+    return _section("Time and memory", _table(("stage", "seconds", "peak resident GiB"), rows) + facts)
 
 
 def _tensors(tensors: Sequence[Mapping[str, Any]]) -> str:

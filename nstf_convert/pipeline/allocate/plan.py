@@ -19,9 +19,6 @@ from nstf_convert.planner import Infeasible, Option, allocate
 LOW_BITS = 4.0
 # Bytes of the budget a plan may leave unspent without being made again.
 SPARE_BYTES = 512
-# A family's best uniform file is measured when its expected loss is within this factor of the best family's: both have
-# one format everywhere, so what the loss model gets wrong from layer to layer is wrong alike for both.
-UNIFORM_MARGIN = 2.0
 
 
 def plan_mix(
@@ -97,10 +94,8 @@ def _impossible(session: Session, budget_bytes: int, smallest: int) -> BudgetErr
 
 
 def uniforms(session: Session, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> list[Planned]:
-    """Of every family of formats the single format for all tensors that fits and expects the least loss.
-
-    Families that expect more than UNIFORM_MARGIN times the best one's loss are left out. Sorted by expected loss.
-    """
+    """Of every family of formats the single format for all tensors that fits and expects the least loss, in the order of
+    these losses."""
     found = []
     for recipe in _uniform_recipes(table):
         mix = {n: recipe for n in table.candidates if table.find(n, recipe) is not None}
@@ -109,9 +104,7 @@ def uniforms(session: Session, table: Table, budget_bytes: int, meta: Mapping[st
     found.sort(key=lambda f: f[0])
     out: dict[str, Planned] = {}
     for expected, mix, recipe in found:
-        if recipe.method in out or (
-            out and expected > UNIFORM_MARGIN * next(iter(out.values())).expected_loss
-        ):
+        if recipe.method in out:
             continue
         size = exact_size(session, mix, meta)
         if size <= budget_bytes:

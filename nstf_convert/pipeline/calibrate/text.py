@@ -21,6 +21,8 @@ Batch = dict[str, Tensor]
 HELD_OUT_WINDOWS = 8
 # Held-out windows that report. A mix that was chosen by one set of windows looks better on them than it is.
 REPORT_WINDOWS = 8
+# Share of given inputs that is held out.
+HELD_OUT_SHARE = 0.25
 # Windows an encoder is calibrated on are shorter: sentences, not documents.
 ENCODER_SEQ_LEN = 128
 # Code that every CPython has: long modules of different kinds.
@@ -144,7 +146,7 @@ def prose() -> list[str]:
     return ["\n\n".join(paragraphs[i : i + 8]) for i in range(0, len(paragraphs), 8)]
 
 
-def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
+def tensor_data(path: Path) -> Data:
     """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -152,12 +154,12 @@ def tensor_data(path: Path, held_out_share: float = 0.25) -> Data:
     try:
         arrays = load_file(str(path))
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"--dataset {path} is not a safetensors file of model inputs ({error})") from error
+        raise UsageError(f"the dataset {path} is not a safetensors file of model inputs ({error})") from error
     counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
     if len(counts) != 1 or min(counts) < 4:
-        raise UsageError(f"--dataset {path}: every array needs the same first axis of at least 4 samples")
+        raise UsageError(f"the dataset {path}: every array needs the same first axis of at least 4 samples")
     total = counts.pop()
-    held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * held_out_share)))
+    held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
     return _split(False, batches, total - held, {"origin": "dataset", "datasets": [path.name]})
 
@@ -166,7 +168,7 @@ def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
     """Images or spectrograms of 1/f noise for a model that takes `pixel_values` or `input_features`.
 
     Natural signals have a power spectrum near 1/f^2, so their second moments are close to those of this noise;
-    real inputs (`--dataset inputs.safetensors`) are better, and the report says which were used.
+    real inputs (a .safetensors file as the dataset) are better, and the report says which were used.
     """
     name, shape = _input_shape(model)
     generator = torch.Generator().manual_seed(seed)
@@ -236,5 +238,5 @@ def _input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
         return name, (config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
     raise UsageError(
         f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
-        "give real inputs with --dataset inputs.safetensors (arrays named like the forward arguments)"
+        "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"
     )

@@ -1,4 +1,4 @@
-"""`--max-kl`: the smallest file whose measured loss stays within a bound."""
+"""The smallest file whose measured loss stays within a bound."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,18 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
+from nstf_convert.report.build import layer_of
 
 log = logging.getLogger("nstf")
 
+# Layers that single formats are compared on, spread over the depth: a quarter of them, at most this many. The model's other
+# tensors stay as they are.
+FEW_LAYERS = 3
+# Formats this close to the best, measured on these layers, take all steps; the second margin is for expected losses. One
+# that is expected to lose more than the third times the least is not measured.
+MEASURED_MARGIN = 1.1
+EXPECTED_MARGIN = 2.0
+HOPELESS = 10.0
 # Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
 CONFIRM_ROUNDS = 4
 
@@ -117,10 +126,48 @@ class Run:
         return self.measure(planned) if one_by_one else self.front_to_back(planned)
 
     def best_uniform(self, budget_bytes: int) -> Trial | None:
-        """The single format that measures best within a budget, by the same last steps as a mix; None when none fits."""
+        """The single format that measures best within a budget, by the same last steps as a mix; None when none fits.
+
+        Which family that is is measured on a few layers; only the best there, and those close to it, take all steps.
+        """
         with self.session.stages.stage("plan"):
             found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
+        if len(found) > 1:
+            found = self._promising(found)
         return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)
+
+    def _promising(self, found: list[Planned]) -> list[Planned]:
+        """The single formats worth all steps, from what each loses on a few layers.
+
+        Without the Hessians these layers cannot be encoded on their own; then the expected losses say it, by a wide
+        margin: both files have one format everywhere, so the loss model errs alike from layer to layer for both.
+        """
+        session = self.session
+        found = [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
+        if len(found) == 1:
+            return found
+        if not session.keeps_hessians:
+            log.info("the Hessians were not kept: single formats are compared by their expected losses")
+            scores, close = [p.expected_loss for p in found], EXPECTED_MARGIN
+        else:
+            few = set(few_layers(found[0].mix))
+            with session.stages.stage("compare formats"):
+                scores, close = [self._on_a_few_layers(p, few) for p in found], MEASURED_MARGIN
+        for planned, score in zip(found, scores, strict=True):
+            log.info("%s: about %.6g", planned.label, score)
+        return [p for p, s in zip(found, scores, strict=True) if not s > close * min(scores)]
+
+    def _on_a_few_layers(self, planned: Planned, few: set[str]) -> float:
+        """What a plan is likely to measure: its expected loss, corrected by what the tensors `few` measure when they alone
+        are encoded."""
+        part = {n: r for n, r in planned.mix.items() if n in few}
+        chosen = [(self.session.units[n], r) for n, r in part.items()]
+        self.session.wait_for_kernels()
+        self.session.encoder.encode_all(chosen, lambda unit: None)
+        measured = mixes.measure(self.session, part).score
+        expected = plans.expected_loss(self.table, part)
+        rest = planned.expected_loss - expected
+        return measured + rest * (measured / expected if expected > 0.0 else 1.0)
 
     def true_loss(self, name: str, recipe: Recipe) -> float | None:
         """The loss of an encoding in the loss model's own terms, or None when it was not made."""
@@ -139,6 +186,18 @@ class Run:
         log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)
         self.tried.append(trial.to_json())
         return trial
+
+
+def few_layers(names: Iterable[str]) -> list[str]:
+    """The tensors of a quarter of the layers, at most FEW_LAYERS, each from the middle of its part of the depth; all
+    tensors where there are no layers to choose from."""
+    names = list(names)
+    layers = sorted({layer for n in names if (layer := layer_of(n)) is not None})
+    if len(layers) < 2:
+        return names
+    count = min(FEW_LAYERS, max(1, len(layers) // 4))
+    kept = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
+    return [n for n in names if layer_of(n) in kept]
 
 
 def counter(session: Session, times: int = 1) -> Callable[[Unit], None]:

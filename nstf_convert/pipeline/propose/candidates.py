@@ -373,7 +373,7 @@ def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:
 
 
 def method_families(formats: Sequence[str] | None) -> set[str]:
-    """The methods `--formats` allows (None: all). Raises ValueError for an unknown name."""
+    """The methods that a list of formats allows (None: all). Raises ValueError for an unknown name."""
     known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
     if formats is None:
         return known

@@ -5,13 +5,16 @@ import torch
 
 from nstf.errors import UsageError
 from nstf_convert.device_weights import DeviceWeights
-from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import convert, prediction
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
-from nstf_convert.pipeline.prediction import Text, predict
+from nstf_convert.pipeline.prediction import Rates, Text, predict
 from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session, minutes
+from nstf_convert.report.resources import pairs
 
 CPU = torch.device("cpu")
+RATES = Rates(product=1e-11, element=1e-9, factor=1e-10, search=2e-6, round=1e-7, propose=0.2, launch=1e-6)
 
 
 def small_machine(host_bytes: int = 4 << 30, threads: int = 4) -> Machine:
@@ -83,6 +86,10 @@ def test_a_bound_on_memory_is_kept_and_reported(options) -> None:
     assert report["host_bound_bytes"] == 3 << 30
     assert 0 < report["host_peak_bytes"] <= 3 << 30
     assert report["devices"] == ["cpu"] and report["gpu_peak_bytes"] is None
+    assert report["windows"] == {"asked": 6, "calibrated": 6} and not report["memory_short"]
+    lines = dict(pairs(report))
+    assert lines["memory"].endswith("GiB at the peak, bound 3.00 GiB")
+    assert lines["windows"] == "6 of 6 calibrated on"
 
 
 def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None:
@@ -91,17 +98,47 @@ def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None
     assert report["seconds"] > 0
 
 
-def test_more_text_and_more_layers_are_predicted_to_take_longer(options, tmp_path) -> None:
-    session = Session(options(work_dir=tmp_path / "work"), Stages())
-    try:
-        units = list(session.units.values())
-        few = predict(units, options(prefix=True), session.machine, 1 << 20, Text(4, 512))
-        many = predict(units, options(prefix=True), session.machine, 1 << 20, Text(400, 512))
-    finally:
-        session.work.close()
-        session.checkpoint.close()
-    assert many.seconds["calibration"] > 10 * few.seconds["calibration"]
-    assert many.total_seconds > few.total_seconds
+@pytest.fixture
+def predicted(options, monkeypatch):
+    """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
+    monkeypatch.setattr(prediction, "measured_rates", lambda machine: RATES)
+
+    def one(text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, **changes):
+        shapes = {"q": (512, 512), "up": (1536, 512), "down": (512, 1536)}
+        units = [
+            Unit(f"model.layers.{i}.{role}.weight", shape, "bfloat16", role, uses=("linear",))
+            for i in range(layers)
+            for role, shape in shapes.items()
+        ]
+        units.append(Unit("embed.weight", (4096, 512), "bfloat16", "embedding", uses=("embedding", "head")))
+        return predict(
+            units, options(budget, prefix=True, search=None, **changes), small_machine(), 1 << 26, text, drops
+        )
+
+    return one
+
+
+def test_more_text_and_more_layers_are_predicted_to_take_longer(predicted) -> None:
+    few, many, deep = predicted(), predicted(Text(160, 512)), predicted(layers=80)
+    assert many.seconds["calibration"] == pytest.approx(10 * few.seconds["calibration"], rel=0.2)
+    assert many.total_seconds > few.total_seconds and many.host_bytes > few.host_bytes
+    assert 8 < deep.seconds["candidates"] / few.seconds["candidates"] < 11
+
+
+def test_the_prediction_counts_what_the_options_ask_for(predicted) -> None:
+    plain = predicted()
+    assert predicted(Text(16, 512, done=True)).seconds["calibration"] == 0.0
+    searched = predicted(search_steps=6)
+    assert searched.total_seconds > plain.total_seconds
+    assert predicted(search_steps=60).seconds["search"] == pytest.approx(10 * searched.seconds["search"])
+    assert predicted(search_minutes=3.0).seconds["search"] == 180.0
+    assert predicted(heal_minutes=2.0).seconds["heal"] == 120.0
+    steps = [predicted(heal_steps=n).seconds["heal"] for n in (5, 50)]
+    assert steps[1] == pytest.approx(10 * steps[0]) and steps[0] > 0
+    bound = predicted(budget=("max_kl", 0.01))
+    assert bound.seconds["encode"] > bound.seconds["encode front to back"] / 2
+    # Without Hessians tensors cannot be encoded on their own, so single formats are not compared.
+    assert predicted(drops=True).seconds["compare formats"] == 0.0 < plain.seconds["compare formats"]
 
 
 def test_times_are_told_as_people_say_them() -> None:
@@ -118,6 +155,15 @@ def test_the_time_of_a_stage_inside_another_counts_once() -> None:
     by_name = {s.name: s.seconds for s in stages.done}
     assert list(by_name) == ["inner", "outer"]
     assert by_name["outer"] < by_name["inner"]
+
+
+def test_signatures_are_made_when_asked_for_in_a_stage_of_their_own(options) -> None:
+    plain = convert(options(("ratio", 0.5), formats=("int_grid",))).report
+    assert not any(t["signature"] for t in plain["tensors"])
+    asked = convert(options(("ratio", 0.5), formats=("int_grid",), signatures=True, force=True)).report
+    assert any(t["signature"] for t in asked["tensors"])
+    names = [[s["name"] for s in report["stages"]] for report in (plain, asked)]
+    assert "signatures" in names[1] and [n for n in names[1] if n != "signatures"] == names[0]
 
 
 def test_weights_stay_on_the_device_within_their_budget() -> None:
@@ -204,8 +250,14 @@ def test_fewer_windows_than_were_calibrated_on_keep_their_token_weights(
         return found
 
     monkeypatch.setattr(front_to_back._Pass, "_token_weights", watched)
-    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 70_000))
-    convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work"))
+    monkeypatch.setattr(Machine, "activation_bytes", property(lambda self: 300_000))
+    report = convert(options(("ratio", 0.5), prefix=True, samples=12, work_dir=tmp_path / "work")).report
+    windows = report["resources"]["windows"]
+    assert report["resources"]["memory_short"]
+    assert 4 <= windows["front_to_back"] < windows["calibrated"] == windows["asked"] == 12
+    assert f"12 of 12 calibrated on, {windows['front_to_back']} front to back" in str(
+        pairs(report["resources"])
+    )
     tokens = {n for n, _ in seen}
     assert max(tokens) < 12 * 32 and any(weighted for _, weighted in seen)
 

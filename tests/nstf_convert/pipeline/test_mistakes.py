@@ -1,6 +1,7 @@
 """A mistake in the input leaves nothing behind, so that its correction is not taken for another session."""
 
 import pytest
+import torch
 
 from nstf.errors import CorruptError, UsageError
 from nstf_convert.pipeline import convert
@@ -55,3 +56,15 @@ def test_a_file_that_is_no_calibration_is_not_called_worth_deleting(options, sma
     with pytest.raises(CorruptError, match=r"not a calibration file.*`nstf calibrate`") as caught:
         convert(options(("ratio", 0.6), calibration=weights))
     assert "delete" not in str(caught.value)
+
+
+def test_errors_of_the_library_say_what_an_option_means_and_name_no_flag(options, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    broken, uneven = tmp_path / "broken.safetensors", tmp_path / "uneven.safetensors"
+    broken.write_bytes(b"no header")
+    save_file({"input_ids": torch.zeros(8, 4, dtype=torch.int64), "mask": torch.zeros(7, 4)}, str(uneven))
+    for dataset, message in ((broken, "is not a safetensors file"), (uneven, "needs the same first axis")):
+        with pytest.raises(UsageError, match=message) as caught:
+            convert(options(datasets=(str(dataset),)))
+        assert "--" not in str(caught.value) and str(caught.value).startswith(f"the dataset {dataset}")

@@ -1,11 +1,21 @@
 """The written file never loses to the best single format of the same size, whatever the model and the budget."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nstf_convert.pipeline import Budget, ConvertOptions, convert
-from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.allocate.plan import uniforms
+from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.improve import run as runs
+from nstf_convert.pipeline.improve.run import Run, few_layers
+from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.table import Table, build_table
+from nstf_convert.pipeline.session import Session
+from nstf_convert.report.build import layer_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TEXT = EXAMPLES / "data" / "prose.txt"
@@ -65,3 +75,81 @@ def test_a_sample_model_never_loses_to_uniform(name, ratio, tmp_path) -> None:
     assert_never_worse(report)
     if language:
         assert list(report["accuracy"]["domains"]) == [TEXT.name, OTHER.name]
+
+
+@pytest.fixture
+def run(options, tmp_path):
+    chosen = options(("ratio", 0.6), formats=("int_grid", "grid16"), work_dir=tmp_path / "work", samples=12)
+    allowed = method_families(chosen.formats)
+    with Session(chosen, Stages()) as session:
+        table = build_table(session, allowed, lambda unit: None)
+        # Of integers those of as many bits as the grid has.
+        same = {
+            n: [c for c in found if c.recipe.params.get("bits", 4) == 4]
+            for n, found in table.candidates.items()
+        }
+        yield Run(session, Meta(session, None), replace(table, candidates=same), allowed)
+
+
+def believing(table: Table, method: str, factor: float) -> Table:
+    """The table with the expected losses of one method times a factor."""
+    changed = {
+        n: [replace(c, loss=c.loss * (factor if c.recipe.method == method else 1.0)) for c in candidates]
+        for n, candidates in table.candidates.items()
+    }
+    return replace(table, candidates=changed)
+
+
+def uniform_method_of(planned: Planned) -> str:
+    return next(iter(planned.mix.values())).method
+
+
+def uniform_method(trial: Trial) -> str:
+    return uniform_method_of(trial.planned)
+
+
+@pytest.mark.parametrize("layers", [1, 3], ids=["of a few layers", "of all layers"])
+def test_a_format_that_is_expected_to_lose_but_measures_better_is_found(run, monkeypatch, layers) -> None:
+    monkeypatch.setattr(runs, "few_layers", lambda names: [n for n in names if layer_of(n) in range(layers)])
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    found = uniforms(run.session, run.table, budget, run.meta.widest())
+    assert {uniform_method_of(p) for p in found} == {"int_grid", "grid16"}
+    measured = sorted((run.encoded(p) for p in found), key=lambda t: t.score)
+    winner = uniform_method(measured[0])
+    # The loss model errs by a factor of 5 against the winner.
+    run.table = believing(run.table, winner, 5.0)
+    expected = uniforms(run.session, run.table, budget, run.meta.widest())
+    assert uniform_method_of(expected[0]) != winner
+    best = run.best_uniform(budget)
+    assert uniform_method(best) == winner and best.score == measured[0].score
+
+
+def test_without_hessians_formats_are_compared_by_a_wide_margin_of_expected_losses(
+    run, monkeypatch, caplog
+) -> None:
+    caplog.set_level("INFO", "nstf")
+    monkeypatch.setattr(Session, "keeps_hessians", property(lambda self: False))
+    encoded = []
+    monkeypatch.setattr(Run, "encoded", lambda self, p: encoded.append(p) or self.measure(p))
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    run.best_uniform(budget)
+    assert len(encoded) == 2
+    run.table = believing(run.table, "grid16", 5.0)
+    encoded.clear()
+    run.best_uniform(budget)
+    assert [uniform_method_of(p) for p in encoded] == ["int_grid"]
+    assert "the Hessians were not kept: single formats are compared by their expected losses" in caplog.text
+
+
+def test_the_few_layers_are_spread_over_the_depth() -> None:
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(24)] + ["lm_head.weight"]
+    assert few_layers(names) == [names[4], names[12], names[20]]
+    assert few_layers(names[:4]) == [names[2]]
+    assert few_layers(names[24:]) == names[24:]
+
+
+def test_a_format_that_is_expected_to_lose_ten_times_as_much_is_not_measured(run, monkeypatch) -> None:
+    monkeypatch.setattr(Run, "_on_a_few_layers", lambda *args: pytest.fail("it was measured"))
+    run.table = believing(run.table, "grid16", 50.0)
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    assert uniform_method(run.best_uniform(budget)) == "int_grid"
