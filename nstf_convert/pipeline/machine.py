@@ -12,7 +12,7 @@ from nstf.errors import UsageError
 # Share of what is free that is taken without a bound from the user.
 DEFAULT_SHARE = 0.75
 # Shares of the bound: weights that stay where they are used, activations that wait, scratch of one step of encoding.
-WEIGHTS_SHARE = 0.1  # on a GPU, of one model; two run side by side. A CPU reads the mapped file
+WEIGHTS_SHARE = 0.05  # on a GPU, of one model; two run side by side. A CPU reads the mapped file
 ACTIVATIONS_SHARE = {"cpu": 0.3, "cuda": 0.3}
 # Scratch of encoding: a share of a GPU; on a CPU each thread has its own.
 SCRATCH_SHARE = 0.15

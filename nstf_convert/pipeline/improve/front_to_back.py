@@ -22,7 +22,7 @@ from nstf import __version__
 from nstf.analyzers.moments import rows_of
 from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import run_in_step
-from nstf.kernels.formats import EncodedTensor, decode, node_from_json, node_to_json, stored_bytes
+from nstf.kernels.formats import EncodedTensor, node_from_json, node_to_json, stored_bytes
 from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
@@ -32,6 +32,7 @@ from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.mix import Loader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.decoded import decoded
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result, working_bytes
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
@@ -182,8 +183,7 @@ class _Pass:
                 unit, writing = self.session.units[name], self.writing.get(name)
                 if writing is not None:
                     writing.result()
-                encoded = recipes.on_device(self.prefixed.load(unit, self.mix[name]), self.session.device)
-                self.decoded[name] = decode(encoded, torch.float32)
+                self.decoded[name] = decoded(self.prefixed.load(unit, self.mix[name]), self.session.device)
             return self.decoded[name]
 
     def run(self, batches: Sequence[Batch]) -> None:
@@ -242,9 +242,9 @@ class _Pass:
         group = self.groups[index]
         start = time.perf_counter()
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
-            fit, held_out = self._moments(group, inputs)
+            known = self._moments(group, inputs)
             with exact_products():
-                self._encode_group(group, fit, held_out)
+                self._encode_group(group, known)
         for name in group.weights:
             seconds = time.perf_counter() - start
             loss = self.losses.get(name)
@@ -259,15 +259,15 @@ class _Pass:
                 if not module.weight.is_meta:  # type: ignore[union-attr]
                     module.weight = nn.Parameter(self.source(name), requires_grad=False)
 
-    def _moments(self, group: Group, inputs: list[Any]) -> tuple[Moments, Moments | None]:
-        """What is known of a group's inputs, from the batches that fit and from those held out for the target."""
+    def _moments(self, group: Group, inputs: list[Any]) -> list[Moments]:
+        """What is known of a group's inputs: from the batches that fit, and from those held out for the target if any."""
         module = self.modules[group.module] if group.module else nn.Identity()
         given = [x[0] if isinstance(x, tuple) else x for x in inputs]
         here = [i for i in range(self.count) if given[i] is not None]
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
         if not self.corrected:
-            return moments(Rows(rows, weights=weights), self.workers), None
+            return [moments(Rows(rows, weights=weights), self.workers)]
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
         if group.norm is not None:
@@ -276,8 +276,8 @@ class _Pass:
         kept = max(1, round(len(rows) * HELD_OUT))
         fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
         if not fit.rows:
-            return moments(data, self.workers), None
-        return moments(fit, self.workers), moments(held_out, self.workers)
+            return [moments(data, self.workers)]
+        return [moments(fit, self.workers), moments(held_out, self.workers)]
 
     def _shrinkage(self, group: Group) -> float:
         """As much as the calibration's Hessian of that input was shrunk."""
@@ -293,14 +293,15 @@ class _Pass:
             return None
         return list(torch.split(found.reshape(-1)[: sum(sizes)], sizes))
 
-    def _encode_group(self, group: Group, fit: Moments, held_out: Moments | None) -> None:
-        """Encodes the weights of a group: together on a GPU, a thread each on a CPU."""
+    def _encode_group(self, group: Group, known: list[Moments]) -> None:
+        """Encodes the weights of a group: together on a GPU, a thread each on a CPU. known: is used up."""
         wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
         with ThreadPoolExecutor(self.workers) as pool:
-            weights, shares, known = self._targets(wanted, fit, held_out, pool.map)
-            stats = Stats(shrunk(known.hessian, self._shrinkage(group)))
+            weights, shares, hessian = self._targets(wanted, known, pool.map)
+            stats = Stats(shrunk(hessian, self._shrinkage(group)))
+            del hessian
             if self.session.machine.on_gpu:
                 self._encode(wanted, weights, shares, stats)
                 return
@@ -313,22 +314,22 @@ class _Pass:
             list(pool.map(one, range(len(wanted))))
 
     def _targets(
-        self, names: Sequence[str], fit: Moments, held_out: Moments | None, each: Callable[..., Iterable[Any]]
-    ) -> tuple[list[Tensor], list[float], Moments]:
-        """(what is rounded instead of each weight, the shares of their corrections, the moments of all tokens)."""
+        self, names: Sequence[str], known: list[Moments], each: Callable[..., Iterable[Any]]
+    ) -> tuple[list[Tensor], list[float], Tensor]:
+        """(what is rounded instead of each weight, the shares of their corrections, the Hessian of all tokens)."""
         encoder, statistics = self.session.encoder, self.session.statistics
         units = [self.session.units[n] for n in names]
         inners = [encoder.inner(u) for u in units]
-        if held_out is None:
-            return inners, [0.0] * len(inners), fit
+        if len(known) == 1:
+            return inners, [0.0] * len(inners), known.pop().hessian
         matrices = [
             (w.reshape(w.shape[0], -1), statistics.row_weight(u)) for u, w in zip(units, inners, strict=True)
         ]
-        found, known = targets(matrices, fit, held_out, DAMPING, map if len(names) == 1 else each)
+        found, both = targets(matrices, known, DAMPING, map if len(names) == 1 else each)
         return (
             [m.reshape(w.shape) for (m, _), w in zip(found, inners, strict=True)],
             [share for _, share in found],
-            known,
+            both.hessian,
         )
 
     def _encode(
@@ -339,10 +340,10 @@ class _Pass:
         items = [(self.mix[u.name], w, s, u.lead) for u, w, s in zip(units, weights, own, strict=True)]
         done = recipes.encode_many(items, self.session.machine.scratch_bytes)
         for unit, (_, inner, known, lead), share, encoded in zip(units, items, shares, done, strict=True):
-            decoded = decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape)
-            lost = self.losses[unit.name] = loss(inner, decoded, known, lead)
+            became = decoded(encoded, inner.device).reshape(inner.shape)
+            lost = self.losses[unit.name] = loss(inner, became, known, lead)
             if unit.permute is None:
-                self.decoded[unit.name] = decoded.reshape(unit.shape)
+                self.decoded[unit.name] = became.reshape(unit.shape)
             else:
                 encoded = recipes.permuted(encoded, unit.permute, unit.shape)
             metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}

@@ -12,6 +12,7 @@ D is estimated from few tokens, and goes too far for it. Held-out tokens tell ho
 minimises the error there is a ratio of two traces.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,22 +79,25 @@ def joined(a: Moments, b: Moments) -> Moments:
 
 def targets(
     weights: Sequence[tuple[Tensor, Tensor | None]],
-    fit: Moments,
-    held_out: Moments,
+    parts: list[Moments],
     damping: float,
     each: Callable[..., Iterable[Any]] = map,
 ) -> tuple[list[tuple[Tensor, float]], Moments]:
     """([the weight to round instead of each, the share of D it took, 0..1], the moments of all tokens).
 
-    weights: (weight [out, in], [out] what a squared error of each output counts or None) that read one input. The share is
-    found on `held_out` with the D of `fit`; D itself then comes from both, which takes the memory of `fit`. each: a `map`
-    that may work on several weights at a time. Beside the moments two float64 matrices of [in, in] are in memory.
+    weights: (weight [out, in], [out] what a squared error of each output counts or None) that read one input. parts: the
+    moments of tokens to fit and of tokens held out, which are used up. The share is found on those held out with the D of
+    the others; D itself then comes from both. each: a `map` that may work on several weights at a time. Beside the moments
+    a float64 and a float32 matrix of [in, in] are in memory.
     """
+    held_out, fit = parts.pop(), parts.pop()
     shares = _shares(weights, fit, held_out, damping, each)
     both = joined(fit, held_out)
+    del fit, held_out
     if not any(shares):
         return [(weight, 0.0) for weight, _ in weights], both
-    system = _System(both, damping)
+    shift = None if both.cross is None else both.cross.sub_(both.hessian)
+    system = _System(both.hessian, shift, both.stream, damping)
 
     def corrected(weight: Tensor, share: float) -> tuple[Tensor, float]:
         return (weight + share * system.direction(weight) if share else weight), share
@@ -109,7 +113,7 @@ def _shares(
     each: Callable[..., Iterable[Any]],
 ) -> list[float]:
     """How far each weight goes along the D of `fit` to lose least on `held_out`: a ratio of two traces."""
-    system, shift = _System(fit, damping), _shift(held_out)
+    system, shift = _System(fit.hessian, _shift(fit), fit.stream, damping), _shift(held_out)
 
     def one(pair: tuple[Tensor, Tensor | None]) -> float:
         weight, row_weight = pair
@@ -138,14 +142,16 @@ def _slope(weight: Tensor, shift: Tensor | None, stream: Tensor | None) -> Tenso
 class _System:
     """What D is solved from: the factor of the damped Hessian, once for all weights that read the input."""
 
-    def __init__(self, m: Moments, damping: float) -> None:
-        # In place: of a wide layer's matrix each copy in float64 takes gigabytes.
-        damped = m.hessian.double()
-        damped.diagonal().add_(damping * damped.diagonal().mean().clamp_min(1e-30))
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        del damped
-        self.usable = not int(failed) and bool(torch.isfinite(factor).all())
-        self.factor, self.shift, self.stream = factor, _shift(m), m.stream
+    def __init__(self, hessian: Tensor, shift: Tensor | None, stream: Tensor | None, damping: float) -> None:
+        # In place: of a wide layer's matrix each copy in float64 takes gigabytes. The transpose of a symmetric matrix has
+        # the columns' layout that the library works in.
+        factor = hessian.double().mT
+        factor.diagonal().add_(damping * factor.diagonal().mean().clamp_min(1e-30))
+        info = torch.empty((), dtype=torch.int32, device=factor.device)
+        torch.linalg.cholesky_ex(factor, out=(factor, info))
+        failed, trace = torch.stack([info.double(), factor.diagonal().sum()]).tolist()
+        self.usable = failed == 0 and math.isfinite(trace)
+        self.factor, self.shift, self.stream = factor, shift, stream
 
     def direction(self, weight: Tensor) -> Tensor:
         """D: [out, in]."""

@@ -200,8 +200,9 @@ def low_rank_that_may_win(
 ) -> list[Recipe]:
     """Low-rank recipes at the comparison sizes that a bound from below does not rule out.
 
-    No matrix of that rank can lose less than the bound (`svd.low_rank_bounds`), which needs no decomposition. Where a
-    rival of no more bytes loses less than that, the rank is not tried. rivals: other recipes with expected losses.
+    No matrix of that rank can lose less than the bound (`svd.low_rank_bounds`), which needs no decomposition, and its
+    factors are rounded besides. Where a rival of no more bytes loses less than both, the rank is not tried. rivals: other
+    recipes with expected losses.
     """
     from nstf.decomposers import svd
 
@@ -215,10 +216,14 @@ def low_rank_that_may_win(
             rank = svd.rank_for_bytes(unit.inner_shape, size, recipes.bytes_of(factor), unit.lead)
             if rank is not None:
                 possible.append((Recipe("svd", {"rank": rank}, {"factor": factor}), rank, best))
-    bounds = svd.low_rank_bounds(
-        inner.reshape(rows, -1), stats.hessian, stats.row_weight, [rank for _, rank, _ in possible]
+    erased, *bounds = svd.low_rank_bounds(
+        inner.reshape(rows, -1), stats.hessian, stats.row_weight, [0, *(rank for _, rank, _ in possible)]
     )
-    return [r for (r, _, best), bound in zip(possible, bounds, strict=True) if bound < best]
+    return [
+        r
+        for (r, _, best), bound in zip(possible, bounds, strict=True)
+        if bound + _factors_noise(r) * (erased - bound) < best
+    ]
 
 
 def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recipe, float]]:
@@ -229,10 +234,14 @@ def low_rank_recipes(wanted: Sequence[Recipe], tail: Tensor) -> list[tuple[Recip
     out = []
     for recipe in wanted:
         rank = int(recipe.params["rank"])
-        bits = recipe.parts["factor"].params["bits"]
-        noise = 2 * FACTOR_NOISE[bits] * float(tail[0] - tail[rank])
+        noise = _factors_noise(recipe) * float(tail[0] - tail[rank])
         out.append((recipe, float(tail[rank]) + noise))
     return out
+
+
+def _factors_noise(recipe: Recipe) -> float:
+    """What rounding the two factors adds, as a share of the energy that they keep."""
+    return 2 * FACTOR_NOISE[recipe.parts["factor"].params["bits"]]
 
 
 def structured_recipes(

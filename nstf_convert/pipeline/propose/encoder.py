@@ -13,13 +13,14 @@ from torch import Tensor
 from nstf import __version__
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import signature
-from nstf.kernels.formats import EncodedTensor, decode, dense, node_from_json, node_to_json
+from nstf.kernels.formats import EncodedTensor, dense, node_from_json, node_to_json
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.decoded import decoded
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
@@ -93,9 +94,7 @@ class Encoder:
         start = time.perf_counter()
         inner, stats = self.inputs(unit)
         encoded = recipes.encode(recipe, inner, stats, unit.lead)
-        true = loss(
-            inner, decode(recipes.on_device(encoded, inner.device)).reshape(inner.shape), stats, unit.lead
-        )
+        true = loss(inner, decoded(encoded, inner.device).reshape(inner.shape), stats, unit.lead)
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
         self._work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": true})
@@ -127,6 +126,7 @@ class Encoder:
             for unit in members:
                 out.append((unit.name, work(unit)))
                 progress(unit)
+            self.statistics.forget()
             return out
 
         threads = torch.get_num_threads()
@@ -260,7 +260,7 @@ class Encoder:
 
 def working_bytes(unit: Unit) -> int:
     """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies."""
-    return 4 * 6 * unit.elements + 8 * 4 * _matrix(unit)[1] ** 2
+    return 4 * 6 * unit.elements + 8 * 6 * _matrix(unit)[1] ** 2
 
 
 def _matrix(unit: Unit) -> tuple[int, int]:

@@ -214,6 +214,10 @@ class Statistics:
             )
         return self._recent.stats  # type: ignore[no-any-return]
 
+    def forget(self) -> None:
+        """Drops the Hessian that this thread used last, with its factors."""
+        self._recent.__dict__.clear()
+
     def _expert_rows(self, unit: Unit, inner: Tensor, stats: Stats) -> Tensor:
         """Row weights [experts * out] of a stack: each expert counts by the share of tokens it saw, at least 1 %."""
         experts, out = inner.shape[:2]

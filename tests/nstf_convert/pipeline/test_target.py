@@ -9,7 +9,7 @@ def target(
     weight: torch.Tensor, fit: Moments, held: Moments, damping: float = 1e-4
 ) -> tuple[torch.Tensor, float]:
     """Of one weight whose outputs count alike."""
-    [found], _ = targets([(weight, torch.ones(len(weight)))], fit, held, damping)
+    [found], _ = targets([(weight, torch.ones(len(weight)))], [fit, held], damping)
     return found
 
 
