@@ -203,6 +203,13 @@ def gram_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(0).clamp_min(0.0), vectors.flip(1)
 
 
+def gram_values(matrix: Tensor) -> Tensor:
+    """Those eigenvalues alone, which is several times as fast."""
+    gram = matrix @ matrix.T
+    values: Tensor = torch.linalg.eigvalsh((gram + gram.T) / 2)
+    return values.flip(0).clamp_min(0.0)
+
+
 def kron(a: Tensor, b: Tensor) -> Tensor:
     """Kronecker product of two matrices. (torch.kron refuses some strides: "view size is not compatible".)"""
     product = torch.einsum("ij,kl->ikjl", a, b)

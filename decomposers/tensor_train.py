@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
-from nstf.decomposers.modes import Whitened, gram_eigen, kron, whiten
+from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
 from nstf.kernels.formats import tensor_train
@@ -132,7 +132,7 @@ def energies(weight: Tensor, view: Shape, stats_hessian: Tensor | None = None) -
     found = []
     for bond in range(1, len(view)):
         matrix = tensor.reshape(tensor.shape[:bond].numel(), -1)
-        found.append(gram_eigen(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T)[0])
+        found.append(gram_values(matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T))
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
-from nstf.decomposers.modes import Whitened, gram_eigen, kron, mode_product, unfold, whiten
+from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
 from nstf.decomposers.tensorly_backend import torch_backend
@@ -183,7 +183,7 @@ def _filled(basis: Tensor, spectral: Tensor, rank: int) -> Tensor:
 def energies(weight: Tensor, view: Shape, stats_hessian: Tensor | None = None) -> list[Tensor]:
     """Squared singular values of every unfolding, descending, in the whitened norm."""
     tensor = whiten(weight, view, stats_hessian).tensor
-    return [gram_eigen(unfold(tensor, axis))[0] for axis in range(len(view))]
+    return [gram_values(unfold(tensor, axis)) for axis in range(len(view))]
 
 
 def rank_for_bytes(

@@ -11,6 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+# Streams of jobs beside the current one; further jobs wait in them.
+MOST_STREAMS = 7
+
 T = TypeVar("T")
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -21,10 +24,12 @@ def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[
         return [job() for job in jobs]
     current = torch.cuda.current_stream(device)
     ready = current.record_event()
-    results, streams = [jobs[0]()], _streams(device.index or 0, len(jobs) - 1)
-    for job, stream in zip(jobs[1:], streams, strict=True):
+    streams = _streams(device.index or 0)[: len(jobs) - 1]
+    for stream in streams:
         stream.wait_event(ready)
-        with torch.cuda.stream(stream):
+    results = [jobs[0]()]
+    for i, job in enumerate(jobs[1:]):
+        with torch.cuda.stream(streams[i % len(streams)]):
             results.append(job())
     for stream in streams:
         current.wait_stream(stream)
@@ -74,7 +79,7 @@ class _Graph:
         index = device.index or 0
         self.inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         self.graph = torch.cuda.CUDAGraph()
-        current, stream = torch.cuda.current_stream(device), _streams(index, 1, "capture")[0]
+        current, stream = torch.cuda.current_stream(device), _streams(index, "capture")[0]
         with _capturing:
             pool = _last[index].pool() if index in _last else None
             stream.wait_stream(current)
@@ -96,5 +101,7 @@ class _Graph:
 
 
 @cache
-def _streams(index: int, count: int, purpose: str = "job") -> list[torch.cuda.Stream]:
+def _streams(index: int, purpose: str = "jobs") -> list[torch.cuda.Stream]:
+    """Always the same ones: each keeps memory that was freed in it, and a workspace for matrix products."""
+    count = MOST_STREAMS if purpose == "jobs" else 1
     return [torch.cuda.Stream(index) for _ in range(count)]  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """The memory that tensors are read into: a GPU copies several times as fast from pages that stay where they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -20,9 +20,9 @@ def for_gpu() -> Iterator[None]:
         _PINNED.reset(token)
 
 
-def buffer(size: int) -> Tensor:
-    """uint8 [size], not initialised."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=_PINNED.get())
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of the host, not initialised."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=_PINNED.get())
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
 Read = Callable[[str], Tensor]
@@ -316,7 +317,7 @@ def _expert_stack(converter: Any, members: list[tuple[str, str]]) -> list[list[s
 
 def _fill_stack(parts: list[list[str]], shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> Tensor:
     """The stack [E, sum of out, in], with one expert beside it in memory (transformers' way needs two stacks)."""
-    result = torch.empty(shape, dtype=dtype)
+    result = empty(shape, dtype)
     for expert in range(shape[0]):
         row = 0
         for part in parts:

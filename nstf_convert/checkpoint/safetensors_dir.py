@@ -10,7 +10,7 @@ from torch import Tensor
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
 from nstf_convert.checkpoint.json_text import load_json
-from nstf_convert.checkpoint.memory import buffer
+from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_into, read_small
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
@@ -95,7 +95,7 @@ def _source(entries: dict[str, Entry]) -> Source:
         dtype = getattr(torch, entry.info.dtype)
         if entry.info.size_bytes == 0:
             return torch.empty(entry.info.shape, dtype=dtype)
-        raw = buffer(entry.info.size_bytes)
+        raw = empty([entry.info.size_bytes], torch.uint8)
         read_into(entry.file, entry.start, raw.numpy().data, f"{entry.path}: tensor {name!r}")
         return raw.view(dtype).reshape(entry.info.shape)
 

@@ -78,12 +78,13 @@ def _choose(run: Run) -> Final:
     if session.model is None:
         run.encode(planned)
         return Final(planned)
-    facts = None
+    rivals, facts = run.rivals(budget_bytes), None
+    run.ahead(rivals)
     if session.options.search_limits is None:
         mix = run.encoded(planned)
     else:
         mix, _, facts = search(run, run.measure(planned), budget_bytes)
-    return finish(run, mix, run.best_uniform(budget_bytes), facts)
+    return finish(run, mix, run.best(rivals), facts)
 
 
 def _check_output(options: ConvertOptions) -> None:

@@ -145,8 +145,6 @@ def _devices(name: str) -> tuple[torch.device, ...]:
             f"the device {name[:40]!r}: this machine has {count} GPUs that torch can use: choose auto or cpu, or a "
             "smaller number"
         )
-    if len(numbers) > 1:
-        raise UsageError(f"the device {name[:40]!r}: a conversion runs on one GPU so far: choose one of them")
     return tuple(torch.device("cuda", n) for n in numbers)
 
 

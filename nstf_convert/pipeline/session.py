@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nstf import __version__
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf_convert import dataset as texts
@@ -25,6 +25,7 @@ from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
+from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.progress import NOTICE, Stages
@@ -55,8 +56,12 @@ INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
-    def __init__(self, options: ConvertOptions, stages: Stages, may_drop: bool = True) -> None:
-        """may_drop: large Hessians may be used while they are there and not stored."""
+    def __init__(
+        self, options: ConvertOptions, stages: Stages, may_drop: bool = True, helper: bool = False
+    ) -> None:
+        """may_drop: large Hessians may be used while they are there and not stored. helper: of another process, whose
+        calibrated work directory is shared (nstf_convert.pipeline.helpers)."""
+        self.helper = helper
         self.may_drop = may_drop
         self.options = options
         self.windows: dict[str, int] = {}
@@ -69,6 +74,8 @@ class Session:
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
         try:
+            self.helpers = Helpers(options, self._folder, self.machine.devices[1:])
+            self._opened.callback(self.helpers.close)
             self._open()
         except BaseException as error:
             self._close(type(error))
@@ -82,11 +89,13 @@ class Session:
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
-        self.work = self._opened.enter_context(WorkDir(self._folder, self._identity()))
+        self.work = self._opened.enter_context(WorkDir(self._folder, self._identity(), self.helper))
         self.source = self._expanded()
         self.units = {u.name: u for u in find_units(self._infos(), self.model)}
         self.calibration = self._found_calibration()
-        self.prediction = self._predict()
+        if self.helper and self.calibration is None and self.model is not None:
+            raise NstfError("there is no calibration to share")
+        self.prediction = None if self.helper else self._predict()
         self.statistics = Statistics(None, self.device)
         self.encoder = self._encoder("none")
         if self.calibration is None and self.model is not None:
@@ -107,7 +116,7 @@ class Session:
         after a mistake in the input, whose correction makes it another session."""
         self._opened.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and self.options.work_dir is None:
+        if useless and self.options.work_dir is None and not self.helper:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property

@@ -82,7 +82,7 @@ def _within(run: Run, bound: float, asked: float) -> Final:
 
 def _encoded(run: Run, best: Trial) -> Final:
     """The mix, or the uniform file where that measures better, as it would be written."""
-    return chosen(run, best, run.best_uniform(best.planned.size_bytes), None)
+    return chosen(run, best, run.best(run.rivals(best.planned.size_bytes)), None)
 
 
 def _range(run: Run) -> tuple[int, int]:

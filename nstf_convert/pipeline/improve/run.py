@@ -1,13 +1,14 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -122,18 +123,31 @@ class Run:
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
-        one_by_one = not self.session.options.front_to_back and self.session.keeps_hessians
-        return self.measure(planned) if one_by_one else self.front_to_back(planned)
+        return self.measure(planned) if self._one_by_one else self.front_to_back(planned)
 
-    def best_uniform(self, budget_bytes: int) -> Trial | None:
-        """The single format that measures best within a budget, by the same last steps as a mix; None when none fits.
+    @property
+    def _one_by_one(self) -> bool:
+        return not self.session.options.front_to_back and self.session.keeps_hessians
 
-        Which family that is is measured on a few layers; only the best there, and those close to it, take all steps.
+    def ahead(self, found: Sequence[Planned]) -> None:
+        """Other GPUs, if there are any, begin with the last steps of some plans."""
+        corrected = self.session.options.front_to_back
+        self.session.helpers.start([Job(p.mix, not self._one_by_one, corrected) for p in found])
+
+    def rivals(self, budget_bytes: int) -> list[Planned]:
+        """The single formats within a budget that are worth all steps; none when none fits.
+
+        Which family is best is measured on a few layers; only the best there, and those close to it, take all steps.
         """
         with self.session.stages.stage("plan"):
             found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
-        if len(found) > 1:
-            found = self._promising(found)
+        return self._promising(found) if len(found) > 1 else found
+
+    def best(self, found: Sequence[Planned]) -> Trial | None:
+        """The one of some plans that measures best, by the same last steps as a mix; None when there is none."""
+        if self.session.helpers.busy:
+            with self.session.stages.stage("wait for other GPUs"):
+                self.session.helpers.wait()
         return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)
 
     def _promising(self, found: list[Planned]) -> list[Planned]:

@@ -113,11 +113,13 @@ def _shares(
     each: Callable[..., Iterable[Any]],
 ) -> list[float]:
     """How far each weight goes along the D of `fit` to lose least on `held_out`: a ratio of two traces."""
-    system, shift = _System(fit.hessian, _shift(fit), fit.stream, damping), _shift(held_out)
+    system = _System(fit.hessian, _shift(fit), fit.stream, damping)
+    directions = list(each(system.direction, [weight for weight, _ in weights]))
+    del system
+    shift = _shift(held_out)
 
-    def one(pair: tuple[Tensor, Tensor | None]) -> float:
+    def one(pair: tuple[Tensor, Tensor | None], direction: Tensor) -> float:
         weight, row_weight = pair
-        direction = system.direction(weight)
         wanted = (_slope(weight, shift, held_out.stream) * direction).sum(1, dtype=torch.float64)
         energy = ((direction @ held_out.hessian) * direction).sum(1, dtype=torch.float64)
         if row_weight is not None:
@@ -125,7 +127,7 @@ def _shares(
         share = float(wanted.sum()) / max(float(energy.sum()), 1e-30)
         return min(max(share, 0.0), 1.0) if share == share else 0.0
 
-    return list(each(one, weights))
+    return list(each(one, weights, directions))
 
 
 def _shift(m: Moments) -> Tensor | None:
@@ -164,5 +166,7 @@ class _System:
             rows = slice(start, start + step)
             stream = None if self.stream is None else self.stream[rows]
             slope = _slope(weight[rows], self.shift, stream)
-            out[rows] = torch.cholesky_solve(slope.double().T, self.factor).T
+            # Two triangular systems: torch's own solution copies the factor.
+            half = torch.linalg.solve_triangular(self.factor, slope.double().T, upper=False)
+            out[rows] = torch.linalg.solve_triangular(self.factor.mT, half, upper=True).T
         return out

@@ -38,7 +38,7 @@ STRUCTURED_BITS = (2.25, 4.25, 8.25)
 # Energies of unfoldings know nothing of the rows' weights: a recipe must look so many times worse to be left out.
 MARGIN = 4.0
 # Weights of an expert stack up to which its unfoldings are looked at as a whole.
-LARGEST_STACK = 1 << 26
+LARGEST_STACK = 1 << 24
 FACTORS = (
     Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True}),
     Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8}),

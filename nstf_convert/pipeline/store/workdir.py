@@ -49,8 +49,11 @@ def write_json(path: Path, data: Any) -> None:
 class WorkDir:
     """An opened and locked work directory. Use as a context manager."""
 
-    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
-        """Opens or makes the directory for `job`. Raises UsageError when it belongs to another job or is in use."""
+    def __init__(self, path: Path, job: Mapping[str, Any], shared: bool = False) -> None:
+        """Opens or makes the directory for `job`. Raises UsageError when it belongs to another job or is in use.
+
+        shared: a process that holds the lock has started this one, and knows what it does.
+        """
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -59,6 +62,9 @@ class WorkDir:
                 f"work directory {path} cannot be made ({error.strerror}): choose another one"
             ) from error
         self._lock: IO[str] = (path / "lock").open("w")
+        if shared:
+            self._check_job(dict(job))
+            return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -120,7 +120,7 @@ def test_a_format_that_is_expected_to_lose_but_measures_better_is_found(run, mon
     run.table = believing(run.table, winner, 5.0)
     expected = uniforms(run.session, run.table, budget, run.meta.widest())
     assert uniform_method_of(expected[0]) != winner
-    best = run.best_uniform(budget)
+    best = run.best(run.rivals(budget))
     assert uniform_method(best) == winner and best.score == measured[0].score
 
 
@@ -132,11 +132,11 @@ def test_without_hessians_formats_are_compared_by_a_wide_margin_of_expected_loss
     encoded = []
     monkeypatch.setattr(Run, "encoded", lambda self, p: encoded.append(p) or self.measure(p))
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
-    run.best_uniform(budget)
+    run.best(run.rivals(budget))
     assert len(encoded) == 2
     run.table = believing(run.table, "grid16", 5.0)
     encoded.clear()
-    run.best_uniform(budget)
+    run.best(run.rivals(budget))
     assert [uniform_method_of(p) for p in encoded] == ["int_grid"]
     assert "the Hessians were not kept: single formats are compared by their expected losses" in caplog.text
 
@@ -152,4 +152,4 @@ def test_a_format_that_is_expected_to_lose_ten_times_as_much_is_not_measured(run
     monkeypatch.setattr(Run, "_on_a_few_layers", lambda *args: pytest.fail("it was measured"))
     run.table = believing(run.table, "grid16", 50.0)
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
-    assert uniform_method(run.best_uniform(budget)) == "int_grid"
+    assert uniform_method(run.best(run.rivals(budget))) == "int_grid"

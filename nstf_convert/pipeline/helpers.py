@@ -1,0 +1,123 @@
+"""Further GPUs: a process each, which makes results ahead and leaves them in the work directory.
+
+The process of the first GPU does the whole conversion. What a helper has put into the work directory it finds there, under
+the address of its content, instead of making it: the file is the same bytes for any number of GPUs, and a helper that
+fails costs time and nothing else. Processes, since the precision of matrix products is a setting of the whole process.
+"""
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.recipe import Recipe
+
+if TYPE_CHECKING:
+    from nstf_convert.pipeline.session import Session
+
+log = logging.getLogger("nstf")
+
+Mix = Mapping[str, Recipe]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A mix to encode: front to back or every tensor on its own; `corrected` as in `encode_in_prefix`."""
+
+    mix: Mix
+    front_to_back: bool
+    corrected: bool
+
+
+class Helpers:
+    """The processes of all GPUs but the first. They start at once, and open the model with their first job."""
+
+    def __init__(self, options: ConvertOptions, folder: Path, devices: Sequence[torch.device]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._processes = []
+        self._busy: list[Connection] = []
+        for device in devices:
+            ours, theirs = context.Pipe()
+            own = replace(options, device=str(device), work_dir=folder)
+            process = context.Process(target=_serve, args=(theirs, own), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append((process, ours))
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begins with jobs, in turn on each GPU. Those of earlier calls must be done."""
+        for i, job in enumerate(jobs if self._processes else ()):
+            connection = self._processes[i % len(self._processes)][1]
+            try:
+                connection.send(job)
+                self._busy.append(connection)
+            except OSError as error:
+                log.debug("a helper is gone: %s", error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs were begun that nobody has waited for."""
+        return bool(self._busy)
+
+    def wait(self) -> None:
+        """Returns when all jobs are done, or have failed: then the caller finds nothing and does them itself."""
+        while self._busy:
+            connection = self._busy.pop(0)
+            try:
+                failure = connection.recv()
+            except (EOFError, OSError):
+                failure = "it ended"
+            if failure:
+                log.warning("another GPU's process failed (%s): its work is done on the first one", failure)
+
+    def close(self) -> None:
+        """Ends the processes, whatever they are at."""
+        for process, connection in self._processes:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._processes, self._busy = [], []
+
+
+def _serve(connection: Connection, options: ConvertOptions) -> None:
+    """What a helper does: jobs, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what an interruption means
+    session: Session | None = None
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError):
+            break
+        try:
+            if session is None:
+                session = _session(options)
+            _encode(session, job)
+            failure = ""
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        connection.send(failure)
+
+
+def _session(options: ConvertOptions) -> "Session":
+    from nstf_convert.pipeline.session import Session  # which starts the helpers
+
+    return Session(options, Stages(), helper=True)
+
+
+def _encode(session: "Session", job: Job) -> None:
+    from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+
+    silent: Callable[[Any], None] = lambda unit: None  # noqa: E731
+    session.wait_for_kernels()
+    if job.front_to_back:
+        encode_in_prefix(session, job.mix, silent, job.corrected)
+    else:
+        session.encoder.encode_all([(session.units[n], r) for n, r in job.mix.items()], silent)

@@ -1,0 +1,70 @@
+"""Further devices: the same bytes as with one, and a process that fails is no harm. Here both devices are the CPU."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import session as sessions
+from nstf_convert.pipeline.helpers import Helpers, Job
+from nstf_convert.pipeline.improve import front_to_back
+from nstf_convert.pipeline.machine import machine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_devices(monkeypatch) -> None:
+    def found(*wanted):
+        return replace(machine(*wanted), devices=(CPU, CPU))
+
+    monkeypatch.setattr(sessions, "machine", found)
+
+
+def test_two_devices_write_the_same_bytes_and_share_the_passes(
+    default_options, converted, two_devices, monkeypatch, tmp_path
+) -> None:
+    passes = []
+    run = front_to_back._Pass.run
+
+    def counted(self, batches):
+        passes.append(self.mix)
+        run(self, batches)
+
+    monkeypatch.setattr(front_to_back._Pass, "run", counted)
+    report = convert(default_options(output=tmp_path / "two.nstf")).report
+    assert (tmp_path / "two.nstf").read_bytes() == converted.content
+    stages = [stage["name"] for stage in report["stages"]]
+    assert "wait for other GPUs" in stages
+    # The mix alone was encoded here; the single formats were found in the work directory.
+    assert len(passes) == 1 and report["accuracy"]["uniform"] is not None
+
+
+def test_a_helper_that_fails_is_told_once_and_its_work_is_done_here(
+    default_options, converted, two_devices, monkeypatch, tmp_path, caplog
+) -> None:
+    start = Helpers.start
+
+    def impossible(self, jobs):
+        start(self, [Job({"no such tensor": job.mix[min(job.mix)]}, False, True) for job in jobs[:1]])
+
+    monkeypatch.setattr(Helpers, "start", impossible)
+    with caplog.at_level(logging.WARNING, "nstf"):
+        convert(default_options(output=tmp_path / "two.nstf"))
+    assert (tmp_path / "two.nstf").read_bytes() == converted.content
+    told = [r.getMessage() for r in caplog.records if "another GPU's process failed" in r.getMessage()]
+    assert len(told) == 1 and "no such tensor" in told[0]
+
+
+def test_a_helper_that_is_killed_is_noticed(default_options, tmp_path, caplog) -> None:
+    helpers = Helpers(default_options(), tmp_path / "nothing.work", [CPU])
+    try:
+        helpers.start([Job({}, True, True)])
+        helpers._processes[0][0].kill()
+        with caplog.at_level(logging.WARNING, "nstf"):
+            helpers.wait()
+        assert "it ended" in caplog.text or "NstfError" in caplog.text
+    finally:
+        helpers.close()
