@@ -1,12 +1,14 @@
 #include "trellis_search.h"
 
 #include "isa.h"
+#include "trellis_window.h"
 
 #if defined(__GNUC__) || defined(__clang__)
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #if NSTF_X86
 #include <immintrin.h>
@@ -18,10 +20,7 @@
 namespace nstf::search {
 namespace {
 
-// Costs are 16-bit integers: squared distances in which kRange is 2^15, plus what the path cost so far over the cheapest
-// one, at most kMost. Differences wrap around at kRange, so targets end where that still costs more than the true distance.
-constexpr uint16_t kMost = 0x7fff;
-constexpr float kRange = 5, kFarthest = 4.5f;
+constexpr uint16_t kMost = 0x7fff;  // a path over the cheapest one
 constexpr int kPad = 96;  // apart by a multiple of 4 KiB, loads from one M would wait for stores to the other
 
 struct Scratch {
@@ -40,17 +39,6 @@ struct Track {  // one tile at one step
     const uint16_t* from;
     uint16_t *to, *row;
 };
-
-inline int16_t rounded(float v, float most) {
-    return int16_t(std::lrintf(std::min(most, std::max(-most, v)) * (32767 / kRange)));
-}
-
-// As the vector code does it.
-inline int squared_one(int16_t x, int16_t c, int doublings) {
-    int d = int16_t(x - c);
-    for (int i = 0; i < doublings; i++) d = std::min(32767, std::max(-32768, 2 * d));
-    return ((d * d >> 14) + 1) >> 1;
-}
 
 // The state after step t whose newest bits, all but the l oldest, are `entry`: the cheapest, the lowest on ties.
 int cheapest(const float* x, const Book& book, int t, int entry, const Scratch& s) {
@@ -87,8 +75,7 @@ void write(const float* x, const Book& book, int state, uint8_t* codes, const Sc
     for (int t = kTile - 1; t >= 0; t--) {
         const int k = book.steps.at(t), bits = state >> (kStateBits - k);
         end -= k;
-        for (int i = 0; i < k; i++)
-            codes[(end + i) >> 3] = uint8_t(codes[(end + i) >> 3] | (bits >> i & 1) << ((end + i) & 7));
+        put_bits(codes, end, bits, k);
         if (t > 0) state = previous(x, book, t, state, s);
     }
 }
@@ -187,7 +174,10 @@ int lanes(int most_lanes) {
 
 Book::Book(int q, const float* codebook, int most_lanes)
     : steps(q), quarter_bits(q), doublings(std::max(0, (q - 13) / 4)),
-      lanes(std::min(search::lanes(most_lanes), 1 << (kStateBits - 2 * steps.k[3]))), values(kStates) {
+      lanes(std::min(search::lanes(most_lanes), 1 << (kStateBits - 2 * steps.k[3]))) {
+    windows = Windows::make(q, codebook);
+    if (windows) return;
+    values.resize(kStates);
     for (int state = 0; state < kStates; state++) values[size_t(state)] = rounded(codebook[state], kRange);
     for (int t = 0; t < 4; t++) {
         const int l = steps.at(t + 1);
@@ -199,7 +189,29 @@ Book::Book(int q, const float* codebook, int most_lanes)
     }
 }
 
+Book::~Book() = default;
+
+std::shared_ptr<const Book> kept_book(int quarter_bits, const float* codebook, int most_lanes) {
+    struct Kept {
+        std::vector<float> codebook;
+        std::shared_ptr<const Book> book;
+    };
+    static std::mutex mutex;
+    static std::map<std::pair<int, int>, Kept> all;  // by rate and lanes: one codebook each, the last
+    const std::lock_guard<std::mutex> lock(mutex);
+    Kept& kept = all[{quarter_bits, most_lanes}];
+    if (!kept.book || std::memcmp(kept.codebook.data(), codebook, kStates * sizeof(float)) != 0) {
+        kept.codebook.assign(codebook, codebook + kStates);
+        kept.book = std::make_shared<const Book>(quarter_bits, codebook, most_lanes);
+    }
+    return kept.book;
+}
+
 void search(const float* x, int tiles, const Book& book, uint8_t* codes) {
+    if (book.windows) {
+        for (int i = 0; i < tiles; i++) search_windows(x + i * kTile, book, codes + i * 8 * book.quarter_bits);
+        return;
+    }
     static thread_local Scratch scratch[2];
 #if NSTF_X86
     if (book.lanes == 32) return run_avx512(x, tiles, book, codes, scratch);
