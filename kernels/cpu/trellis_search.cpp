@@ -96,6 +96,15 @@ INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
     even = (Cost)_mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(p, low), _mm256_and_si256(q, low)), 0xd8);
     odd = (Cost)_mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(p, 16), _mm256_srli_epi32(q, 16)), 0xd8);
 }
+INLINE Cost low_words(Cost a, Cost b) { return (Cost)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+INLINE Cost high_words(Cost a, Cost b) { return (Cost)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
+template <int N>
+INLINE Cost piece(const uint16_t* p, int i) {  // so that they are in order in the end
+    const __m128i low = _mm_loadu_si128((const __m128i*)(p + 8 * i)), high = _mm_loadu_si128((const __m128i*)(p + 8 * (N + i)));
+    return (Cost)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+template <int N>
+INLINE Cost in_order(Cost v) { return v; }
 #include "trellis_search_body.h"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -114,6 +123,18 @@ INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     even = (Cost)_mm512_permutexvar_epi64(order, _mm512_packus_epi32(_mm512_and_si512(p, low), _mm512_and_si512(q, low)));
     odd = (Cost)_mm512_permutexvar_epi64(order, _mm512_packus_epi32(_mm512_srli_epi32(p, 16), _mm512_srli_epi32(q, 16)));
+}
+INLINE Cost low_words(Cost a, Cost b) { return (Cost)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+INLINE Cost high_words(Cost a, Cost b) { return (Cost)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+template <int N>
+INLINE Cost piece(const uint16_t* p, int i) { return (Cost)_mm512_loadu_si512(p + i * LANES); }
+template <int N>
+INLINE Cost in_order(Cost v) {  // from [128 bits][vector][entry of a word's 128 bits] to [vector][128 bits][entry]
+    constexpr int G = N > 8 ? 1 : 8 / N;
+    Cost from;
+#pragma GCC unroll 32
+    for (int n = 0; n < LANES; n++) from[n] = uint16_t(8 * (n / G % 4) + n / (4 * G) * G + n % G);
+    return (Cost)_mm512_permutexvar_epi16((__m512i)from, (__m512i)v);
 }
 #include "trellis_search_body.h"
 }  // namespace avx512
@@ -142,6 +163,16 @@ INLINE void unzip(Cost a, Cost b, Cost& even, Cost& odd) {
         odd[l] = a[2 * l + 1], odd[l + LANES / 2] = b[2 * l + 1];
     }
 }
+INLINE Cost low_words(Cost a, Cost b) { return Cost{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]}; }
+INLINE Cost high_words(Cost a, Cost b) { return Cost{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]}; }
+template <int N>
+INLINE Cost piece(const uint16_t* p, int i) {
+    Cost v;
+    std::memcpy(&v, p + i * LANES, sizeof v);
+    return v;
+}
+template <int N>
+INLINE Cost in_order(Cost v) { return v; }
 #include "trellis_search_body.h"
 }  // namespace plain
 
