@@ -21,16 +21,18 @@ namespace nstf::search {
 namespace {
 
 constexpr uint16_t kMost = 0x7fff;  // a path over the cheapest one
+constexpr int kFree = 6;  // bits that are open between two kept rows of costs
 constexpr int kPad = 96;  // apart by a multiple of 4 KiB, loads from one M would wait for stores to the other
 
 struct Scratch {
     Buffer<uint16_t> costs = buffer<uint16_t>(kStates + kPad);
-    Buffer<uint16_t> rows = buffer<uint16_t>(int64_t(kTile + 1 + kSeam) * kStates / 2);
+    Buffer<uint16_t> rows = buffer<uint16_t>(int64_t((kTile + kSeam) / 3 + 1) * kStates / 2);
     uint16_t *from = costs.get(), *to = from + kStates / 2 + kPad;  // M before and after the step
     int64_t stride = 0;
+    int every = 1;
     uint16_t taken[kTile + kSeam];  // off the costs before each step
-    // M before step t, in the order of Book::place; only tracing back reads it.
-    uint16_t* row(int t) const { return rows.get() + (t + kSeam) * stride; }
+    // M before step t, in the order of Book::place, null where it is not kept; only tracing back reads it.
+    uint16_t* row(int t) const { return (t + kSeam) % every ? nullptr : rows.get() + (t + kSeam) / every * stride; }
 };
 
 struct Track {  // one tile at one step
@@ -40,43 +42,67 @@ struct Track {  // one tile at one step
     uint16_t *to, *row;
 };
 
-// The state after step t whose newest bits, all but the l oldest, are `entry`: the cheapest, the lowest on ties.
-int cheapest(const float* x, const Book& book, int t, int entry, const Scratch& s) {
-    const int k = book.steps.at(t), l = book.steps.at(t + 1);
-    const int16_t target = rounded(x[t & (kTile - 1)], kFarthest);
-    int least = 1 << 30, which = 0;
-    for (int state = entry << l; state < (entry + 1) << l; state++) {
-        const uint16_t m = s.row(t)[book.place(t - 1, state & ((1 << (kStateBits - k)) - 1))];
-        const int cost = std::min(uint16_t(m - s.taken[t + kSeam]), kMost) + squared_one(target, book.values[size_t(state)], book.doublings);
-        if (cost < least) least = cost, which = state;
+// The states after the steps from the last kept row up to t, given the state after step t but for its oldest bits, `entry`: the
+// cheapest, the lowest on ties. Returns the first of these steps.
+int trace(const float* x, const Book& book, int t, int entry, const Scratch& s, int* states) {
+    const int first = t - (t + kSeam) % s.every;
+    int open = book.steps.at(t + 1);
+    for (int u = first + 1; u <= t; u++) open += book.steps.at(u);
+    // By the open bits. Few enough for the forward steps to be done again, as the vector code does them.
+    uint16_t costs[1 << kFree], m[1 << kFree];
+    uint8_t oldest[kFree][1 << kFree];
+    for (int u = first; u <= t; u++) {
+        const int16_t target = rounded(x[u & (kTile - 1)], kFarthest);
+        const int entries = kStates >> book.steps.at(u), next = book.steps.at(u + 1);
+        for (int f = 0; f < 1 << open; f++) {
+            const int state = (entry << open | f) & (kStates - 1);
+            const uint16_t before = u > first ? m[f] : s.row(u)[book.place(u - 1, state & (entries - 1))];
+            costs[f] = uint16_t(std::min(uint16_t(before - s.taken[u + kSeam]), kMost) +
+                                squared_one(target, book.values[size_t(state)], book.doublings));
+        }
+        open -= next;
+        for (int f = 0; f < 1 << open; f++) {
+            const uint16_t* of = costs + (f << next);
+            const auto least = std::min_element(of, of + (1 << next));
+            m[f] = *least, oldest[u - first][f] = uint8_t(least - of);
+        }
     }
-    return which;
+    for (int u = t, f = 0; u >= first; u--) {
+        f = f << book.steps.at(u + 1) | oldest[u - first][f];
+        open += book.steps.at(u + 1);
+        states[u - first] = (entry << open | f) & (kStates - 1);
+    }
+    return first;
 }
 
-// The state before step t, given the state after it.
-int previous(const float* x, const Book& book, int t, int state, const Scratch& s) {
-    return cheapest(x, book, t - 1, state & ((1 << (kStateBits - book.steps.at(t))) - 1), s);
-}
+// What is known of the state before step t, given the one after it.
+int entry_before(const Book& book, int t, int state) { return state & ((kStates >> book.steps.at(t)) - 1); }
 
 // The state before step 0 of the path that is best after the first pass.
 int seam_state(const float* x, const Book& book, const Scratch& s) {
     const uint16_t* last = s.from;
-    const int entry = int(std::min_element(last, last + (kStates >> book.steps.at(kSeam))) - last);
-    int state = cheapest(x, book, kSeam - 1, entry, s);
-    for (int t = kSeam - 1; t >= 0; t--) state = previous(x, book, t, state, s);
-    return state;
+    int entry = int(std::min_element(last, last + (kStates >> book.steps.at(kSeam))) - last), states[kFree];
+    for (int t = kSeam - 1;;) {
+        const int first = trace(x, book, t, entry, s, states);
+        if (first <= -1) return states[-1 - first];
+        entry = entry_before(book, first, states[0]), t = first - 1;
+    }
 }
 
 // The stream of the path that ends in a state.
 void write(const float* x, const Book& book, int state, uint8_t* codes, const Scratch& s) {
-    const int bytes = 8 * book.quarter_bits;
-    std::memset(codes, 0, size_t(bytes));
-    int end = bytes * 8;
-    for (int t = kTile - 1; t >= 0; t--) {
-        const int k = book.steps.at(t), bits = state >> (kStateBits - k);
+    int end = 64 * book.quarter_bits, states[kFree];
+    std::memset(codes, 0, size_t(end / 8));
+    const auto put = [&](int t, int of) {
+        const int k = book.steps.at(t);
         end -= k;
-        put_bits(codes, end, bits, k);
-        if (t > 0) state = previous(x, book, t, state, s);
+        put_bits(codes, end, of >> (kStateBits - k), k);
+    };
+    put(kTile - 1, state);
+    for (int t = kTile - 2; t >= 0;) {
+        const int first = trace(x, book, t, entry_before(book, t + 1, state), s, states);
+        for (; t >= first; t--) put(t, states[t - first]);
+        state = states[0];
     }
 }
 
@@ -204,7 +230,7 @@ int lanes(int most_lanes) {
 }
 
 Book::Book(int q, const float* codebook, int most_lanes)
-    : steps(q), quarter_bits(q), doublings(std::max(0, (q - 13) / 4)),
+    : steps(q), quarter_bits(q), doublings(std::max(0, (q - 13) / 4)), every(std::max(1, kFree / steps.k[3])),
       lanes(std::min(search::lanes(most_lanes), 1 << (kStateBits - 2 * steps.k[3]))) {
     windows = Windows::make(q, codebook);
     if (windows) return;

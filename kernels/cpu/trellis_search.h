@@ -66,6 +66,7 @@ struct Book {
     Steps steps;
     int quarter_bits;
     int doublings;  // of differences before they are squared: the distances of high rates are small
+    int every;      // steps between the costs that are kept for tracing back
     int lanes;      // the codes are the same with all of them
     std::vector<int16_t> values;  // by state
     std::unique_ptr<const Windows> windows;  // where the values are in order: nothing below is there then

@@ -83,8 +83,10 @@ INLINE void step(const int16_t* book, Track* tracks) {
             }
             for (int i = 0; i < T; i++) {
                 store(tracks[i].to + top * MIDDLE + middle, low[i]);
-                stream(tracks[i].row, low[i]);
-                tracks[i].row += LANES;
+                if (tracks[i].row) {
+                    stream(tracks[i].row, low[i]);
+                    tracks[i].row += LANES;
+                }
                 found[i] = lower(found[i], low[i]);
             }
             book += N * LANES;
@@ -128,7 +130,7 @@ template <int T>
 INLINE void run(const float* x, const Book& book, uint8_t* codes, Scratch* s) {
     // First pass: around the seam, from nowhere, to find the state in which the tile may start and end.
     for (int i = 0; i < T; i++) {
-        s[i].stride = kStates >> book.steps.k[0];
+        s[i].stride = kStates >> book.steps.k[0], s[i].every = book.every;
         const int size = kStates >> book.steps.at(-kSeam);
         std::fill_n(s[i].from, size, uint16_t(0));
         std::fill_n(s[i].row(-kSeam), size, uint16_t(0));
