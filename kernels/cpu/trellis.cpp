@@ -63,11 +63,11 @@ void trellis_viterbi(Targets targets, int quarter_bits, Vector codebook, Codes c
     require(int64_t(targets.shape(1)) == TILE && int64_t(codes.shape(0)) == tiles, "trellis: a tile has 256 weights");
     if (tiles == 0) return;
     nb::gil_scoped_release release;
-    const nstf::search::Book book(quarter_bits, codebook.data(), most_lanes);
+    const auto book = nstf::search::kept_book(quarter_bits, codebook.data(), most_lanes);
     auto one = [&](int64_t pair) {
         const int64_t tile = 2 * pair;
         const int count = int(std::min<int64_t>(2, tiles - tile));
-        nstf::search::search(targets.data() + tile * TILE, count, book, codes.data() + tile * 8 * quarter_bits);
+        nstf::search::search(targets.data() + tile * TILE, count, *book, codes.data() + tile * 8 * quarter_bits);
     };
     nstf::parallel_for(threads, (tiles + 1) / 2, one);
 }

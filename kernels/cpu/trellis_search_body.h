@@ -1,5 +1,6 @@
 // The search for one instruction set; trellis_search.cpp includes it inside a namespace for each, after the definitions of
-// LANES, Cost, Value, stream(to, costs), doubled(d), square(d) and unzip(a, b, even, odd).
+// LANES, Cost, Value, stream(to, costs), doubled(d), square(d), unzip(a, b, even, odd), low_words(a, b) and
+// high_words(a, b) (unpacked within 128 bits), piece<N>(from) and in_order<N>(v).
 
 INLINE Cost load(const uint16_t* p) {
     Cost v;
@@ -25,20 +26,34 @@ INLINE uint16_t least_lane(Cost v) {
     return least;
 }
 
-// 2^L vectors of consecutive entries [lane][a] become one vector per a: a perfect unshuffle, a bit at a time.
+// 2^L vectors of consecutive entries [lane][a] become one vector per a.
 template <int L>
 INLINE void split(const uint16_t* from, Cost* out) {
     constexpr int N = 1 << L;
-    Cost in[N];
-    for (int i = 0; i < N; i++) in[i] = load(from + i * LANES);
+    Cost in[N], next[N];
+    if (L > 3) {  // a perfect unshuffle, a bit at a time
+        for (int i = 0; i < N; i++) in[i] = load(from + i * LANES);
 #pragma GCC unroll 6
-    for (int bit = 0; bit < L; bit++) {
-        Cost next[N];
-        for (int i = 0; i < N / 2; i++) unzip(in[2 * i], in[2 * i + 1], next[i], next[N / 2 + i]);
+        for (int bit = 0; bit < L; bit++) {
+            for (int i = 0; i < N / 2; i++) unzip(in[2 * i], in[2 * i + 1], next[i], next[N / 2 + i]);
+            for (int i = 0; i < N; i++) in[i] = next[i];
+        }
+        // Each round put its bit on top of the index, which after L rounds reads as a.
+        for (int i = 0; i < N; i++) out[i] = in[i];
+        return;
+    }
+    // Within 128 bits: each round moves the topmost bit of a word's place to the end of the vector's index, which loses its
+    // topmost bit to the end of the place. After three rounds all of a is in the index, and the vectors' bits are on top.
+    for (int i = 0; i < N; i++) in[i] = piece<N>(from, i);
+#pragma GCC unroll 3
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < N / 2; i++) {
+            next[2 * i] = low_words(in[i], in[N / 2 + i]);
+            next[2 * i + 1] = high_words(in[i], in[N / 2 + i]);
+        }
         for (int i = 0; i < N; i++) in[i] = next[i];
     }
-    // Each round put its bit on top of the index, which after L rounds reads as a.
-    for (int i = 0; i < N; i++) out[i] = in[i];
+    for (int i = 0; i < N; i++) out[i] = in_order<N>(in[i]);
 }
 
 // A step that shifts K bits in: for T tiles the costs of all states from M, reduced over their L oldest bits. The codebook comes
@@ -68,8 +83,10 @@ INLINE void step(const int16_t* book, Track* tracks) {
             }
             for (int i = 0; i < T; i++) {
                 store(tracks[i].to + top * MIDDLE + middle, low[i]);
-                stream(tracks[i].row, low[i]);
-                tracks[i].row += LANES;
+                if (tracks[i].row) {
+                    stream(tracks[i].row, low[i]);
+                    tracks[i].row += LANES;
+                }
                 found[i] = lower(found[i], low[i]);
             }
             book += N * LANES;
@@ -113,7 +130,7 @@ template <int T>
 INLINE void run(const float* x, const Book& book, uint8_t* codes, Scratch* s) {
     // First pass: around the seam, from nowhere, to find the state in which the tile may start and end.
     for (int i = 0; i < T; i++) {
-        s[i].stride = kStates >> book.steps.k[0];
+        s[i].stride = kStates >> book.steps.k[0], s[i].every = book.every;
         const int size = kStates >> book.steps.at(-kSeam);
         std::fill_n(s[i].from, size, uint16_t(0));
         std::fill_n(s[i].row(-kSeam), size, uint16_t(0));

@@ -7,7 +7,8 @@ circular: the state before step 0 is s_255 ("tail-biting"). A bitshift trellis a
 
 Between two steps only M_t[j] = min over the k_t oldest bits a of the cost of state (j << k_t | a) is kept, j < 2^(16 - k_t);
 the cost of s at step t is fma(d, d, M_t[s mod 2^(16 - k_t)]), d = x_t - codebook[s], and ties go to the lowest a. The
-compiled search (kernels/cpu/trellis_search.cpp) rounds costs to 16 bits, and its codes are worse by up to half a percent.
+compiled search (kernels/cpu/trellis_search.cpp) rounds costs to 16 bits, and its codes are worse by up to half a percent;
+above 3 bits, where values are in order, it looks at those near the target only (kernels/cpu/trellis_window.h).
 """
 
 import torch

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.cpu import ext
+from nstf.kernels.formats import trellis
 from nstf.kernels.torch import viterbi as reference
 from nstf.kernels.trellis_encode import encode_tiles
 
@@ -103,6 +104,52 @@ def test_costs_of_16_bits_lose_at_most_two_percent(quarter_bits: int) -> None:
     exact = errors(targets, quarter_bits, codebook, reference.viterbi(targets, quarter_bits, codebook)).sum()
     found = errors(targets, quarter_bits, codebook, compiled(targets, quarter_bits, codebook)).sum()
     assert float(found) <= 1.02 * float(exact)
+
+
+def out_of_order(codebook: Tensor) -> Tensor:
+    """The codebook with two values exchanged: what looks at a window of values in order cannot be used."""
+    out = codebook.clone()
+    out[[0, 1]] = out[[1, 0]]
+    assert float(out[0]) != float(codebook[0])
+    return out
+
+
+@pytest.mark.parametrize("quarter_bits", range(13, 25))
+def test_a_window_of_values_gives_the_error_of_all_values_on_every_instruction_set(quarter_bits: int) -> None:
+    # Beyond 3 the search of all values is the worse one: its distances end there.
+    targets = samples(24, coarse=False, seed=quarter_bits)[0].clamp(-3, 3)
+    codebook = trellis.codebook(quarter_bits)
+    found = [compiled(targets, quarter_bits, codebook, lanes) for lanes in (16, 8, 4)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    every = compiled(targets, quarter_bits, out_of_order(codebook))
+    assert not torch.equal(every, found[0]), "the window was not used"
+    full = errors(targets, quarter_bits, codebook, every).sum()
+    assert float(errors(targets, quarter_bits, codebook, found[0]).sum()) <= 1.005 * float(full)
+
+
+@pytest.mark.parametrize("quarter_bits", [13, 16, 20, 24])
+def test_a_window_follows_a_tile_that_lies_on_a_path_all_around(quarter_bits: int) -> None:
+    generator, codebook = torch.Generator().manual_seed(6), trellis.codebook(quarter_bits)
+    codes = torch.randint(0, 256, (3, 8 * quarter_bits), generator=generator, dtype=torch.uint8)
+    targets = codebook[reference.states_of_codes(codes, quarter_bits)]
+    found = compiled(targets, quarter_bits, codebook)
+    assert float((targets - codebook[reference.states_of_codes(found, quarter_bits)]).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("quarter_bits", [13, 17, 24])
+def test_a_window_reaches_the_last_value_for_targets_beyond_it(quarter_bits: int) -> None:
+    targets, codebook = samples(2, coarse=False)[0], trellis.codebook(quarter_bits)
+    targets[:, 100], targets[:, 200] = 1e30, -5.0
+    values = codebook[reference.states_of_codes(compiled(targets, quarter_bits, codebook), quarter_bits)]
+    assert bool((values[:, 100] > 3).all())
+    assert bool((values[:, 200] < -3).all())
+
+
+def test_a_changed_codebook_is_noticed() -> None:
+    targets, codebook = samples(1, coarse=False)
+    compiled(targets, 8, codebook)
+    assert torch.equal(compiled(targets, 8, -codebook), compiled(-targets, 8, codebook))
 
 
 @pytest.mark.parametrize("quarter_bits", [4, 7, 10, 13, 18, 24])

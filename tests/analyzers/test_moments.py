@@ -1,0 +1,40 @@
+"""Second moments: half of a symmetric product is enough."""
+
+import pytest
+import torch
+
+from nstf.analyzers.moments import STRIP, InputMoments, mean_outer, second_moment
+
+
+@pytest.mark.parametrize("features", [5, STRIP, STRIP + 1, 2 * STRIP + 40])
+def test_a_second_moment_is_symmetric_and_that_of_all_rows(features: int) -> None:
+    rows = torch.randn(70, features, generator=torch.Generator().manual_seed(features))
+    wanted = (rows.double().T @ rows.double()).float()
+    found = second_moment(rows)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if features > STRIP:
+        assert torch.equal(found, found.T)
+    twice = second_moment(rows, found.clone())
+    torch.testing.assert_close(twice, 2 * wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mean_with_weights_is_the_same_for_one_input_twice_and_for_two_copies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(n, STRIP + 30, generator=generator) for n in (40, 9)]
+    weights = [torch.rand(n, generator=generator) for n in (40, 9)]
+    for given in (weights, None):
+        same = mean_outer(rows, rows, given)
+        copies = mean_outer(rows, [r.clone() for r in rows], given, workers=2)
+        torch.testing.assert_close(same, copies, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_of_several_batches_are_added_up() -> None:
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(n, STRIP + 30, generator=generator) for n in (11, 40)]
+    moments = InputMoments()
+    for rows in batches:
+        moments.add("x", rows)
+    joined = torch.cat(batches)
+    torch.testing.assert_close(
+        moments.pop()["x"].hessian, joined.T @ joined / len(joined), rtol=1e-4, atol=1e-5
+    )
