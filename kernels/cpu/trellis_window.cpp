@@ -142,7 +142,9 @@ struct Search {
             const int c = source.m / at.stride, set = c >> 4;
             const int h = window.middle * kBlock + source.distance - set * kDistances + from % kBlock;
             if (h < 0 || h >= at.results) continue;
-            const int p = (h << at.l) + c, d = squared_one(target(t), at.values[size_t(set * at.results + h)], windows.doublings());
+            const int16_t value = at.values[size_t(set * at.results + h)];
+            const int beyond = std::abs(int16_t(target(t) - value)) - (32767 >> windows.doublings());
+            const int p = (h << at.l) + c, d = squared_one(target(t), value, windows.doublings()) + std::max(0, beyond);
             const int cost = std::min(0xffff, d + uint16_t(s.row(t)[p & mask] - s.taken[t + kSeam]));
             if (cost < least) least = cost, which = p;
         }
@@ -153,13 +155,21 @@ struct Search {
     int previous(int t, int p) const { return cheapest(t - 1, p & ((kStates >> windows.step(t).k) - 1)); }
 };
 
+constexpr int kTail = kStates / 512;
+
 // The window for targets low..high that has all values as near as `far`; values: by p.
 Window window_of(const WindowStep& step, const std::vector<int16_t>& values, int low, int high, int far) {
     const auto begin = values.begin(), end = values.end();
     int first = int(std::lower_bound(begin, end, low - far) - begin);
     int last = int(std::upper_bound(begin, end, high + far) - begin) - 1;
+    // Few states have a value near an end, so that one beside an outlier is often the best that can be had.
+    if (first <= kTail) last = std::max(last, kStates / 8);
+    if (last >= kStates - 1 - kTail) first = std::min(first, kStates - 1 - kStates / 8);
     first = std::min(first, kStates - 1) >> step.l, last = std::max(last, 0) >> step.l;
-    const int middle = (first + last + kBlock) / (2 * kBlock), half = std::max(last - middle * kBlock, middle * kBlock - first) + 1;
+    // Far enough from the ends that every result has a source.
+    const int edge = step.span[1] / kBlock, blocks = step.results / kBlock;
+    const int middle = std::min(blocks - edge, std::max(edge, (first + last + kBlock) / (2 * kBlock)));
+    const int half = std::max(last - middle * kBlock, middle * kBlock - first) + 1;
     // Where values are sparse a path needs a choice all the same.
     int sources = step.l == 3 ? 3 : 2;
     while (sources < step.most() && step.reach[sources] < half) sources++;
@@ -210,10 +220,8 @@ std::unique_ptr<const Windows> Windows::make(int quarter_bits, const float* code
         by_p.push_back(value);
     }
     auto made = std::make_unique<Windows>();
-    made->doublings_ = (quarter_bits - 9) / 4;
-    const int beyond = 16384 >> made->doublings_, farthest = rounded(kFarthest, kFarthest);
-    made->lowest_ = int16_t(std::max(-farthest, by_p.front() - beyond));
-    made->highest_ = int16_t(std::min(farthest, by_p.back() + beyond));
+    // With more, two outliers one after another would take costs to their end.
+    made->doublings_ = std::min(2, (quarter_bits - 9) / 4);
     // Of the standard deviation that errors have at this rate, from 1.13 * 4^-bits. On 256 tiles of N(0, 1) the squared error is
     // within 0.07 % of what the widest windows find; 2.0 times costs up to 0.2 % more.
     const float reach = 2.4f * std::sqrt(1.13f * std::pow(0.25f, float(quarter_bits) / 4));
@@ -233,7 +241,7 @@ void search_windows(const float* x, const Book& book, uint8_t* codes) {
 #if NSTF_X86
     if (book.lanes >= 16) search.step = step_avx2;
 #endif
-    for (int t = 0; t < kTile; t++) search.targets[t] = windows.target(x[t]);
+    for (int t = 0; t < kTile; t++) search.targets[t] = rounded(x[t], kFarthest);
     s.stride = kStates >> book.steps.k[0];
     // First pass: around the seam, from nowhere, to find the state in which the tile may start and end.
     std::fill_n(s.row(-kSeam), kStates >> book.steps.at(-kSeam), uint16_t(0));

@@ -53,13 +53,11 @@ public:
 
     const WindowStep& step(int t) const { return steps_[t & 3]; }
     Window window(int t, int16_t target) const { return windows_[t & 3][size_t(target + 32768) >> kCellBits]; }
-    int16_t target(float x) const { return std::min(highest_, std::max(lowest_, rounded(x, kFarthest))); }
     int doublings() const { return doublings_; }
 
 private:
     static constexpr int kCellBits = 6;
     int doublings_ = 0;
-    int16_t lowest_ = 0, highest_ = 0;  // targets: beyond, all distances would be the largest
     WindowStep steps_[4];
     std::vector<Window> windows_[4];  // by target
 };

@@ -62,8 +62,10 @@ INLINE void fill_distances(const WindowStep& step, int16_t target, int middle, i
                 Value d;
                 std::memcpy(&d, values + i, sizeof d);
                 d = Value(Cost(x) - Cost(d));
+                const Cost size = Cost(d < Value{} ? -d : d), most = Cost{} + uint16_t(32767 >> D);
                 for (int j = 0; j < D; j++) d = doubled(d);
-                store(out + i, there ? square(d) : Cost{} + uint16_t(0xffff));
+                // Where squares have reached their end, farther is dearer still.
+                store(out + i, there ? square(d) + (size > most ? size - most : Cost{}) : Cost{} + uint16_t(0xffff));
             }
         }
 }
@@ -103,11 +105,10 @@ INLINE uint16_t any_step(const Windows& windows, int t, int16_t target, uint16_t
 #undef TRANSPOSE
     }
     const int span = step.span[window.sources];
-    switch (windows.doublings()) {
-        case 1: fill_distances<1>(step, target, window.middle, span, distance); break;
-        case 2: fill_distances<2>(step, target, window.middle, span, distance); break;
-        default: fill_distances<3>(step, target, window.middle, span, distance);
-    }
+    if (windows.doublings() == 1)
+        fill_distances<1>(step, target, window.middle, span, distance);
+    else
+        fill_distances<2>(step, target, window.middle, span, distance);
     switch (window.sources) {
 #define REDUCE(N) \
     case N: return reduce<N>(step, window.middle, distance, m, to);
