@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from nstf.kernels.formats import trellis as form
-from nstf.kernels.trellis_encode import encode_tiles
+from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
+from nstf.kernels.trellis_encode import encode_tiles, search_threads
 from nstf.quantizers.stats import Stats
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
@@ -24,7 +25,7 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.report.build import layer_of
 
-# Quarter bits at which the search is timed; other rates take 0.8 to 1.5 times as long.
+# Quarter bits at which the search is timed where no size is asked for.
 RATE = 12
 # Sizes of the trial products and of the trial factorisation, tiles of the trial search, the matrix of the trial proposals.
 SIZE = {"cpu": 1024, "cuda": 4096}
@@ -48,9 +49,12 @@ MOVE_SHARE, SIZE_SHARE = 0.15, 0.5
 SIZES_TRIED = 5
 # A step of healing: forward, backward, the original's forward and what goes beside them, in forwards of a window.
 HEAL_STEP = 5
-# Launches that a matrix costs in the proposals of a GPU, and each block of 16 columns in its encoding (1 B parameters on an
-# H200); on a CPU the proposals are timed and a block costs a few hundred.
-LAUNCHES = {"propose": 20000, "cuda": 600, "cpu": 250}
+# Launches that a matrix costs in the proposals of a GPU; on a CPU these are timed, and a block of 16 columns in the encoding
+# costs a few hundred.
+LAUNCHES = {"propose": 20000, "cpu": 250}
+# On a GPU each block of 16 columns of the matrices that read one input waits for the one before: the search of a few tiles,
+# so many times, with what goes beside it (135 M to 8 B parameters on an H200).
+WAITS, FEW_TILES = 3, 36
 # What a conversion leaves on the heap between its stages.
 SLACK_BYTES = 256 << 20
 
@@ -58,8 +62,9 @@ SLACK_BYTES = 256 << 20
 @dataclass(frozen=True)
 class Rates:
     """Seconds of a multiply-add in a float32 product, of an element in an operation beside, of a multiply-add in a float64
-    factorisation, of searching one weight's code, of rounding one with feedback, of the proposals for a matrix, and of
-    launching an operation. The last four are of one core where several work on a matrix each."""
+    factorisation, of searching one weight's code, of rounding one with feedback, of the proposals for a matrix, of
+    launching an operation, and of a search of a few tiles on a GPU. The proposals and launches are of one core where several
+    work on a matrix each."""
 
     product: float
     element: float
@@ -68,6 +73,7 @@ class Rates:
     round: float
     propose: float
     launch: float
+    few_tiles: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,14 +130,14 @@ def predict(
 ) -> Prediction:
     """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
     used as they come and not kept."""
-    rates, work = measured_rates(machine), _work(units)
+    size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
+    rates, work = measured_rates(machine, _quarter_bits(size, units)), _work(units)
     cores = 1 if machine.on_gpu else machine.workers(work.working)
     tokens, scored = text.windows * text.tokens, MEASURED_WINDOWS * text.tokens
     forward = _forward(work, rates, text.tokens)
     logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
     hessians = work.squares * rates.product
     moments = 3 * hessians + BESIDE["moments"] * work.inputs * rates.element
-    size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
     whole = encode + _tokens_front_to_back(work, machine, tokens) * (2 * forward + moments)
@@ -179,7 +185,10 @@ def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Mac
     """Encoding all weights once, given their Hessians: a share of them is searched, the others are rounded."""
     codes = work.linear + work.head
     each = searched * rates.search + (1 - searched) * rates.round
-    launches = work.blocks * LAUNCHES[machine.device.type] * rates.launch
+    if machine.on_gpu:
+        launches = WAITS * work.inputs / form.SIDE * rates.few_tiles
+    else:
+        launches = work.blocks * LAUNCHES["cpu"] * rates.launch
     factors = 2 * work.cubes * rates.factor
     # The search spreads over the cores by itself, and its rate is that of all of them.
     return codes * each + (launches + factors) / cores
@@ -195,6 +204,14 @@ def _searched(size: int | None, units: Sequence[Unit]) -> float:
     parameters = sum(u.elements for u in units)
     bits = 4.0 if size is None else 8 * size / max(1, parameters)
     return min(1.0, max(0.05, (6.25 - bits) / 0.75))
+
+
+def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
+    """Of most codes in a file of that size."""
+    if size is None:
+        return RATE
+    found = round(4 * 8 * size / max(1, sum(u.elements for u in units)))
+    return min(max(found, MIN_QUARTER_BITS), MAX_QUARTER_BITS)
 
 
 def _memory(work: _Work, machine: Machine, tokens: int, tensor_bytes: int) -> tuple[int, int]:
@@ -241,31 +258,47 @@ def _cols(unit: Unit) -> int:
     return unit.elements // rows
 
 
-def measured_rates(machine: Machine) -> Rates:
-    """Times the units on the machine's first device."""
+def measured_rates(machine: Machine, quarter_bits: int) -> Rates:
+    """Times the units on the machine's first device; quarter_bits: of the search."""
     device = machine.device
     size, square = SIZE[device.type], FACTOR_SIZE[device.type]
     a = torch.ones(size, size, device=device)
     spd = torch.eye(square, dtype=torch.float64, device=device)
-    tiles = TILES[device.type] * (machine.threads if device.type == "cpu" else 1)
+    tiles = TILES[device.type]
     targets = torch.linspace(-2, 2, tiles * form.TILE, device=device).view(tiles, form.TILE)
-    book = form.codebook(RATE).to(device)
+    book = form.codebook(quarter_bits).to(device)
     small = torch.ones(1, device=device)
 
     def launches() -> None:
         for _ in range(200):
             small.add_(1)
 
-    launch = _seconds(launches, device) / 200
+    # On one core of a CPU: on all of them every operation would wait for whatever else is running on one.
+    cores, out = (1 if machine.on_gpu else machine.threads), torch.empty_like(a)
+    torch_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(torch_threads if machine.on_gpu else 1)
+        launch = _seconds(launches, device) / 200
+        product = _seconds(lambda: torch.mm(a, a, out=out), device) / size**3 / cores
+        element = _seconds(lambda: torch.softmax(a, 1, out=out), device) / size**2 / cores
+        factor = _seconds(lambda: torch.linalg.cholesky(spd), device) / (square**3 / 3) / cores
+        with search_threads(1):
+            search = _seconds(lambda: encode_tiles(targets, quarter_bits, book), device, rounds=2)
+    finally:
+        torch.set_num_threads(torch_threads)
+    few = 0.0
+    if machine.on_gpu:
+        few = _seconds(lambda: encode_tiles(targets[:FEW_TILES], quarter_bits, book), device)
     round_, propose = _trial(machine)
     return Rates(
-        product=_seconds(lambda: a @ a, device) / size**3,
-        element=_seconds(lambda: torch.softmax(a, 1), device) / size**2,
-        factor=_seconds(lambda: torch.linalg.cholesky(spd), device) / (square**3 / 3),
-        search=_seconds(lambda: encode_tiles(targets, RATE, book), device, rounds=2) / targets.numel(),
+        product=product,
+        element=element,
+        factor=factor,
+        search=search / targets.numel() / cores,
         round=round_,
         propose=LAUNCHES["propose"] * launch if machine.on_gpu else propose,
         launch=launch,
+        few_tiles=few,
     )
 
 
