@@ -28,6 +28,7 @@ from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calib
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
+from nstf_convert.pipeline.products import rounding
 from nstf_convert.pipeline.progress import NOTICE, Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
@@ -184,7 +185,10 @@ class Session:
             raise UnsupportedError("there is no config.json")
         machine = self.machine
         resident = machine.resident_bytes if machine.on_gpu else 0
-        return StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident)
+        model = StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident)
+        if not machine.on_gpu:
+            rounding(model.module, model.head)
+        return model
 
     def reference(self) -> StreamedModel:
         """The original model. Raises UnsupportedError when it cannot be run."""

@@ -1,0 +1,46 @@
+"""Products that may round their inputs: near the exact ones inside their block, and exact outside of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from nstf_convert.pipeline import products
+
+
+@pytest.fixture
+def model(monkeypatch) -> nn.Sequential:
+    monkeypatch.setattr(products, "_own_products", lambda: True)
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(96, 128), nn.Tanh(), nn.Linear(128, 32, bias=False), nn.Linear(32, 300))
+    made.requires_grad_(False)
+    products.rounding(made, made[3])
+    return made
+
+
+def run(model: nn.Sequential, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def test_linear_layers_round_in_the_block_and_only_there(model) -> None:
+    plain = nn.Sequential(*[type(p)() if isinstance(p, nn.Tanh) else p for p in model])
+    y, gradient = run(plain, 80)
+    with products.fast_products():
+        rounded, rounded_gradient = run(model, 80)
+        with products.exact_products():
+            exact, _ = run(model, 80)
+        few, _ = run(model, 8)
+    assert torch.equal(exact, y) and torch.equal(run(model, 80)[0], y)
+    for found, wanted in ((rounded, y), (rounded_gradient, gradient)):
+        error = float((found - wanted).norm() / wanted.norm())
+        assert 1e-5 < error < 1e-2
+    assert torch.equal(few, run(model, 8)[0])
+
+
+def test_the_head_is_left_alone(model) -> None:
+    hidden = torch.randn(80, 32)
+    wanted = model[3](hidden)
+    with products.fast_products():
+        assert torch.equal(model[3](hidden), wanted)
