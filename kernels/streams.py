@@ -5,6 +5,7 @@ On a CPU both simply run what they are given.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -27,12 +28,15 @@ def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[
     streams = _streams(device.index or 0)[: len(jobs) - 1]
     for stream in streams:
         stream.wait_event(ready)
-    results = [jobs[0]()]
-    for i, job in enumerate(jobs[1:]):
-        with torch.cuda.stream(streams[i % len(streams)]):
-            results.append(job())
-    for stream in streams:
-        current.wait_stream(stream)
+    try:
+        results = [jobs[0]()]
+        for i, job in enumerate(jobs[1:]):
+            with torch.cuda.stream(streams[i % len(streams)]):
+                results.append(job())
+    finally:
+        # After a failure too: a capture cannot end before all streams have come back.
+        for stream in streams:
+            current.wait_stream(stream)
     return results
 
 
@@ -88,8 +92,12 @@ class _Graph:
                 self.graph.capture_begin(pool, "thread_local")
                 try:
                     self.outputs = step(*self.inputs)
-                finally:
-                    self.graph.capture_end()
+                except BaseException:
+                    # What went wrong is worth more than that the capture is of no use.
+                    with suppress(RuntimeError):
+                        self.graph.capture_end()
+                    raise
+                self.graph.capture_end()
             current.wait_stream(stream)
             _last[index] = self.graph
 

@@ -63,7 +63,9 @@ class DeviceWeights:
                 self._kept.move_to_end(name)
             pending = self._pending.pop(name, None)
         if found is None:
-            found = pending.result() if pending is not None else self._read(name)
+            found = self._arrived(pending) if pending is not None else None
+            if found is None:
+                found = self._read(name)
             self._keep(name, found)
         if self._stream is not None:
             # Memory of the copying stream must not be used again before the computing one is done with it.
@@ -86,6 +88,13 @@ class DeviceWeights:
         if pending is not None:
             pending.cancel()
 
+    def _arrived(self, pending: Future[Tensor]) -> Tensor | None:
+        """What was read ahead; None where there was no memory for it at that moment."""
+        try:
+            return pending.result()
+        except torch.OutOfMemoryError:
+            return None
+
     def clear(self) -> None:
         """Forgets all of them: the model is done, whoever still refers to it."""
         with self._lock:
@@ -94,6 +103,9 @@ class DeviceWeights:
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.cancel()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
 
     def _read(self, name: str) -> Tensor:
         if self._device.type != "cuda":
@@ -136,7 +148,7 @@ class DeviceWeights:
         at, before = self._layer_of[name], self._last
         self._last = name
         if before is not None and at != self._layer_of[before]:
-            self._backwards = at < self._layer_of[before]
+            self._backwards = 0 < at < self._layer_of[before]
         elif before is not None and self._position[name] < self._position[before]:
             self._backwards = at > 0  # a layer again: it is computed once more for its gradients
         rest = [n for n in self._layers[at] if self._position[n] > self._position[name]]

@@ -66,7 +66,9 @@ class ConvertOptions:
     seed: int = option(0, "Seed of everything random.", CALIBRATION, min=0, max=2**32 - 1)
     effort: str = option("balanced", "fast, balanced or best: time spent for a smaller loss.")
     device: str = option(
-        "auto", "Where to work: auto (a GPU if there is one), cpu, cuda, or cuda:1.", MACHINE
+        "auto",
+        "Where to work: auto (a GPU if there is one), cpu, cuda, cuda:1, or several GPUs: cuda:0,1.",
+        MACHINE,
     )
     memory: int | None = option(
         None,

@@ -7,16 +7,17 @@ fails costs time and nothing else. Processes, since the precision of matrix prod
 
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.recipe import Recipe
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from nstf_convert.pipeline.session import Session
 
 log = logging.getLogger("nstf")
+
+GONE = "it ended; a Python script that converts needs `if __name__ == '__main__':`"
 
 Mix = Mapping[str, Recipe]
 
@@ -40,14 +43,18 @@ class Job:
 class Helpers:
     """The processes of all GPUs but the first. They start at once, and open the model with their first job."""
 
-    def __init__(self, options: ConvertOptions, folder: Path, devices: Sequence[torch.device]) -> None:
+    def __init__(self, options: ConvertOptions, folder: Path, machine: Machine) -> None:
+        """machine: of the first process; each helper takes one of the further devices and keeps to the same bounds, which
+        decide about bytes. The host's memory is shared out."""
+        share, devices = machine.host_bytes // len(machine.devices), machine.devices[1:]
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._busy: list[Connection] = []
         for device in devices:
             ours, theirs = context.Pipe()
             own = replace(options, device=str(device), work_dir=folder)
-            process = context.Process(target=_serve, args=(theirs, own), daemon=True)
+            bounds = replace(machine, devices=(device,), host_bytes=share)
+            process = context.Process(target=_serve, args=(theirs, own, bounds), daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, ours))
@@ -59,8 +66,8 @@ class Helpers:
             try:
                 connection.send(job)
                 self._busy.append(connection)
-            except OSError as error:
-                log.debug("a helper is gone: %s", error)
+            except OSError:
+                _failed(GONE)
 
     @property
     def busy(self) -> bool:
@@ -74,9 +81,9 @@ class Helpers:
             try:
                 failure = connection.recv()
             except (EOFError, OSError):
-                failure = "it ended"
+                failure = GONE
             if failure:
-                log.warning("another GPU's process failed (%s): its work is done on the first one", failure)
+                _failed(failure)
 
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
@@ -87,9 +94,14 @@ class Helpers:
         self._processes, self._busy = [], []
 
 
-def _serve(connection: Connection, options: ConvertOptions) -> None:
+def _failed(why: str) -> None:
+    log.warning("another GPU's process failed (%s): its work is done on the first one", why)
+
+
+def _serve(connection: Connection, options: ConvertOptions, bounds: Machine) -> None:
     """What a helper does: jobs, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what an interruption means
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     session: Session | None = None
     while True:
         try:
@@ -98,18 +110,31 @@ def _serve(connection: Connection, options: ConvertOptions) -> None:
             break
         try:
             if session is None:
-                session = _session(options)
+                session = _session(options, bounds)
             _encode(session, job)
             failure = ""
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        connection.send(failure)
+        try:
+            connection.send(failure)
+        except OSError:
+            break
 
 
-def _session(options: ConvertOptions) -> "Session":
+def _end_with_parent() -> None:
+    """A first process that is killed cannot end its helpers: these would go on for hours, and keep their GPU."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _session(options: ConvertOptions, bounds: Machine) -> "Session":
     from nstf_convert.pipeline.session import Session  # which starts the helpers
 
-    return Session(options, Stages(), helper=True)
+    if bounds.on_gpu:
+        keep_within(bounds.gpu_bytes, bounds.devices)
+    return Session(options, Stages(), given=bounds)
 
 
 def _encode(session: "Session", job: Job) -> None:

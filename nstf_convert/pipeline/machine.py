@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,13 +119,18 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
         free = min(torch.cuda.mem_get_info(d)[0] for d in devices)
         totals = [torch.cuda.get_device_properties(d).total_memory for d in devices]
         gpu = min(gpu_memory, *totals) if gpu_memory else int(DEFAULT_SHARE * free)
-        for d, total in zip(devices, totals, strict=True):
-            # Beyond the bound an allocation fails instead of taking what others need.
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gpu / total), d)
+        keep_within(gpu, devices)
     elif gpu_memory is not None and device != "auto":
         raise UsageError("a bound on GPU memory needs a GPU: leave it out, or choose another device")
     stated = (gpu_memory if gpu else memory) is not None
     return Machine(devices, threads or _cores(), host, gpu, stated)
+
+
+def keep_within(gpu_bytes: int, devices: Sequence[torch.device]) -> None:
+    """Beyond the bound an allocation fails instead of taking what others need."""
+    for device in devices:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_bytes / total), device)
 
 
 def _devices(name: str) -> tuple[torch.device, ...]:
@@ -135,7 +141,7 @@ def _devices(name: str) -> tuple[torch.device, ...]:
         return (torch.device("cpu"),)
     match = _NAMED.fullmatch(name)
     if match is None:
-        raise UsageError(f"the device {name[:40]!r} is not known: choose auto, cpu, cuda or cuda:1")
+        raise UsageError(f"the device {name[:40]!r} is not known: choose auto, cpu, cuda, cuda:1 or cuda:0,1")
     numbers = [int(n) for n in match.group(1).split(",")] if match.group(1) else [0]
     if len(set(numbers)) < len(numbers):
         raise UsageError(f"the device {name[:40]!r} names a GPU twice")

@@ -168,12 +168,12 @@ def resources(session: Session) -> dict[str, Any]:
 
 
 def _windows(session: Session) -> dict[str, int] | None:
-    """How many windows there were to be, were calibrated on, and waited while layers were encoded front to back."""
-    file, options = session.calibration, session.options
+    """How many windows there were, how many were calibrated on, and waited while layers were encoded front to back."""
+    file = session.calibration
     if file is None:
         return None
     calibrated = int(file.metadata["source"]["fit_windows"])
-    asked = calibrated if options.calibration else (options.samples or options.level.samples)
+    asked = int(file.metadata["source"].get("found_windows", calibrated))
     found = {"asked": asked, "calibrated": calibrated}
     if "front to back" in session.windows:
         found["front_to_back"] = session.windows["front to back"]

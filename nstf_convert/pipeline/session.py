@@ -26,7 +26,7 @@ from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
 from nstf_convert.pipeline.helpers import Helpers
-from nstf_convert.pipeline.machine import machine
+from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
 from nstf_convert.pipeline.progress import NOTICE, Stages
@@ -58,24 +58,24 @@ class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
     def __init__(
-        self, options: ConvertOptions, stages: Stages, may_drop: bool = True, helper: bool = False
+        self, options: ConvertOptions, stages: Stages, may_drop: bool = True, given: Machine | None = None
     ) -> None:
-        """may_drop: large Hessians may be used while they are there and not stored. helper: of another process, whose
-        calibrated work directory is shared (nstf_convert.pipeline.helpers)."""
-        self.helper = helper
+        """may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
+        as the first process found it, whose calibrated work directory it shares (nstf_convert.pipeline.helpers)."""
+        self.helper = given is not None
         self.may_drop = may_drop
         self.options = options
         self.windows: dict[str, int] = {}
         self.stages = stages
-        self.machine = machine(options.device, options.memory, options.gpu_memory, options.threads)
+        self.machine = given or machine(options.device, options.memory, options.gpu_memory, options.threads)
         self._folder = options.work_dir or options.output.with_name(options.output.name + ".work")
-        self._made_folder = not self._folder.exists()
+        self._made_folder = False
         self._opened = ExitStack()
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
         try:
-            self.helpers = Helpers(options, self._folder, self.machine.devices[1:])
+            self.helpers = Helpers(options, self._folder, self.machine)
             self._opened.callback(self.helpers.close)
             self._open()
         except BaseException as error:
@@ -90,7 +90,10 @@ class Session:
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
+        new = not self._folder.exists()
         self.work = self._opened.enter_context(WorkDir(self._folder, self._identity(), self.helper))
+        self._made_folder = new
+        self._opened.callback(self.helpers.close)  # before the lock goes
         self.source = self._expanded()
         self.units = {u.name: u for u in find_units(self._infos(), self.model)}
         self.calibration = self._found_calibration()
@@ -303,7 +306,9 @@ class Session:
         if self.options.calibration is not None:
             return self._given_calibration(self.options.calibration)
         found = None if self.model is None else undamaged(self._calibration_path)
-        if found is None or self.model is None or self._drops_hessians(self.model):
+        if found is None or self.model is None or not self._fits_still(found, self.model):
+            return None
+        if self._drops_hessians(self.model):
             return found
         whole = all(f"hessian:{key}" in found.names() for key in found.metadata["hessians"])
         return found if whole else None  # the other run did not need them again
@@ -345,14 +350,24 @@ class Session:
         """The data with as many windows to fit on as may wait before a layer; the first ones are of all datasets."""
         if not data.language:
             return data
-        ids = data.fit[0]["input_ids"]
-        width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
-        kept = self.fitting("calibration", len(data.fit), 4 * WAITING_WIDTHS * width * ids.numel(), 1)
-        if kept == len(data.fit):
-            return data
-        source = {**data.source, "fit_windows": kept}
+        tokens = data.fit[0]["input_ids"].numel()
+        kept = self.fitting("calibration", len(data.fit), self._waiting_bytes(model, tokens))
+        source = {**data.source, "fit_windows": kept, "found_windows": len(data.fit), "window_tokens": tokens}
         domains = {**data.domains, "fit": data.domains["fit"][:kept]}
         return replace(data, fit=data.fit[:kept], source=source, domains=domains)
+
+    def _waiting_bytes(self, model: StreamedModel, tokens: int) -> int:
+        """Of a window of so many tokens before a layer."""
+        width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
+        return int(4 * WAITING_WIDTHS * width * tokens)
+
+    def _fits_still(self, file: TensorFile, model: StreamedModel) -> bool:
+        """Whether a calibration has as many windows as this run would take: another may have had other memory."""
+        source = file.metadata["source"]
+        if "found_windows" not in source:
+            return True
+        each = self._waiting_bytes(model, source["window_tokens"])
+        return self.fitting("calibration", int(source["found_windows"]), each) == int(source["fit_windows"])
 
     def _drops_hessians(self, model: StreamedModel) -> bool:
         """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""

@@ -132,6 +132,8 @@ def _keys(
             calibration=session.calibration_fingerprint(),
             mix=digest,
             windows=windows,
+            # How work is put together decides how sums are rounded.
+            together=[session.tokens_per_batch, session.machine.scratch_bytes],
             name=name,
         )
         for group in groups

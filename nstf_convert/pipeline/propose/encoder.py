@@ -173,7 +173,7 @@ class Encoder:
                 out.append(self._candidate(unit, _recipe(data), value))
         structured = allowed & {"cp", "tucker", "tensor_train"}
         if structured and unit.role in ("conv", "expert_stack"):
-            for r, value in self._structured(unit, structured, out, float(table["signal"])):
+            for r, value in self._structured(unit, structured, allowed, out, float(table["signal"])):
                 out.append(self._candidate(unit, r, value, exact=True))
         return out
 
@@ -186,7 +186,7 @@ class Encoder:
         if not wanted:
             return []
         rivals = self.candidates(unit, allowed - {"add"})
-        key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted])
+        key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted], allowed=sorted(allowed))
         found = self._work.find_metadata(key)
         if found is None:
             inner, stats = self.inputs(unit)
@@ -245,9 +245,10 @@ class Encoder:
         return float(self._estimated(unit, simple, "svd" in allowed)["signal"])
 
     def _structured(
-        self, unit: Unit, methods: set[str], rivals: Sequence[Candidate], signal: float
+        self, unit: Unit, methods: set[str], allowed: set[str], rivals: Sequence[Candidate], signal: float
     ) -> Iterable[tuple[Recipe, float]]:
-        key = self._key("structured", unit, methods=sorted(methods))
+        # The rivals follow from what is allowed.
+        key = self._key("structured", unit, methods=sorted(methods), allowed=sorted(allowed))
         found = self._work.find_metadata(key)
         if found is None:
             inner, stats = self.inputs(unit)

@@ -216,7 +216,7 @@ class Statistics:
 
     def forget(self) -> None:
         """Drops the Hessian that this thread used last, with its factors."""
-        self._recent.__dict__.clear()
+        self._recent.key = self._recent.stats = None
 
     def _expert_rows(self, unit: Unit, inner: Tensor, stats: Stats) -> Tensor:
         """Row weights [experts * out] of a stack: each expert counts by the share of tokens it saw, at least 1 %."""

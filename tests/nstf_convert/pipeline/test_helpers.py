@@ -58,13 +58,19 @@ def test_a_helper_that_fails_is_told_once_and_its_work_is_done_here(
     assert len(told) == 1 and "no such tensor" in told[0]
 
 
-def test_a_helper_that_is_killed_is_noticed(default_options, tmp_path, caplog) -> None:
-    helpers = Helpers(default_options(), tmp_path / "nothing.work", [CPU])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_helper_that_is_killed_is_noticed(early, default_options, tmp_path, caplog) -> None:
+    two = replace(machine("cpu", None, None, 1), devices=(CPU, CPU))
+    helpers = Helpers(default_options(), tmp_path / "nothing.work", two)
     try:
-        helpers.start([Job({}, True, True)])
-        helpers._processes[0][0].kill()
+        process = helpers._processes[0][0]
         with caplog.at_level(logging.WARNING, "nstf"):
+            if early:
+                process.kill()
+                process.join()
+            helpers.start([Job({}, True, True)])
+            process.kill()  # seconds before it could answer
             helpers.wait()
-        assert "it ended" in caplog.text or "NstfError" in caplog.text
+        assert not helpers.busy and "failed (it ended" in caplog.text
     finally:
         helpers.close()

@@ -69,7 +69,7 @@ def test_workers_are_as_many_as_fit_the_memory() -> None:
 @pytest.mark.parametrize(
     ("device", "memory", "gpu_memory", "message"),
     [
-        ("tpu", None, None, "is not known: choose auto, cpu, cuda or cuda:1"),
+        ("tpu", None, None, "is not known: choose auto, cpu, cuda, cuda:1 or cuda:0,1"),
         ("cuda:0,0", None, None, "names a GPU twice"),
         ("cuda:0,99", None, None, r"this machine has \d+ GPUs"),
         ("cpu", 1000, None, "a bound of 1000 bytes of memory is too small"),

@@ -1,6 +1,7 @@
 """Killed at any moment and run again, a conversion ends with the identical file; so do runs in other surroundings."""
 
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.improve import front_to_back
+from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 
 WRITE = TensorFileWriter, "__exit__"
@@ -101,3 +103,17 @@ def test_two_conversions_cannot_share_a_work_directory(options, tmp_path) -> Non
     (tmp_path / "work").mkdir()
     with WorkDir(tmp_path / "work", {}), pytest.raises(NstfError, match="in use by another conversion"):
         convert(options(work_dir=tmp_path / "work"))
+
+
+def test_a_calibration_on_fewer_windows_is_made_again_where_there_is_room_for_all(
+    default_options, converted, monkeypatch, tmp_path, caplog
+) -> None:
+    work = tmp_path / "work"
+    with monkeypatch.context() as patched:
+        patched.setattr(Machine, "activation_bytes", property(lambda machine: 90_000))
+        with caplog.at_level(logging.WARNING, "nstf"):
+            short = convert(default_options(work_dir=work, output=tmp_path / "short.nstf"))
+    assert short.report["resources"]["windows"]["calibrated"] < short.report["resources"]["windows"]["asked"]
+    assert "windows fit" in caplog.text
+    again = convert(default_options(work_dir=work))
+    assert again.output.read_bytes() == converted.content != short.output.read_bytes()
