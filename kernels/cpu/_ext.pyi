@@ -70,6 +70,18 @@ def trellis_decode(codes: Any, quarter_bits: int, codebook: Any, out: Any, threa
 def trellis_matmul(
     codes: Any, quarter_bits: int, codebook: Any, x: Any, out: Any, threads: int, most_lanes: int = 16
 ) -> None: ...
+def shuffle_round(
+    target: Any,
+    weight: Any,
+    scale: Any,
+    importance: Any,
+    feedback: Any,
+    quarter_bits: int,
+    tables: Any,
+    rounded: Any,
+    codes: Any,
+    threads: int,
+) -> None: ...
 
 class EngineMatrix:
     @property

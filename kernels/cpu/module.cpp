@@ -6,6 +6,7 @@ namespace nb = nanobind;
 void bind_packed_linear(nb::module_& m);
 void bind_ldlq(nb::module_& m);
 void bind_trellis(nb::module_& m);
+void bind_shuffle(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 
@@ -14,6 +15,7 @@ NB_MODULE(_ext, m) {
     bind_packed_linear(m);
     bind_ldlq(m);
     bind_trellis(m);
+    bind_shuffle(m);
     bind_engine(m);
     bind_bandwidth(m);
 }

@@ -45,7 +45,7 @@ SHAPES = [
 ]
 LEAVES: list[dict[str, Any]] = [
     *({"kind": "dense", "dtype": dtype} for dtype in ("bool", "int8", "float16", "bfloat16", "float64")),
-    *({"kind": kind} for kind in ("int", "grid", "fp8", "mxfp4", "trellis")),
+    *({"kind": kind} for kind in ("int", "grid", "fp8", "mxfp4", "shuffle", "trellis")),
 ]
 
 

@@ -39,6 +39,8 @@ TREES = {
         node("rotated", 32, 0, 3, x=node("trellis", (12, 8), (10, 8), 8)),
         (18, 32),
     ),
+    "shuffle": (node("shuffle", 12, 16), (40, 70)),
+    "rotated shuffle, 8-bit scales": (node("rotated", 32, 0, 3, x=node("shuffle", 16, 8)), (18, 32)),
     "cp": (node("cp", 2, (4, 3, 2), **{f"factor{i}": node("dense") for i in range(3)}), (4, 6)),
 }  # fmt: skip
 
@@ -61,7 +63,7 @@ def encoded(name: str) -> EncodedTensor:
                 arrays[path][..., 0] = 255
         else:
             arrays[path] = (torch.rand(spec.shape, generator=generator) + 0.5).to(spec.dtype)
-            if tree.kind == "trellis" and path == "scale":
+            if tree.kind in ("shuffle", "trellis") and path == "scale":
                 arrays[path] /= arrays[path].max()  # the largest is 1 under `scale_super`
     return EncodedTensor(tree, shape, arrays)
 

@@ -1,0 +1,39 @@
+"""Rounding to shuffle codes: the compiled search, or torch's where there is none. Both give the same codes."""
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.cpu import ext
+from nstf.kernels.formats import shuffle
+from nstf.kernels.torch import shuffle_search
+
+BLOCK = shuffle_search.BLOCK
+
+
+def round_columns(
+    target: Tensor,
+    weight: Tensor,
+    level: Tensor,
+    importance: Tensor,
+    feedback: Tensor | None,
+    quarter_bits: int,
+) -> tuple[Tensor, Tensor]:
+    """(rounded [rows, 16] like `target`, codes u8 [rows / 32, q, 16] on the CPU): see kernels/torch/shuffle_search.py.
+
+    The search runs on the CPU with torch's number of threads, whatever device the targets are on.
+    """
+    device, tables = target.device, shuffle_search.float_tables(quarter_bits)
+    wanted, weight, level, importance = (
+        t.to("cpu", torch.float32).contiguous() for t in (target, weight, level, importance)
+    )
+    own = torch.zeros(BLOCK, BLOCK) if feedback is None else feedback.to("cpu", torch.float32).contiguous()
+    if not hasattr(ext, "shuffle_round"):
+        found = shuffle_search.round_columns(wanted, weight, level, importance, own, quarter_bits, tables)
+        return found[0].to(device), found[1]
+    rows = len(wanted)
+    rounded = torch.empty(rows, BLOCK)
+    codes = torch.empty(rows // shuffle.GROUP, quarter_bits, BLOCK, dtype=torch.uint8)
+    costs = shuffle_search.costs_of(importance, quarter_bits)
+    threads = torch.get_num_threads()
+    ext.shuffle_round(wanted, weight, level, costs, own, quarter_bits, tables, rounded, codes, threads)
+    return rounded.to(device), codes
