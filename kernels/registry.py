@@ -21,6 +21,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 
 _MODULES = (
     "nstf.kernels.cpu.packed_linear",
+    "nstf.kernels.cpu.shuffle_linear",
     "nstf.kernels.cpu.trellis_linear",
     "nstf.kernels.triton.linear",
     "nstf.kernels.torch.structured",

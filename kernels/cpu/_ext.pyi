@@ -105,6 +105,17 @@ def engine_trellis(
     quantiles: Any,
     exact: bool,
 ) -> EngineMatrix: ...
+def engine_shuffle(
+    rows: int,
+    cols: int,
+    quarter_bits: int,
+    codes: Any,
+    tables: Any,
+    step: float,
+    scale: Any,
+    top: Any,
+    exact: bool,
+) -> EngineMatrix: ...
 def engine_dense(rows: int, cols: int, values: Any, type: str) -> EngineMatrix: ...
 def engine_low_rank(a: EngineMatrix, b: EngineMatrix) -> EngineMatrix: ...
 def engine_sum(a: EngineMatrix, b: EngineMatrix) -> EngineMatrix: ...

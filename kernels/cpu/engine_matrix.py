@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.packed_linear import packed, stored_bits
-from nstf.kernels.formats import bitpack, dense, trellis
+from nstf.kernels.formats import bitpack, dense, shuffle, trellis
 from nstf.kernels.formats.scales import read_scales
 from nstf.kernels.formats.tree import EncodedTensor, Node, array_specs, child_encoded, decode
 from nstf.kernels.lazy import torch
@@ -54,6 +54,8 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "") -
                 return ext.engine_reshaped(short, rows, cols)
         if kind == "trellis":
             return _trellis(encoded, exact)
+        if kind == "shuffle":
+            return _shuffle(encoded, exact)
         if kind == "rotated":
             return _rotated(encoded, exact, way)
         if kind == "low_rank":
@@ -106,7 +108,7 @@ def _as_matrix(encoded: EncodedTensor) -> EncodedTensor:
     tree, shape = encoded.tree, encoded.shape
     if len(shape) == 2 and getattr(tree.params, "lead", 1) == 1:
         return encoded
-    if tree.kind in (*_PACKED, "trellis", "low_rank"):
+    if tree.kind in (*_PACKED, "shuffle", "trellis", "low_rank"):
         lead = tree.params.lead
         node = Node(tree.kind, dataclasses.replace(tree.params, lead=1), tree.children)
         return EncodedTensor(node, (math.prod(shape[:lead]), math.prod(shape[lead:])), encoded.arrays)
@@ -156,6 +158,22 @@ def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
         stored_bits(arrays["scale_codes" if params.scale_bits == 8 else "scale"]),
         stored_bits(arrays["scale_super"]),
         trellis.quantiles() if max(params.quarter_bits) > trellis.MOST_SUMMED else None,
+        exact,
+    )
+
+
+def _shuffle(encoded: EncodedTensor, exact: bool) -> Any:
+    params, arrays = encoded.tree.params, encoded.arrays
+    rows, cols = encoded.shape
+    return ext.engine_shuffle(
+        rows,
+        cols,
+        params.quarter_bits,
+        stored_bits(arrays["codes"]),
+        bytearray.fromhex(shuffle.TABLES[params.quarter_bits]),
+        shuffle.STEPS[params.quarter_bits],
+        stored_bits(arrays["scale_codes" if params.scale_bits == 8 else "scale"]),
+        stored_bits(arrays["scale_super"]),
         exact,
     )
 

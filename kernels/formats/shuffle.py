@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from nstf.kernels.formats import trellis
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
 from nstf.kernels.formats.shuffle_tables import STEPS as STEPS
-from nstf.kernels.formats.shuffle_tables import TABLES
+from nstf.kernels.formats.shuffle_tables import TABLES as TABLES
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 

@@ -1,9 +1,10 @@
 """The search of the shuffle format in plain torch: slow, on any device, and what the compiled one must give bit by bit.
 
-16 columns are rounded one after another: what a column lost is fed back to the targets of those after it. A column is cut
-into segments of 256 rows; in each the Viterbi algorithm finds the path of symbols whose values are nearest to the
-targets, rows weighted. A state is the newest symbol and the one before it. Costs are integers: floor(weight d^2), at most 16383, on top of
-the path's, which are kept over the cheapest path's and at most 32767; of equal ones the lowest older symbol is taken.
+16 columns are rounded one after another: what a column lost is fed back to the targets of those after it. A column is
+cut into segments of 256 rows; in each the Viterbi algorithm finds the path of symbols whose values are nearest to the
+targets, rows weighted. A state is the newest symbol and the one before it. Costs are integers: floor(weight d^2), at
+most 16383, on top of the path's, which are kept over the cheapest path's and at most 32767; of equal ones the lowest
+older symbol is taken.
 """
 
 import torch

@@ -43,6 +43,7 @@ def trees(samples: ModuleType) -> dict[str, Any]:
     found |= {f"grid g{g}": leaf("grid", group=g, scale_bits=8 if g else 16) for g in (0, 32, 128)}
     found |= {v: leaf("fp8", variant=v, group=32, scale_bits=32) for v in ("e4m3fn", "e4m3fnuz")}
     found |= {f"trellis {q}": leaf("trellis", quarter_bits=(q,)) for q in range(4, 25)}
+    found |= {f"shuffle {q}": leaf("shuffle", quarter_bits=q) for q in range(8, 21)}
     found |= {f"dense {d}": leaf("dense", dtype=d) for d in ("float32", "bfloat16", "float16")}
     found["mxfp4"] = leaf("mxfp4")
     found["add"] = node("add", {"x": leaf("int", bits=4, group=32), "y": leaf("trellis", quarter_bits=(8,))})
@@ -54,6 +55,7 @@ NAMES = sorted(
     [f"int{b} g{g} {s}" for b in range(2, 9) for g in (0, 32, 64, 96, 16) for s in ("sym", "asym")]
     + [f"grid g{g}" for g in (0, 32, 128)]
     + [f"trellis {q}" for q in range(4, 25)]
+    + [f"shuffle {q}" for q in range(8, 21)]
     + ["e4m3fn", "e4m3fnuz", "mxfp4", "add", "low rank", "dense float32", "dense bfloat16", "dense float16"]
 )
 
@@ -88,6 +90,7 @@ def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact
     for inner in (
         samples.leaf("trellis", quarter_bits=(9, 20), rows=(40, 24)),
         samples.leaf("int", bits=4, group=32),
+        samples.leaf("shuffle", quarter_bits=14),
     ):
         tree = samples.node("rotated", {"x": inner}, block_in=block_in, block_out=block_out, seed=7)
         encoded = samples.random_encoded(inner, (64, 192))
@@ -109,7 +112,9 @@ def test_rotated_bases(samples: ModuleType, block_in: int, block_out: int, exact
         )
 
 
-@pytest.mark.parametrize("name", ["int4 g32 sym", "int3 g64 asym", "grid g32", "trellis 8", "trellis 18"])
+@pytest.mark.parametrize(
+    "name", ["int4 g32 sym", "int3 g64 asym", "grid g32", "shuffle 13", "trellis 8", "trellis 18"]
+)
 def test_the_result_does_not_depend_on_the_number_of_threads(
     samples: ModuleType, name: str, isa: str
 ) -> None:
@@ -157,6 +162,32 @@ def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> 
         assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
 
 
+def test_the_largest_levels_of_shuffle_codes_do_not_overflow(isa: str) -> None:
+    codes = torch.zeros(1, 3, 16, 64, dtype=torch.uint8)
+    tables = torch.tensor([23] * 16 + [40] * 16, dtype=torch.uint8)  # every level is 63
+    scale, top = torch.full((20,), 255, dtype=torch.uint8), torch.ones(1)
+    matrix = ext.engine_shuffle(20, 160, 16, codes, tables, 0.1, scale, top, False)
+    for batch in BATCHES:
+        for sign in (1.0, -1.0):  # equal activations lose nothing in int8
+            y = engine_matrix.matmul(torch.full((batch, 160), sign), matrix, 2)
+            torch.testing.assert_close(y, torch.full((batch, 20), sign * 160 * 3.15), rtol=1e-5, atol=0)
+
+
+def test_shuffle_codes_of_another_size_are_refused() -> None:
+    codes, tables = torch.zeros(1, 3, 16, 64, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
+    scale, top = torch.zeros(20, dtype=torch.uint8), torch.ones(1)
+    for rows, cols, q, own in (
+        (40, 160, 16, tables),
+        (20, 200, 16, tables),
+        (20, 160, 12, tables),
+        (20, 160, 16, tables[:31]),
+    ):
+        with pytest.raises(ValueError, match="of another size"):
+            ext.engine_shuffle(rows, cols, q, codes, own, 0.1, scale, top, False)
+    with pytest.raises(ValueError, match="no such rate"):
+        ext.engine_shuffle(20, 160, 7, codes, tables, 0.1, scale, top, False)
+
+
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no instruction set 'avx1024' here; there are .*portable"):
         ext.use_isa("avx1024")
@@ -164,7 +195,7 @@ def test_an_instruction_set_that_is_not_here_is_refused() -> None:
 
 
 def test_zero_activations_give_zero(samples: ModuleType, isa: str) -> None:
-    for name in ("int4 g32 asym", "grid g32", "trellis 8", "trellis 20", "int8 g32 sym"):
+    for name in ("int4 g32 asym", "grid g32", "trellis 8", "trellis 20", "int8 g32 sym", "shuffle 16"):
         matrix = engine_matrix.compile_matrix(samples.random_encoded(trees(samples)[name], (20, 64)))
         for batch in (1, 6):
             assert not engine_matrix.matmul(torch.zeros(batch, 64), matrix).any(), name

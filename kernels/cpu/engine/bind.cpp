@@ -11,6 +11,7 @@
 
 #include "leaves.h"
 #include "model.h"
+#include "shuffle.h"
 #include "stored.h"
 
 namespace nb = nanobind;
@@ -56,6 +57,19 @@ Held make_trellis(int64_t rows, int64_t cols, std::vector<int> quarter_bits, std
                                     ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
                                     : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
     return {trellis(rows, cols, sections(stored), std::move(scales), exact), {nb::cast(codes)}};
+}
+
+// tables: uint8 [phases, 2, 16]; step: what a level is worth at scale 1; scale and top as of a trellis.
+Held make_shuffle(int64_t rows, int64_t cols, int quarter_bits, Bytes codes, Bytes tables, float step, Stored scale, Floats top,
+                  bool exact) {
+    if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2))
+        throw std::invalid_argument("shuffle: scales of another size");
+    std::vector<float> scales = scale.itemsize() == 1
+                                    ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
+                                    : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
+    for (float& s : scales) s *= step;
+    StoredShuffle stored{rows, cols, quarter_bits, codes.data(), {tables.data(), tables.data() + tables.size()}, std::move(scales)};
+    return {shuffle(std::move(stored), static_cast<int64_t>(codes.size()), exact), {nb::cast(codes)}};
 }
 
 Held make_dense(int64_t rows, int64_t cols, Stored values, const std::string& type) {
@@ -166,6 +180,8 @@ void bind_engine(nb::module_& m) {
     m.def("engine_packed", &packed, "linear"_a, "exact"_a);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);
+    m.def("engine_shuffle", &make_shuffle, "rows"_a, "cols"_a, "quarter_bits"_a, "codes"_a, "tables"_a, "step"_a, "scale"_a,
+          "top"_a, "exact"_a);
     m.def("engine_dense", &make_dense, "rows"_a, "cols"_a, "values"_a, "type"_a);
     m.def("engine_low_rank", [](const Held& a, const Held& b) { return pair(a, b, low_rank); });
     m.def("engine_sum", [](const Held& a, const Held& b) { return pair(a, b, sum); });

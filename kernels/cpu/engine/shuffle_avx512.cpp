@@ -1,0 +1,35 @@
+// The int8 kernels of shuffle codes for AVX-512 with VNNI; what VBMI adds they have no use for.
+#include "int8.h"
+#include "shuffle.h"
+
+#if NSTF_X86
+
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
+#define NSTF_VBMI 0
+namespace nstf::engine {
+namespace shuffled_avx512 {
+namespace {
+constexpr Isa SELF = Isa::kAvx512Vnni;
+#include "int8_avx512.h"
+constexpr int run_of(int) { return 8; }
+using Table = __m512i;
+inline Table table_of(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Bytes low_symbols(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Bytes high_symbols(Bytes v) { return low_symbols(_mm512_srli_epi16(v, 4)); }
+inline Bytes mixed(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
+inline Bytes look_up(Table t, Bytes symbols) { return _mm512_shuffle_epi8(t, symbols); }
+inline Bytes sum(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }
+#include "shuffle_int8.h"
+}  // namespace
+}  // namespace shuffled_avx512
+Shared shuffle_avx512(StoredShuffle s, bool exact) { return shuffled_avx512::make(std::move(s), exact); }
+}  // namespace nstf::engine
+#undef NSTF_VBMI
+#pragma GCC pop_options
+
+#endif

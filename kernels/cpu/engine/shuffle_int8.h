@@ -1,0 +1,281 @@
+// Shuffle codes times activations rounded to int8, for one instruction set: the shuffle_*.cpp include this file once per set,
+// after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h) and four of its own:
+//
+// low_symbols, high_symbols: the halves of every byte. mixed: exclusive or. Table: 16 bytes for look-up(table, symbols), and sum.
+//
+// A group of 32 rows is read once, chunk by chunk; the symbols of a byte and of the one before it are all that its rows need.
+// Levels are at most 63, so that products of two of them with two activations each fit 16 bits. Activations are those of packed
+// codes of four bits, even columns first (packed_int8.h).
+
+constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
+constexpr int SUMS = PARTS > 1 ? PARTS / 2 : PARTS, FINE = SUMS * LANES;
+constexpr int RUN = run_of(6);
+
+#define NSTF_INLINE inline __attribute__((always_inline))
+
+// The symbols of one byte of every column of a chunk.
+struct Symbols {
+    Bytes low[PARTS], high[PARTS];
+    NSTF_INLINE explicit Symbols(const uint8_t* p) {
+        for (int i = 0; i < PARTS; ++i) {
+            const Bytes both = load_bytes(p + 4 * LANES * i);
+            low[i] = low_symbols(both);
+            high[i] = high_symbols(both);
+        }
+    }
+};
+
+// The levels of the rows that end at a symbol `a`, b and c being the ones before it: emit(row of the group, vectors).
+template <int Q, int SYMBOL, class F>
+NSTF_INLINE void rows_of_symbol(const Bytes* a, const Bytes* b, const Bytes* c, const uint8_t* tables, F& emit) {
+    constexpr int first = first_row(Q, SYMBOL), count = rows_at(Q, SYMBOL);
+    constexpr int phases = Q % 16 == 0 ? 1 : Q % 8 == 0 ? 2 : Q % 4 == 0 ? 4 : Q % 2 == 0 ? 8 : 16;
+    Bytes turned[PARTS], w[PARTS];
+    if constexpr (count > 0) {
+        const uint8_t* t = tables + first % phases * 32;
+        const Table x = table_of(t), y = table_of(t + 16);
+        for (int i = 0; i < PARTS; ++i) {
+            turned[i] = mixed(a[i], c[i]);
+            w[i] = sum(look_up(x, turned[i]), look_up(y, b[i]));
+        }
+        emit(first, w);
+    }
+    if constexpr (count > 1) {
+        const uint8_t* t = tables + (first + 1) % phases * 32;
+        const Table x = table_of(t), y = table_of(t + 16);
+        for (int i = 0; i < PARTS; ++i) w[i] = sum(look_up(x, mixed(a[i], b[i])), look_up(y, turned[i]));
+        emit(first + 1, w);
+    }
+}
+
+template <int Q, int BYTE, class F>
+NSTF_INLINE void rows_from(const uint8_t* codes, const Symbols& before, const uint8_t* tables, F& emit) {
+    if constexpr (BYTE < Q) {
+        const Symbols now(codes + BYTE * kChunk);
+        rows_of_symbol<Q, 2 * BYTE>(now.low, before.high, before.low, tables, emit);
+        rows_of_symbol<Q, 2 * BYTE + 1>(now.high, now.low, before.high, tables, emit);
+        rows_from<Q, BYTE + 1>(codes, now, tables, emit);
+    }
+}
+
+// The levels of a group of 32 rows in one chunk, row by row.
+template <int Q, class F>
+NSTF_INLINE void all_rows(const uint8_t* codes, const uint8_t* before, const uint8_t* tables, F emit) {
+    rows_from<Q, 0>(codes, Symbols(before), tables, emit);
+}
+
+template <int Q>
+class ShuffleInt8 : public Shuffle {
+  public:
+    ShuffleInt8(StoredShuffle stored, bool exact)
+        : Shuffle(std::move(stored)), exact_(exact), chunks_(stored_.chunks()), blocks_(2 * chunks_),
+          padded_((blocks_ + 15) / 16 * 16) {}
+
+    uintptr_t key() const override { return exact_ ? Shuffle::key() : KEY; }
+    std::string kernel() const override {
+        return std::string(exact_ ? "shuffle float32, " : "shuffle int8 x int8, ") + name(SELF);
+    }
+
+    // As PackedInt8 has them: leaves of one key share their activations.
+    void reserve(const float* x, int64_t batch, Input& in) const override {
+        if (exact_) return Shuffle::reserve(x, batch, in);
+        in.batch = batch;
+        in.stride = chunks_ * kChunk;
+        in.scales_stride = batch < kSeveral ? chunks_ * FINE : blocks_;
+        in.sums_stride = padded_;
+        in.codes.grow(batch * in.stride);
+        in.scales.grow(batch * in.scales_stride);
+        in.sums.grow(batch * in.sums_stride);
+    }
+    void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
+        if (exact_) return;
+        const bool fine = in.batch < kSeveral;
+        alignas(64) float last[kChunk] = {};  // a chunk that is not whole
+        const int64_t rest = cols % kChunk;
+        for (int64_t b = first; b < end; ++b) {
+            float* sums = in.sums.data() + b * in.sums_stride;
+            std::fill_n(sums, in.sums_stride, 0.0f);
+            for (int64_t c = 0; c < chunks_; ++c) {
+                const float* from = x + b * cols + c * kChunk;
+                if ((c + 1) * kChunk > cols) {
+                    std::copy_n(from, rest, last);
+                    from = last;
+                }
+                quantise<true>(from, fine, in.codes.data() + b * in.stride + c * kChunk,
+                               in.scales.data() + b * in.scales_stride + c * (fine ? FINE : 2), sums + 2 * c);
+            }
+        }
+    }
+
+    void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
+        if (exact_) return Shuffle::run(in, batch, first, end, y, stride);
+        for (int64_t r = first; r < end; r += kGroupRows) {
+            const int count = static_cast<int>(std::min<int64_t>(kGroupRows, end - r));
+            if (batch >= kSeveral) {
+                panel(in, batch, r, count, y, stride);
+            } else {
+                for (int64_t b = 0; b < batch; ++b) one(in, b, r, count, y + b * stride);
+            }
+        }
+    }
+
+    void decode_rows(int64_t first, int64_t count, float* out) const override {
+        for (int64_t row = first; row < first + count;) {
+            const int64_t g = row / kGroupRows, end = std::min(first + count, (g + 1) * kGroupRows);
+            const auto before = stored_.before(g);
+            for (int64_t c = 0; c < chunks_; ++c) {
+                alignas(64) uint8_t levels[kGroupRows][kChunk];
+                group(stored_.group(g) + c * Q * kChunk, before.bytes + c * before.stride, levels);
+                for (int64_t r = row; r < end; ++r) {
+                    const float scale = stored_.scales[static_cast<size_t>(r)];
+                    const uint8_t* from = levels[r % kGroupRows];
+                    float *to = out + (r - first) * cols + c * kChunk, ordered[kChunk];
+                    for (int i = 0; i < kChunk / 2; ++i) {
+                        ordered[2 * i] = (static_cast<float>(from[i]) - kCentre) * scale;
+                        ordered[2 * i + 1] = (static_cast<float>(from[kChunk / 2 + i]) - kCentre) * scale;
+                    }
+                    std::copy_n(ordered, std::min<int64_t>(kChunk, cols - c * kChunk), to);
+                }
+            }
+            row = end;
+        }
+    }
+
+  private:
+    // The levels of a group in one chunk.
+    void group(const uint8_t* codes, const uint8_t* before, uint8_t (*levels)[kChunk]) const {
+        all_rows<Q>(codes, before, stored_.tables.data(), [&](int row, const Bytes* w) {
+            for (int p = 0; p < PARTS; ++p) store_bytes(levels[row] + p * 4 * LANES, w[p]);
+        });
+    }
+
+    // A group of rows times one row of activations.
+    void one(const Input& in, int64_t b, int64_t r, int count, float* y) const {
+        const uint8_t *codes = stored_.group(r / kGroupRows), *tables = stored_.tables.data();
+        const auto before = stored_.before(r / kGroupRows);
+        const int8_t* q = in.codes.data() + b * in.stride;
+        const float *fine = in.scales.data() + b * in.scales_stride, *sums = in.sums.data() + b * in.sums_stride;
+        const int64_t chunks = chunks_;
+        Floats total[kGroupRows];
+        for (Floats& t : total) t = zero_floats();
+        for (int64_t c = 0; c < chunks; ++c) {
+            Bytes x[PARTS];
+            for (int p = 0; p < PARTS; ++p) x[p] = load_bytes(q + c * kChunk + p * 4 * LANES);
+            Floats by[SUMS];
+            for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
+            const uint8_t* from = codes + c * Q * kChunk;
+            for (int i = 0; i < Q; ++i) __builtin_prefetch(from + kAhead + i * kChunk, 0, 2);
+            all_rows<Q>(from, before.bytes + c * before.stride, tables, [&](int row, const Bytes* w) {
+                for (int k = 0; k < SUMS; ++k) total[row] = fma(to_floats(products(w, x, k)), by[k], total[row]);
+            });
+        }
+        float lost = 0;
+        for (int64_t j = 0; j < blocks_; ++j) lost += sums[j];
+        alignas(64) float found[kGroupRows];
+        for (int i = 0; i < kGroupRows; i += 4) store_four_sums(found + i, total + i);
+        for (int i = 0; i < count; ++i)
+            y[r + i] = (found[i] - kCentre * lost) * stored_.scales[static_cast<size_t>(r + i)];
+    }
+
+    // Vector k of the sums of products of a chunk.
+    static NSTF_INLINE Ints products(const Bytes* w, const Bytes* x, int k) {
+        if constexpr (SUMS == PARTS) return widened(first<false>(w[k], x[k]));
+        else return widened(more<false>(first<false>(w[k], x[k]), w[k + SUMS], x[k + SUMS]));
+    }
+
+    // A group of rows for all activations: levels of 16 rows side by side, which each activation meets at once.
+    void panel(const Input& in, int64_t batch, int64_t r, int count, float* y, int64_t stride) const {
+        thread_local Buffer<uint8_t> room;
+        const int64_t half = chunks_ * 1024;
+        uint8_t* panel = room.grow(2 * half);  // [16 rows each][word of four levels][16 rows]
+        const uint8_t* codes = stored_.group(r / kGroupRows);
+        const auto before = stored_.before(r / kGroupRows);
+        for (int64_t c = 0; c < chunks_; ++c) {
+            alignas(64) uint8_t levels[kGroupRows][kChunk];
+            group(codes + c * Q * kChunk, before.bytes + c * before.stride, levels);
+            for (int h = 0; h < kGroupRows / LANES; ++h)
+                for (int p = 0; p < PARTS; ++p) {
+                    Bytes v[LANES];
+                    for (int i = 0; i < LANES; ++i) v[i] = load_bytes(levels[h * LANES + i] + p * 4 * LANES);
+                    transpose(v);
+                    uint8_t* to = panel + h / ROW_BLOCKS * half + c * 1024 + h % ROW_BLOCKS * 4 * LANES;
+                    for (int i = 0; i < LANES; ++i) store_bytes(to + (p * LANES + i) * 64, v[i]);
+                }
+        }
+        for (int i = 0; i < count; i += LANES * BLOCKS) {
+            const uint8_t* rows = panel + i / kPanel * half + i % kPanel * 4;
+            int64_t b = 0;
+            for (; b + TOKENS <= batch; b += TOKENS) tokens<TOKENS>(in, b, rows, r + i, count - i, y + b * stride, stride);
+            if (TOKENS > 4)
+                for (; b + 4 <= batch; b += 4) tokens<4>(in, b, rows, r + i, count - i, y + b * stride, stride);
+            for (; b < batch; ++b) tokens<1>(in, b, rows, r + i, count - i, y + b * stride, stride);
+        }
+    }
+
+    template <int T>
+    void tokens(const Input& in, int64_t b, const uint8_t* rows, int64_t r, int count, float* y, int64_t stride) const {
+        const int8_t* q[T];
+        const float* by[T];
+        Floats total[T][BLOCKS];
+        for (int t = 0; t < T; ++t) {
+            q[t] = in.codes.data() + (b + t) * in.stride;
+            by[t] = in.scales.data() + (b + t) * in.scales_stride;
+            for (Floats& v : total[t]) v = zero_floats();
+        }
+        for (int64_t j = 0; j < blocks_; ++j) {
+            const int half = static_cast<int>(j % 2);
+            Ints sum[T][BLOCKS];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i += RUN) {
+                Narrow part[T][BLOCKS];
+#pragma GCC unroll 8
+                for (int k = i; k < i + RUN; ++k) {
+                    const int64_t d = (k & 3) + 4 * half + (k >> 2) * 8;  // the words of this block among the 16 of its chunk
+                    Bytes w[BLOCKS];
+                    for (int h = 0; h < BLOCKS; ++h) w[h] = load_bytes(rows + j / 2 * 1024 + d * 64 + h * 4 * LANES);
+                    for (int t = 0; t < T; ++t) {
+                        const Bytes x = four_bytes(q[t] + j / 2 * kChunk + d * 4);
+                        for (int h = 0; h < BLOCKS; ++h)
+                            part[t][h] = k == i ? first<false>(w[h], x) : more<false>(part[t][h], w[h], x);
+                    }
+                }
+                for (int t = 0; t < T; ++t)
+                    for (int h = 0; h < BLOCKS; ++h)
+                        sum[t][h] = i == 0 ? widened(part[t][h]) : add_ints(sum[t][h], widened(part[t][h]));
+            }
+            for (int t = 0; t < T; ++t)
+                for (int h = 0; h < BLOCKS; ++h) total[t][h] = fma(to_floats(sum[t][h]), set(by[t][j]), total[t][h]);
+        }
+        for (int t = 0; t < T; ++t) {
+            const float* sums = in.sums.data() + (b + t) * in.sums_stride;
+            float lost = 0;
+            for (int64_t j = 0; j < blocks_; ++j) lost += sums[j];
+            alignas(64) float found[LANES * BLOCKS];
+            for (int h = 0; h < BLOCKS; ++h) store(found + h * LANES, total[t][h]);
+            for (int i = 0; i < std::min(count, LANES * BLOCKS); ++i)
+                y[t * stride + r + i] = (found[i] - kCentre * lost) * stored_.scales[static_cast<size_t>(r + i)];
+        }
+    }
+
+    bool exact_;
+    int64_t chunks_, blocks_, padded_;
+};
+
+inline Shared make(StoredShuffle s, bool exact) {
+    switch (s.quarter_bits) {
+        case 8: return std::make_shared<ShuffleInt8<8>>(std::move(s), exact);
+        case 9: return std::make_shared<ShuffleInt8<9>>(std::move(s), exact);
+        case 10: return std::make_shared<ShuffleInt8<10>>(std::move(s), exact);
+        case 11: return std::make_shared<ShuffleInt8<11>>(std::move(s), exact);
+        case 12: return std::make_shared<ShuffleInt8<12>>(std::move(s), exact);
+        case 13: return std::make_shared<ShuffleInt8<13>>(std::move(s), exact);
+        case 14: return std::make_shared<ShuffleInt8<14>>(std::move(s), exact);
+        case 15: return std::make_shared<ShuffleInt8<15>>(std::move(s), exact);
+        case 16: return std::make_shared<ShuffleInt8<16>>(std::move(s), exact);
+        case 17: return std::make_shared<ShuffleInt8<17>>(std::move(s), exact);
+        case 18: return std::make_shared<ShuffleInt8<18>>(std::move(s), exact);
+        case 19: return std::make_shared<ShuffleInt8<19>>(std::move(s), exact);
+        default: return std::make_shared<ShuffleInt8<20>>(std::move(s), exact);
+    }
+}
+#undef NSTF_INLINE
