@@ -15,7 +15,7 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor, Node, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK, round_columns
-from nstf.quantizers.rounding.block_ldlq import block_ldlq
+from nstf.quantizers.rounding.block_ldlq import SPAN
 from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.rounding.matrix import matrix_view
 from nstf.quantizers.stats import Stats
@@ -168,7 +168,11 @@ def _shared(energy: Tensor) -> Tensor:
 def _search(
     values: Tensor, scale: Tensor, row_weight: Tensor, metric: _Metric | None, q: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes as the format stores them, on the CPU, and the rounded values, like `values` [rows, cols] (both padded)."""
+    """Codes as the format stores them, on the CPU, and the rounded values, like `values` [rows, cols] (both padded).
+
+    LDLQ column by column: what columns of spans before have lost is fed back in one product, and inside a block of 16 by
+    the search itself.
+    """
     rows, cols = values.shape
     level = torch.nn.functional.pad(scale, (0, rows - len(scale))) * form.STEPS[q]
     importance = torch.cat(
@@ -179,16 +183,25 @@ def _search(
     codes = torch.zeros(rows // form.GROUP, chunks, q, 2, form.CHUNK // 2, dtype=torch.uint8)
     feedback = None if metric is None else metric.feedback
 
-    def round_block(index: int, target: Tensor) -> Tensor:
-        part = slice(index * BLOCK, (index + 1) * BLOCK)
-        own = None if feedback is None else feedback[part, part]
-        rounded, found = round_columns(target, values[:, part], level, importance, own, q)
-        half = slice(index * BLOCK % form.CHUNK // 2, index * BLOCK % form.CHUNK // 2 + BLOCK // 2)
-        # Even columns of a chunk come first.
-        codes[:, index * BLOCK // form.CHUNK, :, :, half] = found.view(len(found), q, -1, 2).mT
-        return rounded
-
-    rounded = block_ldlq(values, feedback, round_block)
+    rounded = torch.empty_like(values)
+    # Errors are kept transposed: the products then read them in order.
+    errors = values.new_zeros(cols, rows)
+    for top in range(0, cols, SPAN):
+        span = slice(top, min(top + SPAN, cols))
+        base = values[:, span]
+        if feedback is not None and top > 0:
+            base = base + (feedback[:top, span].T @ errors[:top]).T
+        for at in range(top, span.stop, BLOCK):
+            part = slice(at, at + BLOCK)
+            target, own = base[:, at - top : at - top + BLOCK], None
+            if feedback is not None:
+                target = target + (feedback[top:at, part].T @ errors[top:at]).T
+                own = feedback[part, part]
+            rounded[:, part], found = round_columns(target, values[:, part], level, importance, own, q)
+            errors[part] = (values[:, part] - rounded[:, part]).T
+            # Even columns of a chunk come first.
+            half = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
+            codes[:, at // form.CHUNK, :, :, half] = found.view(len(found), q, -1, 2).mT
     return codes.flatten(3), rounded
 
 
