@@ -78,6 +78,7 @@ _LEAVES: dict[str, Callable[[Any], str]] = {
     "grid": _grid,
     "fp8": lambda p: f"fp8 {p.variant} {_group(p.group)}",
     "trellis": _trellis,
+    "shuffle": lambda p: f"shuffle {p.quarter_bits / 4:g}",
     "mxfp4": lambda p: "mxfp4",
     "dense": lambda p: str(p.dtype),
 }

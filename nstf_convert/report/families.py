@@ -1,6 +1,6 @@
 """How often each family of encodings was tried, and whether it beat the same bytes spent on rate.
 
-A candidate is compared with the lower convex hull of the plain formats (integers, grids, floats, trellis codes) of its
+A candidate is compared with the lower convex hull of the plain formats (integers, grids, floats, trellis, shuffle) of its
 tensor at its own bytes: ratio = its expected loss / the hull's. The hull is what an allocator reaches by mixing plain
 formats. A plain family is compared with the hull of the other plain families. Below 1 it wins.
 """
@@ -21,13 +21,14 @@ _KINDS = {
     "fp8": ("fp8", True),
     "mxfp4": ("mxfp4", True),
     "trellis": ("trellis", True),
+    "shuffle": ("shuffle", True),
     "low_rank": ("SVD", False),
     "cp": ("CP", False),
     "tucker": ("Tucker", False),
     "tensor_train": ("tensor train", False),
 }
 HYBRID = "low rank on low bits"
-ORDER = (HYBRID, "CP", "Tucker", "tensor train", "SVD", "trellis", "grid", "int", "fp8", "mxfp4")
+ORDER = (HYBRID, "CP", "Tucker", "tensor train", "SVD", "trellis", "shuffle", "grid", "int", "fp8", "mxfp4")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from nstf import decomposers, quantizers
 from nstf.decomposers.factors import lead_for
 from nstf.decomposers.views import views
 from nstf.kernels.formats import Node, array_specs, decode, dense, leaf_code_bits, node_to_json
+from nstf.kernels.formats import shuffle as shuffle_format
 from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.quantizers import trellis
@@ -83,6 +84,7 @@ def quantised_recipes() -> list[Recipe]:
         if bits <= 3:
             out += [integers(bits, 128, symmetric) for symmetric in (True, False)]
     out += [Recipe("grid16", {"group": group, "scale_bits": 8}) for group in (32, 64)]
+    out += [Recipe("shuffle", {"quarter_bits": q}) for q in shuffle_format.RATES]
     out += [Recipe("fp8", {"variant": variant, "group": 0}) for variant in ("e4m3fn", "e4m3fnuz")]
     return [*out, Recipe("mxfp4", {})]
 

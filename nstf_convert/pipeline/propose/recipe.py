@@ -169,6 +169,8 @@ def describe(node: Node) -> str:
     if node.kind == "trellis":
         rates = sorted(q / 4 for q in p.quarter_bits)
         return f"trellis {rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
+    if node.kind == "shuffle":
+        return f"shuffle {p.quarter_bits / 4:g}"
     if node.kind == "rotated":
         return describe(node.children["x"])
     if node.kind == "dense":
