@@ -21,7 +21,7 @@ from nstf.kernels.formats.tree import format_of
 from nstf.quantizers import shuffle
 
 
-def gap(quarter_bits: int, rows: int = 4096, cols: int = 256) -> float:
+def gap(quarter_bits: int, rows: int = 1024, cols: int = 1024) -> float:
     """Bits above the bound."""
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(1))
     error = float((decode(shuffle.encode(weight, shuffle.Params(quarter_bits))) - weight).square().mean())

@@ -18,7 +18,7 @@ def round_columns(
     feedback: Tensor | None,
     quarter_bits: int,
 ) -> tuple[Tensor, Tensor]:
-    """(rounded [rows, 16] like `target`, codes u8 [rows / 32, q, 16] on the CPU): see kernels/torch/shuffle_search.py.
+    """(rounded [rows, 16] like `target`, codes u8 [rows / 32, 2 q, 8] on the CPU): see kernels/torch/shuffle_search.py.
 
     The search runs on the CPU with torch's number of threads, whatever device the targets are on.
     """
@@ -32,7 +32,7 @@ def round_columns(
         return found[0].to(device), found[1]
     rows = len(wanted)
     rounded = torch.empty(rows, BLOCK)
-    codes = torch.empty(rows // shuffle.GROUP, quarter_bits, BLOCK, dtype=torch.uint8)
+    codes = torch.empty(rows // shuffle.GROUP, 2 * quarter_bits, BLOCK // 2, dtype=torch.uint8)
     costs = shuffle_search.costs_of(importance, quarter_bits)
     threads = torch.get_num_threads()
     ext.shuffle_round(wanted, weight, level, costs, own, quarter_bits, tables, rounded, codes, threads)

@@ -180,7 +180,7 @@ def _search(
     )
     importance = torch.nn.functional.pad(importance.clamp_max(_MOST), (0, rows - len(scale)))
     chunks = -(-cols // form.CHUNK)
-    codes = torch.zeros(rows // form.GROUP, chunks, q, 2, form.CHUNK // 2, dtype=torch.uint8)
+    codes = torch.zeros(rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8)
     feedback = None if metric is None else metric.feedback
 
     rounded = torch.empty_like(values)
@@ -199,10 +199,9 @@ def _search(
                 own = feedback[part, part]
             rounded[:, part], found = round_columns(target, values[:, part], level, importance, own, q)
             errors[part] = (values[:, part] - rounded[:, part]).T
-            # Even columns of a chunk come first.
-            half = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
-            codes[:, at // form.CHUNK, :, :, half] = found.view(len(found), q, -1, 2).mT
-    return codes.flatten(3), rounded
+            inside = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
+            codes[:, at // form.CHUNK, :, inside] = found
+    return codes, rounded
 
 
 def _refit(part: Tensor, rounded: Tensor, metric: _Metric | None) -> Tensor:

@@ -227,14 +227,14 @@ struct Block {
     const float *scale, *importance;  // [rows]
     const float* feedback;  // [16][16]: what an error of the first column adds to the target of the second
     float* rounded;         // [rows][16]
-    uint8_t* codes;         // [groups][q][16]
+    uint8_t* codes;         // [groups][2 q][8]: two columns a byte
 };
 
 void round_segment(const Tables& tables, const Block& block, int64_t start, int rows, bool wide) {
     thread_local std::vector<Scratch> room(1);
     Scratch& s = room[0];
     float values[kSegment];
-    const int q = tables.steps.count / 2;
+    const int count = tables.steps.count;
     for (int j = 0; j < kBlock; ++j) {
         for (int r = 0; r < rows; ++r) {
             float target = block.target[(start + r) * kBlock + j];
@@ -254,10 +254,11 @@ void round_segment(const Tables& tables, const Block& block, int64_t start, int 
             block.rounded[at] = values[r] * block.scale[start + r];
             s.errors[r][j] = block.weight[at] - block.rounded[at];
         }
-        const int bytes = rows / kGroup * q;
-        for (int i = 0; i < bytes; ++i)
-            block.codes[(start / kGroup * q + i) * kBlock + j] =
-                static_cast<uint8_t>(s.symbols[2 + 2 * i] | s.symbols[3 + 2 * i] << 4);
+        uint8_t* codes = block.codes + start / kGroup * count * kBlock / 2 + j / 2;
+        for (int i = 0; i < rows / kGroup * count; ++i) {
+            uint8_t& both = codes[i * kBlock / 2];
+            both = static_cast<uint8_t>(j % 2 == 0 ? s.symbols[2 + i] : both | s.symbols[2 + i] << 4);
+        }
     }
     (void)wide;
 }
@@ -294,7 +295,7 @@ void shuffle_round(Floats target, Floats weight, Floats scale, Floats importance
 void bind_shuffle(nb::module_& m) {
     m.def("shuffle_round", &nstf::shuffle::shuffle_round, "target"_a, "weight"_a, "scale"_a, "importance"_a, "feedback"_a,
           "quarter_bits"_a, "tables"_a, "rounded"_a, "codes"_a, "threads"_a,
-          "16 columns rounded to shuffle codes; fills rounded [rows, 16] and codes [rows / 32, quarter_bits, 16].");
+          "16 columns rounded to shuffle codes; fills rounded [rows, 16] and codes [rows / 32, 2 quarter_bits, 8].");
 }
 
 #else

@@ -10,8 +10,8 @@ with a = n[s_r], b = n[s_r - 1] and c = n[s_r - 2] its level is
 p = r mod P, P = 16 / gcd(q, 16). The symbols before the first row of every 256 are 0. So each value depends on 12 bits,
 shared with the rows before: a trellis code (Marcellin and Fischer, 1990) of 256 states, whose tables are fitted to N(0, 1).
 
-The bytes are laid out for vectors: groups of 32 rows, in them chunks of 64 columns, in them q times 64 bytes, byte i of a
-column holding symbols 2 i (low half) and 2 i + 1. A chunk's first 32 places are its even columns, the others the odd ones.
+The bytes are laid out for vectors: groups of 32 rows, in them chunks of 64 columns, in them 2 q times 32 bytes, each 32 the
+symbols of one step of the paths, low half first.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Params:
 
 
 def arrays(params: Params, shape: Shape) -> dict[str, ArraySpec]:
-    """`codes` u8 [groups of rows, chunks of columns, q, 64]; `scale_codes` u8 [rows] or `scale` f16 [rows], both under
+    """`codes` u8 [groups of rows, chunks of columns, 2 q, 32]; `scale_codes` u8 [rows] or `scale` f16 [rows], both under
     `scale_super` f32 [1]."""
     rows, cols = matrix_shape(shape, params.lead)
-    codes = (-(-rows // GROUP), -(-cols // CHUNK), params.quarter_bits, CHUNK)
+    codes = (-(-rows // GROUP), -(-cols // CHUNK), 2 * params.quarter_bits, CHUNK // 2)
     specs = {"codes": ArraySpec("uint8", codes), "scale_super": ArraySpec("float32", (1,))}
     if params.scale_bits == 8:
         return specs | {"scale_codes": ArraySpec("uint8", (rows,))}
@@ -92,17 +92,18 @@ def decode_rows(params: Params, shape: Shape, arrays: dict[str, Tensor], rows: T
     _, cols = matrix_shape(shape, params.lead)
     groups, where = torch.unique(rows // GROUP, return_inverse=True)
     # The group before has the last symbols that a group's first rows depend on.
-    before = torch.where((groups % (SEGMENT // GROUP) > 0)[:, None, None], codes[groups - 1, :, -1], 0)
+    goes_on = (groups % (SEGMENT // GROUP) > 0)[:, None, None, None]
+    before = torch.where(goes_on, codes[groups - 1, :, -2:], 0)
     units = _levels(codes[groups], before, q).view(len(groups), GROUP, -1)[where, rows % GROUP, :cols]
     values = (units.float() - CENTRE) * unit_scales(params, arrays)[rows, None]
     return values.reshape(len(rows), *shape[1:])
 
 
 def levels(codes: Tensor, quarter_bits: int) -> Tensor:
-    """The sums of entries: u8 [groups, chunks, q, 64] -> u8 [32 groups, 64 chunks], values 0 to 63."""
+    """The sums of entries: u8 [groups, chunks, 2 q, 32] -> u8 [32 groups, 64 chunks], values 0 to 63."""
     groups, chunks = codes.shape[:2]
-    before = torch.zeros(groups, chunks, CHUNK, dtype=torch.uint8, device=codes.device)
-    before[1:] = codes[:-1, :, -1]
+    before = torch.zeros(groups, chunks, 2, CHUNK // 2, dtype=torch.uint8, device=codes.device)
+    before[1:] = codes[:-1, :, -2:]
     before[:: SEGMENT // GROUP] = 0
     step = max(1, _VALUES_AT_ONCE // (GROUP * CHUNK * chunks))
     parts = zip(torch.split(codes, step), torch.split(before, step), strict=True)
@@ -110,10 +111,10 @@ def levels(codes: Tensor, quarter_bits: int) -> Tensor:
 
 
 def _levels(codes: Tensor, before: Tensor, q: int) -> Tensor:
-    """`levels`, given the last byte of the groups before: u8 [groups, chunks, 64], zeros where a segment starts."""
+    """`levels`, given the last symbols of the groups before, u8 [groups, chunks, 2, 32]: zeros where a segment starts."""
     groups, chunks = codes.shape[:2]
-    bytes_ = torch.cat([before[:, :, None], codes], 2).transpose(1, 2)  # [groups, q + 1, chunks, 64]
-    symbols = torch.stack([bytes_ & 15, bytes_ >> 4], 2).reshape(groups, 2 * q + 2, -1)
+    pairs = torch.cat([before, codes], 2).transpose(1, 2)  # [groups, 2 q + 2, chunks, 32]
+    symbols = torch.stack([pairs & 15, pairs >> 4], -1).reshape(groups, 2 * q + 2, -1)
     end, second = ends(q)
     at = torch.tensor(end, device=codes.device) + 2
     a, b, c = symbols[:, at], symbols[:, at - 1], symbols[:, at - 2]
@@ -122,8 +123,7 @@ def _levels(codes: Tensor, before: Tensor, q: int) -> Tensor:
     both = tables(q, codes.device)  # [phases, 2, 16]
     phase = torch.arange(GROUP, device=codes.device)[:, None] % len(both)
     sums = both[phase, 0, first.int()] + both[phase, 1, other.int()]
-    # Even columns of a chunk, then the odd ones.
-    return sums.view(groups * GROUP, chunks, 2, CHUNK // 2).transpose(2, 3).reshape(groups * GROUP, -1)
+    return sums.view(groups * GROUP, chunks * CHUNK)
 
 
 def ends(quarter_bits: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:

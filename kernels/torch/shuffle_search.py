@@ -40,7 +40,7 @@ def round_columns(
     quarter_bits: int,
     tables: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(rounded [rows, 16], codes u8 [rows / 32, q, 16]); rows are a multiple of 32.
+    """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]: two columns a byte); rows are a multiple of 32.
 
     target, weight: float32 [rows, 16], what to round with the feedback of columns before these, and the weights themselves.
     level: what a level is worth in each row, [rows]. importance: of rows, [rows]. feedback: [16, 16], how errors of a column
@@ -50,7 +50,8 @@ def round_columns(
     values = _values(quarter_bits, tables)
     costs = costs_of(importance, quarter_bits)
     rounded, errors = torch.empty_like(target), torch.empty_like(target)
-    codes = torch.empty(rows // shuffle.GROUP, quarter_bits, BLOCK, dtype=torch.uint8, device=target.device)
+    steps = 2 * quarter_bits
+    symbols = target.new_empty(rows // shuffle.GROUP, steps, BLOCK, dtype=torch.uint8)
     for j in range(BLOCK):
         wanted = target[:, j].clone()
         for i in range(j):
@@ -61,14 +62,12 @@ def round_columns(
             if part.start == part.stop:
                 continue
             size = min(shuffle.SEGMENT, part.stop - part.start)
-            symbols, found = _paths(x[part].view(-1, size), costs[part].view(-1, size), values, quarter_bits)
-            pairs = symbols.view(-1, quarter_bits, 2).to(torch.uint8)
-            codes[part.start // shuffle.GROUP : part.stop // shuffle.GROUP, :, j] = (
-                pairs[..., 0] | pairs[..., 1] << 4
-            )
+            path, found = _paths(x[part].view(-1, size), costs[part].view(-1, size), values, quarter_bits)
+            groups = slice(part.start // shuffle.GROUP, part.stop // shuffle.GROUP)
+            symbols[groups, :, j] = path.view(-1, steps).to(torch.uint8)
             rounded[part, j] = found.reshape(-1) * level[part]
         errors[:, j] = weight[:, j] - rounded[:, j]
-    return rounded, codes
+    return rounded, symbols[..., ::2] | symbols[..., 1::2] << 4
 
 
 def _values(quarter_bits: int, tables: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> 
 
 
 def test_the_largest_levels_of_shuffle_codes_do_not_overflow(isa: str) -> None:
-    codes = torch.zeros(1, 3, 16, 64, dtype=torch.uint8)
+    codes = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     tables = torch.tensor([23] * 16 + [40] * 16, dtype=torch.uint8)  # every level is 63
     scale, top = torch.full((20,), 255, dtype=torch.uint8), torch.ones(1)
     matrix = ext.engine_shuffle(20, 160, 16, codes, tables, 0.1, scale, top, False)
@@ -174,7 +174,7 @@ def test_the_largest_levels_of_shuffle_codes_do_not_overflow(isa: str) -> None:
 
 
 def test_shuffle_codes_of_another_size_are_refused() -> None:
-    codes, tables = torch.zeros(1, 3, 16, 64, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
+    codes, tables = torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
     scale, top = torch.zeros(20, dtype=torch.uint8), torch.ones(1)
     for rows, cols, q, own in (
         (40, 160, 16, tables),

@@ -9,21 +9,20 @@
 namespace nstf::engine {
 namespace {
 
-// The levels of some rows of a group in one chunk, in the order of columns: rows first..end-1 of the 32.
+// The levels of rows first..end-1 of a group in one chunk.
 void levels(const StoredShuffle& s, const uint8_t* codes, const uint8_t* before, int first, int end, uint8_t (*out)[64]) {
     const int q = s.quarter_bits, phases = s.phases();
-    auto symbol = [&](int i, int place) {  // -2 and -1: of the group before
-        const uint8_t byte = i < 0 ? before[place] : codes[i / 2 * 64 + place];
-        return i & 1 ? byte >> 4 : byte & 15;
+    auto symbol = [&](int i, int k) {  // -2 and -1: of the group before
+        const uint8_t byte = (i < 0 ? before + (i + 2) * 32 : codes + i * 32)[k / 2];
+        return k & 1 ? byte >> 4 : byte & 15;
     };
     for (int r = first; r < end; ++r) {
         const int at = ends_at(q, r);
         const bool second = r > 0 && ends_at(q, r - 1) == at;
         const uint8_t *a_table = s.tables.data() + r % phases * 32, *b_table = a_table + 16;
-        for (int place = 0; place < 64; ++place) {
-            const int a = symbol(at, place), b = symbol(at - 1, place), c = symbol(at - 2, place);
-            // The first half of a chunk are its even columns.
-            out[r - first][place < 32 ? 2 * place : 2 * (place - 32) + 1] =
+        for (int k = 0; k < 64; ++k) {
+            const int a = symbol(at, k), b = symbol(at - 1, k), c = symbol(at - 2, k);
+            out[r - first][k] =
                 static_cast<uint8_t>(a_table[a ^ (second ? b : c)] + b_table[second ? a ^ c : b]);
         }
     }

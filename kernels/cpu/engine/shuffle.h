@@ -1,5 +1,5 @@
 // Shuffle codes (kernels/formats/shuffle.py): a level is the sum of two bytes, each read from a table of 16 at a symbol of four
-// bits. A group of 32 rows of 64 columns is `q` times 64 bytes, which hold two symbols of every column each.
+// bits. A group of 32 rows of 64 columns is 2 q times 32 bytes, each the symbols of one step, low half first.
 #pragma once
 
 #include <vector>
@@ -14,13 +14,13 @@ constexpr float kCentre = 31.5f;                    // the level that stands for
 struct StoredShuffle {
     int64_t rows, cols;
     int quarter_bits;
-    const uint8_t* codes;  // [groups][chunks of 64 columns][quarter_bits][64]
+    const uint8_t* codes;  // [groups][chunks of 64 columns][2 quarter_bits][32]
     std::vector<uint8_t> tables;  // [phases][A, B][16]
     std::vector<float> scales;    // what a level is worth, by row
     int64_t chunks() const { return (cols + 63) / 64; }
     int phases() const { return static_cast<int>(tables.size() / 32); }
     const uint8_t* group(int64_t g) const { return codes + g * chunks() * quarter_bits * 64; }
-    // The last bytes of the group before, from chunk to chunk `stride` apart: what a group's first rows depend on.
+    // The last two symbols of the group before, from chunk to chunk `stride` apart: what a group's first rows depend on.
     struct Before {
         const uint8_t* bytes;
         int64_t stride;

@@ -11,8 +11,11 @@
     inline Table table_of(const uint8_t* p) {                                                                    \
         return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));                 \
     }                                                                                                            \
-    inline Bytes low_symbols(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }                       \
-    inline Bytes high_symbols(Bytes v) { return low_symbols(_mm256_srli_epi16(v, 4)); }                           \
+    inline void split(const uint8_t* p, Bytes* out) {                                                            \
+        const __m256i both = load_bytes(p), mask = _mm256_set1_epi8(15);                                         \
+        out[0] = _mm256_and_si256(both, mask);                                                                   \
+        out[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);                                             \
+    }                                                                                                            \
     inline Bytes mixed(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }                                       \
     inline Bytes look_up(Table t, Bytes symbols) { return _mm256_shuffle_epi8(t, symbols); }                      \
     inline Bytes sum(Bytes a, Bytes b) { return _mm256_add_epi8(a, b); }

@@ -19,8 +19,11 @@ using Table = __m512i;
 inline Table table_of(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline Bytes low_symbols(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-inline Bytes high_symbols(Bytes v) { return low_symbols(_mm512_srli_epi16(v, 4)); }
+inline void split(const uint8_t* p, Bytes* out) {
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+    out[0] = _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), _mm512_set1_epi8(15));
+}
 inline Bytes mixed(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
 inline Bytes look_up(Table t, Bytes symbols) { return _mm512_shuffle_epi8(t, symbols); }
 inline Bytes sum(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }

@@ -1,9 +1,10 @@
 // Shuffle codes times activations rounded to int8, for one instruction set: the shuffle_*.cpp include this file once per set,
 // after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h) and four of its own:
 //
-// low_symbols, high_symbols: the halves of every byte. mixed: exclusive or. Table: 16 bytes for look-up(table, symbols), and sum.
+// split: 32 bytes to the 64 symbols of a chunk, even columns first. mixed: exclusive or. Table: 16 bytes for look_up(table,
+// symbols). sum: of bytes.
 //
-// A group of 32 rows is read once, chunk by chunk; the symbols of a byte and of the one before it are all that its rows need.
+// A group of 32 rows is read once, chunk by chunk; the symbols of three steps are all that a row needs.
 // Levels are at most 63, so that products of two of them with two activations each fit 16 bits. Activations are those of packed
 // codes of four bits, even columns first (packed_int8.h).
 
@@ -13,16 +14,9 @@ constexpr int RUN = run_of(6);
 
 #define NSTF_INLINE inline __attribute__((always_inline))
 
-// The symbols of one byte of every column of a chunk.
-struct Symbols {
-    Bytes low[PARTS], high[PARTS];
-    NSTF_INLINE explicit Symbols(const uint8_t* p) {
-        for (int i = 0; i < PARTS; ++i) {
-            const Bytes both = load_bytes(p + 4 * LANES * i);
-            low[i] = low_symbols(both);
-            high[i] = high_symbols(both);
-        }
-    }
+struct Symbols {  // of a step
+    Bytes at[PARTS];
+    NSTF_INLINE explicit Symbols(const uint8_t* p) { split(p, at); }
 };
 
 // The levels of the rows that end at a symbol `a`, b and c being the ones before it: emit(row of the group, vectors).
@@ -48,20 +42,19 @@ NSTF_INLINE void rows_of_symbol(const Bytes* a, const Bytes* b, const Bytes* c, 
     }
 }
 
-template <int Q, int BYTE, class F>
-NSTF_INLINE void rows_from(const uint8_t* codes, const Symbols& before, const uint8_t* tables, F& emit) {
-    if constexpr (BYTE < Q) {
-        const Symbols now(codes + BYTE * kChunk);
-        rows_of_symbol<Q, 2 * BYTE>(now.low, before.high, before.low, tables, emit);
-        rows_of_symbol<Q, 2 * BYTE + 1>(now.high, now.low, before.high, tables, emit);
-        rows_from<Q, BYTE + 1>(codes, now, tables, emit);
+template <int Q, int SYMBOL, class F>
+NSTF_INLINE void rows_from(const uint8_t* codes, const Symbols& b, const Symbols& c, const uint8_t* tables, F& emit) {
+    if constexpr (SYMBOL < 2 * Q) {
+        const Symbols a(codes + SYMBOL * kChunk / 2);
+        rows_of_symbol<Q, SYMBOL>(a.at, b.at, c.at, tables, emit);
+        rows_from<Q, SYMBOL + 1>(codes, a, b, tables, emit);
     }
 }
 
 // The levels of a group of 32 rows in one chunk, row by row.
 template <int Q, class F>
 NSTF_INLINE void all_rows(const uint8_t* codes, const uint8_t* before, const uint8_t* tables, F emit) {
-    rows_from<Q, 0>(codes, Symbols(before), tables, emit);
+    rows_from<Q, 0>(codes, Symbols(before + kChunk / 2), Symbols(before), tables, emit);
 }
 
 template <int Q>

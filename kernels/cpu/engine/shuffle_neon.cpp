@@ -10,9 +10,12 @@
 #define NSTF_SHUFFLE_PIECES                                                                                        \
     using Table = uint8x16_t;                                                                                      \
     inline Table table_of(const uint8_t* p) { return vld1q_u8(p); }                                                \
-    inline Bytes low_symbols(Bytes v) { return vandq_s8(v, vdupq_n_s8(15)); }                                      \
-    inline Bytes high_symbols(Bytes v) {                                                                           \
-        return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(v), 4));                                         \
+    inline void split(const uint8_t* p, Bytes* out) {                                                              \
+        for (int i = 0; i < 2; ++i) {                                                                              \
+            const uint8x16_t both = vld1q_u8(p + 16 * i);                                                          \
+            out[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));                                          \
+            out[2 + i] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));                                                 \
+        }                                                                                                          \
     }                                                                                                              \
     inline Bytes mixed(Bytes a, Bytes b) { return veorq_s8(a, b); }                                                \
     inline Bytes look_up(Table t, Bytes symbols) {                                                                 \

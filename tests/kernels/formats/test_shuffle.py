@@ -25,7 +25,6 @@ def random_leaf(params: shuffle.Params, shape: tuple[int, ...], seed: int = 0) -
 
 def level_by_the_definition(codes: torch.Tensor, q: int, row: int, col: int) -> int:
     """The sum of two entries, from the words of the format's docstring."""
-    place = col % 64 // 2 + 32 * (col % 2)
     phases = 16 // math.gcd(q, 16)
     entries = bytes.fromhex(TABLES[q])
 
@@ -33,7 +32,7 @@ def level_by_the_definition(codes: torch.Tensor, q: int, row: int, col: int) -> 
         if i < 0 and group % 8 == 0:
             return 0
         group, i = (group - 1, i + 2 * q) if i < 0 else (group, i)
-        return int(codes[group, col // 64, i // 2, place]) >> (4 * (i % 2)) & 15
+        return int(codes[group, col // 64, i, col % 64 // 2]) >> (4 * (col % 2)) & 15
 
     group, r = divmod(row, 32)
     end = math.ceil((r + 1) * q / 16) - 1
