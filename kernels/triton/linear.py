@@ -6,6 +6,7 @@
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
+    shuffle                  shuffle.py to 4 rows; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank                 low_rank.py up to eight rows, the library's two products above
     cp, tensor_train, tucker their two sides (factors.py) likewise; W itself where that is smaller
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
     from nstf.kernels.triton.packed import Packed
 
 NAME = "triton.linear"
-FORMATS = (*PACKED, *factors.KINDS, "add", "dense", "rotated", "trellis")
+# Leaves that kernels of their own read.
+CODES = ("shuffle", "trellis")
+FORMATS = (*PACKED, *factors.KINDS, "add", "dense", "rotated", *CODES)
 
 # Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
 GEMM_BATCH = 256
 TRELLIS_BATCH = 8
+SHUFFLE_BATCH = 4
 # 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
 BLOCK_NUMEL = 1 << 25
 
@@ -67,7 +71,7 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
 
     No round trip to the host, so it can be part of a captured graph: an id out of range gives a row of NaN.
     """
-    if encoded.tree.kind not in (*PACKED, "trellis") or not supports(encoded, ids.device, len(ids)):
+    if encoded.tree.kind not in (*PACKED, *CODES) or not supports(encoded, ids.device, len(ids)):
         return None
     with torch.cuda.device(ids.device):
         return decoder(encoded, arch_of(ids.device))(ids, dtype)
@@ -141,6 +145,12 @@ def _leaf_specs(
         if kernel == "trellis_gemv":
             return trellis_specs(params, out, width, batch, outside, arch)
         return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
+    if leaf.tree.kind == "shuffle":
+        from nstf.kernels.triton.shuffle import shuffle_decode_spec, shuffle_specs
+
+        if kernel == "shuffle_gemv":
+            return shuffle_specs(leaf.tree.params, out, width, batch, inside, outside, dtype, arch)
+        return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, _block(width)), inside, False)]
     layout = layout_of(leaf)
     if layout is None:
         return []
@@ -169,6 +179,8 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
         if batch > trellis_gemm.LARGEST_BATCH and trellis_gemm.suits(half, dtype, arch):
             return "halves"
         return "trellis_gemv" if batch <= TRELLIS_BATCH else "blocks"
+    if leaf.tree.kind == "shuffle":
+        return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
         if skinny.suits(layout, batch, dtype, arch):
@@ -213,6 +225,11 @@ def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torc
     if encoded.tree.kind == "trellis":
         prepared = prepare(encoded)
         return lambda rows, dtype: trellis_rows(prepared, rows, dtype, arch)
+    if encoded.tree.kind == "shuffle":
+        from nstf.kernels.triton import shuffle
+
+        codes = shuffle.prepare(encoded)
+        return lambda rows, dtype: shuffle.shuffle_rows(codes, rows, dtype)
     packed = _packed(encoded)
     return lambda rows, dtype: decode_rows(packed, rows, dtype)
 
@@ -275,7 +292,7 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
     kernel = _kernel_of(leaf, batch, dtype, arch)
-    wide = kernel in ("gemv", "trellis_gemv", "trellis_gemm") or (
+    wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm") or (
         kernel == "halves" and leaf.tree.kind == "trellis"
     )
     return torch.float32 if wide else dtype, kernel == "trellis_gemv"
@@ -303,6 +320,11 @@ def _leaf(
     if kernel == "trellis_gemv":
         turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
         return trellis_gemv(turned, prepare(encoded), out, arch)
+    if kernel == "shuffle_gemv":
+        from nstf.kernels.triton import shuffle
+
+        made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
+        return shuffle.shuffle_gemv(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return _blocks(x, encoded, arch).to(out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
@@ -341,14 +363,14 @@ def _known(encoded: EncodedTensor, batch: int) -> bool:
         return torch_dtype(params.dtype).is_floating_point
     if kind == "rotated":
         leaf = children_of(encoded)["x"]
-        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, "trellis") and _known(leaf, batch)
+        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, *CODES) and _known(leaf, batch)
     if kind in factors.KINDS:
         return factors.known(encoded)
     if kind == "add":
         children = children_of(encoded)
         second = children["y"]
         return second.tree.kind == "low_rank" and _known(second, batch) and _known(children["x"], batch)
-    return kind in (*PACKED, "trellis") and params.lead == 1
+    return kind in (*PACKED, *CODES) and params.lead == 1
 
 
 def _readable(encoded: EncodedTensor) -> bool:

@@ -49,6 +49,7 @@ FAMILIES = {
     "mxfp4 1": ("mxfp4", 1),
     "grid4 32": ("grid4", 32),
     "rotated 1": ("rotated", 1),
+    "shuffle 1": ("shuffle", 1),
 }
 MORE = {
     **{
@@ -120,6 +121,7 @@ def tree(name: str, samples: Any) -> Any:
         "mxfp4": lambda: leaf("mxfp4"),
         "grid4": lambda: leaf("grid", group=64),
         "trellis": lambda: leaf("trellis", quarter_bits=(10,)),
+        "shuffle": lambda: leaf("shuffle", quarter_bits=12),
         "low rank": lambda: node("low_rank", {"a": dense, "b": dense}, rank=64),
         "tensor train": lambda: node(
             "tensor_train", {f"core{i}": dense for i in range(4)}, ranks=(32, 64, 32), view=(64, 64, 64, 64)

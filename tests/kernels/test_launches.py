@@ -49,6 +49,7 @@ def trees(samples: Any, rows: int) -> dict[str, Any]:
         "int8 in steps": leaf("int", bits=8, group=64, scale_bits=8),
         "fp8": leaf("fp8"),
         "mxfp4": leaf("mxfp4"),
+        "shuffle": leaf("shuffle", quarter_bits=14),
         "trellis": trellis,
         "rotated int4": node("rotated", {"x": leaf("int", bits=4, group=128)}, block_in=128, seed=3),
         "rotated trellis": node(
@@ -64,6 +65,7 @@ NAMES = (
     "int8 in steps",
     "fp8",
     "mxfp4",
+    "shuffle",
     "trellis",
     "rotated int4",
     "rotated trellis",

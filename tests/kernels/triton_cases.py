@@ -44,6 +44,8 @@ TREES = {
     **{f"trellis{q}": leaf("trellis", quarter_bits=(q,)) for q in (4, 7, 8, 10, 12, 13, 16, 24)},
     "trellis_sections": leaf("trellis", quarter_bits=(6, 9), rows=(7, 33)),
     "rotated_trellis": node("rotated", {"x": leaf("trellis", quarter_bits=(8,))}, block_in=32, seed=5),
+    **{f"shuffle{q}": leaf("shuffle", quarter_bits=q) for q in (8, 12, 15, 16, 20)},
+    "rotated_shuffle": node("rotated", {"x": leaf("shuffle", quarter_bits=14)}, block_in=32, seed=5),
     "rotated_both": node(
         "rotated", {"x": leaf("int", bits=4, group=64)}, block_in=64, block_out=32, seed=3
     ),
@@ -119,7 +121,7 @@ class Case(NamedTuple):
         if self.tree in ("trellis13", "trellis16", "trellis24"):
             return 3e-4  # a polynomial instead of levels rounded to float16
         # A code beside a one, in a sum of float32.
-        return 1e-4 if self.batch == 1 or "trellis" in self.tree else 4e-6
+        return 1e-4 if self.batch == 1 or "trellis" in self.tree or "shuffle" in self.tree else 4e-6
 
 
 def cases() -> Iterator[Case]:
@@ -151,6 +153,15 @@ def cases() -> Iterator[Case]:
             yield Case(name, (40, 72), 1)
             yield Case(name, (40, 72), 0, rows=True)
             yield Case(name, (40, 72), 3 if name != "trellis8" else 11, "float16")
+        if name.startswith("shuffle"):  # rows beyond a segment, columns that are no whole chunk
+            yield Case(name, (290, 72), 1)
+            yield Case(name, (290, 72), 0, rows=True)
+            yield Case(name, (40, 72), 3, "float16")
+    yield Case("shuffle12", (40, 72), 1, "bfloat16")
+    yield Case("shuffle16", (40, 520), 4, "float16", nan=True)
+    yield Case("shuffle16", (40, 72), 12)
+    yield Case("rotated_shuffle", (64, 128), 2)
+    yield Case("rotated_shuffle", (64, 128), 9, "float16")
     for name in (
         "trellis8",
         "trellis_sections",
@@ -222,8 +233,8 @@ def features(case: Case) -> set[object]:
     if case.rows:
         return {case.tree, ("rows", TREES[case.tree].kind)}
     kinds = [spec.kind for spec in launches_of(case)] or ["reference"]
-    # Rates of the trellis differ in numbers alone.
-    name = case.tree.rstrip("0123456789") if case.tree.startswith("trellis") else case.tree
+    # Rates of path codes differ in numbers alone.
+    name = case.tree.rstrip("0123456789") if case.tree.startswith(("shuffle", "trellis")) else case.tree
     few = "one" if case.batch == 1 else "few" if case.batch <= 8 else "many"
     found: set[object] = {case.tree, (kinds[0], name), ("nan", case.nan), ("processors", case.processors)}
     return found | {(kind, what) for kind in kinds for what in (case.dtype, few)}
@@ -292,7 +303,17 @@ def relative_error(y: Tensor, x: Tensor, weight: Tensor) -> float:
 
 def main(part: int) -> None:
     """Errors, and the names of the launches, of every case of a part of `parted`."""
-    from nstf.kernels.triton import corrected, gemm, gemv, low_rank, rotate, skinny, trellis, trellis_gemm
+    from nstf.kernels.triton import (
+        corrected,
+        gemm,
+        gemv,
+        low_rank,
+        rotate,
+        shuffle,
+        skinny,
+        trellis,
+        trellis_gemm,
+    )
     from nstf.kernels.triton import decode as decode_module
 
     launched: list[str] = []
@@ -305,7 +326,8 @@ def main(part: int) -> None:
             single.append(spec.name)
         plain(spec, *arguments)
 
-    for module in (corrected, decode_module, gemm, gemv, low_rank, rotate, skinny, trellis, trellis_gemm):
+    patched = (corrected, decode_module, gemm, gemv, low_rank, rotate, shuffle, skinny, trellis, trellis_gemm)
+    for module in patched:
         module.launch = launch  # type: ignore[attr-defined]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     found = {}
