@@ -6,7 +6,7 @@
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
-    shuffle                  shuffle.py to 4 rows; decoded blocks above
+    shuffle                  shuffle.py to 2 rows, twice to 4; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank                 low_rank.py up to eight rows, the library's two products above
     cp, tensor_train, tucker their two sides (factors.py) likewise; W itself where that is smaller
@@ -44,7 +44,8 @@ FORMATS = (*PACKED, *factors.KINDS, "add", "dense", "rotated", *CODES)
 # Above, a dense product of decoded blocks is faster than unpacking the codes for every tile of the batch.
 GEMM_BATCH = 256
 TRELLIS_BATCH = 8
-SHUFFLE_BATCH = 4
+# More rows of sums of 32 rows of weights do not fit the registers.
+SHUFFLE_BATCH = 2
 # 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
 BLOCK_NUMEL = 1 << 25
 
@@ -167,7 +168,7 @@ def _leaf_specs(
 
 def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
     """Which kernel multiplies a leaf by `batch` rows of activations that are (or were, before they were turned) `dtype`:
-    a file's name; "halves": two products of half the rows, for trellises and tables, which are faster than one that
+    a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
     from nstf.kernels.triton import hopper, skinny, trellis_gemm
@@ -180,7 +181,7 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
             return "halves"
         return "trellis_gemv" if batch <= TRELLIS_BATCH else "blocks"
     if leaf.tree.kind == "shuffle":
-        return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "blocks"
+        return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "halves" if half <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
         if skinny.suits(layout, batch, dtype, arch):
@@ -293,7 +294,7 @@ def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> t
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
     kernel = _kernel_of(leaf, batch, dtype, arch)
     wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm") or (
-        kernel == "halves" and leaf.tree.kind == "trellis"
+        kernel == "halves" and leaf.tree.kind in CODES
     )
     return torch.float32 if wide else dtype, kernel == "trellis_gemv"
 

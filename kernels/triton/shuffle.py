@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
-"""Shuffle codes times up to four rows of activations, and shuffle codes to dense rows, on a GPU.
+"""Shuffle codes times one or two rows of activations, and shuffle codes to dense rows, on a GPU.
 
 A 32-bit word is a step of the paths of eight columns. A thread takes such columns down a group of 32 rows: the
 symbols of a step, exclusive or those two steps before, look up both tables for four columns at once, since the
@@ -511,7 +511,7 @@ def shuffle_specs(
 
 
 def shuffle_gemv(x: Tensor, prepared: Prepared, specs: list[KernelSpec], dtype: torch.dtype) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `dtype`. batch: at most LARGEST_BATCH; specs: of `shuffle_specs`."""
+    """x [batch, cols] -> y [batch, rows] of `dtype`. batch: 1 or 2; specs: of `shuffle_specs`."""
     batch, device = len(x), x.device
     units = -(-prepared.cols // shuffle.CHUNK) * 8
     y = torch.empty(batch, prepared.rows, dtype=dtype, device=device)
