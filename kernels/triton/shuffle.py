@@ -324,13 +324,16 @@ def shuffle_gemv_kernel(
             b0 = a0
             b1 = a1
         total = grown
+    own = tl.arange(0, 32)
+    row = group * 32 + own
+    factor = tl.load(scale + row, mask=row < rows, other=0.0)
     for line in tl.static_range(B):
-        centre = tl.sum(lost[line], axis=0) * 31.5
+        out = tl.zeros([32], tl.float32)
         for r in tl.static_range(32):
-            row = group * 32 + r
-            ok = (row < rows) & (line < batch)
-            out = (tl.sum(total[r * B + line], axis=0) - centre) * tl.load(scale + row, mask=ok, other=0.0)
-            tl.store(y + (tl.program_id(1) * batch + line) * rows + row, out.to(y.dtype.element_ty), mask=ok)
+            out = tl.where(own == r, tl.sum(total[r * B + line], axis=0), out)
+        out = (out - tl.sum(lost[line], axis=0) * 31.5) * factor
+        place = (tl.program_id(1) * batch + line) * rows + row
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=(row < rows) & (line < batch))
 
 
 @triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["ids"])
