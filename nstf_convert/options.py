@@ -84,7 +84,10 @@ class ConvertOptions:
     threads: int | None = option(None, "CPU threads; all cores by default.", MACHINE, min=1, max=1024)
     work_dir: Path | None = option(None, "Where intermediate results are kept for a resume.", MACHINE)
     formats: tuple[str, ...] | None = option(
-        None, "Only these methods: int,grid,fp8,mxfp4,trellis,shuffle,low_rank,...", ADVANCED, metavar="LIST"
+        None,
+        "Only these methods: int,grid,fp8,mxfp4,trellis,shuffle,low_rank,... Without it all but shuffle.",
+        ADVANCED,
+        metavar="LIST",
     )
     prefix: bool | None = option(
         None, "Encode front to back, each layer for what its compressed predecessors give it.", ADVANCED

@@ -57,7 +57,7 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 
 ARRAY = "array 'int:codes'"
 FORMATS = (
-    "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, rotated, tensor_train, "
+    "this version reads add, cp, dense, fp8, grid, int, low_rank, mxfp4, permute, rotated, shuffle, tensor_train, "
     "trellis, tucker"
 )
 

@@ -65,6 +65,7 @@ MORE = {
     **{f"int4 in 24 {batch}": ("int4 in 24", batch) for batch in (16, 64, 256)},
     **{f"rotated {batch}": ("rotated", batch) for batch in (1, 16)},
     "trellis gemv 8": ("trellis", 8),
+    "shuffle 1": ("shuffle", 1),
     **{
         f"{name} and low rank {batch}": (f"{name} and low rank", batch)
         for name in ("int3 zeros", "grid4")

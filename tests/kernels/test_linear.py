@@ -36,6 +36,8 @@ def trees(samples: ModuleType, shape: tuple[int, int]) -> dict[str, Any]:
         "mxfp4": leaf("mxfp4"),
         "trellis": leaf("trellis", quarter_bits=(10,)),
         "trellis_16_bit_scales": leaf("trellis", quarter_bits=(17,), scale_bits=16),
+        "shuffle": leaf("shuffle", quarter_bits=14),
+        "shuffle_16_bit_scales": leaf("shuffle", quarter_bits=17, scale_bits=16),
         "rotated": node(
             "rotated", {"x": leaf("trellis", quarter_bits=(8,))}, block_in=32 if width % 32 == 0 else 0
         ),

@@ -38,6 +38,8 @@ SMALLEST_ENERGY = 1e-6
 STRUCTURED_BITS = (2.25, 4.25, 8.25)
 # Energies of unfoldings know nothing of the rows' weights: a recipe must look so many times worse to be left out.
 MARGIN = 4.0
+# Only where they are named: what shuffle codes gain is speed, which the plan does not price yet.
+ON_REQUEST = frozenset({"shuffle"})
 # Weights of an expert stack up to which its unfoldings are looked at as a whole.
 LARGEST_STACK = 1 << 24
 FACTORS = (
@@ -384,10 +386,10 @@ def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:
 
 
 def method_families(formats: Sequence[str] | None) -> set[str]:
-    """The methods that a list of formats allows (None: all). Raises ValueError for an unknown name."""
+    """The methods that a list of formats allows (None: all but ON_REQUEST). Raises ValueError for an unknown name."""
     known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
     if formats is None:
-        return known
+        return known - ON_REQUEST
     aliases = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
     chosen = {aliases.get(f, f) for f in formats}
     unknown = sorted(chosen - known)
