@@ -77,10 +77,20 @@ def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor
     return viterbi.viterbi(targets, quarter_bits, codebook)
 
 
+def side_by_side_pays(device: torch.device, quarter_bits: int) -> bool:
+    """Whether searches of parts of the tiles gain from running at a time: on NVIDIA GPUs, whose search has two halves."""
+    if device.type != "cuda" or not triton.AVAILABLE:
+        return False
+    from nstf.kernels.triton import viterbi_half
+
+    return viterbi_half.suits(device, quarter_bits)
+
+
 class TileSearch:
     """The search of one rate for equally many tiles again and again; several may run side by side.
 
-    What a GPU writes on its way has its place from the start, so that a call allocates little and can be captured.
+    What an NVIDIA GPU writes on its way has its place from the start: such a search `allocates_nothing` beside its results
+    and can be captured. Other GPUs' searches ask for memory with every call.
     """
 
     def __init__(self, tiles: int, quarter_bits: int, device: torch.device, room: int) -> None:
@@ -88,11 +98,14 @@ class TileSearch:
         self.quarter_bits = quarter_bits
         self._codebook = form.codebook(quarter_bits, device)
         self._room = None
-        if device.type == "cuda" and triton.AVAILABLE:
+        if side_by_side_pays(device, quarter_bits):
             from nstf.kernels.triton import viterbi_half
 
-            if viterbi_half.suits(device, quarter_bits):
-                self._room = viterbi_half.room_for(tiles, quarter_bits, device, room)
+            self._room = viterbi_half.room_for(tiles, quarter_bits, device, room)
+
+    @property
+    def allocates_nothing(self) -> bool:
+        return self._room is not None
 
     def __call__(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """targets [tiles, 256] -> (codes uint8 [tiles, 8 quarter_bits], what they stand for, like the targets)."""

@@ -8,18 +8,16 @@ algorithm. At equal bits the mean squared error is 0.4 to 0.6 bit below a scalar
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import trellis as form
-from nstf.kernels.streams import side_by_side
-from nstf.kernels.trellis_encode import TileSearch
-from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, Lane, block_factor, block_ldlq
+from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.matrix import matrix_view
+from nstf.quantizers.rounding.trellis_lanes import refit, search
 from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "encode_many", "estimate", "estimate_many", "tree"]
@@ -59,12 +57,6 @@ SEED = 0
 # Bytes that rounding takes for each weight: the weights in the stored basis, what they become, errors, products and codes.
 _BYTES_PER_WEIGHT = 20
 SCRATCH = 1 << 28
-# Bytes that the searches of a batch may take together.
-SEARCH_ROOM = 2 << 30
-# On a GPU rows of one rate go side by side in parts of about so many tiles (a multiprocessor searches one at a time), but
-# not in more parts than that.
-LANE_TILES = 132
-MOST_LANES = 4
 _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 
 
@@ -356,10 +348,10 @@ def _round(batch: list[list[_Piece]], cols: int) -> None:
             tiles.setdefault(piece.section.quarter_bits, []).append((piece, own))
             at += piece.padded
     metrics = [same[0].section.metric for same in batch]
-    found, rounded = _search(
+    found, rounded = search(
         part, scale, metrics, {q: [t for _, own in of for t in own] for q, of in tiles.items()}
     )
-    gains = torch.stack([_refit(part[i], rounded[i], metric) for i, metric in enumerate(metrics)]).view(-1)
+    gains = torch.stack([refit(part[i], rounded[i], metric) for i, metric in enumerate(metrics)]).view(-1)
     for q, of in tiles.items():
         codes, at = found[q].cpu(), 0
         for piece, own in of:
@@ -367,96 +359,6 @@ def _round(batch: list[list[_Piece]], cols: int) -> None:
             row = own.start * BLOCK
             piece.section.gains.append(gains[row : row + piece.end - piece.start])
             at += len(own)
-
-
-def _search(
-    part: Tensor, scale: Tensor, metrics: Sequence[BlockFactor | None], tiles: dict[int, list[int]]
-) -> tuple[dict[int, Tensor], Tensor]:
-    """Codes [row tiles, column tiles, 8 q] by rate, and values like `part`: [metrics, rows, cols].
-
-    tiles: by rate, which tiles of 16 rows (of all metrics, one after another) have it; the others stay zero.
-    """
-    cols, device = part.shape[2], part.device
-    codes = {
-        q: torch.empty(len(own), cols // BLOCK, 8 * q, dtype=torch.uint8, device=device)
-        for q, own in tiles.items()
-    }
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)[..., None]
-    known = [metric.feedback for metric in metrics if metric is not None]
-    if len(metrics) > 1:
-        lanes = [_mixed_lane(scale[..., None], inverse, tiles, codes)]
-        return codes, block_ldlq(part, torch.stack(known) if known else None, lanes)
-    lanes = _lanes(scale[0, :, None], inverse[0], tiles, codes)
-    return codes, block_ldlq(part[0], known[0] if known else None, lanes)[None]
-
-
-def _lanes(
-    scale: Tensor, inverse: Tensor, tiles: dict[int, list[int]], codes: dict[int, Tensor]
-) -> list[Lane]:
-    """The rows of each rate, on a GPU in some parts: one's way back is then hidden behind the others' searches."""
-    device, number = scale.device, len(scale) // BLOCK
-    lanes = []
-    for q, own in tiles.items():
-        most = MOST_LANES if device.type == "cuda" else 1
-        count = min(most, max(1, round(len(own) / LANE_TILES)))
-        for i in range(count):
-            first = len(own) * i // count
-            size = len(own) * (i + 1) // count - first
-            rows = slice((own[0] + first) * BLOCK, (own[0] + first + size) * BLOCK)
-            search = TileSearch(size, q, device, _room(number) * size // number)
-            lanes.append(_lane(rows, search, scale[rows], inverse[rows], codes[q][first : first + size]))
-    return lanes
-
-
-def _lane(rows: slice, search: TileSearch, scale: Tensor, inverse: Tensor, codes: Tensor) -> Lane:
-    """Rows of one rate."""
-
-    def round_block(target: Tensor) -> tuple[Tensor, ...]:
-        code, values = search((target * inverse).reshape(-1, form.TILE))
-        return values.view(target.shape) * scale, code
-
-    def keep(columns: slice, found: Sequence[Tensor]) -> None:
-        codes[:, columns.start // BLOCK : columns.stop // BLOCK] = found[0].transpose(0, 1)
-
-    return Lane(rows, round_block, keep)
-
-
-def _mixed_lane(
-    scale: Tensor, inverse: Tensor, tiles: dict[int, list[int]], codes: dict[int, Tensor]
-) -> Lane:
-    """The rows of several metrics at once: each block of columns is a search for every rate."""
-    device, number = scale.device, scale.shape[0] * scale.shape[1] // BLOCK
-    where = {q: torch.tensor(own, device=device) for q, own in tiles.items()}
-    searches = {
-        q: TileSearch(len(own), q, device, _room(number) * len(own) // number) for q, own in tiles.items()
-    }
-
-    def round_block(target: Tensor) -> tuple[Tensor, ...]:
-        wanted = (target * inverse).reshape(-1, form.TILE)
-        values = torch.zeros_like(wanted)
-        found = side_by_side([partial(searches[q], wanted[own]) for q, own in where.items()], device)
-        for own, (_, became) in zip(where.values(), found, strict=True):
-            values[own] = became
-        return values.view(target.shape) * scale, *(code for code, _ in found)
-
-    def keep(columns: slice, found: Sequence[Tensor]) -> None:
-        for q, code in zip(where, found, strict=True):
-            codes[q][:, columns.start // BLOCK : columns.stop // BLOCK] = code.transpose(0, 1)
-
-    return Lane(slice(None), round_block, keep)
-
-
-def _room(tiles: int) -> int:
-    """Bytes that the searches of a batch may take together: all of its tiles need 1 to 2 MiB each on a GPU."""
-    return min(SEARCH_ROOM, tiles << 21)
-
-
-def _refit(part: Tensor, rounded: Tensor, metric: BlockFactor | None) -> Tensor:
-    """The factor on each row's scale that is best for its codes, q H w / q H q: float32 [rows]."""
-    along = rounded if metric is None else rounded @ metric.hessian
-    least = (along * rounded).sum(1)
-    best = (along * part).sum(1) / least.clamp_min(1e-30)
-    return torch.where((least > 0) & (best > 0), best, 1.0)
 
 
 def _metric(stats: Stats, params: Params, cols: int) -> BlockFactor | None:

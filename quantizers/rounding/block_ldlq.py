@@ -78,12 +78,14 @@ class Lane:
     """Rows that do not wait for those of other lanes.
 
     round_block(target [..., rows, 16]) gives what the columns become and any codes of them. keep(columns, codes): is handed
-    the codes of a span of columns, those of its blocks stacked along the first axis; it must copy them.
+    the codes of a span of columns, those of its blocks stacked along the first axis; it must copy them. capture: whether
+    round_block may be part of a graph.
     """
 
     rows: slice
     round_block: Callable[[Tensor], tuple[Tensor, ...]]
     keep: Callable[[slice, Sequence[Tensor]], None] = lambda columns, codes: None
+    capture: bool = True
 
 
 def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -> Tensor:
@@ -105,7 +107,7 @@ def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -
         became, left, codes = zip(*side_by_side(jobs, own.device), strict=True)
         return torch.cat(became, -2), torch.cat(left, -1), *(code for lane in codes for code in lane)
 
-    step = Replayed(round_span, cols // SPAN)
+    step = Replayed(round_span, cols // SPAN if all(lane.capture for lane in lanes) else 0)
     for top in range(0, cols, SPAN):
         span = slice(top, min(top + SPAN, cols))
         own = base = weight[..., span]

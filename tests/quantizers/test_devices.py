@@ -12,6 +12,7 @@ from nstf.kernels.formats import decode
 from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.torch import viterbi
 from nstf.quantizers import trellis
+from nstf.quantizers.rounding import trellis_lanes
 from nstf.quantizers.rounding.block_ldlq import block_factor
 from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.stats import Stats, loss
@@ -171,7 +172,7 @@ def test_rows_side_by_side_on_a_gpu_are_as_good_as_together(sections, monkeypatc
     params = trellis.Params(12, sections=sections, block=64, rounding="ldlq")
     losses = []
     for tiles in (10**6, 8):
-        monkeypatch.setattr(trellis, "LANE_TILES", tiles)
+        monkeypatch.setattr(trellis_lanes, "LANE_TILES", tiles)
         losses.append(
             loss(weight.cpu(), decode(trellis.encode(weight, params, stats)), Stats(stats.hessian.cpu()))
         )
