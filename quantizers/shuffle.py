@@ -17,7 +17,7 @@ from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK, round_columns
 from nstf.quantizers.rounding.block_ldlq import SPAN
 from nstf.quantizers.rounding.factor import factor, gains
-from nstf.quantizers.rounding.matrix import matrix_view
+from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
@@ -64,10 +64,7 @@ class Params:
 
     def __post_init__(self) -> None:
         tree(self)
-        if self.rounding not in ("nearest", "ldlq"):
-            raise ValueError(f"rounding must be one of nearest, ldlq, not {self.rounding[:40]!r}")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"damping must be above 0 and at most 1, not {self.damping}")
+        Rounding(self.rounding, self.damping)  # raises for others
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, join, rot
 from nstf.kernels.formats import trellis as form
 from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor
 from nstf.quantizers.rounding.factor import factor
-from nstf.quantizers.rounding.matrix import matrix_view
+from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.rounding.trellis_lanes import refit, search
 from nstf.quantizers.stats import Stats
 
@@ -77,10 +77,7 @@ class Params:
 
     def __post_init__(self) -> None:
         tree(self)
-        if self.rounding not in ("nearest", "ldlq"):
-            raise ValueError(f"rounding must be one of nearest, ldlq, not {self.rounding[:40]!r}")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"damping must be above 0 and at most 1, not {self.damping}")
+        Rounding(self.rounding, self.damping)  # raises for others
 
 
 def tree(params: Params) -> Node:
