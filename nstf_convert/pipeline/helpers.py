@@ -10,16 +10,17 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
 
 if TYPE_CHECKING:
     from nstf_convert.pipeline.session import Session
@@ -140,7 +141,9 @@ def _session(options: ConvertOptions, bounds: Machine) -> "Session":
 def _encode(session: "Session", job: Job) -> None:
     from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 
-    silent: Callable[[Any], None] = lambda unit: None  # noqa: E731
+    def silent(unit: Unit) -> None:
+        """Progress is the first process's."""
+
     session.wait_for_kernels()
     if job.front_to_back:
         encode_in_prefix(session, job.mix, silent, job.corrected)
