@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from nstf import decomposers, quantizers
-from nstf.decomposers.factors import lead_for
 from nstf.decomposers.views import views
-from nstf.kernels.formats import Node, array_specs, decode, dense, leaf_code_bits, node_to_json
+from nstf.kernels.formats import Node, array_specs, dense, leaf_code_bits, node_to_json
 from nstf.kernels.formats import shuffle as shuffle_format
 from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.formats.tree import Shape, format_of
@@ -315,74 +314,6 @@ def _least(energies: Sequence[Tensor], ranks: Sequence[int], factor: Recipe) -> 
     tails = [float(e[r:].sum() / e.sum().clamp_min(1e-30)) for e, r in zip(energies, ranks, strict=True)]
     left = max(tails, default=0.0)
     return left + (1 - left) * FACTOR_NOISE[factor.params["bits"]]
-
-
-def hybrid_recipes(allowed: set[str]) -> list[Recipe]:
-    """A low-rank correction with 4-bit factors added to a low-bit base: pays only at very low rates, if at all."""
-    integers = [
-        Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}) for b in (2, 3, 4)
-    ]
-    codes = [Recipe("trellis", {"quarter_bits": q}) for q in (6, 8, 10)]
-    bases = [(base, rank) for base in integers for rank in (8, 24)]
-    bases += [(base, rank) for base in codes for rank in (8, 16, 32)]
-    return [
-        Recipe("add", {}, {"base": base, "correction": Recipe("svd", {"rank": rank}, {"factor": FACTORS[1]})})
-        for base, rank in bases
-        if base.method in allowed
-    ]
-
-
-def hybrid_losses(
-    unit: Unit,
-    wanted: Sequence[Recipe],
-    inner: Tensor,
-    stats: Stats,
-    prepared: Any,
-    rivals: Sequence["Candidate"],
-) -> list[tuple[Recipe, float]]:
-    """Hybrids that may win with expected losses: their corrections really made and rounded, their bases estimated on what
-    is left.
-
-    A correction before its factors are rounded loses less: where a rival of no more bytes loses less than even that, the
-    hybrid is left out. rivals: other candidates of the tensor.
-    """
-    out = []
-    for rank in dict.fromkeys(_rank(recipe) for recipe in wanted):
-        own = [r for r in wanted if _rank(r) == rank]
-        left = inner - prepared.truncate(rank).dense()
-        possible = [r for r in own if not _beaten(unit, r, _base_loss(unit, r, left, stats), rivals)]
-        for recipe in possible:
-            correction = _correction(recipe, prepared, rank)
-            left = inner - decode(recipes.on_device(correction, inner.device)).reshape(inner.shape)
-            out.append((recipe, _base_loss(unit, recipe, left, stats)))
-    return out
-
-
-def _rank(hybrid: Recipe) -> int:
-    return int(hybrid.parts["correction"].params["rank"])
-
-
-def _base_loss(unit: Unit, hybrid: Recipe, left: Tensor, stats: Stats) -> float:
-    """The loss that a hybrid's base is expected to have on what its correction leaves."""
-    base = hybrid.parts["base"]
-    if base.method == "trellis":
-        return recipes.estimate(base, left, stats, unit.lead)
-    sample, sampled = sample_rows(unit, left, stats)
-    return recipes.estimate(base, sample, sampled, 1)
-
-
-def _beaten(unit: Unit, recipe: Recipe, value: float, rivals: Sequence["Candidate"]) -> bool:
-    size = price(unit, recipe)[1]
-    return any(c.size_bytes <= size and c.loss <= value for c in rivals)
-
-
-def _correction(recipe: Recipe, prepared: Any, rank: int) -> Any:
-    factor = recipe.parts["correction"].parts["factor"]
-
-    def leaf(name: str, value: Tensor, metric: Tensor | None) -> Any:
-        return recipes.encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
-
-    return prepared.truncate(rank).encode(leaf)
 
 
 def method_families(formats: Sequence[str] | None) -> set[str]:

@@ -18,6 +18,7 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose import hybrids
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import decoded
@@ -26,7 +27,7 @@ from nstf_convert.pipeline.propose.units import Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 5
+ALGORITHMS = 6
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
@@ -182,7 +183,7 @@ class Encoder:
         from nstf.decomposers import svd
 
         largest = min(_matrix(unit)) // 4
-        wanted = [r for r in cand.hybrid_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
+        wanted = [r for r in hybrids.all_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
         if not wanted:
             return []
         rivals = self.candidates(unit, allowed - {"add"})
@@ -190,8 +191,11 @@ class Encoder:
         found = self._work.find_metadata(key)
         if found is None:
             inner, stats = self.inputs(unit)
-            prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
-            losses = cand.hybrid_losses(unit, wanted, inner, stats, prepared, rivals)
+            possible = hybrids.that_may_win(unit, wanted, inner, stats, rivals)
+            losses = []
+            if possible:
+                prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
+                losses = hybrids.losses(unit, possible, inner, stats, prepared, rivals)
             found = {"losses": [[r.to_json(), v] for r, v in losses]}
             self._work.put(key, {}, found)
         return [self._candidate(unit, _recipe(data), v) for data, v in found["losses"]]

@@ -6,6 +6,7 @@ import torch
 from nstf.decomposers import svd
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose import hybrids
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -56,8 +57,12 @@ def test_a_hybrid_is_left_out_only_where_its_correction_cannot_pay() -> None:
     for name, weight in (("noise", noise), ("outliers", noise + outliers)):
         unit = Unit("w", (64, 96), "float32", "mlp")
         prepared = svd.prepare(weight)
-        wanted = [r for r in cand.hybrid_recipes({"int_grid", "add"}) if cand._rank(r) == 8]
-        found[name] = cand.hybrid_losses(unit, wanted, weight, Stats(), prepared, rivals_of(unit, weight))
+        wanted = [r for r in hybrids.all_recipes({"int_grid", "add"}) if hybrids._rank(r) == 8]
+        rivals = rivals_of(unit, weight)
+        found[name] = hybrids.losses(unit, wanted, weight, Stats(), prepared, rivals)
+        possible = hybrids.that_may_win(unit, wanted, weight, Stats(), rivals)
+        assert {str(r) for r, _ in found[name]} <= {str(r) for r in possible}
+        assert bool(possible) == (name == "outliers")
         for recipe, value in found[name]:
             made = recipes.encode(recipe, weight, Stats(), 1)
             true = loss(weight, recipes.decode(made).reshape(weight.shape), Stats(), 1)
