@@ -6,6 +6,7 @@ factorisations, trellis codes searched, weights rounded with feedback, proposals
 their launch. What a unit takes is measured on this machine for a second or two.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.report.build import layer_of
 
+log = logging.getLogger("nstf")
+
 # Quarter bits at which the search is timed where no size is asked for.
 RATE = 12
 # Sizes of the trial products and of the trial factorisation, tiles of the trial search, the matrix of the trial proposals.
 SIZE = {"cpu": 1024, "cuda": 4096}
-FACTOR_SIZE = {"cpu": 512, "cuda": 2048}
+# The trial factorisation has the width of most of the model's, within these: a GPU is twenty times as fast on wide ones.
+FACTOR_SIZES = {"cpu": (512, 512), "cuda": (512, 8192)}
 TILES = {"cpu": 16, "cuda": 2048}
 TRIAL = (128, 256)
 # Windows that choose, and as many that report.
@@ -131,7 +135,8 @@ def predict(
     """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
     used as they come and not kept."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
-    rates, work = measured_rates(machine, _quarter_bits(size, units)), _work(units)
+    work = _work(units)
+    rates = measured_rates(machine, _quarter_bits(size, units), work.cubes // max(1, work.squares))
     cores = 1 if machine.on_gpu else machine.workers(work.working)
     tokens, scored = text.windows * text.tokens, MEASURED_WINDOWS * text.tokens
     forward = _forward(work, rates, text.tokens)
@@ -147,6 +152,7 @@ def predict(
     measured = scored * (forward + 2 * logits)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
 
+    log.debug("%s, %s", rates, work)
     name = "encode front to back" if front_to_back else "encode"
     seconds = {
         "calibration": tokens * (5 * forward + 2 * logits + hessians) + 2 * scored * forward,
@@ -170,6 +176,7 @@ def predict(
     if options.heals:
         step = HEAL_STEP * text.tokens * (forward + logits)
         seconds["heal"] = options.heal_steps * step if options.heal_steps else 60 * options.heal_minutes
+    log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
     return Prediction(seconds, *_memory(work, machine, tokens, tensor_bytes))
 
 
@@ -258,10 +265,11 @@ def _cols(unit: Unit) -> int:
     return unit.elements // rows
 
 
-def measured_rates(machine: Machine, quarter_bits: int) -> Rates:
-    """Times the units on the machine's first device; quarter_bits: of the search."""
+def measured_rates(machine: Machine, quarter_bits: int, width: int) -> Rates:
+    """Times the units on the machine's first device; quarter_bits: of the search, width: of most factorisations."""
     device = machine.device
-    size, square = SIZE[device.type], FACTOR_SIZE[device.type]
+    size, (least, most) = SIZE[device.type], FACTOR_SIZES[device.type]
+    square = min(max(width, least), most)
     a = torch.ones(size, size, device=device)
     spd = torch.eye(square, dtype=torch.float64, device=device)
     tiles = TILES[device.type]

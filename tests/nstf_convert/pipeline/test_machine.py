@@ -101,7 +101,7 @@ def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None
 @pytest.fixture
 def predicted(options, monkeypatch):
     """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
-    monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits: RATES)
+    monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits, width: RATES)
 
     def one(text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, **changes):
         shapes = {"q": (512, 512), "up": (1536, 512), "down": (512, 1536)}
