@@ -4,7 +4,7 @@
 know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +36,13 @@ class InputMoments:
     first batch runs, by identity of the input.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor] | None = None, wanted: Callable[[str], bool] = lambda name: True
+    ) -> None:
         """weights: by the first layer that reads an input, what each of its rows counts, [rows of all batches] in the
-        order in which they come; inputs without count all rows the same."""
-        self._weights = dict(weights or {})
+        order in which they come; inputs without count all rows the same. wanted: whether the input of a watched layer is to
+        be gathered now."""
+        self._weights, self._wanted = dict(weights or {}), wanted
         self._sums: dict[str, Tensor] = {}
         self._mass: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
@@ -50,6 +53,8 @@ class InputMoments:
         """Starts gathering for a Linear, Conv or Conv1D layer; returns the hook's handle."""
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not self._wanted(name):
+                return
             x = args[0]
             if name not in self._key_of:
                 shared = self._last is not None and self._last[0] is x
@@ -83,6 +88,10 @@ class InputMoments:
         self._mass[key] += float(part.sum(dtype=torch.float64))
         # x sqrt(w) on both sides: the sum is positive semi-definite whatever the rounding.
         self._sums[key] = second_moment(rows * part.sqrt()[:, None], self._sums[key])
+
+    def wants(self, name: str) -> bool:
+        """Whether the input of a layer is to be gathered now."""
+        return self._wanted(name)
 
     def pop(self, names: Iterable[str] | None = None) -> dict[str, Moment]:
         """The finished moments of `names` (all when None), by key; their memory is released here."""
@@ -200,6 +209,8 @@ class ExpertMoments:
         """Starts gathering for one expert module; must be attached after the hooks that load its weights."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._moments.wants(name):
+                return
             hidden = args[0] if args else kwargs["hidden_states"]
             index = args[1] if len(args) > 1 else kwargs["top_k_index"]
             hidden = hidden.reshape(-1, hidden.shape[-1])

@@ -36,12 +36,13 @@ class OutputSensitivity:
         total = grad.square().sum(dim=0).double()
         self._sums[name] = self._sums.get(name, 0) + total
 
-    def per_unit(self, units: int) -> dict[str, Tensor]:
-        """The sums divided by `units` (tokens of a language model, samples of another): [features] float32.
+    def take(self) -> dict[str, Tensor]:
+        """What was summed since the last call, by name: [features] float64.
 
-        A module that runs several times per unit (a convolution's positions, a token's experts) counts each time.
+        A module that runs several times (for a convolution's positions, a token's experts) counts each time.
         """
-        return {n: (s / units).to(torch.float32) for n, s in self._sums.items()}
+        found, self._sums = self._sums, {}
+        return found
 
 
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:

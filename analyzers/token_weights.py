@@ -6,20 +6,38 @@ is 1/2 sum_j s_j dW_j H dW_j^T with the weighted H (GuidedQuant, Kim et al., 202
 outputs). The row sensitivities s_j keep their meaning: dividing by sum_t w_t leaves H a mean over tokens.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class TokenGradients:
-    """Gathers each token's mean squared gradient at the outputs of watched layers, one value per input row.
+@dataclass(frozen=True, eq=False)
+class TokenSquares:
+    """What a batch says about its tokens.
 
-    Layers that read the very same tensor (q, k and v) give one value together, the mean over all their outputs, under
-    the name of the first: the names and groups are those of `moments.InputMoments`.
+    squares: by layer, [rows] float32, each row's squared gradient summed over the layer's outputs; features: by layer,
+    how many outputs that are; key_of: by layer, the first layer that reads the same input.
+    """
+
+    squares: dict[str, Tensor]
+    features: dict[str, int]
+    key_of: dict[str, str]
+
+
+class TokenGradients:
+    """Gathers each token's squared gradient at the outputs of watched layers, one value per input row.
+
+    Layers that read the very same tensor (q, k and v) belong together, under the name of the first: the names and groups
+    are those of `moments.InputMoments`.
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._parts: dict[str, list[Tensor]] = {}
         self._features: dict[str, int] = {}
         self._key_of: dict[str, str] = {}
@@ -44,23 +62,37 @@ class TokenGradients:
         self._features[name] = rows.shape[1]
         self._parts.setdefault(name, []).append(rows.float().square().sum(dim=1))
 
-    def weights(self, rows: int) -> dict[str, Tensor]:
-        """The weights by key, [rows] float32 with mean 1, in the order of the batches.
+    def take(self) -> TokenSquares:
+        """What was gathered since the last call: the rows of a batch."""
+        squares = {n: torch.cat(parts) for n, parts in self._parts.items()}
+        found = TokenSquares(squares, self._features, self._key_of)
+        self._forget()
+        return found
 
-        A layer that saw another number of rows (it runs several times, or for some tokens only) has none.
-        """
-        self._last = None
-        out = {}
-        for key in set(self._key_of.values()):
-            members = [n for n, k in self._key_of.items() if k == key and n in self._parts]
-            joined = [torch.cat(self._parts[n]) for n in members]
-            if not joined or any(j.numel() != rows for j in joined):
-                continue
-            total = torch.stack(joined).sum(dim=0, dtype=torch.float64)
-            total = total / sum(self._features[n] for n in members)
-            if bool(torch.isfinite(total).all()) and float(total.sum()) > 0:
-                out[key] = (total / total.mean()).float()
-        return dict(sorted(out.items()))
+
+def token_weights(batches: Sequence[TokenSquares], rows: int) -> dict[str, Tensor]:
+    """The weights by key, [rows] float32 with mean 1, in the order of the batches; layers that read one input count by
+    the mean over all their outputs.
+
+    A layer that saw another number of rows than `rows` (it runs several times, or for some tokens only) has none.
+    """
+    features: dict[str, int] = {}
+    key_of: dict[str, str] = {}
+    for batch in batches:
+        features |= batch.features
+        for name, key in batch.key_of.items():
+            key_of.setdefault(name, key)  # a layer's group is that of the first batch that came by
+    out = {}
+    for key in sorted(set(key_of.values())):
+        members = [n for n, k in key_of.items() if k == key and n in features]
+        joined = [torch.cat([b.squares[n] for b in batches if n in b.squares]) for n in members]
+        if not joined or any(j.numel() != rows for j in joined):
+            continue
+        total = torch.stack(joined).sum(dim=0, dtype=torch.float64)
+        total = total / sum(features[n] for n in members)
+        if bool(torch.isfinite(total).all()) and float(total.sum()) > 0:
+            out[key] = (total / total.mean()).float()
+    return out
 
 
 def temper(weights: Tensor, power: float, cap: float) -> Tensor:

@@ -1,8 +1,11 @@
-"""Further GPUs: a process each, which makes results ahead and leaves them in the work directory.
+"""Further GPUs: a process each, which makes results and leaves them in the work directory.
 
 The process of the first GPU does the whole conversion. What a helper has put into the work directory it finds there, under
 the address of its content, instead of making it: the file is the same bytes for any number of GPUs, and a helper that
 fails costs time and nothing else. Processes, since the precision of matrix products is a setting of the whole process.
+
+Helpers take a part of the calibration (nstf_convert.pipeline.calibrate.share), and encode the best single formats while the
+first process encodes the mix.
 """
 
 import logging
@@ -12,13 +15,15 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.calibrate.share import Part
 from nstf_convert.pipeline.machine import Machine, keep_within
-from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.progress import Peaks, Stages, peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 
@@ -41,8 +46,16 @@ class Job:
     corrected: bool
 
 
+@dataclass(frozen=True)
+class Answer:
+    """To a job. failure: why it was not done, else empty; peaks: of the helper's memory so far."""
+
+    failure: str
+    peaks: Peaks
+
+
 class Helpers:
-    """The processes of all GPUs but the first. They start at once, and open the model with their first job."""
+    """The processes of all GPUs but the first. They open the model at once, and the work directory with their first job."""
 
     def __init__(self, options: ConvertOptions, folder: Path, machine: Machine) -> None:
         """machine: of the first process; each helper takes one of the further devices and keeps to the same bounds, which
@@ -51,6 +64,8 @@ class Helpers:
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._busy: list[Connection] = []
+        self._gone: set[Connection] = set()
+        self._peaks: dict[Connection, Peaks] = {}
         for device in devices:
             ours, theirs = context.Pipe()
             own = replace(options, device=str(device), work_dir=folder)
@@ -60,15 +75,40 @@ class Helpers:
             theirs.close()
             self._processes.append((process, ours))
 
+    @property
+    def any(self) -> bool:
+        """Whether there is another GPU whose process is alive."""
+        return bool(self._alive())
+
+    @property
+    def peaks(self) -> list[Peaks]:
+        """What each helper had taken of memory when it last answered."""
+        return list(self._peaks.values())
+
+    def _alive(self) -> list[Connection]:
+        return [c for _, c in self._processes if c not in self._gone]
+
     def start(self, jobs: Sequence[Job]) -> None:
-        """Begins with jobs, in turn on each GPU. Those of earlier calls must be done."""
-        for i, job in enumerate(jobs if self._processes else ()):
-            connection = self._processes[i % len(self._processes)][1]
-            try:
-                connection.send(job)
-                self._busy.append(connection)
-            except OSError:
-                _failed(GONE)
+        """Begins with jobs, in turn on each GPU."""
+        for connection, job in zip(cycle(self._alive()), jobs, strict=False):
+            self._send(connection, job)
+
+    def start_all(self, job: Part) -> None:
+        """Begins with a job that all GPUs share."""
+        for connection in self._alive():
+            self._send(connection, job)
+
+    def _send(self, connection: Connection, job: Job | Part) -> None:
+        try:
+            connection.send(job)
+            self._busy.append(connection)
+        except OSError:
+            self._lost(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        if connection not in self._gone:
+            self._gone.add(connection)
+            _failed(GONE)
 
     @property
     def busy(self) -> bool:
@@ -80,11 +120,13 @@ class Helpers:
         while self._busy:
             connection = self._busy.pop(0)
             try:
-                failure = connection.recv()
+                answer = connection.recv()
             except (EOFError, OSError):
-                failure = GONE
-            if failure:
-                _failed(failure)
+                self._lost(connection)
+                continue
+            self._peaks[connection] = answer.peaks
+            if answer.failure:
+                _failed(answer.failure)
 
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
@@ -104,22 +146,32 @@ def _serve(connection: Connection, options: ConvertOptions, bounds: Machine) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what an interruption means
     threading.Thread(target=_end_with_parent, daemon=True).start()
     session: Session | None = None
+    joined, failure = False, ""
+    try:
+        session = _session(options, bounds)
+    except Exception as error:  # told with the first job
+        failure = _told(error)
     while True:
         try:
             job = connection.recv()
         except (EOFError, OSError):
             break
+        if session is not None:
+            try:
+                if not joined:
+                    session.join()
+                joined, failure = True, ""
+                _do(session, job)
+            except Exception as error:
+                failure = _told(error)
         try:
-            if session is None:
-                session = _session(options, bounds)
-            _encode(session, job)
-            failure = ""
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        try:
-            connection.send(failure)
+            connection.send(Answer(failure, peaks(bounds.device)))
         except OSError:
             break
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _end_with_parent() -> None:
@@ -138,12 +190,20 @@ def _session(options: ConvertOptions, bounds: Machine) -> "Session":
     return Session(options, Stages(), given=bounds)
 
 
-def _encode(session: "Session", job: Job) -> None:
+def _do(session: "Session", job: Job | Part) -> None:
+    from nstf_convert.pipeline.calibrate.make import take_part
     from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
 
+    if not isinstance(job, Job):
+        take_part(session, job)
+        if job.step == "hessians":
+            session.compile_ahead()  # the first process has compiled them: they are loaded meanwhile
+        return
+    session.share_calibration()
+    session.compile_ahead()
     session.wait_for_kernels()
     if job.front_to_back:
         encode_in_prefix(session, job.mix, silent, job.corrected)

@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nstf_convert.report.build import Stage
@@ -28,6 +30,22 @@ def peak_memory_bytes() -> int:
     """The largest resident set of this process so far, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most memory that a process took so far. host_bytes: resident, mapped files included; gpu_bytes: reserved on its
+    GPU, None on a CPU."""
+
+    device: str
+    host_bytes: int
+    gpu_bytes: int | None
+
+
+def peaks(device: torch.device) -> Peaks:
+    """Of this process, which computes on `device`."""
+    gpu = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    return Peaks(str(device), peak_memory_bytes(), gpu)
 
 
 class Stages:

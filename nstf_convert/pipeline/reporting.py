@@ -1,16 +1,15 @@
 """report.json: everything that was decided and measured, and what was rejected."""
 
 import zlib
+from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from nstf_convert.pipeline import header
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Final
-from nstf_convert.pipeline.progress import peak_memory_bytes
+from nstf_convert.pipeline.progress import peaks
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Option, pareto
@@ -149,15 +148,16 @@ def resources(session: Session) -> dict[str, Any]:
     machine, predicted = session.machine, session.prediction
     windows = _windows(session)
     fewer = windows is not None and min(windows.values()) < windows["asked"]
-    gpu = [torch.cuda.max_memory_reserved(d) for d in machine.devices] if machine.on_gpu else []
+    taken = [peaks(machine.device), *session.helpers.peaks]
     return {
         "devices": [str(d) for d in machine.devices],
         "threads": machine.threads,
         "effort": session.options.effort,
         "host_bound_bytes": machine.host_bytes,
-        "host_peak_bytes": peak_memory_bytes(),
+        "host_peak_bytes": sum(p.host_bytes for p in taken),
         "gpu_bound_bytes": machine.gpu_bytes or None,
-        "gpu_peak_bytes": max(gpu, default=None),
+        "gpu_peak_bytes": max((p.gpu_bytes for p in taken if p.gpu_bytes is not None), default=None),
+        "peaks": [asdict(p) for p in taken],
         "memory_short": machine.short and fewer,
         "windows": windows,
         "seconds": sum(s.seconds for s in session.stages.done),

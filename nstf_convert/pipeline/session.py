@@ -1,14 +1,11 @@
 """Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
 
-import hashlib
 import logging
 import math
 import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,15 +19,13 @@ from nstf.kernels.trellis_encode import warm_up
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate import text as inputs
-from nstf_convert.pipeline.calibrate.batches import digest
-from nstf_convert.pipeline.calibrate.statistics import Consumer, Gathered, calibrate_model
+from nstf_convert.pipeline.calibrate import make as calibrations
+from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
 from nstf_convert.pipeline.progress import NOTICE, Stages
-from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.units import Statistics, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
@@ -39,17 +34,8 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
-# Sampling text costs a forward pass per token: no more windows than this.
-MOST_SAMPLED = 32
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
-# Hessians that take more in all are used as they come, and not kept: front to back makes its own.
-HESSIAN_BYTES = 3 << 30
-# Bytes that wait per token, in widths of the hidden state, while all windows stand before a layer: the stream, what the
-# model keeps of its own input, and rotary tables.
-WAITING_WIDTHS = 3
-# Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 8
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -61,7 +47,7 @@ class Session:
         self, options: ConvertOptions, stages: Stages, may_drop: bool = True, given: Machine | None = None
     ) -> None:
         """may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
-        as the first process found it, whose calibrated work directory it shares (nstf_convert.pipeline.helpers)."""
+        as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`."""
         self.helper = given is not None
         self.may_drop = may_drop
         self.options = options
@@ -74,38 +60,62 @@ class Session:
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
+        self._compiling: threading.Thread | None = None
+        self.prediction: Prediction | None = None
         try:
             self.helpers = Helpers(options, self._folder, self.machine)
             self._opened.callback(self.helpers.close)
-            self._open()
+            self._open_model()
+            if not self.helper:
+                self._open_work()
+                self._calibrate()
         except BaseException as error:
             self._close(type(error))
             raise
 
-    def _open(self) -> None:
-        options, stages = self.options, self.stages
-        self._compiling = self._compile_ahead()
-        with stages.stage("open"):
-            self.checkpoint = self._opened.enter_context(closing(open_checkpoint(options.model)))
+    def _open_model(self) -> None:
+        if not self.helper:
+            self.compile_ahead()
+        with self.stages.stage("open"):
+            self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
+
+    def _open_work(self) -> None:
         new = not self._folder.exists()
         self.work = self._opened.enter_context(WorkDir(self._folder, self._identity(), self.helper))
         self._made_folder = new
         self._opened.callback(self.helpers.close)  # before the lock goes
         self.source = self._expanded()
         self.units = {u.name: u for u in find_units(self._infos(), self.model)}
-        self.calibration = self._found_calibration()
-        if self.helper and self.calibration is None and self.model is not None:
-            raise NstfError("there is no calibration to share")
-        self.prediction = None if self.helper else self._predict()
+        self.calibration: TensorFile | None = None
         self.statistics = Statistics(None, self.device)
-        self.encoder = self._encoder("none")
+        self.encoder = self.encoder_for("none")
+
+    def _calibrate(self) -> None:
+        self.calibration = calibrations.find(self)
+        self.prediction = self._predict()
         if self.calibration is None and self.model is not None:
-            self._make_calibration(self.model)
+            self.calibration = calibrations.make(self, self.model)
+        self._use_calibration()
+
+    def _use_calibration(self) -> None:
         self.statistics = Statistics(self.calibration, self.device)
-        self.encoder = self._encoder(self.calibration_fingerprint())
+        self.encoder = self.encoder_for(self.calibration_fingerprint())
+
+    def join(self) -> None:
+        """In a helper's process: opens the work directory, which the first process has locked."""
+        self._open_work()
+
+    def share_calibration(self) -> None:
+        """In a helper's process: takes the calibration that the first process has found or made. Raises NstfError when there
+        is none for a model that can be run."""
+        if self.calibration is None and self.model is not None:
+            self.calibration = calibrations.find_shared(self)
+            if self.calibration is None:
+                raise NstfError("there is no calibration to share")
+            self._use_calibration()
 
     def __enter__(self) -> Self:
         return self
@@ -133,10 +143,10 @@ class Session:
         """Where the work is done."""
         return self.machine.device
 
-    def _compile_ahead(self) -> threading.Thread | None:
-        """Compiles the searches for a GPU while the model is opened and calibrated."""
-        if not self.machine.on_gpu:
-            return None
+    def compile_ahead(self) -> None:
+        """Compiles the searches for a GPU while something else is done, such as opening and calibrating the model."""
+        if not self.machine.on_gpu or self._compiling is not None:
+            return
 
         def run() -> None:
             try:
@@ -144,9 +154,8 @@ class Session:
             except Exception as error:  # the search itself will say what is wrong
                 log.debug("compiling ahead: %s", error)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
+        self._compiling = threading.Thread(target=run, daemon=True)
+        self._compiling.start()
 
     @property
     def tokens_per_batch(self) -> int:
@@ -208,7 +217,8 @@ class Session:
         """Whether the Hessians of all layers are at hand, so that tensors can be encoded on their own."""
         return all(self.statistics.has_hessian(u) for u in self.units.values())
 
-    def _encoder(self, calibration: str) -> Encoder:
+    def encoder_for(self, calibration: str) -> Encoder:
+        """What encodes the units by the session's statistics, which came from the calibration of that fingerprint."""
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
         return Encoder(self.work, self._at_hand, self.statistics, identity, self.config, self.machine)
 
@@ -244,7 +254,7 @@ class Session:
         return {
             "checkpoint": self.checkpoint.fingerprint(),
             "datasets": [texts.fingerprint(d) for d in options.datasets],
-            "calibration": None if calibration is None else _file_digest(calibration),
+            "calibration": None if calibration is None else calibrations.file_digest(calibration),
             "samples": options.samples or options.level.samples,
             "seq_len": options.seq_len,
             "seed": options.seed,
@@ -279,7 +289,7 @@ class Session:
         with self.stages.stage("prediction"):
             found = predict(
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
-                self._text(self.model), self._drops_hessians(self.model),
+                self._text(self.model), calibrations.drops_hessians(self, self.model),
             )  # fmt: skip
         self.stages.expect(found.seconds)
         machine = self.machine
@@ -298,145 +308,8 @@ class Session:
             source = self.calibration.metadata["source"]
             return Text(int(source["fit_windows"]), int(source.get("seq_len", self.options.seq_len)), True)
         options = self.options
-        most = inputs.longest_window(model)
+        most = longest_window(model)
         return Text(options.samples or options.level.samples, min(options.seq_len, most), False)
-
-    def _found_calibration(self) -> TensorFile | None:
-        """The calibration that was given, or one that an earlier run left."""
-        if self.options.calibration is not None:
-            return self._given_calibration(self.options.calibration)
-        found = None if self.model is None else undamaged(self._calibration_path)
-        if found is None or self.model is None or not self._fits_still(found, self.model):
-            return None
-        if self._drops_hessians(self.model):
-            return found
-        whole = all(f"hessian:{key}" in found.names() for key in found.metadata["hessians"])
-        return found if whole else None  # the other run did not need them again
-
-    @property
-    def _calibration_path(self) -> Path:
-        return self.work.path / "calibration.safetensors"
-
-    def _make_calibration(self, model: StreamedModel) -> None:
-        with self.stages.stage("calibration text"):
-            data = self._waiting(model, self._data(model))
-        facts = {
-            "version": CALIBRATION_VERSION,
-            "checkpoint": self.checkpoint.fingerprint(),
-            "seed": self.options.seed,
-            "device": self.device.type,
-        }
-        splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
-        identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
-        metadata = {**facts, "identity": identity} | {
-            f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches)
-            for n, batches in splits.items()
-        }
-        consume = self._estimating(identity) if self._drops_hessians(model) else None
-        with self.stages.stage("calibration"):
-            calibrate_model(
-                model,
-                data,
-                self._calibration_path,
-                metadata,
-                self.options.seed,
-                self.tokens_per_batch,
-                consume,
-                self.stages.tick,
-            )
-        self.calibration = TensorFile(self._calibration_path)
-
-    def _waiting(self, model: StreamedModel, data: inputs.Data) -> inputs.Data:
-        """The data with as many windows to fit on as may wait before a layer; the first ones are of all datasets."""
-        if not data.language:
-            return data
-        tokens = data.fit[0]["input_ids"].numel()
-        kept = self.fitting("calibration", len(data.fit), self._waiting_bytes(model, tokens))
-        source = {**data.source, "fit_windows": kept, "found_windows": len(data.fit), "window_tokens": tokens}
-        domains = {**data.domains, "fit": data.domains["fit"][:kept]}
-        return replace(data, fit=data.fit[:kept], source=source, domains=domains)
-
-    def _waiting_bytes(self, model: StreamedModel, tokens: int) -> int:
-        """Of a window of so many tokens before a layer."""
-        width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
-        return int(4 * WAITING_WIDTHS * width * tokens)
-
-    def _fits_still(self, file: TensorFile, model: StreamedModel) -> bool:
-        """Whether a calibration has as many windows as this run would take: another may have had other memory."""
-        source = file.metadata["source"]
-        if "found_windows" not in source:
-            return True
-        each = self._waiting_bytes(model, source["window_tokens"])
-        return self.fitting("calibration", int(source["found_windows"]), each) == int(source["fit_windows"])
-
-    def _drops_hessians(self, model: StreamedModel) -> bool:
-        """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""
-        if self.options.search_limits is not None or self.options.budget.kind == "max_kl":
-            return False
-        widths = [
-            self.units[w].elements // self.units[w].inner_shape[0] for _, _, w in model.linear_modules()
-        ]
-        return self.may_drop and sum(4 * n * n for n in widths) > HESSIAN_BYTES
-
-    def _estimating(self, identity: str) -> Consumer:
-        """What works out the candidates of the tensors behind each Hessian while it is there."""
-        allowed = method_families(self.options.formats)
-        once = {n for n, u in self.units.items() if u.lead == 1 and len(u.uses) == 1 and u.kept is None}
-
-        def consume(known: Gathered, keys: list[str]) -> set[str]:
-            self.statistics = Statistics(known, self.device)
-            encoder = self._encoder(identity)
-            entries = known.metadata["hessians"]
-            covered = {k for k in keys if set(entries[k]["weights"]) <= once}
-            units = [self.units[w] for k in sorted(covered) for w in entries[k]["weights"]]
-            encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
-            return covered
-
-        return consume
-
-    def _given_calibration(self, path: Path) -> TensorFile:
-        if not path.exists():
-            raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
-        try:
-            file = TensorFile(path)
-        except CorruptError as error:
-            raise CorruptError(
-                f"the calibration file {path} is not a calibration file, or a damaged one: write it with `nstf calibrate`"
-            ) from error
-        if file.metadata.get("version") != CALIBRATION_VERSION:
-            raise UsageError(
-                f"the calibration file {path} was written by another version of nstf: "
-                f"run `nstf calibrate {self.options.model}`"
-            )
-        if file.metadata.get("checkpoint") != self.checkpoint.fingerprint():
-            raise UsageError(
-                f"the calibration file {path} belongs to another model: run `nstf calibrate {self.options.model}`"
-            )
-        return file
-
-    def _data(self, model: StreamedModel) -> inputs.Data:
-        options = self.options
-        samples = options.samples or options.level.samples
-        if options.datasets:
-            if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
-                return inputs.tensor_data(Path(options.datasets[0]))
-            return inputs.text_data(
-                model, self.tokenizer(), options.datasets, samples, options.seq_len, options.seed
-            )
-        if model.is_causal_lm:
-            try:
-                log.info(
-                    "no dataset: calibrating on documentation, code and prose that ship with Python and nstf"
-                )
-                return inputs.mixed_data(model, self.tokenizer(), samples, options.seq_len, options.seed)
-            except UsageError as error:
-                log.warning("%s: the model writes its own calibration text", error)
-                sampled = min(samples, MOST_SAMPLED)
-                start = self._start_token(model)
-                return inputs.sampled_data(model, sampled, options.seq_len, options.seed, start)
-        if getattr(model.module, "main_input_name", "") == "input_ids":
-            return inputs.documentation_data(model, self.tokenizer(), samples, options.seed)
-        return inputs.noise_data(model, min(samples, 32), options.seed)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""
@@ -448,15 +321,6 @@ class Session:
             raise UsageError(
                 f"{self.options.model} has no usable tokenizer ({error}): put its tokenizer.json beside the weights"
             ) from error
-
-    def _start_token(self, model: StreamedModel) -> int:
-        config = model.module.config.get_text_config()
-        for name in ("bos_token_id", "eos_token_id"):
-            token = getattr(config, name, None)
-            token = token[0] if isinstance(token, list) and token else token
-            if isinstance(token, int):
-                return token
-        return 0
 
 
 def _config(checkpoint: Any) -> dict[str, Any] | None:
@@ -474,10 +338,3 @@ def minutes(seconds: float) -> str:
         return f"{max(1, round(seconds))} s"
     whole = round(seconds / 60)
     return f"{whole} min" if whole < 90 else f"{whole // 60} h {whole % 60} min"
-
-
-def _file_digest(path: Path) -> str:
-    if not path.is_file():
-        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,12 +24,14 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                      "experts": [{"name", "tokens": [one count per expert]}]} | null,
      "stages": [{"name", "seconds", "peak_memory_bytes"}],
      "resources": {"devices", "threads", "host_bound_bytes", "host_peak_bytes", "gpu_bound_bytes", "gpu_peak_bytes",
+                   "peaks": [{"device", "host_bytes", "gpu_bytes"}],
                    "memory_short", "windows": {"asked", "calibrated", "front_to_back"} | null,
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "roofline": {...} | null}
 
 A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, fewer windows
-fitted, and the file differs from one made with more.
+fitted, and the file differs from one made with more. With several GPUs `peaks` has an entry for each one's process;
+`host_peak_bytes` is their sum (files that both have mapped count twice), `gpu_peak_bytes` the largest.
 """
 
 import math

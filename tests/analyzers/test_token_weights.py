@@ -6,7 +6,7 @@ from torch import nn
 
 from nstf.analyzers.moments import InputMoments
 from nstf.analyzers.sensitivity import sampled_gradient
-from nstf.analyzers.token_weights import TokenGradients, temper
+from nstf.analyzers.token_weights import TokenGradients, temper, token_weights
 
 
 def test_weights_are_the_mean_squared_gradients_of_layers_that_share_an_input() -> None:
@@ -16,16 +16,17 @@ def test_weights_are_the_mean_squared_gradients_of_layers_that_share_an_input() 
     for name, layer in (("q", q), ("k", k), ("o", o)):
         tokens.watch(name, layer)
     batches = [torch.randn(2, 5, 6, requires_grad=True) for _ in range(3)]
-    expected = []
+    expected, gathered = [], []
     for x in batches:
         outs = q(x), k(x)
         last = o(outs[0][..., :2] * outs[1])
         for out in outs:
             out.retain_grad()
         (last**3).sum().backward()
+        gathered.append(tokens.take())
         expected.append(torch.cat([out.grad.reshape(10, -1) for out in outs], dim=1).square().mean(dim=1))
     direct = torch.cat(expected)
-    found = tokens.weights(30)
+    found = token_weights(gathered, 30)
     assert sorted(found) == ["o", "q"]
     assert torch.allclose(found["q"], direct / direct.mean(), rtol=1e-4)
 
@@ -35,7 +36,7 @@ def test_a_layer_that_saw_other_rows_than_the_tokens_has_no_weights() -> None:
     tokens = TokenGradients()
     tokens.watch("twice", layer)
     layer(layer(torch.randn(4, 3))).sum().backward()
-    assert tokens.weights(4) == {}
+    assert token_weights([tokens.take()], 4) == {}
 
 
 def test_a_weighted_hessian_is_the_weighted_mean_over_all_batches() -> None:

@@ -13,6 +13,8 @@ from nstf_convert.streamed import StreamedModel
 
 # Tokens one forward call takes during calibration: bounds the activations in memory.
 TOKENS_PER_BATCH = 2048
+# Tokens of a forward pass that looks at nothing but which modules are called.
+PROBE_TOKENS = 8
 
 
 def model_output(model: StreamedModel, data: Data, batch: Batch) -> Tensor:

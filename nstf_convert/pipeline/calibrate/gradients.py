@@ -3,21 +3,26 @@
 The label of a token is drawn from the model's own prediction, LABELS times: the mean of their gradients has the same
 covariance as that of one and a far lighter tail, and costs one backward pass. Layers are recomputed in it, so that
 the activations of one layer are in memory; matrix products may use the CPU's bfloat16 units (see `fast_products`).
+
+Batches know nothing of each other: each has labels of its own seed, and what it says is added up in the order of the
+batches. So several processes may share them, and the sums are the same for any number of processes.
 """
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
-from nstf.analyzers.token_weights import TokenGradients, temper
+from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
 from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
+from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.products import fast_products
 from nstf_convert.streamed import StreamedModel
@@ -38,11 +43,72 @@ WEIGHT_CAP = 16.0
 @dataclass(frozen=True, eq=False)
 class Gradients:
     """sensitivity: by `sensitivity:<weight>` or `sensitivity_in:<table>`, [features]. frequency: by table, [rows].
-    token_weight: by the key of a Hessian, [fit tokens], mean 1."""
+    token_weight: by the key of a Hessian, [fit tokens], mean 1. repeats: some layer runs several times in a pass."""
 
     sensitivity: dict[str, Tensor]
     frequency: dict[str, Tensor]
     token_weight: dict[str, Tensor] = field(default_factory=dict)
+    repeats: bool = False
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON, from which `from_stored` makes the same."""
+        parts = {"frequency": self.frequency, "token_weight": self.token_weight}
+        tensors = {f"{kind}:{n}": v for kind, part in parts.items() for n, v in part.items()}
+        return {**self.sensitivity, **tensors}, {"repeats": self.repeats}
+
+    @classmethod
+    def from_stored(cls, tensors: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> Self:
+        """What another process has stored; on the device where it was computed, since sums are rounded there."""
+        found: dict[str, dict[str, Tensor]] = {"sensitivity": {}, "frequency": {}, "token_weight": {}}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition(":")
+            if kind == "frequency":
+                found[kind][rest] = value
+            elif kind == "token_weight":
+                found[kind][rest] = value.to(device)
+            else:
+                found["sensitivity"][name] = value.to(device)
+        return cls(found["sensitivity"], found["frequency"], found["token_weight"], facts["repeats"])
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one batch says, on the model's device.
+
+    sums: by the names of `Gradients.sensitivity`, [features] float64, squared gradients; tokens: each token's; counts: by
+    table, [rows] float64, how often a row was looked up; head: [vocabulary] float64, the sum of the Fisher diagonals at the
+    logits, and spread: [tokens] float32, what they are in all; units: tokens (samples of another model); repeats: as in
+    `Gradients`.
+    """
+
+    sums: dict[str, Tensor]
+    tokens: TokenSquares
+    counts: dict[str, Tensor]
+    head: Tensor | None
+    spread: Tensor | None
+    units: int
+    repeats: bool
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON, from which `from_stored` makes the same share."""
+        parts = {"sum": self.sums, "token": self.tokens.squares, "count": self.counts}
+        tensors = {f"{kind}:{n}": v for kind, part in parts.items() for n, v in part.items()}
+        if self.head is not None and self.spread is not None:
+            tensors |= {"head": self.head, "spread": self.spread}
+        facts = {"features": self.tokens.features, "key_of": self.tokens.key_of}
+        return tensors, {**facts, "units": self.units, "repeats": self.repeats}
+
+    @classmethod
+    def from_stored(cls, tensors: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> Self:
+        """The share another process has stored."""
+        parts: dict[str, dict[str, Tensor]] = {"sum": {}, "token": {}, "count": {}}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition(":")
+            if rest:
+                parts[kind][rest] = value if kind == "count" else value.to(device)
+        tokens = TokenSquares(parts["token"], facts["features"], dict(facts["key_of"]))
+        head, spread = (tensors[n].to(device) if n in tensors else None for n in ("head", "spread"))
+        return cls(parts["sum"], tokens, parts["count"], head, spread, facts["units"], facts["repeats"])
 
 
 def end_loss_gradients(
@@ -51,90 +117,177 @@ def end_loss_gradients(
     seed: int,
     tick: Callable[[float], None] = lambda share: None,
     tokens_per_batch: int = 0,
+    pieces: Pieces | None = None,
 ) -> Gradients:
     """Gradients of the end loss over all fit batches. tick: is told the share of the work that a batch was;
-    tokens_per_batch: windows are put together up to so many."""
-    rows, tokens = OutputSensitivity(), TokenGradients()
-    counts: dict[str, Tensor] = {}
-    scales: dict[str, float] = {}
-    handles = []
-    for path, module, weight in model.linear_modules():
-        if module is not model.head or not data.language:
-            handles.append(rows.watch(f"sensitivity:{weight}", module))
-            if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                handles.append(tokens.watch(path, module))
-    for path, module in model.expert_modules():
-        handles.append(rows.watch(f"sensitivity:{model.stored_name(f'{path}.down_proj')}", module))
-    for path, module in model.module.named_modules():
-        if isinstance(module, nn.Embedding):
-            name = model.stored_name(f"{path}.weight")
-            handles.append(module.register_forward_hook(_start_gradients))
-            handles.append(module.register_forward_hook(_counter(name, module.num_embeddings, counts)))
-            handles.append(rows.watch(f"sensitivity_in:{name}", module))
-            scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
-    undo = checkpoint_layers(layer_list(model.module)[1])
-    loss = _Loss(model, data.language, torch.Generator(model.device).manual_seed(seed))
-    try:
-        with fast_products():
-            merged = list(merge_batches(data.fit, tokens_per_batch)) if tokens_per_batch else list(data.fit)
-            for batch in merged:
-                loss.backward(model_output(model, data, prepared(batch)))
-                give_back()
-                tick(1 / len(merged))
-    finally:
-        undo()
-        for handle in handles:
-            handle.remove()
-    found = {n: v * scales.get(n, 1.0) ** 2 for n, v in sorted(rows.per_unit(loss.units).items())}
-    weights = tokens.weights(_rows(data.fit))
-    if data.language and model.head is not None:
+    tokens_per_batch: windows are put together up to so many; pieces: batches are shared with other processes."""
+    merged = _merged(data, tokens_per_batch)
+    total: Share | None = None
+    tokens: list[TokenSquares] = []
+    spread: list[Tensor] = []
+    with _Backward(model, data, seed) as backward:
+        scales = backward.scales
+        for share in _in_order(backward, merged, pieces):
+            tokens.append(share.tokens)
+            if share.spread is not None:
+                spread.append(share.spread)
+            total = share if total is None else _sum(total, share)
+            tick(1 / len(merged))
+    if total is None:
+        raise ValueError("there is no batch to fit on")
+    units = total.units
+    found = {
+        n: (v / units).to(torch.float32) * scales.get(n, 1.0) ** 2 for n, v in sorted(total.sums.items())
+    }
+    weights = token_weights(tokens, _rows(data.fit))
+    if total.head is not None and model.head is not None:
         head = next(p for p, module in model.module.named_modules() if module is model.head)
-        found[f"sensitivity:{model.stored_name(f'{head}.weight')}"] = loss.head_rows()
-        weights["head"] = torch.cat(loss.spread)
+        found[f"sensitivity:{model.stored_name(f'{head}.weight')}"] = (total.head / units).to(torch.float32)
+        weights["head"] = torch.cat(spread)
     return Gradients(
         found,
-        {n: _frequency(v) for n, v in sorted(counts.items())},
+        {n: _frequency(v) for n, v in sorted(total.counts.items())},
         {n: temper(w, WEIGHT_POWER, WEIGHT_CAP) for n, w in weights.items()},
+        total.repeats,
     )
 
 
-class _Loss:
-    """Sends gradients back from a model's outputs, and counts what the outputs say themselves."""
+def leave_gradients(
+    model: StreamedModel, data: Data, seed: int, tokens_per_batch: int, pieces: Pieces
+) -> None:
+    """What another process does of `end_loss_gradients`: takes batches and leaves what they say."""
+    with _Backward(model, data, seed) as backward:
+        for index, batch in enumerate(_merged(data, tokens_per_batch)):
+            if pieces.take(str(index)):
+                pieces.put(str(index), *backward.share(index, batch).stored())
 
-    def __init__(self, model: StreamedModel, language: bool, generator: torch.Generator) -> None:
-        self._model, self._language, self._generator = model, language, generator
-        self._head_total = torch.zeros((), device=model.device)
-        self.units = 0
-        self.spread: list[Tensor] = []
 
-    def backward(self, out: Tensor) -> None:
-        """out: hidden states [b, t, d] of a language model, else outputs [b, ...]."""
-        if not self._language:
-            flat = out.reshape(out.shape[0], -1)
-            noise = torch.randn(flat.shape, generator=self._generator, device=flat.device)
-            loss = (flat * noise / flat.detach().norm(dim=1, keepdim=True).clamp_min(1e-12)).sum()
-            self.units += flat.shape[0]
-            loss.backward()  # type: ignore[no-untyped-call]
-            return
-        flat = out.reshape(-1, out.shape[-1])
-        gradient = torch.empty_like(flat)
-        with self._model.holding(self._model.head):
-            vocabulary = self._model.module.config.get_text_config().vocab_size
-            step = max(1, HEAD_ELEMENTS[flat.device.type] // vocabulary)
-            for start in range(0, flat.shape[0], step):
-                rows = slice(start, start + step)
-                leaf = flat[rows].detach().requires_grad_()
-                logits = self._model.logits(leaf)
-                sample, spread = sampled_gradient(logits.detach(), self._generator, LABELS)
-                self._head_total = self._head_total + spread.sum(dim=0)
-                self.spread.append(spread.sum(dim=1))
-                gradient[rows] = torch.autograd.grad(logits, leaf, sample)[0]
-        self.units += flat.shape[0]
-        flat.backward(gradient)  # type: ignore[no-untyped-call]
+def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
+    return list(merge_batches(data.fit, tokens_per_batch)) if tokens_per_batch else list(data.fit)
 
-    def head_rows(self) -> Tensor:
-        """The Fisher diagonal at the logits, mean over tokens, [vocabulary]."""
-        return (self._head_total / self.units).to(torch.float32)
+
+def _in_order(backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None) -> Iterator[Share]:
+    """The shares of all batches in their order, whoever has run them."""
+    if pieces is None:
+        yield from (backward.share(i, batch) for i, batch in enumerate(merged))
+        return
+    own = {i: backward.share(i, batch) for i, batch in enumerate(merged) if pieces.take(str(i))}
+    if len(own) < len(merged):
+        pieces.wait()
+    for i, batch in enumerate(merged):
+        share = own.pop(i, None)
+        if share is None:
+            found = pieces.find(str(i))
+            share = None if found is None else Share.from_stored(*found, backward.device)
+        yield backward.share(i, batch) if share is None else share
+
+
+def _sum(a: Share, b: Share) -> Share:
+    """The sums of two shares; what they say token by token is kept apart."""
+    head = a.head if a.head is None or b.head is None else a.head + b.head
+    units, repeats = a.units + b.units, a.repeats or b.repeats
+    return Share(_added(a.sums, b.sums), b.tokens, _added(a.counts, b.counts), head, None, units, repeats)
+
+
+def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}  # type: ignore[misc]
+
+
+class _Backward:
+    """A model whose modules are watched, run forwards and backwards a batch at a time. Use as a context manager."""
+
+    def __init__(self, model: StreamedModel, data: Data, seed: int) -> None:
+        self.device = model.device
+        self.scales: dict[str, float] = {}
+        self._model, self._data, self._seed = model, data, seed
+        self._sums, self._tokens = OutputSensitivity(), TokenGradients()
+        self._counts: dict[str, Tensor] = {}
+        self._calls: dict[nn.Module, int] = {}
+
+    def __enter__(self) -> Self:
+        model, data, sums = self._model, self._data, self._sums
+        layers = layer_list(model.module)[1]
+        self._handles = [layer.register_forward_pre_hook(self._count_call) for layer in dict.fromkeys(layers)]
+        for path, module, weight in model.linear_modules():
+            if module is not model.head or not data.language:
+                self._handles.append(sums.watch(f"sensitivity:{weight}", module))
+                if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                    self._handles.append(self._tokens.watch(path, module))
+        for path, module in model.expert_modules():
+            name = model.stored_name(f"{path}.down_proj")
+            self._handles.append(sums.watch(f"sensitivity:{name}", module))
+        for path, module in model.module.named_modules():
+            if isinstance(module, nn.Embedding):
+                name = model.stored_name(f"{path}.weight")
+                self._handles.append(module.register_forward_hook(_start_gradients))
+                self._handles.append(
+                    module.register_forward_hook(_counter(name, module.num_embeddings, self._counts))
+                )
+                self._handles.append(sums.watch(f"sensitivity_in:{name}", module))
+                self.scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
+        self._undo = checkpoint_layers(layers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo()
+        for handle in self._handles:
+            handle.remove()
+
+    def _count_call(self, module: nn.Module, args: Any) -> None:
+        self._calls[module] = self._calls.get(module, 0) + 1
+
+    def share(self, index: int, batch: Batch) -> Share:
+        """What a batch says; index: its place among all, which is part of its labels' seed."""
+        self._calls.clear()
+        generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
+        with fast_products():
+            out = model_output(self._model, self._data, prepared(batch))
+            if self._data.language:
+                units, head, spread = _back_from_logits(self._model, out, generator)
+            else:
+                units, head, spread = _back_from_outputs(out, generator), None, None
+        give_back()
+        counts = dict(self._counts)
+        self._counts.clear()
+        repeats = any(n > 1 for n in self._calls.values())
+        return Share(self._sums.take(), self._tokens.take(), counts, head, spread, units, repeats)
+
+
+def _back_from_outputs(out: Tensor, generator: torch.Generator) -> int:
+    """Sends random gradients back from outputs [b, ...] that are no logits; how many samples there were."""
+    flat = out.reshape(out.shape[0], -1)
+    noise = torch.randn(flat.shape, generator=generator, device=flat.device)
+    loss = (flat * noise / flat.detach().norm(dim=1, keepdim=True).clamp_min(1e-12)).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return flat.shape[0]
+
+
+def _back_from_logits(
+    model: StreamedModel, out: Tensor, generator: torch.Generator
+) -> tuple[int, Tensor, Tensor]:
+    """Sends the gradients of sampled labels back from hidden states [b, t, d]: (tokens, sum over them of the Fisher
+    diagonal at the logits [vocabulary] float64, its sum over the vocabulary [tokens])."""
+    flat = out.reshape(-1, out.shape[-1])
+    gradient = torch.empty_like(flat)
+    parts, total = [], torch.zeros((), dtype=torch.float64, device=model.device)
+    with model.holding(model.head):
+        vocabulary = model.module.config.get_text_config().vocab_size
+        step = max(1, HEAD_ELEMENTS[flat.device.type] // vocabulary)
+        for start in range(0, flat.shape[0], step):
+            rows = slice(start, start + step)
+            leaf = flat[rows].detach().requires_grad_()
+            logits = model.logits(leaf)
+            sample, spread = sampled_gradient(logits.detach(), generator, LABELS)
+            total = total + spread.sum(dim=0).double()
+            parts.append(spread.sum(dim=1))
+            gradient[rows] = torch.autograd.grad(logits, leaf, sample)[0]
+    flat.backward(gradient)  # type: ignore[no-untyped-call]
+    return flat.shape[0], total, torch.cat(parts)
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """A seed of its own for every batch."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:7], "little")
 
 
 def _rows(batches: tuple[Batch, ...]) -> int:

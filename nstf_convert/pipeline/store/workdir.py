@@ -3,6 +3,7 @@
     job.json          what the results belong to; a run that differs is refused with the difference
     calibration...    Hessians, sensitivities, held-out reference
     store/ab/<key>    one encoded tensor, or one table of estimates, by the SHA-256 of everything it depends on
+    claims/<key>      empty: which process of a run with several GPUs makes what
 
 Every file appears by rename after fsync, so what exists is complete; digests tell when it was changed since. The budget is
 not part of the job: encoded tensors and decompositions are shared by all budgets.
@@ -76,6 +77,7 @@ class WorkDir:
             self._check_job(dict(job))
             for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
                 left.unlink(missing_ok=True)  # half-written when an earlier run was killed
+            shutil.rmtree(path / "claims", ignore_errors=True)
         except BaseException:
             self.close()
             raise
@@ -131,6 +133,16 @@ class WorkDir:
     def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         """Stores a result under its key."""
         write_tensors(self._file(key), tensors, {"key": key, "of": metadata})
+
+    def claim(self, key: str) -> bool:
+        """Whether this process is the first of this run that asks to make what belongs to a key."""
+        file = self.path / "claims" / key
+        file.parent.mkdir(exist_ok=True)
+        try:
+            file.open("x").close()
+        except FileExistsError:
+            return False
+        return True
 
     def _open(self, key: str, whole: bool) -> TensorFile | None:
         """The file of a key when it is there and undamaged. whole: its tensors are checked too."""

@@ -199,9 +199,9 @@ def test_what_is_read_ahead_follows_the_direction_of_the_layers() -> None:
 
 
 def test_large_hessians_are_used_and_not_stored(default_options, converted, monkeypatch, tmp_path) -> None:
-    from nstf_convert.pipeline import session as sessions
+    from nstf_convert.pipeline.calibrate import make
 
-    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    monkeypatch.setattr(make, "HESSIAN_BYTES", 1000)
     dropped = convert(default_options(work_dir=tmp_path / "work"))
     assert dropped.output.read_bytes() == converted.content
     sizes = [folder / "calibration.safetensors" for folder in (tmp_path / "work", converted.work)]
@@ -209,9 +209,9 @@ def test_large_hessians_are_used_and_not_stored(default_options, converted, monk
 
 
 def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(options, monkeypatch) -> None:
-    from nstf_convert.pipeline import session as sessions
+    from nstf_convert.pipeline.calibrate import make
 
-    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    monkeypatch.setattr(make, "HESSIAN_BYTES", 1000)
     report = convert(options(("ratio", 0.4), formats=("int_grid", "grid16"))).report
     assert report["accuracy"]["selection"] <= report["accuracy"]["uniform"]["selection"]
     assert "encode front to back" in [s["name"] for s in report["stages"]]
@@ -227,9 +227,9 @@ def test_another_effort_in_the_same_work_directory_is_another_job(options, tmp_p
 
 
 def test_hessians_that_are_wanted_after_all_are_made_again(options, monkeypatch, tmp_path) -> None:
-    from nstf_convert.pipeline import session as sessions
+    from nstf_convert.pipeline.calibrate import make
 
-    monkeypatch.setattr(sessions, "HESSIAN_BYTES", 1000)
+    monkeypatch.setattr(make, "HESSIAN_BYTES", 1000)
     settings = {"work_dir": tmp_path / "work", "formats": ("int_grid", "grid16")}
     convert(options(("ratio", 0.4), **settings))
     report = convert(options(("ratio", 0.4), search=True, search_steps=1, force=True, **settings)).report

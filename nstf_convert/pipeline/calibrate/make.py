@@ -1,0 +1,247 @@
+"""The calibration of a conversion: one that was given, one that an earlier run left, or a new one.
+
+A new one of a large model uses each layer's Hessians for the proposals while they are there and does not store them. With
+several GPUs the further ones do a part of it (nstf_convert.pipeline.helpers calls `take_part` there).
+"""
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nstf.errors import CorruptError, NstfError, UsageError
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.calibrate import text as inputs
+from nstf_convert.pipeline.calibrate.batches import digest
+from nstf_convert.pipeline.calibrate.gradients import Gradients, leave_gradients
+from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_proposals
+from nstf_convert.pipeline.calibrate.share import NEEDED, Part, Pieces, Sharing
+from nstf_convert.pipeline.calibrate.statistics import calibrate_model, data_found
+from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.units import Statistics
+from nstf_convert.pipeline.store.tensorfile import TensorFile
+from nstf_convert.pipeline.store.workdir import content_key, undamaged
+from nstf_convert.streamed import StreamedModel
+
+if TYPE_CHECKING:
+    from nstf_convert.pipeline.session import Session
+
+log = logging.getLogger("nstf")
+
+# Sampling text costs a forward pass per token: no more windows than this.
+MOST_SAMPLED = 32
+# Hessians that take more in all are used as they come, and not kept: front to back makes its own.
+HESSIAN_BYTES = 3 << 30
+# Bytes that wait per token, in widths of the hidden state, while all windows stand before a layer: the stream, what the
+# model keeps of its own input, and rotary tables.
+WAITING_WIDTHS = 3
+# Bumped when a calibration means something else: older files are then refused.
+CALIBRATION_VERSION = 9
+
+
+def find(session: "Session") -> TensorFile | None:
+    """The calibration that was given, or one that an earlier run left. Raises UsageError for one that does not belong to
+    the model, CorruptError for a damaged one."""
+    if session.options.calibration is not None:
+        return _given(session, session.options.calibration)
+    found = None if session.model is None else undamaged(_path(session))
+    if found is None or session.model is None or not _fits_still(session, found, session.model):
+        return None
+    if drops_hessians(session, session.model):
+        return found
+    whole = all(f"hessian:{key}" in found.names() for key in found.metadata["hessians"])
+    return found if whole else None  # the other run did not need them again
+
+
+def find_shared(session: "Session") -> TensorFile | None:
+    """In a helper's process: what the first process has found or made. It has also checked it."""
+    given = session.options.calibration
+    return undamaged(_path(session) if given is None else given, whole=False)
+
+
+def make(session: "Session", model: StreamedModel) -> TensorFile:
+    """A new calibration, in the work directory."""
+    options = session.options
+    with session.stages.stage("calibration text"):
+        data = _waiting(session, model, _data(session, model))
+    facts = {
+        "version": CALIBRATION_VERSION,
+        "checkpoint": session.checkpoint.fingerprint(),
+        "seed": options.seed,
+        "device": session.device.type,
+    }
+    splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
+    identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
+    metadata = {**facts, "identity": identity} | {
+        f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches) for n, batches in splits.items()
+    }
+    consumer = _proposing(session, identity) if drops_hessians(session, model) else None
+    tokens, helpers, sharing = session.tokens_per_batch, session.helpers, None
+    if helpers.any:
+
+        def start(step: str) -> None:
+            helpers.start_all(Part(step, identity, tokens))
+
+        sharing = Sharing(session.work, _shared_by(identity, options), tokens, start, helpers.wait)
+    with session.stages.stage("calibration"):
+        calibrate_model(
+            model,
+            data,
+            _path(session),
+            metadata,
+            options.seed,
+            tokens,
+            consumer,
+            session.stages.tick,
+            sharing,
+        )
+    return TensorFile(_path(session))
+
+
+def take_part(session: "Session", part: Part) -> None:
+    """In a helper's process: does what it can of a step. Raises NstfError when the first process left nothing for it."""
+    if session.model is None:
+        raise NstfError(f"the model cannot be run: {session.model_reason}")
+    model, seed = session.model, session.options.seed
+    pieces = {
+        step: Pieces(
+            session.work, _nothing, step, _shared_by(part.identity, session.options), part.tokens_per_batch
+        )
+        for step in ("gradients", part.step)
+    }
+    data = data_found(*_needed(pieces["gradients"]))
+    if part.step == "gradients":
+        leave_gradients(model, data, seed, part.tokens_per_batch, pieces["gradients"])
+        return
+    gradients = Gradients.from_stored(*_needed(pieces[part.step]), session.device)
+    consumer = _proposing(session, part.identity)
+    leave_proposals(model, data, gradients, part.tokens_per_batch, consumer, pieces[part.step])
+
+
+def _needed(pieces: Pieces) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = pieces.find(NEEDED)
+    if found is None:
+        raise NstfError("the first process left nothing to begin with")
+    return found
+
+
+def _nothing() -> None:
+    """A helper waits for nobody."""
+
+
+def _shared_by(identity: str, options: ConvertOptions) -> str:
+    """What processes that share a calibration agree on; other formats are other proposals."""
+    return content_key(calibration=identity, formats=sorted(method_families(options.formats)))
+
+
+def drops_hessians(session: "Session", model: StreamedModel) -> bool:
+    """Whether the Hessians take too much to be stored and nothing that was asked for needs them again."""
+    if session.options.search_limits is not None or session.options.budget.kind == "max_kl":
+        return False
+    units = [session.units[w] for _, _, w in model.linear_modules()]
+    widths = [u.elements // u.inner_shape[0] for u in units]
+    return session.may_drop and sum(4 * n * n for n in widths) > HESSIAN_BYTES
+
+
+def _proposing(session: "Session", identity: str) -> Consumer:
+    """What works out the candidates of the tensors behind each Hessian while it is there."""
+    allowed = method_families(session.options.formats)
+    once = {n for n, u in session.units.items() if u.lead == 1 and len(u.uses) == 1 and u.kept is None}
+
+    def use(known: Gathered, keys: list[str]) -> None:
+        session.statistics = Statistics(known, session.device)
+        encoder = session.encoder_for(identity)
+        entries = known.metadata["hessians"]
+        units = [session.units[w] for k in sorted(keys) for w in entries[k]["weights"]]
+        encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
+
+    return Consumer(once.__contains__, use)
+
+
+def _path(session: "Session") -> Path:
+    return session.work.path / "calibration.safetensors"
+
+
+def _given(session: "Session", path: Path) -> TensorFile:
+    again = f"run `nstf calibrate {session.options.model}`"
+    if not path.exists():
+        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
+    try:
+        file = TensorFile(path)
+    except CorruptError as error:
+        raise CorruptError(
+            f"the calibration file {path} is not a calibration file, or a damaged one: write it with `nstf calibrate`"
+        ) from error
+    if file.metadata.get("version") != CALIBRATION_VERSION:
+        raise UsageError(f"the calibration file {path} was written by another version of nstf: {again}")
+    if file.metadata.get("checkpoint") != session.checkpoint.fingerprint():
+        raise UsageError(f"the calibration file {path} belongs to another model: {again}")
+    return file
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a calibration file. Raises UsageError when there is none."""
+    if not path.is_file():
+        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _waiting(session: "Session", model: StreamedModel, data: inputs.Data) -> inputs.Data:
+    """The data with as many windows to fit on as may wait before a layer; the first ones are of all datasets."""
+    if not data.language:
+        return data
+    tokens = data.fit[0]["input_ids"].numel()
+    kept = session.fitting("calibration", len(data.fit), _waiting_bytes(model, tokens))
+    source = {**data.source, "fit_windows": kept, "found_windows": len(data.fit), "window_tokens": tokens}
+    domains = {**data.domains, "fit": data.domains["fit"][:kept]}
+    return replace(data, fit=data.fit[:kept], source=source, domains=domains)
+
+
+def _waiting_bytes(model: StreamedModel, tokens: int) -> int:
+    """Of a window of so many tokens before a layer."""
+    width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
+    return int(4 * WAITING_WIDTHS * width * tokens)
+
+
+def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> bool:
+    """Whether a calibration has as many windows as this run would take: another may have had other memory."""
+    source = file.metadata["source"]
+    if "found_windows" not in source:
+        return True
+    each = _waiting_bytes(model, source["window_tokens"])
+    return session.fitting("calibration", int(source["found_windows"]), each) == int(source["fit_windows"])
+
+
+def _data(session: "Session", model: StreamedModel) -> inputs.Data:
+    options = session.options
+    samples = options.samples or options.level.samples
+    if options.datasets:
+        if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
+            return inputs.tensor_data(Path(options.datasets[0]))
+        tokenizer = session.tokenizer()
+        return inputs.text_data(model, tokenizer, options.datasets, samples, options.seq_len, options.seed)
+    if model.is_causal_lm:
+        try:
+            log.info(
+                "no dataset: calibrating on documentation, code and prose that ship with Python and nstf"
+            )
+            return inputs.mixed_data(model, session.tokenizer(), samples, options.seq_len, options.seed)
+        except UsageError as error:
+            log.warning("%s: the model writes its own calibration text", error)
+            sampled, start = min(samples, MOST_SAMPLED), _start_token(model)
+            return inputs.sampled_data(model, sampled, options.seq_len, options.seed, start)
+    if getattr(model.module, "main_input_name", "") == "input_ids":
+        return inputs.documentation_data(model, session.tokenizer(), samples, options.seed)
+    return inputs.noise_data(model, min(samples, 32), options.seed)
+
+
+def _start_token(model: StreamedModel) -> int:
+    config = model.module.config.get_text_config()
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            return token
+    return 0
