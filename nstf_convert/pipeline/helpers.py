@@ -4,8 +4,8 @@ The process of the first GPU does the whole conversion. What a helper has put in
 the address of its content, instead of making it: the file is the same bytes for any number of GPUs, and a helper that
 fails costs time and nothing else. Processes, since the precision of matrix products is a setting of the whole process.
 
-Helpers take a part of the calibration (nstf_convert.pipeline.calibrate.share), and encode the best single formats while the
-first process encodes the mix.
+Helpers take a part of the calibration (nstf_convert.pipeline.calibrate.share), and encode and measure the best single
+formats while the first process does so with the mix.
 """
 
 import logging
@@ -39,7 +39,7 @@ Mix = Mapping[str, Recipe]
 
 @dataclass(frozen=True)
 class Job:
-    """A mix to encode: front to back or every tensor on its own; `corrected` as in `encode_in_prefix`."""
+    """A mix to encode and measure: front to back or every tensor on its own; `corrected` as in `encode_in_prefix`."""
 
     mix: Mix
     front_to_back: bool
@@ -191,8 +191,10 @@ def _session(options: ConvertOptions, bounds: Machine) -> "Session":
 
 
 def _do(session: "Session", job: Job | Part) -> None:
+    from nstf_convert.pipeline.calibrate.batches import domains
     from nstf_convert.pipeline.calibrate.make import take_part
     from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+    from nstf_convert.pipeline.mix import REFERENCES, measure
 
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
@@ -205,7 +207,11 @@ def _do(session: "Session", job: Job | Part) -> None:
     session.share_calibration()
     session.compile_ahead()
     session.wait_for_kernels()
+    load = None
     if job.front_to_back:
-        encode_in_prefix(session, job.mix, silent, job.corrected)
+        load = encode_in_prefix(session, job.mix, silent, job.corrected).loader()
     else:
         session.encoder.encode_all([(session.units[n], r) for n, r in job.mix.items()], silent)
+    for split in REFERENCES:
+        if session.calibration is not None and domains(session.calibration, split):
+            measure(session, job.mix, split, load)

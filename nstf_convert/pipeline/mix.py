@@ -33,6 +33,19 @@ from nstf_convert.streamed import StreamedModel
 
 # Gives the stored form of a tensor: its recipe carried out, or (None) the tensor as it is.
 Loader = Callable[[Unit, Recipe | None], EncodedTensor]
+
+
+@dataclass(frozen=True)
+class NamedLoader:
+    """A loader whose encodings have a name, the content key of all that decides about them: what they measure is kept."""
+
+    load: Loader
+    name: str
+
+    def __call__(self, unit: Unit, recipe: Recipe | None) -> EncodedTensor:
+        return self.load(unit, recipe)
+
+
 # Bumped when a measurement of the same mix gives other figures.
 MEASUREMENTS = 1
 # The splits of a calibration that are measured on, and what their references are called.
@@ -117,9 +130,10 @@ def measure(
 ) -> Measured:
     """Runs the mix on a split of the calibration and compares it with the original.
 
-    Results are kept in the work directory, unless `load` gives other encodings than the recipes' own.
+    Results are kept in the work directory, unless `load` gives other encodings than the recipes' own without a name.
     """
-    key = None if load is not None else _key(session, mix, split)
+    named = load is None or isinstance(load, NamedLoader)
+    key = _key(session, mix, split, load.name if isinstance(load, NamedLoader) else None) if named else None
     found = None if key is None else session.work.find_metadata(key)
     if found is not None:
         kind = Accuracy if found["language"] else Similarity
@@ -150,7 +164,8 @@ def weights_of(
     return source
 
 
-def _key(session: Session, mix: Mapping[str, Recipe], split: str) -> str:
+def _key(session: Session, mix: Mapping[str, Recipe], split: str, made: str | None) -> str:
+    named = {} if made is None else {"made": made}
     return content_key(
         kind="measured",
         version=[__version__, ALGORITHMS, MEASUREMENTS],
@@ -158,6 +173,7 @@ def _key(session: Session, mix: Mapping[str, Recipe], split: str) -> str:
         calibration=session.calibration_fingerprint(),
         mix={n: r.to_json() for n, r in mix.items()},
         split=split,
+        **named,
     )
 
 

@@ -152,15 +152,20 @@ def predict(
     measured = scored * (forward + 2 * logits)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
 
+    # Further GPUs take batches of the backward pass, layers whose Hessians are not kept, and the single format.
+    devices = len(machine.devices)
+    shared, passes = devices if drops_hessians else 1, PASSES if devices == 1 else 1
+    backward = tokens * (4 * forward + 2 * logits) / devices
+
     log.debug("%s, %s", rates, work)
     name = "encode front to back" if front_to_back else "encode"
     seconds = {
-        "calibration": tokens * (5 * forward + 2 * logits + hessians) + 2 * scored * forward,
-        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores,
+        "calibration": backward + tokens * (forward + hessians / shared) + 2 * scored * forward,
+        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / shared,
         "compare formats": 0.0 if drops_hessians else COMPARED * (compared * encode + measured),
-        name: PASSES * last,
-        "measure": PASSES * measured,
-        "report": PASSES * measured,
+        name: passes * last,
+        "measure": passes * measured,
+        "report": passes * measured,
     }
     if text.done:
         seconds["calibration"] = 0.0

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
@@ -61,6 +61,8 @@ class Session:
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
         self._compiling: threading.Thread | None = None
+        # The order in which linear modules run, and which write to the residual stream (improve.groups).
+        self.probed: tuple[list[nn.Module], dict[str, str]] | None = None
         self.prediction: Prediction | None = None
         try:
             self.helpers = Helpers(options, self._folder, self.machine)

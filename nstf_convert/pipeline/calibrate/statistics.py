@@ -98,10 +98,10 @@ def calibrate_model(
             for i, batch in enumerate(batches):
                 for name, value in batch.items():
                     writer.add(f"{split}:{i}:{name}", value)
-        for i, reference in enumerate(reference_outputs(model, data, data.held_out, tokens_per_batch)):
-            writer.add(f"reference:{i}", reference)
-        for i, reference in enumerate(reference_outputs(model, data, data.report, tokens_per_batch)):
-            writer.add(f"report_reference:{i}", reference)
+        both = reference_outputs(model, data, [*data.held_out, *data.report], tokens_per_batch)
+        for i, reference in enumerate(both):
+            own = i - len(data.held_out)
+            writer.add(f"reference:{i}" if own < 0 else f"report_reference:{own}", reference)
         writer.metadata = {
             **metadata,
             "language": data.language,

@@ -29,7 +29,7 @@ from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, me
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
 from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
-from nstf_convert.pipeline.mix import Loader, tree_of
+from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.decoded import decoded
@@ -73,9 +73,13 @@ class Prefixed:
         """The tensor as it is in the checkpoint."""
         return self.session.encoder.kept(unit)
 
-    def loader(self) -> Loader:
+    def loader(self) -> NamedLoader:
         """What gives the tensors of the mix when a file is written or measured."""
-        return lambda unit, recipe: self.kept(unit) if recipe is None else self.load(unit, recipe)
+
+        def load(unit: Unit, recipe: Recipe | None) -> EncodedTensor:
+            return self.kept(unit) if recipe is None else self.load(unit, recipe)
+
+        return NamedLoader(load, content_key(kind="front to back", keys=dict(self.keys)))
 
 
 def encode_in_prefix(
@@ -97,7 +101,9 @@ def encode_in_prefix(
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
-    if not all(session.work.has(key) for key in keys.values()):
+    with ThreadPoolExecutor(session.threads) as pool:  # all of it is read
+        there = all(pool.map(session.work.has, keys.values()))
+    if not there:
         workers = session.machine.workers(max(working_bytes(session.units[n]) for n in keys))
         threads = torch.get_num_threads()
         try:

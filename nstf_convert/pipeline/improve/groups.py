@@ -38,9 +38,8 @@ def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[B
     for path, _, weight in model.linear_modules():
         modules.setdefault(weight, []).append(path)
     data = run_data(session)
-    probe = {n: v[:, :PROBE_TOKENS] if data.language and v.ndim == 2 else v for n, v in batches[0].items()}
     by_path = {p: m for p, m, _ in model.linear_modules()}
-    calls = call_order(by_path.values(), lambda: model_output(model, data, probe))
+    calls, writers = _probed(session, by_path, data, batches[0])
     once = {p for p, m in by_path.items() if calls.count(m) == 1}
 
     def covered(name: str) -> bool:
@@ -50,7 +49,6 @@ def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[B
             return False
         return paths[0] in once or (data.language and by_path[paths[0]] is model.head)
 
-    writers = residual_writers(model.module, by_path, lambda: model_output(model, data, probe))
     path_of = {id(m): p for p, m in by_path.items()}
     position = {path_of[id(m)]: i for i, m in enumerate(calls)}
     groups = []
@@ -65,6 +63,22 @@ def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[B
             norm = writers.get(key) if len(weights) == 1 and rowwise else None
             groups.append((position[key], Group(key, key, weights, norm)))
     return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
+
+
+def _probed(
+    session: Session, by_path: Mapping[str, nn.Module], data: Data, batch: Batch
+) -> tuple[list[nn.Module], dict[str, str]]:
+    """(the calls of the linear modules in order, `residual_writers` of them), from one pass of a few tokens for all mixes:
+    of a large model it reads every weight."""
+    if session.probed is None:
+        model, writers = session.reference(), {}
+        tokens = {n: v[:, :PROBE_TOKENS] if data.language and v.ndim == 2 else v for n, v in batch.items()}
+
+        def run() -> None:
+            writers.update(residual_writers(model.module, by_path, lambda: model_output(model, data, tokens)))
+
+        session.probed = call_order(by_path.values(), run), writers
+    return session.probed
 
 
 def run_data(session: Session) -> Data:

@@ -107,16 +107,16 @@ def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recip
     cols = unit.elements // len(energy)
     typical = float(energy.clamp_min(float(energy.max()) * SMALLEST_ENERGY).log().mean().exp())
     allowed = {q: losses[q] for q in SECTION_RATES}
-    seen = set()
+    energy = energy.cpu()  # a GPU would be asked for every price
+    found = []
     for q in sorted(losses):
         # At this price the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
         price = typical * losses[q] * 2 * math.log(2) / (cols / 8)
-        sections = trellis.best_sections(energy, allowed, cols, price)
-        if len(sections) > 1 and sections not in seen:
-            seen.add(sections)
-            recipe = Recipe("trellis", {"sections": [list(section) for section in sections]})
-            out.append((recipe, trellis.estimate(inner, replace(params, sections=sections), stats)))
-    return out
+        found.append(trellis.best_sections(energy, allowed, cols, price))
+    different = [s for s in dict.fromkeys(found) if len(s) > 1]
+    values = trellis.estimate_many(inner, [replace(params, sections=s) for s in different], stats)
+    recipes_ = [Recipe("trellis", {"sections": [list(section) for section in s]}) for s in different]
+    return [*out, *zip(recipes_, values, strict=True)]
 
 
 def dense_recipes(dtype: str) -> list[Recipe]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.helpers import Helpers, Job
 from nstf_convert.pipeline.improve import front_to_back
@@ -33,13 +34,25 @@ def test_two_devices_write_the_same_bytes_and_share_the_passes(
         passes.append(self.mix)
         run(self, batches)
 
+    measured = []
+    measure = mixes.measure_model
+
+    def counted_measure(session, test, split="held_out"):
+        measured.append(split)
+        return measure(session, test, split)
+
     monkeypatch.setattr(front_to_back._Pass, "run", counted)
+    monkeypatch.setattr(mixes, "measure_model", counted_measure)
     report = convert(default_options(output=tmp_path / "two.nstf")).report
     assert (tmp_path / "two.nstf").read_bytes() == converted.content
     stages = [stage["name"] for stage in report["stages"]]
     assert "wait for other GPUs" in stages
-    # The mix alone was encoded here; the single formats were found in the work directory.
+    # The mix alone was encoded and measured here; the best single format was found in the work directory.
     assert len(passes) == 1 and report["accuracy"]["uniform"] is not None
+    assert [s for s in measured if s == "report"] == ["report"]
+    resources = report["resources"]
+    assert [p["device"] for p in resources["peaks"]] == ["cpu", "cpu"]
+    assert resources["host_peak_bytes"] == sum(p["host_bytes"] for p in resources["peaks"])
 
 
 def test_a_helper_that_fails_is_told_once_and_its_work_is_done_here(
