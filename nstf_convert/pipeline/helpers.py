@@ -13,15 +13,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate.share import Part
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, HESSIANS, Part
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Peaks, Stages, peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nstf")
 
+# Which GPUs a process of CUDA sees.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 GONE = "it ended; a Python script that converts needs `if __name__ == '__main__':`"
 
 Mix = Mapping[str, Recipe]
@@ -66,14 +71,18 @@ class Helpers:
         self._busy: list[Connection] = []
         self._gone: set[Connection] = set()
         self._peaks: dict[Connection, Peaks] = {}
+        self._devices: dict[Connection, str] = {}
         for device in devices:
             ours, theirs = context.Pipe()
-            own = replace(options, device=str(device), work_dir=folder)
-            bounds = replace(machine, devices=(device,), host_bytes=share)
+            alone = torch.device("cuda", 0) if device.type == "cuda" else device
+            own = replace(options, device=str(alone), work_dir=folder)
+            bounds = replace(machine, devices=(alone,), host_bytes=share)
             process = context.Process(target=_serve, args=(theirs, own, bounds), daemon=True)
-            process.start()
+            with _seeing_only(device):
+                process.start()
             theirs.close()
             self._processes.append((process, ours))
+            self._devices[ours] = str(device)
 
     @property
     def any(self) -> bool:
@@ -124,7 +133,7 @@ class Helpers:
             except (EOFError, OSError):
                 self._lost(connection)
                 continue
-            self._peaks[connection] = answer.peaks
+            self._peaks[connection] = replace(answer.peaks, device=self._devices[connection])
             if answer.failure:
                 _failed(answer.failure)
 
@@ -135,6 +144,28 @@ class Helpers:
             process.terminate()
             process.join()
         self._processes, self._busy = [], []
+
+
+@contextmanager
+def _seeing_only(device: torch.device) -> Iterator[None]:
+    """A process that starts inside has this GPU for its first and only one: what asks for the current device, as graphs and
+    compiled kernels do, gets that one in every thread."""
+    if device.type != "cuda":
+        yield
+        return
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = visible_as(device.index or 0, before)
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE]
+        if before is not None:
+            os.environ[VISIBLE] = before
+
+
+def visible_as(index: int, visible: str | None) -> str:
+    """What CUDA calls the GPU that torch numbers `index` where `visible` (None: nothing) restricts what is seen."""
+    return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def _failed(why: str) -> None:
@@ -195,16 +226,20 @@ def _do(session: "Session", job: Job | Part) -> None:
     from nstf_convert.pipeline.calibrate.make import take_part
     from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
     from nstf_convert.pipeline.mix import REFERENCES, measure
+    from nstf_convert.pipeline.propose.table import leave_candidates
 
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
 
-    if not isinstance(job, Job):
+    if isinstance(job, Part) and job.step != CANDIDATES:
         take_part(session, job)
-        if job.step == "hessians":
+        if job.step == HESSIANS:
             session.compile_ahead()  # the first process has compiled them: they are loaded meanwhile
         return
     session.share_calibration()
+    if isinstance(job, Part):
+        leave_candidates(session, job)
+        return
     session.compile_ahead()
     session.wait_for_kernels()
     load = None

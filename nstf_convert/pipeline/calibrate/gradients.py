@@ -156,8 +156,11 @@ def leave_gradients(
     model: StreamedModel, data: Data, seed: int, tokens_per_batch: int, pieces: Pieces
 ) -> None:
     """What another process does of `end_loss_gradients`: takes batches and leaves what they say."""
+    merged = _merged(data, tokens_per_batch)
+    if not pieces.left(map(str, range(len(merged)))):
+        return
     with _Backward(model, data, seed) as backward:
-        for index, batch in enumerate(_merged(data, tokens_per_batch)):
+        for index, batch in enumerate(merged):
             if pieces.take(str(index)):
                 pieces.put(str(index), *backward.share(index, batch).stored())
 

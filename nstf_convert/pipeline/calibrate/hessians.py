@@ -124,6 +124,8 @@ def leave_proposals(
 
     whole = _Pass(model, data, gradients, tokens_per_batch, consumer, unexpected)
     shared = whole.shareable()
+    if not pieces.left(shared):
+        return  # it came late: the pass itself would be for nothing
     whole.run(
         lambda part: part in shared and pieces.take(part),
         done=lambda part, entries: pieces.put(part, {}, {"hessians": entries}),

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nstf.errors import CorruptError, NstfError, UsageError
-from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.gradients import Gradients, leave_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_proposals
-from nstf_convert.pipeline.calibrate.share import NEEDED, Part, Pieces, Sharing
+from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Part, Pieces, Sharing
 from nstf_convert.pipeline.calibrate.statistics import calibrate_model, data_found
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.units import Statistics
@@ -79,11 +78,8 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     consumer = _proposing(session, identity) if drops_hessians(session, model) else None
     tokens, helpers, sharing = session.tokens_per_batch, session.helpers, None
     if helpers.any:
-
-        def start(step: str) -> None:
-            helpers.start_all(Part(step, identity, tokens))
-
-        sharing = Sharing(session.work, _shared_by(identity, options), tokens, start, helpers.wait)
+        formats = method_families(options.formats)
+        sharing = Sharing(session.work, identity, tokens, formats, helpers.start_all, helpers.wait)
     with session.stages.stage("calibration"):
         calibrate_model(
             model,
@@ -104,15 +100,13 @@ def take_part(session: "Session", part: Part) -> None:
     if session.model is None:
         raise NstfError(f"the model cannot be run: {session.model_reason}")
     model, seed = session.model, session.options.seed
+    formats = method_families(session.options.formats)
     pieces = {
-        step: Pieces(
-            session.work, _nothing, step, _shared_by(part.identity, session.options), part.tokens_per_batch
-        )
-        for step in ("gradients", part.step)
+        step: Pieces(session.work, replace(part, step=step), formats) for step in (GRADIENTS, part.step)
     }
-    data = data_found(*_needed(pieces["gradients"]))
-    if part.step == "gradients":
-        leave_gradients(model, data, seed, part.tokens_per_batch, pieces["gradients"])
+    data = data_found(*_needed(pieces[GRADIENTS]))
+    if part.step == GRADIENTS:
+        leave_gradients(model, data, seed, part.tokens_per_batch, pieces[GRADIENTS])
         return
     gradients = Gradients.from_stored(*_needed(pieces[part.step]), session.device)
     consumer = _proposing(session, part.identity)
@@ -124,15 +118,6 @@ def _needed(pieces: Pieces) -> tuple[dict[str, Any], dict[str, Any]]:
     if found is None:
         raise NstfError("the first process left nothing to begin with")
     return found
-
-
-def _nothing() -> None:
-    """A helper waits for nobody."""
-
-
-def _shared_by(identity: str, options: ConvertOptions) -> str:
-    """What processes that share a calibration agree on; other formats are other proposals."""
-    return content_key(calibration=identity, formats=sorted(method_families(options.formats)))
 
 
 def drops_hessians(session: "Session", model: StreamedModel) -> bool:

@@ -5,7 +5,7 @@ leaves its result under a content key. The first process waits for the others on
 itself what it does not find then: a process that dies costs time and nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,16 @@ from torch import Tensor
 from nstf import __version__
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
+# What is shared: the backward pass of a calibration; Hessians that are not kept, with the proposals that need them; the
+# proposals where all Hessians are kept.
+GRADIENTS, HESSIANS, CANDIDATES = "gradients", "hessians", "candidates"
 # The name under which the first process leaves what a step needs.
 NEEDED = "needed"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A step of a calibration that is shared: `gradients` or `hessians`. identity, tokens_per_batch: of the calibration."""
+    """A step that is shared: GRADIENTS, HESSIANS or CANDIDATES. identity, tokens_per_batch: of the calibration."""
 
     step: str
     identity: str
@@ -31,13 +34,15 @@ class Pieces:
     """The pieces of a step, by name."""
 
     def __init__(
-        self, work: WorkDir, wait: Callable[[], None], step: str, identity: str, tokens_per_batch: int
+        self, work: WorkDir, part: Part, formats: Iterable[str], wait: Callable[[], None] = lambda: None
     ) -> None:
-        """wait: returns when all other processes have done their pieces or failed. identity: of the calibration;
-        tokens_per_batch: how work is put together decides how sums are rounded."""
+        """formats: that proposals are made for: others are other work. wait: returns when all other processes have done
+        their pieces or failed; only the first process waits."""
         self._work, self.wait = work, wait
         self._what = {
-            "kind": "piece", "version": __version__, "step": step, "identity": identity, "tokens": tokens_per_batch
+            "kind": "piece", "version": __version__, "step": part.step, "calibration": part.identity,
+            # How work is put together decides how sums are rounded.
+            "tokens": part.tokens_per_batch, "formats": sorted(formats),
         }  # fmt: skip
 
     def _key(self, name: str) -> str:
@@ -47,6 +52,10 @@ class Pieces:
         """Whether the piece is this process's to do: nobody has taken it, and no earlier run has left it."""
         key = self._key(name)
         return self._work.claim(key) and not self._work.has(key)
+
+    def left(self, names: Iterable[str]) -> bool:
+        """Whether any of these pieces has not been taken yet."""
+        return any(not self._work.claimed(self._key(name)) for name in names)
 
     def put(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Leaves the result of a piece."""
@@ -58,23 +67,26 @@ class Pieces:
 
 
 class Sharing:
-    """The first process's side of a calibration that others share."""
+    """The first process's side of work on a calibration that others share."""
 
     def __init__(
         self,
         work: WorkDir,
         identity: str,
         tokens_per_batch: int,
-        start: Callable[[str], None],
+        formats: Iterable[str],
+        start: Callable[[Part], None],
         wait: Callable[[], None],
     ) -> None:
-        """start: sets the other processes to work on a step; wait: returns when all have done it, or failed."""
-        self._work, self._identity, self._tokens = work, identity, tokens_per_batch
+        """start: sets the other processes to work on a part; wait: returns when all have done it, or failed."""
+        self._work, self._formats = work, sorted(formats)
+        self._identity, self._tokens = identity, tokens_per_batch
         self._start, self._wait = start, wait
 
     def begin(self, step: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Pieces:
         """Begins a step, for which the others need these tensors and facts."""
-        pieces = Pieces(self._work, self._wait, step, self._identity, self._tokens)
+        part = Part(step, self._identity, self._tokens)
+        pieces = Pieces(self._work, part, self._formats, self._wait)
         pieces.put(NEEDED, tensors, facts)
-        self._start(step)
+        self._start(part)
         return pieces

@@ -39,7 +39,7 @@ from nstf_convert.pipeline.calibrate.batches import (
 )
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, gather_hessians
-from nstf_convert.pipeline.calibrate.share import Sharing
+from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharing
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
@@ -74,7 +74,7 @@ def calibrate_model(
     tick: is told the share of the work that a step was. sharing: other processes that do a part of it.
     """
     with TensorFileWriter(path) as writer:
-        pieces = None if sharing is None else sharing.begin("gradients", *data_needed(data))
+        pieces = None if sharing is None else sharing.begin(GRADIENTS, *data_needed(data))
         gradients = end_loss_gradients(
             model, data, seed, lambda share: tick(GRADIENT_SHARE * share), tokens_per_batch, pieces
         )
@@ -84,7 +84,7 @@ def calibrate_model(
             writer.add(f"frequency:{name}", value)
         pieces = None
         if sharing is not None and consumer is not None:
-            pieces = sharing.begin("hessians", *gradients.stored())
+            pieces = sharing.begin(HESSIANS, *gradients.stored())
         found = gather_hessians(
             model, data, gradients, tokens_per_batch, lambda key, h: writer.add(f"hessian:{key}", h), consumer,
             lambda share: tick((1 - GRADIENT_SHARE) * share), pieces,

@@ -146,7 +146,7 @@ class Run:
     def best(self, found: Sequence[Planned], meanwhile: Callable[[], None] = lambda: None) -> Trial | None:
         """The one of some plans that measures best, by the same last steps as a mix; None when there is none. meanwhile:
         what can be done while other GPUs are at them."""
-        if self.session.helpers.busy:
+        if found and self.session.helpers.busy:
             meanwhile()
             with self.session.stages.stage("wait for other GPUs"):
                 self.session.helpers.wait()

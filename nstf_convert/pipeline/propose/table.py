@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, Part, Pieces, Sharing
+from nstf_convert.pipeline.propose.candidates import Candidate, method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import fused_groups
+from nstf_convert.pipeline.propose.units import Unit, fused_groups
 from nstf_convert.pipeline.session import Session
 
 # Encoding with these takes minutes on a large model.
@@ -43,13 +44,53 @@ def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
     """Candidates of every tensor; calibrated ones first, since they set the scale for the others."""
     units = [u for u in session.units.values() if u.kept is None]
     known = [u for u in units if session.statistics.calibrated(u)]
-    found = session.encoder.each(known, lambda u: session.encoder.candidates(u, allowed), progress)
+    found = _shared(session, known, allowed, progress)
     signals = sorted(session.encoder.signal(u, allowed) for u in known)
     if signals:
         session.statistics.set_typical(signals[len(signals) // 2])
     rest = [u for u in units if u.name not in found]
     found |= session.encoder.each(rest, lambda u: session.encoder.candidates(u, allowed), progress)
     return Table(found, fused_groups(units) if session.options.fuse else {})
+
+
+def _shared(
+    session: Session, units: Sequence[Unit], allowed: set[str], progress: Any
+) -> dict[str, Sequence[Candidate]]:
+    """The candidates of calibrated tensors; where all Hessians are at hand, other GPUs' processes work out a part."""
+    helpers, encoder = session.helpers, session.encoder
+    if helpers.any and session.keeps_hessians:
+        identity, tokens = session.calibration_fingerprint(), session.tokens_per_batch
+        sharing = Sharing(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
+        pieces = sharing.begin(CANDIDATES, {}, {})
+        if len(_taken(session, units, allowed, pieces, progress)) < len(units):
+            pieces.wait()
+    # What was worked out is found.
+    return encoder.each(units, lambda u: encoder.candidates(u, allowed), progress)
+
+
+def leave_candidates(session: Session, part: Part) -> None:
+    """In a helper's process: works out candidates of calibrated tensors."""
+    allowed = method_families(session.options.formats)
+    pieces = Pieces(session.work, part, allowed)
+    units = [u for u in session.units.values() if u.kept is None and session.statistics.calibrated(u)]
+    _taken(session, units, allowed, pieces, lambda unit: None)
+
+
+def _taken(
+    session: Session, units: Sequence[Unit], allowed: set[str], pieces: Pieces, progress: Any
+) -> set[str]:
+    """The tensors whose candidates this process has worked out: those of the Hessians that it took."""
+    own: dict[str, bool] = {}  # a Hessian is the work of one thread
+
+    def work(unit: Unit) -> bool:
+        group = session.statistics.group_of(unit)
+        if group not in own:
+            own[group] = pieces.take(group)
+        if own[group]:
+            session.encoder.candidates(unit, allowed)
+        return own[group]
+
+    return {name for name, taken in session.encoder.each(units, work, progress).items() if taken}
 
 
 def is_slow(recipe: Recipe) -> bool:

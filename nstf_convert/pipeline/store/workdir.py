@@ -144,6 +144,10 @@ class WorkDir:
             return False
         return True
 
+    def claimed(self, key: str) -> bool:
+        """Whether a process of this run has claimed a key."""
+        return (self.path / "claims" / key).exists()
+
     def _open(self, key: str, whole: bool) -> TensorFile | None:
         """The file of a key when it is there and undamaged. whole: its tensors are checked too."""
         return undamaged(self._file(key), whole, key)

@@ -1,6 +1,7 @@
 """Further devices: the same bytes as with one, and a process that fails is no harm. Here both devices are the CPU."""
 
 import logging
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
-from nstf_convert.pipeline.helpers import Helpers, Job
+from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only
 from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.machine import machine
 
@@ -87,3 +88,14 @@ def test_a_helper_that_is_killed_is_noticed(early, default_options, tmp_path, ca
         assert not helpers.busy and "failed (it ended" in caplog.text
     finally:
         helpers.close()
+
+
+@pytest.mark.parametrize(("visible", "wanted"), [(None, "1"), ("4,5", "5"), ("GPU-a, GPU-b", "GPU-b")])
+def test_a_helper_sees_its_own_gpu_only(visible, wanted, monkeypatch) -> None:
+    if visible is None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(VISIBLE, visible)
+    with _seeing_only(torch.device("cuda", 1)):
+        assert os.environ[VISIBLE] == wanted
+    assert os.environ.get(VISIBLE) == visible

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nstf.errors import NstfError
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import gradients, hessians, make
 from nstf_convert.pipeline.calibrate.share import Part, Pieces
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose import candidates
+from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import WorkDir
 
@@ -114,27 +117,51 @@ def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
     assert two == made(small, tmp_path / "one")
 
 
-def test_a_helper_that_finds_nothing_says_so(small, two_devices, monkeypatch, tmp_path, caplog) -> None:
-    start = Helpers.start_all
-    monkeypatch.setattr(Helpers, "start_all", lambda self, p: start(self, replace(p, identity="another")))
-    monkeypatch.setattr(Pieces, "take", lambda self, name: False)
-    with caplog.at_level(logging.WARNING, "nstf"):
-        made(small, tmp_path)
-    assert "the first process left nothing to begin with" in caplog.text
+def test_a_part_of_which_nothing_is_there_is_refused(options, tmp_path) -> None:
+    with Session(options(work_dir=tmp_path / "work"), Stages()) as session:
+        with pytest.raises(NstfError, match="the first process left nothing to begin with"):
+            make.take_part(session, Part("hessians", "another", 64))
+
+
+def test_candidates_are_shared_where_all_hessians_are_kept(
+    small, two_devices, monkeypatch, tmp_path, caplog
+) -> None:
+    taken, estimated = Pieces.take, []
+    estimates = candidates.estimates
+
+    def take(self, name):
+        # Of this process one Hessian, and the backward pass; of the other one the rest.
+        return taken(self, name) if name in ("0", "model.layers.0.self_attn.q_proj") else False
+
+    def counted_estimates(unit, *rest):
+        estimated.append(unit.name)
+        return estimates(unit, *rest)
+
+    monkeypatch.setattr(Pieces, "take", take)
+    monkeypatch.setattr(candidates, "estimates", counted_estimates)
+    allowed = candidates.method_families(("int_grid", "grid16"))
+    settings = {"formats": ("int_grid", "grid16"), "output": tmp_path / "out.nstf"}
+    with Session(make_options(small, work_dir=tmp_path / "work", **settings), Stages()) as session:
+        table = build_table(session, allowed, lambda unit: None)
+    own = [n.removeprefix("model.layers.0.self_attn.") for n in estimated if n in table.candidates]
+    assert sorted(own) == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]
+    assert len(table.candidates) > 10 and "failed" not in caplog.text
 
 
 def test_a_piece_is_taken_once_and_not_when_an_earlier_run_has_left_it(tmp_path) -> None:
-    waited = []
     with WorkDir(tmp_path / "work", {}) as work:
-        first, other = (Pieces(work, lambda: waited.append(1), "step", "identity", 64) for _ in range(2))
-        assert first.take("0") and not other.take("0") and other.take("1")
+        part = Part("step", "identity", 64)
+        first, other = (Pieces(work, part, ["dense"]) for _ in range(2))
+        assert first.take("0") and not other.take("0") and other.left("01") and other.take("1")
+        assert not first.left("01")
         other.put("1", {"x": torch.ones(2)}, {"n": 1})
         assert first.find("0") is None
         found = first.find("1")
         assert found is not None and found[0]["x"].sum() == 2 and found[1] == {"n": 1}
-        assert Pieces(work, lambda: None, "step", "identity", 128).take("1")
+        assert Pieces(work, replace(part, tokens_per_batch=128), ["dense"]).take("1")
+        assert Pieces(work, part, ["dense", "trellis"]).take("1")
     with WorkDir(tmp_path / "work", {}) as work:
-        again = Pieces(work, lambda: None, "step", "identity", 64)
+        again = Pieces(work, part, ["dense"])
         assert again.take("0") and not again.take("1")
 
 
