@@ -152,7 +152,7 @@ def predict(
     measured = scored * (forward + 2 * logits)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
 
-    # Further GPUs take batches of the backward pass, layers whose Hessians are not kept, and the single format.
+    # Further GPUs take batches of the backward pass, Hessians that are not kept, proposals, and the single format.
     devices = len(machine.devices)
     shared, passes = devices if drops_hessians else 1, PASSES if devices == 1 else 1
     backward = tokens * (4 * forward + 2 * logits) / devices
@@ -161,7 +161,7 @@ def predict(
     name = "encode front to back" if front_to_back else "encode"
     seconds = {
         "calibration": backward + tokens * (forward + hessians / shared) + 2 * scored * forward,
-        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / shared,
+        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / devices,
         "compare formats": 0.0 if drops_hessians else COMPARED * (compared * encode + measured),
         name: passes * last,
         "measure": passes * measured,

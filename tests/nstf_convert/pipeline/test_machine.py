@@ -1,5 +1,7 @@
 """What a conversion may use, what it is predicted to take, and how it tells where it is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -103,7 +105,10 @@ def predicted(options, monkeypatch):
     """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
     monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits, width: RATES)
 
-    def one(text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, **changes):
+    def one(
+        text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, devices: int = 1,
+        **changes,
+    ):  # fmt: skip
         shapes = {"q": (512, 512), "up": (1536, 512), "down": (512, 1536)}
         units = [
             Unit(f"model.layers.{i}.{role}.weight", shape, "bfloat16", role, uses=("linear",))
@@ -111,9 +116,9 @@ def predicted(options, monkeypatch):
             for role, shape in shapes.items()
         ]
         units.append(Unit("embed.weight", (4096, 512), "bfloat16", "embedding", uses=("embedding", "head")))
-        return predict(
-            units, options(budget, prefix=True, search=None, **changes), small_machine(), 1 << 26, text, drops
-        )
+        machine = replace(small_machine(), devices=(CPU,) * devices)
+        chosen = options(budget, prefix=True, search=None, **changes)
+        return predict(units, chosen, machine, 1 << 26, text, drops)
 
     return one
 
@@ -123,6 +128,13 @@ def test_more_text_and_more_layers_are_predicted_to_take_longer(predicted) -> No
     assert many.seconds["calibration"] == pytest.approx(10 * few.seconds["calibration"], rel=0.2)
     assert many.total_seconds > few.total_seconds and many.host_bytes > few.host_bytes
     assert 8 < deep.seconds["candidates"] / few.seconds["candidates"] < 11
+
+
+def test_two_devices_are_predicted_to_share_what_they_do(predicted) -> None:
+    one, two = (predicted(drops=True, devices=n).seconds for n in (1, 2))
+    for stage in ("candidates", "encode front to back", "measure", "report"):
+        assert two[stage] == pytest.approx(one[stage] / 2)
+    assert one["calibration"] / 2 < two["calibration"] < 0.75 * one["calibration"]
 
 
 def test_the_prediction_counts_what_the_options_ask_for(predicted) -> None:
