@@ -44,7 +44,7 @@ class InputMoments:
         be gathered now."""
         self._weights, self._wanted = dict(weights or {}), wanted
         self._sums: dict[str, Tensor] = {}
-        self._mass: dict[str, float] = {}
+        self._mass: dict[str, float | Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._key_of: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
@@ -85,7 +85,8 @@ class InputMoments:
         if self._tokens[key] > weights.numel():
             raise ValueError(f"{key} reads more than the {weights.numel()} rows there are weights for")
         part = weights[first : self._tokens[key]].to(rows.device)
-        self._mass[key] += float(part.sum(dtype=torch.float64))
+        # Read when the moment is finished: a GPU would be waited for at each batch.
+        self._mass[key] = self._mass[key] + part.sum(dtype=torch.float64)
         # x sqrt(w) on both sides: the sum is positive semi-definite whatever the rounding.
         self._sums[key] = second_moment(rows * part.sqrt()[:, None], self._sums[key])
 
@@ -100,7 +101,7 @@ class InputMoments:
         out = {}
         for key in [k for k in self._sums if k in wanted]:
             members = tuple(sorted(n for n, k in self._key_of.items() if k == key))
-            mass = max(self._mass.pop(key), 1e-30)
+            mass = max(float(self._mass.pop(key)), 1e-30)
             out[key] = Moment(self._sums.pop(key).div_(mass), self._tokens.pop(key), members)
         return out
 

@@ -16,7 +16,7 @@ from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.calibrate.attention import attention_plan
 from nstf_convert.pipeline.header import Meta
-from nstf_convert.pipeline.improve.finish import finish, report_ahead
+from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
 from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
@@ -84,7 +84,7 @@ def _choose(run: Run) -> Final:
         mix = run.encoded(planned)
     else:
         mix, _, facts = search(run, run.measure(planned), budget_bytes)
-    return finish(run, mix, run.best(rivals, lambda: report_ahead(run, mix)), facts)
+    return finish(run, mix, run.best(rivals), facts)
 
 
 def _check_output(options: ConvertOptions) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, HESSIANS, Part
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, GRADIENTS, Part
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Peaks, Stages, peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -233,14 +233,14 @@ def _do(session: "Session", job: Job | Part) -> None:
 
     if isinstance(job, Part) and job.step != CANDIDATES:
         take_part(session, job)
-        if job.step == HESSIANS:
-            session.compile_ahead()  # the first process has compiled them: they are loaded meanwhile
-        return
-    session.share_calibration()
-    if isinstance(job, Part):
+    else:
+        session.share_calibration()
+    if isinstance(job, Part) and job.step == CANDIDATES:
         leave_candidates(session, job)
+    if not isinstance(job, Part) or job.step != GRADIENTS:
+        session.compile_ahead()  # the first process has compiled them by now: they are loaded while this one waits
+    if isinstance(job, Part):
         return
-    session.compile_ahead()
     session.wait_for_kernels()
     load = None
     if job.front_to_back:

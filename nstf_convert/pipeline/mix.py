@@ -130,21 +130,40 @@ def measure(
 ) -> Measured:
     """Runs the mix on a split of the calibration and compares it with the original.
 
-    Results are kept in the work directory, unless `load` gives other encodings than the recipes' own without a name.
+    Results are kept in the work directory, unless `load` gives other encodings than the recipes' own without a name. A
+    loader with a name is that of a final mix, which is decoded once for all splits.
     """
-    named = load is None or isinstance(load, NamedLoader)
-    key = _key(session, mix, split, load.name if isinstance(load, NamedLoader) else None) if named else None
-    found = None if key is None else session.work.find_metadata(key)
+    splits, made = [split], None
+    if isinstance(load, NamedLoader):
+        splits, made = _splits(session), load.name
+    if load is not None and made is None:
+        return _measured(session, mix, splits, load)[split]
+    key = _key(session, mix, split, made)
+    found = session.work.find_metadata(key)
     if found is not None:
         kind = Accuracy if found["language"] else Similarity
         return Measured(kind(**found["accuracy"]), tuple(found["windows"]), tuple(found["domains"]))
-    model = session.streamed(weights_of(session, mix, load))
-    measured = measure_model(session, model, split)
+    all_measured = _measured(session, mix, splits, load)
+    for name, measured in all_measured.items():
+        if math.isfinite(measured.score):
+            language = isinstance(measured.accuracy, Accuracy)
+            facts = {"windows": measured.windows, "domains": measured.domains, "language": language}
+            accuracy = asdict(measured.accuracy)
+            session.work.put(_key(session, mix, name, made), {}, {**facts, "accuracy": accuracy})
+    return all_measured[split]
+
+
+def _splits(session: Session) -> list[str]:
+    """The splits of the calibration that have windows."""
+    file = session.calibration
+    return [] if file is None else [s for s in REFERENCES if calibrations.domains(file, s)]
+
+
+def _measured(
+    session: Session, mix: Mapping[str, Recipe], splits: Sequence[str], load: Loader | None
+) -> dict[str, Measured]:
+    measured = measure_splits(session, session.streamed(weights_of(session, mix, load)), splits)
     gc.collect()  # the model and its hooks refer to each other
-    if key is not None and math.isfinite(measured.score):
-        language = isinstance(measured.accuracy, Accuracy)
-        facts = {"windows": measured.windows, "domains": measured.domains, "language": language}
-        session.work.put(key, {}, {**facts, "accuracy": asdict(measured.accuracy)})
     return measured
 
 
@@ -178,30 +197,39 @@ def _key(session: Session, mix: Mapping[str, Recipe], split: str, made: str | No
 
 
 @torch.no_grad()
-def measure_model(session: Session, test: StreamedModel, split: str = "held_out") -> Measured:
-    """Compares any model with the original on a split of the calibration: `held_out` chooses, `report` reports."""
+def measure_splits(session: Session, test: StreamedModel, splits: Sequence[str]) -> dict[str, Measured]:
+    """Compares any model with the original on splits of the calibration, by name: `held_out` chooses, `report` reports. The
+    windows of all of them go through the model together, as many as fit."""
     reference, file = session.reference(), session.calibration
     if file is None:
         raise ValueError("there is no held-out data")
-    batches = getattr(calibrations, f"{split}_batches")(file)
-    domains = tuple(calibrations.domains(file, split))
+    batches = {s: getattr(calibrations, f"{s}_batches")(file) for s in splits}
+    places = [(s, f"{REFERENCES[s]}:{i}") for s, own in batches.items() for i in range(len(own))]
     language = bool(file.metadata["language"])
-    index = 0
-    scores: list[Any] = []
-    for group in calibrations.merge_batches(batches, session.machine.tokens_per_batch):
+    scores: dict[str, list[Any]] = {s: [] for s in splits}
+    every = [batch for own in batches.values() for batch in own]
+    coming = iter(places)
+    for group in calibrations.merge_batches(every, session.machine.tokens_per_batch):
         if language:
             ids = group["input_ids"]
             hidden = test.hidden(ids)
             with reference.holding(reference.head), test.holding(test.head):
-                for row in range(ids.shape[0]):
-                    ref = file.get(f"{REFERENCES[split]}:{index + row}").to(hidden.device)
-                    scores.append(score_window(reference, ref, test, hidden[row], ids[row].to(hidden.device)))
+                for row, (split, name) in zip(range(ids.shape[0]), coming, strict=False):
+                    ref = file.get(name).to(hidden.device)
+                    score = score_window(reference, ref, test, hidden[row], ids[row].to(hidden.device))
+                    scores[split].append(score)
         else:
             out = test.outputs(**group)
             out = out.mean(dim=1) if out.ndim == 3 else out
-            names = [f"{REFERENCES[split]}:{index + row}" for row in range(out.shape[0])]
-            scores.append(compare_outputs(torch.stack([file.get(n) for n in names]).to(out.device), out))
-        index += next(iter(group.values())).shape[0]
+            for row, (split, name) in zip(range(out.shape[0]), coming, strict=False):
+                one = out[row : row + 1]
+                scores[split].append(compare_outputs(file.get(name).to(one.device)[None], one))
+    return {
+        s: _summarised(found, tuple(calibrations.domains(file, s)), language) for s, found in scores.items()
+    }
+
+
+def _summarised(scores: Sequence[Any], domains: tuple[str, ...], language: bool) -> Measured:
     if language:
         return Measured(summarise(scores), tuple(float(s.kl.mean()) for s in scores), domains)
     cosine, errors = torch.cat([c for c, _ in scores]), torch.cat([e for _, e in scores])

@@ -164,8 +164,9 @@ def predict(
         "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / devices,
         "compare formats": 0.0 if drops_hessians else COMPARED * (compared * encode + measured),
         name: passes * last,
-        "measure": passes * measured,
-        "report": passes * measured,
+        # A final mix that was encoded front to back is measured on both sets of windows at once.
+        "measure": passes * measured * (2 if front_to_back else 1),
+        "report": 0.0 if front_to_back else passes * measured,
     }
     if text.done:
         seconds["calibration"] = 0.0
@@ -232,7 +233,7 @@ def _memory(work: _Work, machine: Machine, tokens: int, tensor_bytes: int) -> tu
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
         host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)
-        return host, activations + work.working + 2 * resident
+        return len(machine.devices) * host, activations + work.working + 2 * resident
     workers = machine.workers(work.working)
     return BASE_BYTES + SLACK_BYTES + activations + workers * work.working, 0
 

@@ -56,7 +56,7 @@ def find(session: "Session") -> TensorFile | None:
 def find_shared(session: "Session") -> TensorFile | None:
     """In a helper's process: what the first process has found or made. It has also checked it."""
     given = session.options.calibration
-    return undamaged(_path(session) if given is None else given, whole=False)
+    return undamaged(_path(session), whole=False) if given is None else TensorFile(given)
 
 
 def make(session: "Session", model: StreamedModel) -> TensorFile:

@@ -75,16 +75,6 @@ def _healed(run: Run, final: Final, start: Measured) -> Final:
     return replace(final, healing=facts)
 
 
-def report_ahead(run: Run, mix: Trial) -> None:
-    """Measures a mix that no step is to change any more on the windows that report: `reported` finds it."""
-    session, options = run.session, run.session.options
-    encoded = mix.load is not None or not options.front_to_back
-    if encoded and not options.heals and session.calibration is not None:
-        if calibrations.report_batches(session.calibration):
-            with session.stages.stage("report"):
-                mixes.measure(session, mix.planned.mix, "report", mix.load)
-
-
 def reported(run: Run, final: Final) -> Final:
     """Measures on the windows that report. The mix gives way to the uniform file when it loses to it there."""
     session, uniform = run.session, final.uniform

@@ -101,9 +101,7 @@ def encode_in_prefix(
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
-    with ThreadPoolExecutor(session.threads) as pool:  # all of it is read
-        there = all(pool.map(session.work.has, keys.values()))
-    if not there:
+    if not _all_there(session, list(keys.values())):
         workers = session.machine.workers(max(working_bytes(session.units[n]) for n in keys))
         threads = torch.get_num_threads()
         try:
@@ -115,6 +113,14 @@ def encode_in_prefix(
     for name, key in keys.items():
         results.setdefault(name, Result(_stored_loss(session, name, key), 0.0))
     return prefixed
+
+
+def _all_there(session: Session, keys: Sequence[str]) -> bool:
+    """Whether all results are in the work directory, undamaged: all of them are read, on all cores."""
+    if any(session.work.find_metadata(key) is None for key in keys):
+        return False
+    with ThreadPoolExecutor(session.threads) as pool:
+        return all(pool.map(session.work.has, keys))
 
 
 def _stored_loss(session: Session, name: str, key: str) -> float:

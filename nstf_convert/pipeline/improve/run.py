@@ -143,11 +143,9 @@ class Run:
             found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
         return self._promising(found) if len(found) > 1 else found
 
-    def best(self, found: Sequence[Planned], meanwhile: Callable[[], None] = lambda: None) -> Trial | None:
-        """The one of some plans that measures best, by the same last steps as a mix; None when there is none. meanwhile:
-        what can be done while other GPUs are at them."""
+    def best(self, found: Sequence[Planned]) -> Trial | None:
+        """The one of some plans that measures best, by the same last steps as a mix; None when there is none."""
         if found and self.session.helpers.busy:
-            meanwhile()
             with self.session.stages.stage("wait for other GPUs"):
                 self.session.helpers.wait()
         return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)

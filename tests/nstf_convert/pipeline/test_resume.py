@@ -21,7 +21,7 @@ from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 
 WRITE = TensorFileWriter, "__exit__"
 ENCODE = front_to_back._Pass, "_encode"
-MEASURE = mixes, "measure_model"
+MEASURE = mixes, "measure_splits"
 FINAL = importlib.import_module("nstf_convert.pipeline.convert"), "write_artifact"
 # What is called for how many times before the process dies, and whether it dies before or after that call. In a row
 # these are spread over a whole conversion, the passes front to back and the file itself included.
