@@ -106,26 +106,39 @@ class InputMoments:
         return out
 
 
+def outer(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of [n, features] each."""
+    return left.T @ right
+
+
 def mean_outer(
-    left: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor] | None = None, workers: int = 1
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    workers: int = 1,
+    difference: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = outer,
 ) -> Tensor:
     """sum_t w_t l_t r_t^T / sum_t w_t over the rows of several batches: [left features, right features] float32.
 
     left, right: by batch, [n, features]; weights: by batch, [n], None for ones. The batches' sums are added in order,
-    so that the result does not depend on `workers`. Zero when the weights are.
+    so that the result does not depend on `workers`. Zero when the weights are. difference: of l - r in place of l, whose
+    rounding is relative to the difference; product: what multiplies, unless both are the same rows.
     """
 
     def one(index: int) -> tuple[Tensor, float]:
         x, y = left[index].float(), right[index].float()
+        same = left[index] is right[index]
+        if difference:
+            x = x - y
         if weights is None:
-            product = second_moment(x) if left[index] is right[index] else x.T @ y
-            return product, float(x.shape[0])
+            return second_moment(x) if same else product(x, y), float(x.shape[0])
         w = weights[index].to(x.device, torch.float32)
         # sqrt(w) on both sides: a second moment is positive semi-definite whatever the rounding.
         root = w.sqrt()[:, None]
         left_rows = x * root
-        product = second_moment(left_rows) if left[index] is right[index] else left_rows.T @ (y * root)
-        return product, float(w.sum(dtype=torch.float64))
+        found = second_moment(left_rows) if same else product(left_rows, y * root)
+        return found, float(w.sum(dtype=torch.float64))
 
     total: Tensor | None = None
     mass = 0.0

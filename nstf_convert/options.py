@@ -10,20 +10,27 @@ from nstf_convert.budget import Budget
 
 @dataclass(frozen=True)
 class Effort:
-    """What one word stands for. samples: calibration windows, of `seq_len` tokens; front_to_back: each layer is
-    encoded for what its compressed predecessors give it; search_steps: moves of the local search; attention_plan: whether
-    one is measured."""
+    """What one word stands for.
+
+    samples: calibration windows, of `seq_len` tokens; gradient_samples: how many of them the backward pass reads (None: all;
+    with fewer, tokens are not weighted); thorough: every format is proposed, single formats are compared on a few layers,
+    and the windows that choose do not report (otherwise only formats that may win, compared by expected losses);
+    front_to_back: each layer is encoded for what its compressed predecessors give it; search_steps: moves of the local
+    search; attention_plan: whether one is measured.
+    """
 
     samples: int
+    gradient_samples: int | None
+    thorough: bool
     front_to_back: bool
     search_steps: int
     attention_plan: bool
 
 
 EFFORTS = {
-    "fast": Effort(samples=32, front_to_back=False, search_steps=0, attention_plan=False),
-    "balanced": Effort(samples=64, front_to_back=True, search_steps=0, attention_plan=False),
-    "best": Effort(samples=64, front_to_back=True, search_steps=6, attention_plan=True),
+    "fast": Effort(16, 4, thorough=False, front_to_back=False, search_steps=0, attention_plan=False),
+    "balanced": Effort(64, None, thorough=True, front_to_back=True, search_steps=0, attention_plan=False),
+    "best": Effort(64, None, thorough=True, front_to_back=True, search_steps=6, attention_plan=True),
 }
 
 
@@ -136,6 +143,25 @@ class ConvertOptions:
     def level(self) -> Effort:
         """What the effort stands for."""
         return EFFORTS[self.effort]
+
+    @property
+    def calibration_windows(self) -> int:
+        """Windows that are fitted on."""
+        return self.samples or self.level.samples
+
+    @property
+    def gradient_windows(self) -> int:
+        """How many of these the backward pass reads: as large a share of any number of windows."""
+        level = self.level
+        if level.gradient_samples is None:
+            return self.calibration_windows
+        return max(1, -(-self.calibration_windows * level.gradient_samples // level.samples))
+
+    @property
+    def reports_apart(self) -> bool:
+        """Whether the windows that choose do not report: where they only choose between two files, they may."""
+        chooses_often = self.budget.kind == "max_kl" or self.search_limits is not None or self.heals
+        return self.level.thorough or chooses_often
 
     @property
     def front_to_back(self) -> bool:

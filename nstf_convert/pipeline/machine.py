@@ -2,9 +2,12 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,6 +99,20 @@ class Machine:
             return 1
         room = int((1 - ACTIVATIONS_SHARE["cpu"]) * self._spendable())
         return max(1, min(self.threads, room // max(1, bytes_each)))
+
+    @contextmanager
+    def one_core_each(self) -> Iterator[Callable[..., Iterable[Any]]]:
+        """A `map` whose calls run side by side on a CPU, a core each, without gradients; on a GPU one after the other."""
+        if self.on_gpu:
+            yield map
+            return
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            with ThreadPoolExecutor(self.threads) as pool:
+                yield lambda work, *items: pool.map(torch.no_grad()(work), *items)
+        finally:
+            torch.set_num_threads(threads)
 
     def _at_most(self, share: float, standard: int) -> int:
         room = int(share * self._spendable())

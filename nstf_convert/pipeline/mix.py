@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from nstf.runtime.artifact import Shared, Source
 from nstf_convert.measure import (
     Accuracy,
     Similarity,
+    TokenScores,
     compare_outputs,
     score_window,
     summarise,
     summarise_outputs,
 )
 from nstf_convert.pipeline.calibrate import statistics as calibrations
+from nstf_convert.pipeline.calibrate.text import Batch
 from nstf_convert.pipeline.propose.candidates import price
 from nstf_convert.pipeline.propose.decoded import decoded
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS
@@ -200,33 +203,51 @@ def _key(session: Session, mix: Mapping[str, Recipe], split: str, made: str | No
 def measure_splits(session: Session, test: StreamedModel, splits: Sequence[str]) -> dict[str, Measured]:
     """Compares any model with the original on splits of the calibration, by name: `held_out` chooses, `report` reports. The
     windows of all of them go through the model together, as many as fit."""
-    reference, file = session.reference(), session.calibration
+    file = session.calibration
     if file is None:
         raise ValueError("there is no held-out data")
     batches = {s: getattr(calibrations, f"{s}_batches")(file) for s in splits}
     places = [(s, f"{REFERENCES[s]}:{i}") for s, own in batches.items() for i in range(len(own))]
-    language = bool(file.metadata["language"])
-    scores: dict[str, list[Any]] = {s: [] for s in splits}
     every = [batch for own in batches.values() for batch in own]
-    coming = iter(places)
-    for group in calibrations.merge_batches(every, session.machine.tokens_per_batch):
-        if language:
-            ids = group["input_ids"]
-            hidden = test.hidden(ids)
-            with reference.holding(reference.head), test.holding(test.head):
-                for row, (split, name) in zip(range(ids.shape[0]), coming, strict=False):
-                    ref = file.get(name).to(hidden.device)
-                    score = score_window(reference, ref, test, hidden[row], ids[row].to(hidden.device))
-                    scores[split].append(score)
-        else:
-            out = test.outputs(**group)
-            out = out.mean(dim=1) if out.ndim == 3 else out
-            for row, (split, name) in zip(range(out.shape[0]), coming, strict=False):
-                one = out[row : row + 1]
-                scores[split].append(compare_outputs(file.get(name).to(one.device)[None], one))
+    groups = list(calibrations.merge_batches(every, session.machine.tokens_per_batch))
+    language = bool(file.metadata["language"])
+    references = [partial(file.get, name) for _, name in places]
+    compared = _scores if language else _similarities
+    scores: dict[str, list[Any]] = {s: [] for s in splits}
+    for (split, _), score in zip(places, compared(session, test, groups, references), strict=True):
+        scores[split].append(score)
     return {
         s: _summarised(found, tuple(calibrations.domains(file, s)), language) for s, found in scores.items()
     }
+
+
+def _scores(
+    session: Session, test: StreamedModel, groups: Sequence[Batch], references: Sequence[Callable[[], Tensor]]
+) -> list[TokenScores]:
+    """The scores of every window of some batches, a core of a CPU each: of small models the operations between the
+    products gain nothing from several. references: what gives the original's hidden states, by window."""
+    reference = session.reference()
+    windows = [row for group in groups for row in group["input_ids"]]
+
+    def score(index: int) -> TokenScores:
+        ids, out = windows[index], hidden[index]
+        return score_window(reference, references[index]().to(out.device), test, out, ids.to(out.device))
+
+    for model in (reference, test):
+        model.settle()  # one thread at a time may
+    with session.machine.one_core_each() as each:
+        hidden = [row for out in each(lambda group: test.hidden(group["input_ids"]), groups) for row in out]
+        with reference.holding(reference.head), test.holding(test.head):
+            return list(each(score, range(len(windows))))
+
+
+def _similarities(
+    session: Session, test: StreamedModel, groups: Sequence[Batch], references: Sequence[Callable[[], Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and error of every output of some batches of a model that is no language model."""
+    out = [test.outputs(**group) for group in groups]
+    rows = [row[None] for o in out for row in (o.mean(dim=1) if o.ndim == 3 else o)]
+    return [compare_outputs(get().to(o.device)[None], o) for get, o in zip(references, rows, strict=True)]
 
 
 def _summarised(scores: Sequence[Any], domains: tuple[str, ...], language: bool) -> Measured:

@@ -45,6 +45,8 @@ BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8, "moments": 8}
 HEAD_DIM = 64
 # Encoding front to back: the mix, and the best single format.
 PASSES = 2
+# The backward pass, with the forward pass before it and the layers that are computed again, in forward passes.
+BACKWARD = 4
 # Single formats that are compared, on this share of the layers, three at most.
 COMPARED, COMPARED_SHARE = 3, 0.25
 # A move of the search encodes this share of the weights anew; a size tried for a bound on the divergence this one.
@@ -82,11 +84,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Text:
-    """windows of so many tokens to calibrate on; done: the calibration is there already."""
+    """windows of so many tokens to calibrate on; done: the calibration is there already; gradients: windows that the
+    backward pass reads (None: all)."""
 
     windows: int
     tokens: int
     done: bool = False
+    gradients: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,9 @@ def predict(
     used as they come and not kept."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
-    rates = measured_rates(machine, _quarter_bits(size, units), work.cubes // max(1, work.squares))
+    rates = measured_rates(
+        machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough
+    )
     cores = 1 if machine.on_gpu else machine.workers(work.working)
     tokens, scored = text.windows * text.tokens, MEASURED_WINDOWS * text.tokens
     forward = _forward(work, rates, text.tokens)
@@ -155,18 +161,21 @@ def predict(
     # Further GPUs take batches of the backward pass, Hessians that are not kept, proposals, and the single format.
     devices = len(machine.devices)
     shared, passes = devices if drops_hessians else 1, PASSES if devices == 1 else 1
-    backward = tokens * (4 * forward + 2 * logits) / devices
+    read = text.windows if text.gradients is None else text.gradients
+    backward = read * text.tokens * (BACKWARD * forward + 2 * logits) / devices
+    compares = options.level.thorough and not drops_hessians
+    splits = 2 if options.reports_apart else 1
 
     log.debug("%s, %s", rates, work)
     name = "encode front to back" if front_to_back else "encode"
     seconds = {
-        "calibration": backward + tokens * (forward + hessians / shared) + 2 * scored * forward,
+        "calibration": backward + tokens * (forward + hessians / shared) + splits * scored * forward,
         "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / devices,
-        "compare formats": 0.0 if drops_hessians else COMPARED * (compared * encode + measured),
+        "compare formats": COMPARED * (compared * encode + measured) if compares else 0.0,
         name: passes * last,
         # A final mix that was encoded front to back is measured on both sets of windows at once.
-        "measure": passes * measured * (2 if front_to_back else 1),
-        "report": 0.0 if front_to_back else passes * measured,
+        "measure": passes * measured * (splits if front_to_back else 1),
+        "report": 0.0 if front_to_back or splits == 1 else passes * measured,
     }
     if text.done:
         seconds["calibration"] = 0.0
@@ -271,8 +280,9 @@ def _cols(unit: Unit) -> int:
     return unit.elements // rows
 
 
-def measured_rates(machine: Machine, quarter_bits: int, width: int) -> Rates:
-    """Times the units on the machine's first device; quarter_bits: of the search, width: of most factorisations."""
+def measured_rates(machine: Machine, quarter_bits: int, width: int, few_forms: bool) -> Rates:
+    """Times the units on the machine's first device; quarter_bits: of the search, width: of most factorisations;
+    few_forms: only forms that may win are proposed."""
     device = machine.device
     size, (least, most) = SIZE[device.type], FACTOR_SIZES[device.type]
     square = min(max(width, least), most)
@@ -303,7 +313,7 @@ def measured_rates(machine: Machine, quarter_bits: int, width: int) -> Rates:
     few = 0.0
     if machine.on_gpu:
         few = _seconds(lambda: encode_tiles(targets[:FEW_TILES], quarter_bits, book), device)
-    round_, propose = _trial(machine)
+    round_, propose = _trial(machine, few_forms)
     return Rates(
         product=product,
         element=element,
@@ -316,7 +326,7 @@ def measured_rates(machine: Machine, quarter_bits: int, width: int) -> Rates:
     )
 
 
-def _trial(machine: Machine) -> tuple[float, float]:
+def _trial(machine: Machine, few_forms: bool) -> tuple[float, float]:
     """(seconds of rounding a weight to a grid with feedback on all cores, seconds of the proposals for a matrix on one)."""
     rows, cols = TRIAL
     generator = torch.Generator().manual_seed(0)
@@ -332,7 +342,7 @@ def _trial(machine: Machine) -> tuple[float, float]:
         if machine.on_gpu:
             return rounding / weight.numel(), 0.0
         start = time.perf_counter()
-        cand.estimates(unit, weight, known, cand.quantised_recipes())
+        cand.estimates(unit, weight, known, cand.simple_recipes(unit, cand.method_families(None), few_forms))
         cand.trellis_recipes(unit, weight, known)
         return rounding / weight.numel() / machine.threads, time.perf_counter() - start
     finally:

@@ -55,6 +55,20 @@ def rounding(module: nn.Module, head: nn.Module | None) -> None:
                 part.forward = MethodType(_linear, part)  # type: ignore[method-assign]
 
 
+def outer(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of [n, features] each, float32; in a block of `fast_products` rounded as by `rounding` models.
+
+    Not for a second moment: rounding the result may make that indefinite.
+    """
+    if left.device.type == "cpu" and _own_products() and _rounds(left.shape[0]):
+        return (left.bfloat16().T @ right.bfloat16()).float()
+    return left.T @ right
+
+
+def _rounds(rows: int) -> bool:
+    return torch.get_float32_matmul_precision() != "highest" and rows >= FEWEST_ROWS
+
+
 @cache
 def _own_products() -> bool:
     known = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
@@ -64,8 +78,7 @@ def _own_products() -> bool:
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     weight, rows = module.weight, x.numel() // max(1, x.shape[-1])
-    rounds = torch.get_float32_matmul_precision() != "highest" and rows >= FEWEST_ROWS
-    if not rounds or x.dtype != torch.float32 or weight.requires_grad:
+    if not _rounds(rows) or x.dtype != torch.float32 or weight.requires_grad:
         return functional.linear(x, weight, module.bias)
     y: Tensor = _Rounded.apply(x, weight)  # type: ignore[no-untyped-call]
     return y if module.bias is None else y + module.bias

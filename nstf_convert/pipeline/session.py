@@ -222,7 +222,8 @@ class Session:
     def encoder_for(self, calibration: str) -> Encoder:
         """What encodes the units by the session's statistics, which came from the calibration of that fingerprint."""
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
-        return Encoder(self.work, self._at_hand, self.statistics, identity, self.config, self.machine)
+        few = not self.options.level.thorough
+        return Encoder(self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few)
 
     def _at_hand(self, name: str) -> Tensor:
         """The original tensor, on the device where the model has left it there."""
@@ -257,7 +258,9 @@ class Session:
             "checkpoint": self.checkpoint.fingerprint(),
             "datasets": [texts.fingerprint(d) for d in options.datasets],
             "calibration": None if calibration is None else calibrations.file_digest(calibration),
-            "samples": options.samples or options.level.samples,
+            "samples": options.calibration_windows,
+            "gradient_windows": options.gradient_windows,
+            "reports_apart": options.reports_apart,
             "seq_len": options.seq_len,
             "seed": options.seed,
             "tool": __version__,
@@ -311,7 +314,8 @@ class Session:
             return Text(int(source["fit_windows"]), int(source.get("seq_len", self.options.seq_len)), True)
         options = self.options
         most = longest_window(model)
-        return Text(options.samples or options.level.samples, min(options.seq_len, most), False)
+        tokens = min(options.seq_len, most)
+        return Text(options.calibration_windows, tokens, False, options.gradient_windows)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""

@@ -38,3 +38,14 @@ def test_inputs_of_several_batches_are_added_up() -> None:
     torch.testing.assert_close(
         moments.pop()["x"].hessian, joined.T @ joined / len(joined), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_mean_of_differences_is_that_of_the_left_rows_without_the_right() -> None:
+    generator = torch.Generator().manual_seed(3)
+    right = [torch.randn(n, 20, generator=generator) for n in (30, 9)]
+    left = [r + 0.01 * torch.randn(r.shape, generator=generator) for r in right]
+    weights = [torch.rand(n, generator=generator) for n in (30, 9)]
+    for given in (weights, None):
+        wanted = mean_outer(left, right, given) - mean_outer(right, right, given)
+        found = mean_outer(left, right, given, workers=2, difference=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)

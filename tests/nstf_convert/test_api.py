@@ -41,3 +41,13 @@ def test_an_effort_decides_what_no_switch_says(tmp_path) -> None:
     assert made(effort="best", search=False).search_limits is None
     assert made(search_minutes=2.0).search_limits == (2.0, None)
     assert made(effort="best", search_steps=0).search_limits is None
+    assert made().gradient_windows == made().calibration_windows == EFFORTS["balanced"].samples
+    fast = made(effort="fast")
+    assert 0 < fast.gradient_windows < fast.calibration_windows < made().calibration_windows
+    assert (
+        made(effort="fast", samples=2 * fast.calibration_windows).gradient_windows
+        == 2 * fast.gradient_windows
+    )
+    assert made(effort="fast", samples=1).gradient_windows == 1
+    assert made().reports_apart and not fast.reports_apart
+    assert made(effort="fast", search=True).reports_apart and made(effort="fast", heal_steps=1).reports_apart

@@ -119,7 +119,8 @@ def end_loss_gradients(
     tokens_per_batch: int = 0,
     pieces: Pieces | None = None,
 ) -> Gradients:
-    """Gradients of the end loss over all fit batches. tick: is told the share of the work that a batch was;
+    """Gradients of the end loss over the fit batches, or the first ones of them (`Data.read`), which leave tokens without
+    weights. tick: is told the share of the work that a batch was;
     tokens_per_batch: windows are put together up to so many; pieces: batches are shared with other processes."""
     merged = _merged(data, tokens_per_batch)
     total: Share | None = None
@@ -139,14 +140,18 @@ def end_loss_gradients(
     found = {
         n: (v / units).to(torch.float32) * scales.get(n, 1.0) ** 2 for n, v in sorted(total.sums.items())
     }
-    weights = token_weights(tokens, _rows(data.fit))
+    weights = token_weights(tokens, _rows(data.to_read))
     if total.head is not None and model.head is not None:
         head = next(p for p, module in model.module.named_modules() if module is model.head)
         found[f"sensitivity:{model.stored_name(f'{head}.weight')}"] = (total.head / units).to(torch.float32)
         weights["head"] = torch.cat(spread)
+    counts = total.counts
+    if len(data.to_read) < len(data.fit):
+        weights = {}
+        counts = {n: _of_all(v, data) for n, v in counts.items()}
     return Gradients(
         found,
-        {n: _frequency(v) for n, v in sorted(total.counts.items())},
+        {n: _frequency(v) for n, v in sorted(counts.items())},
         {n: temper(w, WEIGHT_POWER, WEIGHT_CAP) for n, w in weights.items()},
         total.repeats,
     )
@@ -166,7 +171,7 @@ def leave_gradients(
 
 
 def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
-    return list(merge_batches(data.fit, tokens_per_batch)) if tokens_per_batch else list(data.fit)
+    return list(merge_batches(data.to_read, tokens_per_batch)) if tokens_per_batch else list(data.to_read)
 
 
 def _in_order(backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None) -> Iterator[Share]:
@@ -297,6 +302,19 @@ def _rows(batches: tuple[Batch, ...]) -> int:
     """Tokens in all; 0 for inputs that are no tokens."""
     ids = [b.get("input_ids") for b in batches]
     return sum(math.prod(i.shape) for i in ids if i is not None)
+
+
+def _of_all(counts: Tensor, data: Data) -> Tensor:
+    """How often each row is looked up by all batches, where the batches that were read looked up their `input_ids`."""
+
+    def looked_up(some: Sequence[Batch]) -> Tensor | None:
+        ids = [b["input_ids"].reshape(-1) for b in some if "input_ids" in b]
+        if len(ids) < len(some) or max(int(i.max()) for i in ids) >= counts.numel():
+            return None
+        return torch.bincount(torch.cat(ids), minlength=counts.numel()).double()
+
+    every, part = looked_up(data.fit), looked_up(data.to_read)
+    return counts if every is None or part is None or not torch.equal(part, counts.cpu()) else every
 
 
 def _frequency(counts: Tensor) -> Tensor:

@@ -64,11 +64,15 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     options = session.options
     with session.stages.stage("calibration text"):
         data = _waiting(session, model, _data(session, model))
+        data = replace(data, read=min(options.gradient_windows, len(data.fit)))
+        if not options.reports_apart:
+            data = data.without_report()
     facts = {
         "version": CALIBRATION_VERSION,
         "checkpoint": session.checkpoint.fingerprint(),
         "seed": options.seed,
         "device": session.device.type,
+        "gradient_windows": data.read,
     }
     splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
     identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
@@ -201,7 +205,7 @@ def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> b
 
 def _data(session: "Session", model: StreamedModel) -> inputs.Data:
     options = session.options
-    samples = options.samples or options.level.samples
+    samples = options.calibration_windows
     if options.datasets:
         if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
             return inputs.tensor_data(Path(options.datasets[0]))

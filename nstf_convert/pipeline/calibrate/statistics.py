@@ -118,7 +118,7 @@ def calibrate_model(
 def data_needed(data: Data) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What another process needs of the data: tensors and JSON, read back by `data_found`."""
     tensors = {f"{i}:{name}": value for i, batch in enumerate(data.fit) for name, value in batch.items()}
-    return tensors, {"language": data.language, "fit": len(data.fit)}
+    return tensors, {"language": data.language, "fit": len(data.fit), "read": data.read}
 
 
 def data_found(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Data:
@@ -127,7 +127,7 @@ def data_found(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Data:
     for name, value in tensors.items():
         index, _, key = name.partition(":")
         fit[int(index)][key] = value
-    return Data(facts["language"], tuple(fit), (), {})
+    return Data(facts["language"], tuple(fit), (), {}, read=facts["read"])
 
 
 def reference_outputs(

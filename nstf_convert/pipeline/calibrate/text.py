@@ -3,7 +3,7 @@
 import math
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class Data:
     Statistics are fitted on `fit`, mixes are chosen by `held_out`, and `report` is what the file is said to lose.
     source: a description for the report; `origin` is `dataset`, `mixed` (what ships with Python and
     nstf), `model` (sampled from it), `documentation` (the
-    Python manual that comes with Python) or `noise`. domains: the dataset of every batch, by split.
+    Python manual that comes with Python) or `noise`. domains: the dataset of every batch, by split. read: how many batches
+    of `fit` the backward pass reads (None: all).
     """
 
     language: bool
@@ -50,12 +51,24 @@ class Data:
     source: dict[str, Any]
     report: tuple[Batch, ...] = ()
     domains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    read: int | None = None
 
     def __post_init__(self) -> None:
         origin = str(self.source.get("origin", "dataset"))
         given = {n: self.domains.get(n) for n in ("fit", "held_out", "report")}
         filled = {n: d if d is not None else (origin,) * len(getattr(self, n)) for n, d in given.items()}
         object.__setattr__(self, "domains", filled)
+
+    @property
+    def to_read(self) -> tuple[Batch, ...]:
+        """The batches that the backward pass reads."""
+        return self.fit[: self.read]
+
+    def without_report(self) -> "Data":
+        """The same without windows that only report: those that choose then do both."""
+        domains = {n: d for n, d in self.domains.items() if n != "report"}
+        source = {**self.source, "report_windows": 0}
+        return replace(self, report=(), source=source, domains={**domains, "report": ()})
 
 
 def text_data(

@@ -53,7 +53,7 @@ class Run:
         session, widest = self.session, self.meta.widest()
         with session.stages.stage("plan"):
             planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact=False)
-            if "add" in self.allowed:
+            if "add" in self.allowed and session.options.level.thorough:
                 known = session.statistics.has_hessian
                 low = [
                     u
@@ -137,7 +137,8 @@ class Run:
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
 
-        Which family is best is measured on a few layers; only the best there, and those close to it, take all steps.
+        Which family is best is measured on a few layers; only the best there, and those close to it, take all steps. An
+        effort that compares none takes the one that is expected to lose least.
         """
         with self.session.stages.stage("plan"):
             found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
@@ -158,8 +159,8 @@ class Run:
         """
         session = self.session
         found = [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
-        if len(found) == 1:
-            return found
+        if len(found) == 1 or not session.options.level.thorough:
+            return found[:1]
         if not session.keeps_hessians:
             log.info("the Hessians were not kept: single formats are compared by their expected losses")
             scores, close = [p.expected_loss for p in found], EXPECTED_MARGIN

@@ -3,7 +3,7 @@
 x are the original model's inputs of a layer, x~ those its compressed predecessors give, H~ = E[x~ x~^T]. The best
 linear map of x~ to what the original computes, W x, is
 
-    W* = W + D,    D = (W (E[x x~^T] - H~) + R) (H~ + damping)^{-1},    R = 0
+    W* = W + D,    D = (W E[(x - x~) x~^T] + R) (H~ + damping)^{-1},    R = 0
 
 (Li et al., GPTAQ, 2025, in closed form). A layer whose output y is added to a residual stream r can also undo what
 went wrong in the stream before it: with R = E[(r - r~) x~^T] the sum r~ + W* x~ is the best fit of r + W x.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nstf.analyzers.moments import mean_outer
+from nstf_convert.pipeline.products import outer
 
 # Of a weight that are solved for at a time: rows at least, and elements. In float64 each takes several copies.
 ROWS, ELEMENTS = 256, 1 << 23
@@ -28,11 +29,11 @@ ROWS, ELEMENTS = 256, 1 << 23
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """hessian: E[x~ x~^T]; cross: E[x x~^T], both [in, in]; stream: E[(r - r~) x~^T] [out, in] or None; mass: what
+    """hessian: E[x~ x~^T]; shift: E[(x - x~) x~^T], both [in, in]; stream: E[(r - r~) x~^T] [out, in] or None; mass: what
     the tokens weigh in all."""
 
     hessian: Tensor
-    cross: Tensor | None
+    shift: Tensor | None
     stream: Tensor | None
     mass: float
 
@@ -56,13 +57,16 @@ class Rows:
 def moments(data: Rows, workers: int) -> Moments:
     """The second moments of some batches."""
     hessian = mean_outer(data.rows, data.rows, data.weights, workers)
-    cross = mean_outer(data.originals, data.rows, data.weights, workers) if data.originals else None
-    stream = mean_outer(data.lag, data.rows, data.weights, workers) if data.lag else None
+    shift = stream = None
+    if data.originals:
+        shift = mean_outer(data.originals, data.rows, data.weights, workers, difference=True, product=outer)
+    if data.lag:
+        stream = mean_outer(data.lag, data.rows, data.weights, workers, product=outer)
     if data.weights is None:
         mass = float(sum(r.shape[0] for r in data.rows))
     else:
         mass = sum(float(w.sum(dtype=torch.float64)) for w in data.weights)
-    return Moments(hessian, cross, stream, mass)
+    return Moments(hessian, shift, stream, mass)
 
 
 def joined(a: Moments, b: Moments) -> Moments:
@@ -73,7 +77,7 @@ def joined(a: Moments, b: Moments) -> Moments:
         return None if x is None or y is None else x.lerp_(y, share)
 
     return Moments(
-        a.hessian.lerp_(b.hessian, share), mix(a.cross, b.cross), mix(a.stream, b.stream), a.mass + b.mass
+        a.hessian.lerp_(b.hessian, share), mix(a.shift, b.shift), mix(a.stream, b.stream), a.mass + b.mass
     )
 
 
@@ -96,8 +100,7 @@ def targets(
     del fit, held_out
     if not any(shares):
         return [(weight, 0.0) for weight, _ in weights], both
-    shift = None if both.cross is None else both.cross.sub_(both.hessian)
-    system = _System(both.hessian, shift, both.stream, damping)
+    system = _System(both.hessian, both.shift, both.stream, damping)
 
     def corrected(weight: Tensor, share: float) -> tuple[Tensor, float]:
         return (weight + share * system.direction(weight) if share else weight), share
@@ -113,14 +116,13 @@ def _shares(
     each: Callable[..., Iterable[Any]],
 ) -> list[float]:
     """How far each weight goes along the D of `fit` to lose least on `held_out`: a ratio of two traces."""
-    system = _System(fit.hessian, _shift(fit), fit.stream, damping)
+    system = _System(fit.hessian, fit.shift, fit.stream, damping)
     directions = list(each(system.direction, [weight for weight, _ in weights]))
     del system
-    shift = _shift(held_out)
 
     def one(pair: tuple[Tensor, Tensor | None], direction: Tensor) -> float:
         weight, row_weight = pair
-        wanted = (_slope(weight, shift, held_out.stream) * direction).sum(1, dtype=torch.float64)
+        wanted = (_slope(weight, held_out.shift, held_out.stream) * direction).sum(1, dtype=torch.float64)
         energy = ((direction @ held_out.hessian) * direction).sum(1, dtype=torch.float64)
         if row_weight is not None:
             wanted, energy = wanted * row_weight.double(), energy * row_weight.double()
@@ -130,13 +132,8 @@ def _shares(
     return list(each(one, weights, directions))
 
 
-def _shift(m: Moments) -> Tensor | None:
-    """E[x x~^T] - H~."""
-    return None if m.cross is None else m.cross - m.hessian
-
-
 def _slope(weight: Tensor, shift: Tensor | None, stream: Tensor | None) -> Tensor:
-    """W (E[x x~^T] - H~) + R: half the negative gradient of the squared error at W, for some rows: [rows, in]."""
+    """W E[(x - x~) x~^T] + R: half the negative gradient of the squared error at W, for some rows: [rows, in]."""
     slope = torch.zeros_like(weight) if shift is None else weight @ shift
     return slope if stream is None else slope + stream
 

@@ -30,6 +30,8 @@ SAMPLE_ROWS = 32
 SAMPLE_ELEMENTS = 1 << 15
 # Bits per weight at which decompositions are compared with quantised forms of the same size.
 DECOMPOSED_BITS = (2.25, 3.25, 4.25, 6.25, 8.25)
+# Bits a weight that trellis codes reach.
+TRELLIS_BITS = 6
 # Rates that rows may have when they differ, in quarter bits.
 SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
 # Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
@@ -90,12 +92,25 @@ def quantised_recipes() -> list[Recipe]:
     return [*out, Recipe("mxfp4", {})]
 
 
+def simple_recipes(unit: Unit, allowed: set[str], few: bool) -> list[Recipe]:
+    """The quantised and dense forms of a tensor, of the methods that are allowed. few: where there are trellis codes, only
+    integers of more bits than these reach: with fewer they need half a bit more for the same loss."""
+    out = [r for r in quantised_recipes() if r.method in allowed]
+    if few and "trellis" in allowed and _columns(unit) >= trellis_format.SIDE:
+        out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS]
+    return out + dense_recipes(unit.dtype)
+
+
+def _columns(unit: Unit) -> int:
+    return unit.elements // math.prod(unit.inner_shape[: unit.lead])
+
+
 def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recipe, float]]:
     """Trellis codes at every rate with their expected losses: one rate for all rows, and rates by row.
 
     The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
     """
-    if unit.elements // math.prod(unit.inner_shape[: unit.lead]) < trellis_format.SIDE:
+    if _columns(unit) < trellis_format.SIDE:
         return []
     params = recipes.quantiser_params(Recipe("trellis", {}), unit.inner_shape, unit.lead)
     energy = trellis.row_energy(inner, params, stats)

@@ -54,8 +54,11 @@ class Encoder:
         identity: str,
         config: dict[str, Any] | None,
         machine: Machine,
+        few: bool = False,
     ) -> None:
-        """source: name -> the original tensor. identity: digest of checkpoint and calibration."""
+        """source: name -> the original tensor. identity: digest of checkpoint and calibration. few: only forms that may win
+        are proposed (`simple_recipes`)."""
+        self._few = few
         self._machine = machine
         self._work = work
         self._source = source
@@ -164,14 +167,13 @@ class Encoder:
 
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Every quantised, dense and decomposed candidate of a tensor, with expected losses."""
-        simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
-        table = self._estimated(unit, simple, "svd" in allowed)
+        simple = cand.simple_recipes(unit, allowed, self._few)
+        table = self._estimated(unit, simple, self._tries_low_rank(allowed))
         out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
         if "trellis" in allowed:
             out += [self._candidate(unit, _recipe(data), value) for data, value in table["trellis"]]
-        if "svd" in allowed:
-            for data, value in table["low_rank"]:
-                out.append(self._candidate(unit, _recipe(data), value))
+        for data, value in table["low_rank"]:
+            out.append(self._candidate(unit, _recipe(data), value))
         structured = allowed & {"cp", "tucker", "tensor_train"}
         if structured and unit.role in ("conv", "expert_stack"):
             for r, value in self._structured(unit, structured, allowed, out, float(table["signal"])):
@@ -212,7 +214,11 @@ class Encoder:
         inner, stats = self.inputs(unit)
         losses = cand.estimates(unit, inner, stats, simple)
         paths = cand.trellis_recipes(unit, inner, stats)
-        signal = loss(inner, torch.zeros((), device=inner.device).expand(inner.shape), stats, unit.lead)
+        rows, sampled, lead = inner, stats, unit.lead
+        if self._few:
+            rows, sampled = cand.sample_rows(unit, inner, stats)
+            lead = 1
+        signal = loss(rows, torch.zeros((), device=inner.device).expand(rows.shape), sampled, lead)
         rivals = [*zip(simple, losses, strict=True), *paths]
         wanted = cand.low_rank_that_may_win(unit, inner, stats, rivals) if low_rank else []
         factors: list[tuple[Recipe, float]] = []
@@ -245,8 +251,13 @@ class Encoder:
 
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""
-        simple = [r for r in cand.quantised_recipes() if r.method in allowed] + cand.dense_recipes(unit.dtype)
-        return float(self._estimated(unit, simple, "svd" in allowed)["signal"])
+        simple = cand.simple_recipes(unit, allowed, self._few)
+        return float(self._estimated(unit, simple, self._tries_low_rank(allowed))["signal"])
+
+    def _tries_low_rank(self, allowed: set[str]) -> bool:
+        """Whether matrices of low rank are proposed; no trained language model was seen to have any that trellis codes do
+        not beat."""
+        return "svd" in allowed and not (self._few and "trellis" in allowed)
 
     def _structured(
         self, unit: Unit, methods: set[str], allowed: set[str], rivals: Sequence[Candidate], signal: float

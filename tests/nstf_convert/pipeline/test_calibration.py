@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import calibrate
-from nstf_convert.pipeline.calibrate.statistics import domains, fit_batches, held_out_batches, report_batches
+from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
+from nstf_convert.pipeline.calibrate.statistics import (
+    data_found,
+    data_needed,
+    domains,
+    fit_batches,
+    held_out_batches,
+    report_batches,
+)
+from nstf_convert.pipeline.calibrate.text import Data
 from nstf_convert.pipeline.store.tensorfile import TensorFile
+from nstf_convert.streamed import StreamedModel
 
 from .conftest import WORDS
 
@@ -61,6 +71,22 @@ def test_every_hessian_has_the_weights_of_all_fit_tokens(file) -> None:
         assert entry["tokens"] == tokens == weights.numel()
         assert float(weights.mean()) == pytest.approx(1, abs=1e-3)
         assert float(weights.min()) >= 0
+
+
+def test_a_backward_pass_over_fewer_windows_weighs_no_tokens_but_counts_all_of_them(file, small) -> None:
+    from nstf_convert.checkpoint import open_checkpoint
+
+    batches = tuple(fit_batches(file))
+    model = StreamedModel.from_checkpoint(open_checkpoint(str(small.folder)))
+    some, every = (end_loss_gradients(model, Data(True, batches, (), {}, read=n), 0) for n in (2, None))
+    assert every.token_weight and not some.token_weight
+    assert data_found(*data_needed(Data(True, batches, (), {}, read=2))).read == 2
+    part = end_loss_gradients(model, Data(True, batches[:2], (), {}), 0)
+    assert some.sensitivity.keys() == part.sensitivity.keys()
+    for name, value in part.sensitivity.items():
+        assert torch.equal(some.sensitivity[name], value)
+    for name, value in every.frequency.items():
+        assert torch.equal(some.frequency[name], value) and not torch.equal(part.frequency[name], value)
 
 
 def test_sensitivities_of_a_layer_are_the_mean_squares_of_its_gradients(file, small) -> None:

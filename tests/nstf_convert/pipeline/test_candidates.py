@@ -68,3 +68,16 @@ def test_a_hybrid_is_left_out_only_where_its_correction_cannot_pay() -> None:
             true = loss(weight, recipes.decode(made).reshape(weight.shape), Stats(), 1)
             assert value == pytest.approx(true, rel=0.3)
     assert not found["noise"] and found["outliers"]
+
+
+def test_few_candidates_are_the_integers_beyond_the_trellis_codes_where_there_are_any() -> None:
+    allowed = cand.method_families(None)
+
+    def methods(few: bool, cols: int = 64, allowed: set[str] = allowed) -> list[tuple[str, int | None]]:
+        unit = Unit("w", (128, cols), "bfloat16", "mlp")
+        return [(r.method, r.params.get("bits")) for r in cand.simple_recipes(unit, allowed, few)]
+
+    assert set(methods(True)) == {("int_grid", 6), ("int_grid", 7), ("int_grid", 8), ("dense", None)}
+    assert set(methods(True)) < set(methods(False)) and ("int_grid", 2) in methods(False)
+    for without in ({"cols": 8}, {"allowed": allowed - {"trellis"}}):
+        assert methods(True, **without) == methods(False, **without)

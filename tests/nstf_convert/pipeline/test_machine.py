@@ -61,6 +61,15 @@ def test_threads_are_as_before_when_a_conversion_is_over(options, tmp_path) -> N
         torch.set_num_threads(before)
 
 
+def test_a_core_each_is_for_the_block_only_and_keeps_the_order() -> None:
+    threads = torch.get_num_threads()
+    with small_machine(threads=3).one_core_each() as each:
+        assert list(each(lambda i: (i, torch.get_num_threads(), torch.is_grad_enabled()), range(5))) == [
+            (i, 1, False) for i in range(5)
+        ]
+    assert torch.get_num_threads() == threads
+
+
 def test_workers_are_as_many_as_fit_the_memory() -> None:
     room = 0.7 * ((4 << 30) - BASE_BYTES)
     assert small_machine().workers(1 << 20) == 4
@@ -103,7 +112,7 @@ def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None
 @pytest.fixture
 def predicted(options, monkeypatch):
     """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
-    monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits, width: RATES)
+    monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits, width, few: RATES)
 
     def one(
         text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, devices: int = 1,
@@ -232,7 +241,7 @@ def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(
 def test_another_effort_in_the_same_work_directory_is_another_job(options, tmp_path) -> None:
     work = tmp_path / "work"
     convert(options(("ratio", 0.5), samples=None, effort="fast", work_dir=work, seq_len=16))
-    with pytest.raises(UsageError, match=r"another job \(samples was 32, now 64\)"):
+    with pytest.raises(UsageError, match=r"another job \(.*samples was 16, now 64\)"):
         convert(
             options(("ratio", 0.5), samples=None, effort="balanced", work_dir=work, seq_len=16, force=True)
         )

@@ -153,3 +153,24 @@ def test_a_format_that_is_expected_to_lose_ten_times_as_much_is_not_measured(run
     run.table = believing(run.table, "grid16", 50.0)
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
     assert uniform_method(run.best(run.rivals(budget))) == "int_grid"
+
+
+def test_without_a_comparison_the_format_that_is_expected_to_lose_least_is_the_rival(
+    run, monkeypatch
+) -> None:
+    monkeypatch.setattr(Run, "_on_a_few_layers", lambda *args: pytest.fail("it was measured"))
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    expected = uniforms(run.session, run.table, budget, run.meta.widest())
+    assert len(expected) == 2
+    run.session.options = replace(run.session.options, effort="fast")
+    assert [p.label for p in run.rivals(budget)] == [expected[0].label]
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_windows_that_choose_between_two_files_only_report_too(options, search) -> None:
+    steps = {"search": True, "search_steps": 1} if search else {}
+    report = convert(options(("ratio", 0.6), effort="fast", formats=("int_grid",), **steps)).report
+    accuracy = report["accuracy"]
+    assert (accuracy["selection"] == pytest.approx(accuracy["final"]["mean_kl"])) == (not search)
+    assert accuracy["protocol"]["windows_that_report"] == accuracy["protocol"]["windows_that_choose"] == 8
+    assert_never_worse(report)

@@ -44,3 +44,15 @@ def test_the_head_is_left_alone(model) -> None:
     wanted = model[3](hidden)
     with products.fast_products():
         assert torch.equal(model[3](hidden), wanted)
+
+
+def test_an_outer_product_rounds_in_the_block_and_only_there(monkeypatch) -> None:
+    monkeypatch.setattr(products, "_own_products", lambda: True)
+    generator = torch.Generator().manual_seed(2)
+    left, right = (torch.randn(80, n, generator=generator) for n in (24, 40))
+    wanted = left.T @ right
+    assert torch.equal(products.outer(left, right), wanted)
+    with products.fast_products():
+        rounded = products.outer(left, right)
+    assert rounded.dtype == torch.float32
+    assert 1e-5 < float((rounded - wanted).norm() / wanted.norm()) < 1e-2

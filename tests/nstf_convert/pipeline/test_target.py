@@ -59,6 +59,6 @@ def test_joined_moments_are_those_of_all_tokens() -> None:
     whole = moments(data, 1)
     assert torch.allclose(both.hessian, whole.hessian, atol=1e-5)
     assert torch.allclose(whole.hessian, (seen * w[:, None]).T @ seen / w.sum(), atol=1e-5)
-    assert both.cross is not None and whole.cross is not None
-    assert torch.allclose(both.cross, whole.cross, atol=1e-5)
+    assert both.shift is not None and whole.shift is not None
+    assert torch.allclose(both.shift, whole.shift, atol=1e-5)
     assert both.stream is None and abs(both.mass - whole.mass) < 1e-2
