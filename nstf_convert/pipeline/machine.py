@@ -126,6 +126,8 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
     """The machine as the options ask for it. Raises UsageError for a device that is not there or a bound too small."""
     # Sizes vary from layer to layer: without it a part of the bound is lost between them. Read at the first use of a GPU.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # What cuBLAS needs to give the same bits every time (see `repeatable`); of the size that it takes by itself.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     devices = _devices(device)
     for what, size in (("memory", memory), ("GPU memory", gpu_memory)):
         if size is not None and size < SMALLEST_BYTES:

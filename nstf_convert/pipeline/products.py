@@ -1,5 +1,6 @@
 """How exactly float32 matrix products are computed in a part of a conversion."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,6 +32,34 @@ def exact_products() -> Iterator[None]:
     """Products are computed in float32 inside a block of `fast_products`."""
     with _precision("highest"):
         yield
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """What is computed inside has the same bits every time, on one GPU or another of its kind.
+
+    The backward pass of attention on a GPU adds its parts up in the order in which they happen to be there, unless it is
+    told not to. Operations that have no such form warn, which says nothing to a user.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    settings: Any = torch.utils.deterministic  # a property of the module, which its types do not name
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling what `torch.empty` gives would only find faults of ours, at the cost of a write.
+    settings.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
 
 
 @contextmanager

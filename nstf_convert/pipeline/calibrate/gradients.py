@@ -24,7 +24,7 @@ from nstf.analyzers.turnstile import layer_list
 from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
 from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.products import fast_products
+from nstf_convert.pipeline.products import fast_products, repeatable
 from nstf_convert.streamed import StreamedModel
 
 # Labels drawn per token.
@@ -248,7 +248,7 @@ class _Backward:
         """What a batch says; index: its place among all, which is part of its labels' seed."""
         self._calls.clear()
         generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
-        with fast_products():
+        with fast_products(), repeatable(self.device):
             out = model_output(self._model, self._data, prepared(batch))
             if self._data.language:
                 units, head, spread = _back_from_logits(self._model, out, generator)

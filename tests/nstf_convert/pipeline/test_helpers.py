@@ -102,3 +102,15 @@ def test_a_helper_sees_its_own_gpu_only(visible, wanted, monkeypatch) -> None:
     with _seeing_only(torch.device("cuda", 1)):
         assert os.environ[VISIBLE] == wanted
     assert os.environ.get(VISIBLE) == visible
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_the_same_bytes_every_time_and_with_others_beside_it(default_options, tmp_path) -> None:
+    count = torch.cuda.device_count()
+    if count == 0:
+        pytest.skip("no GPU is here")
+    devices = ["cuda:0", "cuda:0", ",".join(["cuda:0", *map(str, range(1, count))])]
+    for i, device in enumerate(devices):
+        convert(default_options(device=device, output=tmp_path / f"{i}.nstf"))
+    first, *others = [(tmp_path / f"{i}.nstf").read_bytes() for i in range(len(devices))]
+    assert all(other == first for other in others)

@@ -56,3 +56,20 @@ def test_an_outer_product_rounds_in_the_block_and_only_there(monkeypatch) -> Non
         rounded = products.outer(left, right)
     assert rounded.dtype == torch.float32
     assert 1e-5 < float((rounded - wanted).norm() / wanted.norm()) < 1e-2
+
+
+def test_on_a_gpu_repeatable_operations_are_asked_for_and_settings_come_back() -> None:
+    def settings() -> tuple[bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+
+    before = settings()
+    with products.repeatable(torch.device("cpu")):
+        assert settings() == before
+    with pytest.raises(KeyError), products.repeatable(torch.device("cuda")):
+        assert settings() == (True, True, False)
+        raise KeyError
+    assert settings() == before
