@@ -30,20 +30,35 @@ class Infeasible(ValueError):
         self.smallest_bytes = smallest_bytes
 
 
+class TooSlow(ValueError):
+    """No choice within the bytes found is fast enough; `fastest_seconds` is the least time that one takes."""
+
+    def __init__(self, fastest_seconds: float, bound_seconds: float) -> None:
+        super().__init__(f"the fastest choice takes {fastest_seconds:.3g} s, the bound is {bound_seconds:.3g} s")
+        self.fastest_seconds = fastest_seconds
+
+
 @dataclass(frozen=True)
 class Allocation:
-    """choice: an option's index per unit. multiplier: loss per byte at the Lagrangian optimum."""
+    """choice: an option's index per unit. multiplier: loss per byte at the Lagrangian optimum. seconds: of a token."""
 
     choice: tuple[int, ...]
     size_bytes: int
     loss: float
     multiplier: float
+    seconds: float = 0.0
 
 
-def allocate(units: Sequence[Sequence[Option]], budget_bytes: int, exact: bool = True) -> Allocation:
-    """The best choice within `budget_bytes`. Raises Infeasible, and ValueError for a unit without options.
+def allocate(
+    units: Sequence[Sequence[Option]],
+    budget_bytes: int,
+    exact: bool = True,
+    bound_seconds: float | None = None,
+) -> Allocation:
+    """The best choice within `budget_bytes` and, where that is given, within `bound_seconds`.
 
     exact: spend the last bytes by the integer program; without it the Lagrangian choice is returned.
+    Raises Infeasible, TooSlow, and ValueError for a unit without options.
     """
     if any(not options for options in units):
         raise ValueError("a unit has no options")
@@ -54,13 +69,23 @@ def allocate(units: Sequence[Sequence[Option]], budget_bytes: int, exact: bool =
     choice, multiplier = _lagrangian(units, hulls, budget_bytes)
     if exact:
         choice = _exact(units, choice, multiplier, budget_bytes)
+    found = _allocation(units, choice, multiplier)
+    if bound_seconds is None or found.seconds <= bound_seconds:
+        return found
+    from nstf_convert.planner.timed import choose
+
+    choice, multiplier = choose(units, budget_bytes, bound_seconds, exact)
     return _allocation(units, choice, multiplier)
 
 
 def _allocation(units: Sequence[Sequence[Option]], choice: Sequence[int], multiplier: float) -> Allocation:
     chosen = [options[i] for options, i in zip(units, choice, strict=True)]
     return Allocation(
-        tuple(choice), sum(o.size_bytes for o in chosen), float(sum(o.loss for o in chosen)), multiplier
+        tuple(choice),
+        sum(o.size_bytes for o in chosen),
+        float(sum(o.loss for o in chosen)),
+        multiplier,
+        float(sum(o.seconds for o in chosen)),
     )
 
 
@@ -107,7 +132,7 @@ def _exact(
         shape=(len(units), len(variables)),
     )
     scale = max(float(losses.sum()), 1e-300)
-    with _silent_stdout():
+    with silent_stdout():
         result = milp(
             losses / scale * len(variables),
             constraints=[
@@ -130,7 +155,7 @@ def _exact(
 
 
 @contextmanager
-def _silent_stdout() -> Iterator[None]:
+def silent_stdout() -> Iterator[None]:
     """Sends what C++ code prints to nowhere: HiGHS leaves debugging lines on stdout, where results belong."""
     sys.stdout.flush()
     try:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store a unit: its price in bytes on disk and its expected loss (nats of KLD, or relative error)."""
+    """One way to store a unit: its price in bytes on disk, its expected loss (nats of KLD, or relative error), and the
+    seconds a token spends on it (0 where nobody asked)."""
 
     size_bytes: int
     loss: float
+    seconds: float = 0.0
 
 
 def pareto(options: Sequence[Option]) -> list[int]:

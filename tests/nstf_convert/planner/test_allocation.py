@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nstf_convert.planner import Infeasible, Option, allocate, lower_hull, pareto
+from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, lower_hull, pareto
 
 
 def _units(seed: int, count: int, options: int) -> list[list[Option]]:
@@ -81,3 +81,60 @@ def test_same_input_gives_the_same_choice() -> None:
     units = _units(3, 40, 8)
     budget = sum(u[0].size_bytes for u in units)
     assert allocate(units, budget) == allocate(units, budget)
+
+
+def _timed_units(seed: int, count: int, options: int) -> list[list[Option]]:
+    """Options whose seconds follow neither bytes nor losses."""
+    rng = random.Random(seed)
+    return [
+        [
+            Option(rng.randint(10, 400), rng.random() * 10 ** rng.uniform(-4, 0), rng.uniform(0.1, 3.0))
+            for _ in range(options)
+        ]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_two_bounds_are_kept_and_nearly_as_good_as_exhaustive_search(seed: int) -> None:
+    units = _timed_units(seed, 6, 5)
+    smallest = sum(min(o.size_bytes for o in u) for u in units)
+    largest = sum(max(o.size_bytes for o in u) for u in units)
+    budget = int(smallest + 0.6 * (largest - smallest))
+    mixes = [m for m in itertools.product(*units) if sum(o.size_bytes for o in m) <= budget]
+    fastest = min(sum(o.seconds for o in m) for m in mixes)
+    free = allocate(units, budget).seconds
+    for share in (0.2, 0.5, 0.8):
+        bound = fastest + share * (free - fastest) + 1e-9
+        best = min(sum(o.loss for o in m) for m in mixes if sum(o.seconds for o in m) <= bound)
+        found = allocate(units, budget, bound_seconds=bound)
+        assert found.size_bytes <= budget and found.seconds <= bound
+        assert found.loss <= best * 1.02 + 1e-12
+
+
+def test_a_bound_that_does_not_bind_changes_nothing() -> None:
+    units = _timed_units(0, 20, 8)
+    budget = sum(sorted(o.size_bytes for o in u)[3] for u in units)
+    free = allocate(units, budget)
+    assert allocate(units, budget, bound_seconds=free.seconds) == free
+
+
+def test_less_time_costs_loss_and_never_the_bounds() -> None:
+    units = _timed_units(1, 60, 12)
+    budget = sum(sorted(o.size_bytes for o in u)[6] for u in units)
+    free = allocate(units, budget)
+    losses = [free.loss]
+    for share in (0.9, 0.7, 0.5):
+        for exact in (False, True):
+            found = allocate(units, budget, exact, bound_seconds=share * free.seconds)
+            assert found.size_bytes <= budget and found.seconds <= share * free.seconds
+        losses.append(found.loss)
+    assert losses == sorted(losses)
+
+
+def test_a_bound_nobody_meets_names_the_fastest_choice() -> None:
+    units = [[Option(100, 1.0, 2.0), Option(200, 0.5, 1.0)], [Option(50, 1.0, 3.0)]]
+    assert allocate(units, 300, bound_seconds=4.0).choice == (1, 0)
+    with pytest.raises(TooSlow) as caught:
+        allocate(units, 200, bound_seconds=4.0)
+    assert caught.value.fastest_seconds == pytest.approx(5.0)

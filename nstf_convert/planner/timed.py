@@ -1,0 +1,187 @@
+"""One choice per unit under two bounds, bytes and seconds: a Lagrangian with two multipliers, then an exact finish.
+
+For multipliers a and b every unit takes the option of least  loss + a bytes + b seconds  (Everett 1963). For a given b
+the least a that keeps the bytes is found by bisection, and so is the least b whose choice keeps the seconds. What both
+bounds leave over goes to the steps that gain most for their price, and an integer program with both bounds as rows
+decides anew among the options of least reduced cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nstf_convert.planner.allocation import GAP, NODES, TooSlow, silent_stdout
+from nstf_convert.planner.hull import Option
+
+Array = NDArray[np.float64]
+
+# Halvings of a multiplier's logarithm: the last changes it by less than a millionth.
+_ROUNDS_BYTES = 40
+_ROUNDS_SECONDS = 24
+# Options of each unit that the integer program chooses among, by reduced cost.
+_FREE = 12
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Options as arrays [units, most options]; where a unit has fewer, entries are infinite. Losses and seconds are
+    divided by their scale, so that multipliers are comparable; sizes are bytes."""
+
+    size: Array
+    loss: Array
+    seconds: Array
+    budget: float
+    bound: float
+
+    def totals(self, choice: NDArray[np.int64]) -> tuple[float, float, float]:
+        """(bytes, loss, seconds) of a choice [units]."""
+        at = np.arange(len(choice)), choice
+        return float(self.size[at].sum()), float(self.loss[at].sum()), float(self.seconds[at].sum())
+
+    def fits(self, choice: NDArray[np.int64]) -> bool:
+        size, _, seconds = self.totals(choice)
+        return size <= self.budget and seconds <= self.bound
+
+
+def choose(
+    units: Sequence[Sequence[Option]], budget_bytes: int, bound_seconds: float, exact: bool
+) -> tuple[list[int], float]:
+    """(an option's index per unit, loss per byte) of the least loss found within both bounds. Raises TooSlow.
+
+    The caller has checked that the bytes suffice.
+    """
+    table, scale = _table(units, budget_bytes, bound_seconds)
+    fastest, _ = _within_bytes(table, table.seconds)
+    fastest = _filled(table, fastest, table.seconds, check_time=False)
+    if not table.fits(fastest):
+        raise TooSlow(table.totals(fastest)[2] * bound_seconds, bound_seconds)
+    best, slow, a, b = _within_both(table, fastest)
+    best = _better(table, best, _filled(table, best, table.loss))
+    best = _better(table, best, _filled(table, fastest, table.loss))
+    if exact:
+        best = _better(table, best, _program(table, best, slow, a, b))
+    return [int(i) for i in best], float(a * scale)
+
+
+def _table(units: Sequence[Sequence[Option]], budget: int, bound: float) -> tuple[_Table, float]:
+    """The options as arrays, and what losses were divided by. Seconds are divided by their bound."""
+    most = max(len(options) for options in units)
+
+    def padded(get: str) -> Array:
+        out = np.full((len(units), most), np.inf)
+        for u, options in enumerate(units):
+            out[u, : len(options)] = [getattr(o, get) for o in options]
+        return out
+
+    loss = padded("loss")
+    scale = max(float(loss[np.isfinite(loss)].sum()), 1e-300)
+    bound = max(bound, 1e-30)
+    return _Table(padded("size_bytes"), loss / scale, padded("seconds") / bound, float(budget), 1.0), scale
+
+
+def _within_bytes(table: _Table, cost: Array) -> tuple[NDArray[np.int64], float]:
+    """(the choice of least `cost` [units, options] within the bytes up to one unit's step, the price of a byte)."""
+    cheapest = np.lexsort((cost, table.size), axis=1)[:, 0]
+    choice = np.lexsort((table.size, cost), axis=1)[:, 0]
+    if table.totals(choice)[0] <= table.budget:
+        return choice, 0.0
+    finite = cost[np.isfinite(cost)]
+    spread = max(float(finite.max() - finite.min()), 1e-30)
+    low, high = np.log(spread * 1e-16 / table.budget), np.log(spread * 1e6)
+    best = cheapest
+    for _ in range(_ROUNDS_BYTES):
+        middle = (low + high) / 2
+        choice = np.argmin(cost + np.exp(middle) * table.size, axis=1)
+        if table.totals(choice)[0] <= table.budget:
+            high, best = middle, choice
+        else:
+            low = middle
+    return best, float(np.exp(high))
+
+
+def _within_both(
+    table: _Table, fastest: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], float, float]:
+    """(the best choice within both bounds, one of the last that was too slow, price of a byte, price of a second)."""
+    low, high = -40.0, 10.0
+    best, slow = fastest, fastest
+    a = b = 0.0
+    for _ in range(_ROUNDS_SECONDS):
+        middle = (low + high) / 2
+        choice, price = _within_bytes(table, table.loss + np.exp(middle) * table.seconds)
+        if table.totals(choice)[2] <= table.bound:
+            high = middle
+            best, a, b = _better(table, best, choice), price, float(np.exp(middle))
+        else:
+            low, slow = middle, choice
+    return best, slow, a, b
+
+
+def _better(table: _Table, old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The choice of less loss that keeps both bounds; `old` does."""
+    return new if table.fits(new) and table.totals(new)[1] < table.totals(old)[1] else old
+
+
+def _filled(
+    table: _Table, choice: NDArray[np.int64], cost: Array, check_time: bool = True
+) -> NDArray[np.int64]:
+    """The choice after every change of one unit that lowers `cost` and fits what is left, the best for its price first."""
+    choice, rows = choice.copy(), np.arange(len(choice))
+    for _ in range(4 * len(choice)):
+        size, _, seconds = table.totals(choice)
+        gain = cost[rows, choice][:, None] - cost
+        more = table.size - table.size[rows, choice][:, None]
+        slower = table.seconds - table.seconds[rows, choice][:, None]
+        fits = (gain > 0) & (size + more <= table.budget)
+        if check_time:
+            fits &= seconds + slower <= table.bound
+        if not fits.any():
+            break
+        price = np.maximum(more, 0) / table.budget
+        if check_time:
+            price = price + np.maximum(slower, 0) / table.bound
+        worth = np.where(fits, gain / np.maximum(price, 1e-12), -np.inf)
+        u, i = np.unravel_index(int(np.argmax(worth)), worth.shape)
+        choice[u] = i
+    return choice
+
+
+def _program(
+    table: _Table, choice: NDArray[np.int64], slow: NDArray[np.int64], a: float, b: float
+) -> NDArray[np.int64]:
+    """The integer program (HiGHS) over the options of least reduced cost, both bounds as rows; `choice` where it ends
+    without an answer."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_matrix
+
+    reduced = table.loss + a * table.size + b * table.seconds
+    order = np.argsort(reduced, axis=1, kind="stable")[:, :_FREE]
+    pairs = set()
+    for u in range(len(choice)):
+        pairs |= {(u, int(i)) for i in order[u] if np.isfinite(reduced[u, i])}
+        pairs |= {(u, int(choice[u])), (u, int(slow[u]))}
+    at = sorted(pairs)
+    rows, options = np.array([u for u, _ in at]), np.array([i for _, i in at])
+    ones = coo_matrix((np.ones(len(at)), (rows, range(len(at)))), shape=(len(choice), len(at)))
+    losses = table.loss[rows, options]
+    with silent_stdout():
+        result = milp(
+            losses / max(float(losses.sum()), 1e-300) * len(at),
+            constraints=[
+                LinearConstraint(ones.tocsr(), 1, 1),
+                LinearConstraint(table.size[rows, options][None, :] / table.budget, -np.inf, 1.0),
+                LinearConstraint(table.seconds[rows, options][None, :], -np.inf, table.bound),
+            ],
+            integrality=np.ones(len(at)),
+            bounds=Bounds(0, 1),
+            options={"node_limit": NODES, "mip_rel_gap": GAP},
+        )
+    if result.x is None:
+        return choice
+    found = choice.copy()
+    for u, i, taken in zip(rows, options, result.x, strict=True):
+        if taken > 0.5:
+            found[u] = i
+    return found

@@ -1,0 +1,115 @@
+"""Seconds of products on this processor, by the kernels that run the file.
+
+Formats are timed in turn, several rounds of them, so that a slow moment of the machine meets them alike; of each the
+fastest round counts. Between two products of a matrix others have passed through the caches, as in a model.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.cpu import ext
+from nstf.kernels.cpu.engine_matrix import compile_matrix
+from nstf.kernels.formats import EncodedTensor, array_specs
+from nstf_convert.speed.atoms import Atom
+
+ROUNDS = 5
+# Bytes of one format that a round goes through, and how many matrices at most.
+_ROUND_BYTES = 1 << 20
+_COPIES = 24
+# Weights of a model lie in at most so many bytes as far as the caches are concerned.
+LARGEST_POOL = 1 << 27
+_SMALLEST_POOL = 1 << 18
+
+
+class Pool:
+    """Random bytes that stand for codes: arrays are views of it, one after the other, around and around."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size = pool_bytes(size_bytes)
+        part = torch.randint(0, 256, (min(self._size, 1 << 20),), dtype=torch.uint8, generator=_generator())
+        self._bytes = part.repeat(-(-self._size // len(part)))
+        self._at = 0
+
+    def encoded(self, atom: Atom) -> EncodedTensor:
+        """A matrix with random codes and plausible scales."""
+        node, shape = atom.node, (atom.rows, atom.cols)
+        specs = array_specs(node, shape)
+        arrays = {}
+        for name, spec in specs.items():
+            if spec.dtype == torch.uint8:
+                arrays[name] = self._take(spec.size_bytes).reshape(spec.shape)
+                if atom.leaf.kind == "fp8":
+                    arrays[name] = arrays[name] & 0x77  # none that means NaN
+            else:
+                arrays[name] = torch.rand(spec.shape, generator=_generator()).add_(0.5).to(spec.dtype)
+        return EncodedTensor(node, shape, arrays)
+
+    def _take(self, count: int) -> Tensor:
+        if count > self._size:
+            return self._bytes.repeat(-(-count // self._size))[:count]
+        if self._at + count > self._size:
+            self._at = 0
+        found = self._bytes[self._at : self._at + count]
+        self._at += -(-count // 64) * 64
+        return found
+
+
+def pool_bytes(size_bytes: int) -> int:
+    """The bytes among which a model's weights lie, rounded up to a power of two within limits: what decides which cache
+    holds them."""
+    wanted = 1 << max(0, size_bytes - 1).bit_length()
+    return min(max(wanted, _SMALLEST_POOL), LARGEST_POOL)
+
+
+def measure(
+    atoms: Iterable[Atom], isa: str, threads: int, size_bytes: int, batch: int = 1
+) -> dict[Atom, float]:
+    """Seconds of a product of each leaf with `batch` rows of activations. size_bytes: of the whole model's weights."""
+    shapes: dict[tuple[int, int], list[Atom]] = {}
+    for atom in dict.fromkeys(atoms):
+        shapes.setdefault((atom.rows, atom.cols), []).append(atom)
+    pool = Pool(size_bytes)
+    found: dict[Atom, float] = {}
+    with using(isa):
+        for same in shapes.values():
+            found |= _measure(same, pool, threads, batch)
+    return found
+
+
+def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int) -> dict[Atom, float]:
+    """The same for leaves of one shape."""
+    rows, cols = atoms[0].rows, atoms[0].cols
+    x = torch.randn(batch, cols, generator=_generator())
+    y = torch.empty(batch, rows)
+    made = {}
+    for atom in atoms:
+        copies = min(_COPIES, max(1, _ROUND_BYTES // atom.size_bytes))
+        made[atom] = [compile_matrix(pool.encoded(atom)) for _ in range(copies)]
+    best = dict.fromkeys(atoms, math.inf)
+    for _ in range(ROUNDS):
+        for atom, matrices in made.items():
+            start = time.perf_counter()
+            for matrix in matrices:
+                matrix.multiply_at(x.data_ptr(), batch, y.data_ptr(), threads)
+            best[atom] = min(best[atom], (time.perf_counter() - start) / len(matrices))
+    return best
+
+
+@contextmanager
+def using(isa: str) -> Iterator[None]:
+    """Matrices made inside have the kernels of this instruction set."""
+    before = ext.isa()
+    ext.use_isa(isa)
+    try:
+        yield
+    finally:
+        ext.use_isa(before)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,96 @@
+"""Seconds of a product with one row of activations on a processor that is not here.
+
+    seconds = start + max(bytes / bandwidth, weights * work / rate)
+
+`work` is what decoding and multiplying one weight takes in the unit of `rate`: cycles of a core for CPUs, instructions of a
+lane for GPUs. Where the numbers come from:
+
+[h] measured on an H200, 28672 x 8192, one row (docs/gpu_speed.md), start and bandwidth taken off
+[z] measured on one core of a Zen 4 (`nstf_convert.speed.measure`, matrices in the caches)
+[n] vector instructions in the machine code for each weight (docs/gpu.md), doubled: what int4 on sm_90 takes of the rate
+[a] assumed: of the right order; formats keep their order, and a predicted rate may be off by half
+"""
+
+from dataclasses import dataclass
+
+from nstf.kernels.formats import Node
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf_convert.speed.atoms import Atom
+from nstf_convert.speed.targets import Target
+
+# The share of the data sheet's bandwidth that a product reads at [h].
+_GPU_BANDWIDTH = 0.85
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A machine that stands for an instruction set [a]. bandwidth: bytes a second of all cores; rate: their cycles."""
+
+    cores: int
+    clock_hz: float
+    bandwidth: float
+    start_s: float = 3e-6
+
+    @property
+    def rate(self) -> float:
+        return self.cores * self.clock_hz
+
+
+# Desktop and small server machines of the day.
+CPUS = {
+    "avx2": Cpu(8, 3.5e9, 40e9),
+    "avx512": Cpu(8, 3.5e9, 60e9),
+    "neon": Cpu(8, 3.0e9, 60e9),
+}
+# Cycles of a core for a weight: (formats in int8 of up to 4 bits, wider ones, grids, shuffle, trellis up to 3 bits,
+# trellis above, the rest in float32).
+_CYCLES = {
+    "avx2": {"int": 0.08, "wide": 0.14, "grid": 0.10, "shuffle": 0.09, "sums": 0.6, "trellis": 2.2, "float": 0.3},
+    "avx512": {"int": 0.05, "wide": 0.06, "grid": 0.06, "shuffle": 0.06, "sums": 0.15, "trellis": 0.5, "float": 0.15},
+    "neon": {"int": 0.2, "wide": 0.3, "grid": 0.25, "shuffle": 0.25, "sums": 6.0, "trellis": 6.0, "float": 0.5},
+}  # fmt: skip
+# Lane instructions a weight on sm_90, by bits of an integer [h].
+_INT = {2: 5.3, 3: 7.4, 4: 4.7, 5: 8.0, 6: 8.4, 7: 10.0, 8: 8.0}
+# Small groups and zero points on top of them [h].
+_SMALL_GROUP, _ZEROS = 1.0, 0.8
+# Other formats on sm_90 [h]; shuffle [n].
+_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 6.0, "sums": 6.8, "trellis": 21.0, "float": 2.0}
+# What AMD's code takes of sm_90's: int4 2.9 instructions a weight beside NVIDIA's matrix cores, shuffle 5.4 and 5.0 [n].
+_AMD, _AMD_SHUFFLE = 1.25, 1.75
+# Trellis values up to so many quarter bits are sums of bytes.
+_MOST_SUMMED = 12
+
+
+def seconds(target: Target, atom: Atom) -> float:
+    """The predicted time of one leaf."""
+    weights = atom.rows * atom.cols
+    if target.is_cpu:
+        family = target.name if target.name in CPUS else "avx2"
+        row, work = CPUS[family], _CYCLES[family][_kind(atom.leaf, wide=5)]
+        return row.start_s + max(atom.size_bytes / row.bandwidth, weights * work / row.rate)
+    card = ARCHITECTURES[target.name]
+    work = _instructions(atom.leaf, card.backend == "hip")
+    read = atom.size_bytes / (_GPU_BANDWIDTH * card.bandwidth)
+    return card.launch_s + max(read, weights * work / card.vector_rate)
+
+
+def _kind(leaf: Node, wide: int) -> str:
+    """The row of a table that a format belongs to. wide: bits from which integers are wide."""
+    if leaf.kind == "int":
+        return "wide" if leaf.params.bits >= wide else "int"
+    if leaf.kind == "trellis":
+        return "sums" if max(leaf.params.quarter_bits) <= _MOST_SUMMED else "trellis"
+    return {"grid": "grid", "mxfp4": "grid", "shuffle": "shuffle"}.get(leaf.kind, "float")
+
+
+def _instructions(leaf: Node, amd: bool) -> float:
+    """Lane instructions of a GPU for a weight."""
+    params = leaf.params
+    if leaf.kind == "int":
+        found = _INT[params.bits]
+        found += _SMALL_GROUP if 0 < params.group < 128 else 0.0
+        found += 0.0 if params.symmetric else _ZEROS
+    else:
+        kind = leaf.kind if leaf.kind in ("mxfp4", "fp8") else _kind(leaf, wide=9)
+        found = _OTHER[kind]
+    return found * ((_AMD_SHUFFLE if leaf.kind == "shuffle" else _AMD) if amd else 1.0)

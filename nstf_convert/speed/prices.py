@@ -1,0 +1,63 @@
+"""Seconds that a token spends on any stored tree, on one target or several."""
+
+from collections.abc import Iterable, Sequence
+
+from nstf.kernels.formats import Node
+from nstf.kernels.formats.tree import Shape
+from nstf_convert.speed import cache, measure, model
+from nstf_convert.speed.atoms import Atom, atoms_of
+from nstf_convert.speed.targets import Target
+
+# One tensor: its tree, its shape, and how many leading axes make the rows.
+Stored = tuple[Node, Shape, int]
+
+
+class Prices:
+    """What products cost on some targets: measured where one is here, by the model of its architecture elsewhere."""
+
+    def __init__(self, targets: Sequence[Target], threads: int, size_bytes: int) -> None:
+        """threads: of the CPU; size_bytes: of the whole file, which decides what caches hold."""
+        self.targets = tuple(targets)
+        self.threads, self._size = threads, size_bytes
+        self._caches = {
+            t.isa: cache.SpeedCache(cache.identity(t.isa, threads), cache.folder())
+            for t in targets
+            if t.is_cpu and t.here
+        }
+        self._known: dict[tuple[str, int, Atom], float] = {}
+
+    def seconds(self, stored: Stored, batch: int = 1) -> tuple[float, ...]:
+        """The time of a product with one tensor on each target. batch: rows of activations (more than one only where the
+        target is here)."""
+        return tuple(self._of(t, stored, batch) for t in self.targets)
+
+    def prepare(self, many: Iterable[Stored], batch: int = 1) -> None:
+        """Measures what these will need, all of it in turn."""
+        atoms = [atom for stored in many for atom, _ in atoms_of(*stored)]
+        for target in self.targets:
+            self._learn(target, atoms, batch)
+
+    def _of(self, target: Target, stored: Stored, batch: int) -> float:
+        parts = list(atoms_of(*stored))
+        self._learn(target, [atom for atom, _ in parts], batch)
+        return sum(self._known[target.name, batch, atom] * times for atom, times in parts)
+
+    def _learn(self, target: Target, atoms: Iterable[Atom], batch: int) -> None:
+        new = [a for a in dict.fromkeys(atoms) if (target.name, batch, a) not in self._known]
+        if not new:
+            return
+        if not (target.is_cpu and target.here):
+            found = {a: model.seconds(target, a) for a in new}
+        else:
+            found = self._measured(target, new, batch)
+        self._known |= {(target.name, batch, a): value for a, value in found.items()}
+
+    def _measured(self, target: Target, atoms: Sequence[Atom], batch: int) -> dict[Atom, float]:
+        kept = self._caches[target.isa]
+        pool = measure.pool_bytes(self._size)
+        keys = {a: f"{pool} {batch} {a.key}" for a in atoms}
+        missing = [a for a in atoms if keys[a] not in kept.seconds]
+        if missing:
+            found = measure.measure(missing, target.isa, self.threads, self._size, batch)
+            kept.add({keys[a]: value for a, value in found.items()})
+        return {a: kept.seconds[keys[a]] for a in atoms}
