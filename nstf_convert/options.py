@@ -1,5 +1,6 @@
 """What a user asks of a conversion, and what comes back. The command line is made from the fields here."""
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ class Effort:
     attention_plan: bool
 
 
+# `1.5`, `1.5x`, `300tok/s`, `300 tokens/s`.
+_SPEED = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x?(\s*(?:t|tok|tokens)/s)?", re.ASCII)
+
 EFFORTS = {
     "fast": Effort(16, 4, thorough=False, front_to_back=False, search_steps=0, attention_plan=False),
     "balanced": Effort(64, None, thorough=True, front_to_back=True, search_steps=0, attention_plan=False),
@@ -46,6 +50,9 @@ def option(default: Any, help: str, group: str = "", flag: str = "", **limits: A
 ADVANCED = "Single switches (what --effort sets, and more)"
 MACHINE = "Machine"
 CALIBRATION = "Calibration"
+SPEED = "Speed"
+# What a file is made for: its bytes alone, bytes and time, or time.
+PREFERENCES = ("balance", "size", "speed")
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,23 @@ class ConvertOptions:
     seq_len: int = option(512, "Tokens of a window.", CALIBRATION, min=8, max=1 << 20)
     seed: int = option(0, "Seed of everything random.", CALIBRATION, min=0, max=2**32 - 1)
     effort: str = option("balanced", "fast, balanced or best: time spent for a smaller loss.")
+    target: tuple[str, ...] | None = option(
+        None,
+        "Where the file will run: cpu, avx2, avx512, neon, sm_90, gfx942 and so on, or several with commas between; this "
+        "machine by default.",
+        SPEED,
+        metavar="NAMES",
+    )
+    prefer: str = option(
+        "balance",
+        "balance: the least loss at no less than 0.9 of the speed of an int or grid file of this size; size: the least "
+        "loss, whatever the speed; speed: as fast as can be while it loses no more than one int or grid format.",
+        SPEED,
+    )
+    min_speed: str | None = option(
+        None, "Decode at least this fast: 1.5 (times the fastest single format at these bytes) or 300tok/s.", SPEED,
+        metavar="SPEED",
+    )  # fmt: skip
     device: str = option(
         "auto",
         "Where to work: auto (a GPU if there is one), cpu, cuda, cuda:1, or several GPUs: cuda:0,1.",
@@ -92,7 +116,8 @@ class ConvertOptions:
     work_dir: Path | None = option(None, "Where intermediate results are kept for a resume.", MACHINE)
     formats: tuple[str, ...] | None = option(
         None,
-        "Only these methods: int,grid,fp8,mxfp4,trellis,shuffle,low_rank,... Without it all but shuffle.",
+        "Only these methods: int,grid,fp8,mxfp4,trellis,shuffle,low_rank,... Without it all (with --prefer size all but "
+        "shuffle).",
         ADVANCED,
         metavar="LIST",
     )
@@ -124,6 +149,18 @@ class ConvertOptions:
             raise UsageError(
                 f"the effort {str(self.effort)[:40]!r} is not known: choose {', '.join(EFFORTS)}"
             )
+        if self.prefer not in PREFERENCES:
+            raise UsageError(
+                f"the preference {str(self.prefer)[:40]!r} is not known: choose {', '.join(PREFERENCES)}"
+            )
+        if isinstance(self.target, str):
+            names = (name.strip() for name in self.target.split(","))
+            object.__setattr__(self, "target", tuple(name for name in names if name))
+        if self.target is not None:
+            from nstf_convert.speed import targets
+
+            targets.check(self.target)
+        _ = self.speed_asked  # raises for what is no speed
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
@@ -181,6 +218,26 @@ class ConvertOptions:
         if given:
             return self.search_minutes, self.search_steps
         return None, self.level.search_steps or EFFORTS["best"].search_steps
+
+    @property
+    def bounds_time(self) -> bool:
+        """Whether the plan has a bound on time."""
+        return self.prefer != "size" or self.min_speed is not None
+
+    @property
+    def speed_asked(self) -> tuple[str, float] | None:
+        """(`times` or `rate`, number) of the least speed asked for: times the fastest single format, or tokens a second.
+        Raises UsageError for what is neither."""
+        if self.min_speed is None:
+            return None
+        found = _SPEED.fullmatch(str(self.min_speed).strip())
+        value = float(found.group(1)) if found else 0.0
+        if found is None or not 0.0 < value < 1e9:
+            raise UsageError(
+                f"--min-speed {str(self.min_speed)[:40]!r} is no speed: "
+                "write 1.5 (times the fastest single format) or 300tok/s"
+            )
+        return ("rate" if found.group(2) else "times"), value
 
     @property
     def heals(self) -> bool:

@@ -142,8 +142,9 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
         value = f"{kl:.5f} nats, " if kl is not None else ""
         encoding = uniform["encoding"].removeprefix("uniform ")
         pairs.append(("best uniform file", f"{value}{encoding}, {uniform['size_bytes']} bytes{kept}"))
-    from nstf_convert.report import resources
+    from nstf_convert.report import resources, speed
 
+    pairs += speed.pairs(report.get("speed"))
     pairs += resources.pairs(report.get("resources") or {})
     print_pairs(f"wrote {output}", pairs)
     sections = file.get("sections", [])

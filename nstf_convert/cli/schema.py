@@ -12,7 +12,13 @@ from nstf_convert.options import ConvertOptions
 
 FIELDS: Mapping[str, Field] = {f.name: f for f in fields(ConvertOptions) if "help" in f.metadata}
 # What the command line takes where the field holds something parsed from it.
-_TYPES = {"datasets": list[str] | None, "formats": str | None, "memory": str | None, "gpu_memory": str | None}
+_TYPES = {
+    "datasets": list[str] | None,
+    "formats": str | None,
+    "target": str | None,
+    "memory": str | None,
+    "gpu_memory": str | None,
+}
 
 
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

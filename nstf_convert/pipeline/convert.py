@@ -14,6 +14,7 @@ from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.calibrate.attention import attention_plan
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
@@ -25,6 +26,10 @@ from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
+from nstf_convert.speed.token import measured_rate
+
+# Tokens a second below which a file's speed is predicted only: timing it would take minutes.
+SLOWEST_MEASURED = 4.0
 
 
 def convert(options: ConvertOptions) -> ConvertResult:
@@ -41,6 +46,8 @@ def convert(options: ConvertOptions) -> ConvertResult:
         final = _choose(run)
         with stages.stage("write"):
             report, size = _write(run, final)
+        with stages.stage("measure speed"):
+            _measure_speed(run, report)
         return ConvertResult(options.output, size, _budget_bytes(session), report)
 
 
@@ -64,8 +71,19 @@ def _propose(session: Session, attention: bool) -> Run:
     allowed = _allowed(session.options)
     with session.stages.stage("candidates"):
         table = build_table(session, allowed, counter(session))
+    timing = Timing(session, _expected_bytes(session))
+    if session.options.target or session.options.bounds_time:
+        table = timing.held(table)
+    if session.options.bounds_time:
+        with session.stages.stage("measure kernels"):
+            timing.prepare(table)
     found = attention_plan(session) if attention and session.model is not None else None
-    return Run(session, Meta(session, found), table, allowed)
+    return Run(session, Meta(session, found), table, allowed, timing)
+
+
+def _expected_bytes(session: Session) -> int:
+    """About what the file will take: the budget, or half the checkpoint where that follows from a loss."""
+    return _budget_bytes(session) or session.checkpoint.total_bytes // 2
 
 
 def _choose(run: Run) -> Final:
@@ -87,6 +105,17 @@ def _choose(run: Run) -> Final:
     return finish(run, mix, run.best(rivals), facts)
 
 
+def _measure_speed(run: Run, report: dict[str, Any]) -> None:
+    """Adds to the report how fast the written file decodes on each target that is here; large models are left out."""
+    timing, facts = run.timing, report.get("speed")
+    if timing is None or not facts:
+        return
+    for target, found in zip(timing.targets, facts["targets"], strict=True):
+        rate = found["predicted_rate"]
+        if target.is_cpu and target.here and rate and rate > SLOWEST_MEASURED:
+            found["measured_rate"] = measured_rate(run.session.options.output, target, timing.prices.threads)
+
+
 def _check_output(options: ConvertOptions) -> None:
     if options.output.exists() and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
@@ -103,7 +132,7 @@ def _check_healing(session: Session) -> None:
 
 def _allowed(options: ConvertOptions) -> set[str]:
     try:
-        return method_families(options.formats)
+        return method_families(options.formats, options.bounds_time)
     except ValueError as error:
         raise UsageError(f"formats: {error}") from error
 

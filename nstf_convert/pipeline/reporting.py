@@ -80,6 +80,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         stages=session.stages.done,
         families=families.compare(_priced(run, final)),
         resources=resources(session),
+        speed=speed(run, final),
     )
 
 
@@ -141,6 +142,34 @@ def expected_loss(run: Run, final: Final, name: str) -> float:
     if found is None:
         raise ValueError(f"{name}: no candidate is stored as {recipe}")
     return found.loss
+
+
+def speed(run: Run, final: Final) -> dict[str, Any] | None:
+    """What decoding the mix is predicted to take, and the bound it was planned with; the measurement follows the file."""
+    timing, options = run.timing, run.session.options
+    if timing is None:
+        return None
+    mix = final.planned.mix
+    bound = next((b for b in reversed(timing.bounds.values()) if b is not None), None)
+    columns = zip(timing.targets, timing.totals(mix), timing.rates(mix), strict=True)
+    return {
+        "prefer": options.prefer,
+        "min_speed": options.min_speed,
+        "bound": None if bound is None else bound.why,
+        "bound_seconds": None if bound is None else bound.seconds,
+        "threads": timing.prices.threads,
+        "targets": [
+            {
+                "target": target.name,
+                "isa": target.isa,
+                "prices": "measured" if target.is_cpu and target.here else "modelled",
+                "products_seconds": seconds,
+                "predicted_rate": rate,
+                "measured_rate": None,
+            }
+            for target, seconds, rate in columns
+        ],
+    }
 
 
 def resources(session: Session) -> dict[str, Any]:

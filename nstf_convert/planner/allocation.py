@@ -34,7 +34,9 @@ class TooSlow(ValueError):
     """No choice within the bytes found is fast enough; `fastest_seconds` is the least time that one takes."""
 
     def __init__(self, fastest_seconds: float, bound_seconds: float) -> None:
-        super().__init__(f"the fastest choice takes {fastest_seconds:.3g} s, the bound is {bound_seconds:.3g} s")
+        super().__init__(
+            f"the fastest choice takes {fastest_seconds:.3g} s, the bound is {bound_seconds:.3g} s"
+        )
         self.fastest_seconds = fastest_seconds
 
 

@@ -131,7 +131,7 @@ def _filled(
     choice, rows = choice.copy(), np.arange(len(choice))
     for _ in range(4 * len(choice)):
         size, _, seconds = table.totals(choice)
-        gain = cost[rows, choice][:, None] - cost
+        gain = np.maximum(cost[rows, choice][:, None] - cost, -1.0)  # finite also where there is no option
         more = table.size - table.size[rows, choice][:, None]
         slower = table.seconds - table.seconds[rows, choice][:, None]
         fits = (gain > 0) & (size + more <= table.budget)

@@ -27,6 +27,9 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                    "peaks": [{"device", "host_bytes", "gpu_bytes"}],
                    "memory_short", "windows": {"asked", "calibrated", "front_to_back"} | null,
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
+     "speed": {"prefer", "min_speed", "bound": why, "bound_seconds", "threads",
+               "targets": [{"target", "isa", "prices": "measured" | "modelled", "products_seconds", "predicted_rate",
+                            "measured_rate"}]} | null,
      "roofline": {...} | null}
 
 A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, fewer windows
@@ -170,6 +173,7 @@ def build(
     roofline: Mapping[str, Any] | None = None,
     families: Sequence[Mapping[str, Any]] = (),
     resources: Mapping[str, Any] | None = None,
+    speed: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
@@ -197,6 +201,7 @@ def build(
             "families": [dict(f) for f in families],
             "stages": [asdict(stage) for stage in stages],
             "resources": resources,
+            "speed": speed,
             "roofline": roofline,
         }
     )

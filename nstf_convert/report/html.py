@@ -10,6 +10,7 @@ from nstf_convert.report.parts import details as _details
 from nstf_convert.report.parts import number as _number
 from nstf_convert.report.parts import table as _table
 from nstf_convert.report.resources import pairs
+from nstf_convert.report.speed import pairs as speed_pairs
 from nstf_convert.report.style import STYLE
 from nstf_convert.report.svg import escape
 
@@ -45,6 +46,7 @@ def render(report: Mapping[str, Any]) -> str:
         _families(report.get("families") or []),
         _attention(report.get("attention")),
         _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
+        _speed(report.get("speed")),
         _calibration(report.get("calibration")),
         _stages(report.get("stages") or [], report.get("resources")),
         _tensors(report["tensors"]),
@@ -272,6 +274,11 @@ def _calibration(facts: Mapping[str, Any] | None) -> str:
             f"<p>Tokens each expert saw; orange experts saw none and are rounded without data.</p>{strips}"
         )
     return _section("Calibration", content)
+
+
+def _speed(facts: Mapping[str, Any] | None) -> str:
+    rows = speed_pairs(facts)
+    return _section("Speed", _facts(rows) if rows else "")
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], resources: Mapping[str, Any] | None) -> str:

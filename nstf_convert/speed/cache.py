@@ -100,7 +100,9 @@ def _processor() -> str:
     """The processor's name with family, model and stepping where the system tells them: names alone are shared by
     generations."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        lines = (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        )
     except OSError:
         lines = []
     facts = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -18,7 +18,7 @@ class Prices:
     def __init__(self, targets: Sequence[Target], threads: int, size_bytes: int) -> None:
         """threads: of the CPU; size_bytes: of the whole file, which decides what caches hold."""
         self.targets = tuple(targets)
-        self.threads, self._size = threads, size_bytes
+        self.threads, self.size_bytes = threads, size_bytes
         self._caches = {
             t.isa: cache.SpeedCache(cache.identity(t.isa, threads), cache.folder())
             for t in targets
@@ -54,10 +54,10 @@ class Prices:
 
     def _measured(self, target: Target, atoms: Sequence[Atom], batch: int) -> dict[Atom, float]:
         kept = self._caches[target.isa]
-        pool = measure.pool_bytes(self._size)
+        pool = measure.pool_bytes(self.size_bytes)
         keys = {a: f"{pool} {batch} {a.key}" for a in atoms}
         missing = [a for a in atoms if keys[a] not in kept.seconds]
         if missing:
-            found = measure.measure(missing, target.isa, self.threads, self._size, batch)
+            found = measure.measure(missing, target.isa, self.threads, self.size_bytes, batch)
             kept.add({keys[a]: value for a, value in found.items()})
         return {a: kept.seconds[keys[a]] for a in atoms}

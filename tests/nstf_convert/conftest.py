@@ -1,6 +1,7 @@
 """A tiny trained-size-nothing Llama with a tokenizer, as a Hugging Face folder and as two artifacts."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,17 @@ class Tiny:
     same: Path
     coarse: Path
     text: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _speeds(tmp_path_factory) -> Iterator[None]:
+    """Measured speeds are kept for the session, and not among the user's."""
+    from nstf_convert.speed import cache
+
+    where = tmp_path_factory.mktemp("speeds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "folder", lambda: where)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """From candidates to a mix under a budget: the planner's options, the best uniform mix, and the exact size."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nstf.errors import BudgetError
@@ -9,11 +9,15 @@ from nstf.runtime.artifact import artifact_size
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.outcome import Planned
 from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe, describe, tree_of
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
-from nstf_convert.planner import Infeasible, Option, allocate
+from nstf_convert.planner import Infeasible, Option, TooSlow, allocate
+
+# (tensor, candidate) -> seconds that a token spends on it.
+Seconds = Callable[[str, Candidate], float]
 
 # Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
 LOW_BITS = 4.0
@@ -28,16 +32,19 @@ def plan_mix(
     meta: Mapping[str, Any],
     weights: Mapping[str, float] | None = None,
     exact: bool = True,
+    seconds: Seconds | None = None,
+    bound_seconds: float | None = None,
 ) -> Planned:
     """The allocation under a budget for the whole file. weights: factors on the losses of single tensors.
-    exact: see `allocate`; without it the plan is quick and leaves some bytes unspent.
+    exact: see `allocate`; without it the plan is quick and leaves some bytes unspent. seconds: of a tensor with a
+    candidate; bound_seconds: what all tensors may take together.
 
-    Raises BudgetError with the smallest file that can be written.
+    Raises BudgetError with the smallest file that can be written, TooSlow where none is fast enough.
     """
     groups = _groups(table)
     options, picks = [], []
     for names in groups:
-        shared = _shared_options(table, names, weights or {})
+        shared = _shared_options(table, names, weights or {}, seconds)
         options.append([o for o, _ in shared])
         picks.append([p for _, p in shared])
     fixed = exact_size(session, {}, meta, skip=set(table.candidates))
@@ -48,7 +55,11 @@ def plan_mix(
         # The first round only learns by how much the prices overstate the header.
         finish = exact and step > 0
         try:
-            allocation = allocate(options, max(0, target), finish)
+            allocation = allocate(options, max(0, target), finish, bound_seconds)
+        except TooSlow:
+            if best is None:
+                raise
+            break
         except Infeasible as error:
             if best is not None:
                 break
@@ -93,9 +104,15 @@ def _impossible(session: Session, budget_bytes: int, smallest: int) -> BudgetErr
     )
 
 
-def uniforms(session: Session, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> list[Planned]:
+def uniforms(
+    session: Session,
+    table: Table,
+    budget_bytes: int,
+    meta: Mapping[str, Any],
+    fits: Callable[[Mapping[str, Recipe]], bool] = lambda mix: True,
+) -> list[Planned]:
     """Of every family of formats the single format for all tensors that fits and expects the least loss, in the order of
-    these losses."""
+    these losses. fits: whether a mix keeps whatever else is asked of it."""
     found = []
     for recipe in _uniform_recipes(table):
         mix = {n: recipe for n in table.candidates if table.find(n, recipe) is not None}
@@ -104,7 +121,7 @@ def uniforms(session: Session, table: Table, budget_bytes: int, meta: Mapping[st
     found.sort(key=lambda f: f[0])
     out: dict[str, Planned] = {}
     for expected, mix, recipe in found:
-        if recipe.method in out:
+        if recipe.method in out or not fits(mix):
             continue
         size = exact_size(session, mix, meta)
         if size <= budget_bytes:
@@ -165,22 +182,23 @@ def _groups(table: Table) -> list[tuple[str, ...]]:
 
 
 def _shared_options(
-    table: Table, names: tuple[str, ...], weights: Mapping[str, float]
+    table: Table, names: tuple[str, ...], weights: Mapping[str, float], seconds: Seconds | None = None
 ) -> list[tuple[Option, dict[str, Recipe]]]:
     """Options of tensors that must get one recipe; for a single tensor simply its candidates."""
     first = table.candidates[names[0]]
     out = []
     for candidate in first:
-        size, total, picked = 0, 0.0, {}
+        size, total, time, picked = 0, 0.0, 0.0, {}
         for name in names:
             match = candidate if len(names) == 1 else table.find(name, candidate.recipe)
             if match is None:
                 break
             size += match.size_bytes
             total += match.loss * weights.get(name, 1.0)
+            time += 0.0 if seconds is None else seconds(name, match)
             picked[name] = match.recipe
         if len(picked) == len(names):
-            out.append((Option(size, total), picked))
+            out.append((Option(size, total, time), picked))
     return out
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
@@ -35,12 +37,13 @@ CONFIRM_ROUNDS = 4
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at."""
+    with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count."""
 
     session: Session
     meta: Meta
     table: Table
     allowed: set[str]
+    timing: Timing | None = None
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
     with_hybrids: set[str] = field(default_factory=set)
@@ -50,9 +53,9 @@ class Run:
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
     ) -> Planned:
         """The best plan within a budget, with hybrids added where it gives few bits. Raises BudgetError."""
-        session, widest = self.session, self.meta.widest()
+        session = self.session
         with session.stages.stage("plan"):
-            planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact=False)
+            planned = self._planned(budget_bytes, weights, exact=False)
             if "add" in self.allowed and session.options.level.thorough:
                 known = session.statistics.has_hessian
                 low = [
@@ -66,7 +69,7 @@ class Run:
                 self.with_hybrids |= found.keys()
                 for name, more in found.items():
                     self.table = self.table.with_more(name, more)
-            planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
+            planned = self._planned(budget_bytes, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
             found_losses = plans.unconfirmed(self.table, planned)
             doubtful = {
@@ -76,8 +79,22 @@ class Run:
                 break
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
             with session.stages.stage("plan"):
-                planned = plans.plan_mix(session, self.table, budget_bytes, widest, weights, exact)
+                planned = self._planned(budget_bytes, weights, exact)
         return planned
+
+    def _planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
+        """A plan of the table as it is now, within the bound on time where there is one."""
+        widest = self.meta.widest()
+        if self.timing is None or not self.session.options.bounds_time:
+            return plans.plan_mix(self.session, self.table, budget_bytes, widest, weights, exact)
+        return bounds.plan(self.timing, self.table, budget_bytes, widest, weights, exact)
+
+    def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
+        """Whether a mix keeps the bound on time that holds at a budget."""
+        if self.timing is None or not self.session.options.bounds_time:
+            return True
+        bound = bounds.bound(self.timing, self.table, budget_bytes, self.meta.widest())
+        return bound is None or self.timing.of(mix) <= bound.seconds
 
     def encode(self, planned: Planned) -> None:
         """Makes sure every tensor of a plan is in the work directory, and learns its true loss.
@@ -137,11 +154,14 @@ class Run:
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
 
-        Which family is best is measured on a few layers; only the best there, and those close to it, take all steps. An
-        effort that compares none takes the one that is expected to lose least.
+        They keep the bound on time too. Which family is best is measured on a few layers; only the best there, and those
+        close to it, take all steps. An effort that compares none takes the one that is expected to lose least.
         """
         with self.session.stages.stage("plan"):
-            found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
+            found = plans.uniforms(
+                self.session, self.table, budget_bytes, self.meta.widest(),
+                lambda mix: self.fast_enough(mix, budget_bytes),
+            )  # fmt: skip
         return self._promising(found) if len(found) > 1 else found
 
     def best(self, found: Sequence[Planned]) -> Trial | None:

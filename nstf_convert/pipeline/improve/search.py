@@ -205,7 +205,7 @@ def _swapped(run: Run, planned: Planned, name: str, budget_bytes: int) -> Planne
         mix[other] = down[0]
         needed += down[1]
     size = plans.exact_size(run.session, mix, run.meta.widest())
-    if needed > 0 or size > budget_bytes:
+    if needed > 0 or size > budget_bytes or not run.fast_enough(mix, budget_bytes):
         return None
     return Planned(mix, plans.expected_loss(run.table, mix), size, f"mix, {name} up")
 

@@ -39,7 +39,7 @@ SMALLEST_ENERGY = 1e-6
 STRUCTURED_BITS = (2.25, 4.25, 8.25)
 # Energies of unfoldings know nothing of the rows' weights: a recipe must look so many times worse to be left out.
 MARGIN = 4.0
-# Only where they are named: what shuffle codes gain is speed, which the plan does not price yet.
+# Only where they are named or the plan bounds time: what shuffle codes gain is speed.
 ON_REQUEST = frozenset({"shuffle"})
 # Weights of an expert stack up to which its unfoldings are looked at as a whole.
 LARGEST_STACK = 1 << 24
@@ -331,11 +331,12 @@ def _least(energies: Sequence[Tensor], ranks: Sequence[int], factor: Recipe) -> 
     return left + (1 - left) * FACTOR_NOISE[factor.params["bits"]]
 
 
-def method_families(formats: Sequence[str] | None) -> set[str]:
-    """The methods that a list of formats allows (None: all but ON_REQUEST). Raises ValueError for an unknown name."""
+def method_families(formats: Sequence[str] | None, timed: bool = False) -> set[str]:
+    """The methods that a list of formats allows. None: all, without those of ON_REQUEST unless the plan is `timed`.
+    Raises ValueError for an unknown name."""
     known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
     if formats is None:
-        return known - ON_REQUEST
+        return known if timed else known - ON_REQUEST
     aliases = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
     chosen = {aliases.get(f, f) for f in formats}
     unknown = sorted(chosen - known)

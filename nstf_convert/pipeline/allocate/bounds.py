@@ -1,0 +1,121 @@
+"""Plans within a bound on time: what the options' preference and least speed come to in seconds at a budget."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nstf.errors import BudgetError
+from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.allocate.timing import (
+    BALANCE,
+    PLAIN,
+    Bound,
+    Timing,
+    fastest,
+    only,
+    too_slow,
+)
+from nstf_convert.pipeline.outcome import Planned
+from nstf_convert.pipeline.propose.table import Table
+from nstf_convert.planner import TooSlow
+
+# Halvings of the time that `speed` looks for: its bound is within a hundredth of the least.
+_HALVINGS = 6
+
+
+def plan(
+    timing: Timing,
+    table: Table,
+    budget_bytes: int,
+    meta: Mapping[str, Any],
+    weights: Mapping[str, float] | None,
+    exact: bool,
+) -> Planned:
+    """The plan within the bytes and the seconds that the options allow. Raises BudgetError.
+
+    The yardstick of `balance` is a plan of few formats; where headers leave no room for a better one, it is the plan.
+    """
+    session = timing.session
+    allowed = bound(timing, table, budget_bytes, meta)
+    if allowed is None:
+        return plans.plan_mix(session, table, budget_bytes, meta, weights, exact)
+    try:
+        return plans.plan_mix(
+            session, table, budget_bytes, meta, weights, exact, timing.seconds, allowed.seconds
+        )
+    except TooSlow as error:
+        asked = session.options.min_speed
+        plain = only(table, PLAIN)
+        if asked is not None or plain is None:
+            raise too_slow(str(asked), error.fastest_seconds, timing, budget_bytes) from error
+        return plans.plan_mix(session, plain, budget_bytes, meta, weights, exact)
+
+
+def bound(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
+    """The seconds that a token's products may take at a budget; None where nothing bounds them.
+
+    Found once for a budget: what is learned of losses later moves no bound. Raises BudgetError for a speed that no file of
+    these bytes has.
+    """
+    if budget_bytes not in timing.bounds:
+        found = [_preferred(timing, table, budget_bytes, meta), _asked(timing, table, budget_bytes, meta)]
+        timing.bounds[budget_bytes] = min(
+            (b for b in found if b is not None), key=lambda b: b.seconds, default=None
+        )
+    return timing.bounds[budget_bytes]
+
+
+def _preferred(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
+    """The bound of `--prefer`; None for `size`, and where no int or grid file is so small."""
+    session, plain = timing.session, only(table, PLAIN)
+    if session.options.prefer == "size" or plain is None:
+        return None
+    try:
+        reference = plans.plan_mix(session, plain, budget_bytes, meta, exact=False)
+    except BudgetError:
+        return None
+    if session.options.prefer == "balance":
+        return Bound(
+            timing.of(reference.mix) / BALANCE,
+            f"{BALANCE:g} of the speed of an int or grid file of this size",
+        )
+    return _fastest_as_good(timing, table, budget_bytes, meta, reference)
+
+
+def _fastest_as_good(
+    timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any], reference: Planned
+) -> Bound:
+    """The least time at which a plan is expected to lose no more than the best single int or grid format."""
+    session = timing.session
+    single = plans.uniforms(session, table, budget_bytes, meta)
+    losses = [p.expected_loss for p in single if next(iter(p.mix.values())).method in PLAIN]
+    most = max(min(losses, default=reference.expected_loss), reference.expected_loss)
+    low, high = 0.0, timing.of(reference.mix)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        try:
+            found = plans.plan_mix(
+                session, table, budget_bytes, meta, exact=False, seconds=timing.seconds, bound_seconds=middle
+            )
+            good = found.expected_loss <= most
+        except TooSlow:
+            good = False
+        low, high = (low, middle) if good else (middle, high)
+    return Bound(high, "the fastest that loses no more than one int or grid format for all")
+
+
+def _asked(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
+    """The bound of `--min-speed`. Raises BudgetError where it leaves no time at all."""
+    session, asked = timing.session, timing.session.options.speed_asked
+    if asked is None:
+        return None
+    kind, value = asked
+    if kind == "times":
+        least = fastest(plans.uniforms(session, table, budget_bytes, meta), timing)
+        if least is None:
+            return None
+        return Bound(least / value, f"{value:g} times the fastest single format of these bytes")
+    # Every target must be that fast; seconds are the first one's, and stand for the slowest beside the common measure.
+    seconds = min(timing.token.products(t, value) for t in timing.targets)
+    if seconds <= 0:
+        raise too_slow(str(session.options.min_speed), 0.0, timing, budget_bytes)
+    return Bound(seconds, f"{value:g} tokens a second")

@@ -1,0 +1,166 @@
+"""What a mix costs in time, and how much of it the options allow.
+
+Seconds are those of the products of one token with all matrices. With several targets a tensor's seconds are those on the
+target where it is slowest beside a common measure, every matrix in 4-bit integers: the sum is then an upper bound for each
+of the targets, so that no target pays for another. A mean would let a file be slow on one of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nstf.errors import BudgetError
+from nstf.kernels.formats import Node
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.outcome import Planned
+from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
+from nstf_convert.pipeline.propose.table import Table, key_of
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+from nstf_convert.speed import targets
+from nstf_convert.speed.prices import Prices, Stored
+from nstf_convert.speed.token import Token
+
+# Formats whose file of the same size is the yardstick of `balance`, and the least share of its speed.
+PLAIN = ("int_grid", "grid16")
+BALANCE = 0.9
+# The common measure of several targets.
+COMMON = Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8})
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds a token may take at most. why: in words, for the report."""
+
+    seconds: float
+    why: str
+
+
+class Timing:
+    """Prices of one conversion's tensors in seconds of a token."""
+
+    def __init__(self, session: Session, size_bytes: int) -> None:
+        """size_bytes: about what the file will have."""
+        options = session.options
+        self.session = session
+        self.targets = targets.parse(options.target or (), session.machine.on_gpu)
+        self.prices = Prices(self.targets, session.threads, size_bytes)
+        self.token = Token(session.config, session.threads, self.prices)
+        self._uses = {n: uses_of(u, session.config) for n, u in session.units.items()}
+        self._known: dict[tuple[str, str], tuple[float, ...]] = {}
+        self._common: tuple[float, ...] | None = None
+        self.bounds: dict[int, Bound | None] = {}
+
+    def prepare(self, table: Table) -> None:
+        """Measures all formats of a table in turn, where their target is here."""
+        units = self.session.units
+        many = [
+            (c.tree, units[n].shape, units[n].lead)
+            for n, found in sorted(table.candidates.items())
+            for c in found
+            if self._uses[n]
+        ]
+        self.prices.prepare(many)
+
+    def held(self, table: Table) -> Table:
+        """The table without formats that a target does not hold; of a tensor that would have none left, all stay."""
+        out = {}
+        for name, found in table.candidates.items():
+            kept = [c for c in found if all(t.holds(c.tree) for t in self.targets)]
+            out[name] = kept or found
+        return replace(table, candidates=out)
+
+    def on_each(self, name: str, recipe: Recipe | None) -> tuple[float, ...]:
+        """Seconds that a token spends on a tensor, by target. None: the tensor as it is."""
+        unit = self.session.units[name]
+        key = name, "" if recipe is None else key_of(recipe)
+        if key not in self._known:
+            uses = self._uses[name]
+            once = self.prices.seconds(self._stored(unit, recipe)) if uses else (0.0,) * len(self.targets)
+            self._known[key] = tuple(uses * s for s in once)
+        return self._known[key]
+
+    def seconds(self, name: str, candidate: Candidate | Recipe) -> float:
+        """What the planner counts for a tensor: one number for all targets."""
+        recipe = candidate.recipe if isinstance(candidate, Candidate) else candidate
+        found = self.on_each(name, recipe)
+        if len(found) == 1:
+            return found[0]
+        common = self._common_seconds()
+        return max(s / c for s, c in zip(found, common, strict=True)) * common[0]
+
+    def of(self, mix: Mapping[str, Recipe]) -> float:
+        """`seconds` of a whole mix."""
+        return sum(self.seconds(n, r) for n, r in mix.items())
+
+    def totals(self, mix: Mapping[str, Recipe]) -> tuple[float, ...]:
+        """Seconds of a token's products by target, tensors that stay as they are included."""
+        matrices = [n for n, u in self.session.units.items() if len(u.shape) > 1]
+        each = [self.on_each(n, mix.get(n)) for n in matrices]
+        return tuple(sum(column) for column in zip(*each, strict=True)) or (0.0,) * len(self.targets)
+
+    def rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:
+        """Predicted tokens a second by target; None where the model's other work is not known."""
+        pairs = zip(self.targets, self.totals(mix), strict=True)
+        return tuple(self.token.rate(target, seconds) for target, seconds in pairs)
+
+    def _stored(self, unit: Unit, recipe: Recipe | None) -> Stored:
+        tree: Node = mixes.tree_of(unit, recipe)
+        return tree, unit.shape, unit.lead
+
+    def _common_seconds(self) -> tuple[float, ...]:
+        if self._common is None:
+            units = [u for u in self.session.units.values() if u.kept is None]
+            each = [
+                [self._uses[u.name] * s for s in self.prices.seconds(self._plain(u))]
+                for u in units
+                if self._uses[u.name]
+            ]
+            self._common = tuple(sum(column) for column in zip(*each, strict=True))
+        return self._common
+
+    def _plain(self, unit: Unit) -> Stored:
+        return tree_of(COMMON, unit.inner_shape, unit.lead), unit.inner_shape, unit.lead
+
+
+def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:
+    """How many products with a tensor one token takes: none with a table whose rows are looked up, of a stack of experts
+    those that a token is sent to, and one where nothing is known of the model."""
+    if len(unit.shape) < 2:
+        return 0.0
+    if not unit.uses:
+        return 1.0
+    products = sum(u in ("linear", "head") for u in unit.uses)
+    if "experts" in unit.uses:
+        total = unit.inner_shape[0]
+        active = (config or {}).get("num_experts_per_tok") or (config or {}).get("top_k_experts") or total
+        return min(1.0, float(str(active)) / total)
+    return float(products)
+
+
+def fastest(mixes_found: Iterable[Planned], timing: Timing) -> float | None:
+    """The least seconds of some plans."""
+    return min((timing.of(p.mix) for p in mixes_found), default=None)
+
+
+def too_slow(asked: str, fastest_seconds: float, timing: Timing, size_bytes: int) -> BudgetError:
+    """The error for a speed that no file of these bytes has."""
+    rate = timing.token.rate(timing.targets[0], fastest_seconds)
+    reached = f"{rate:.0f} tokens a second" if rate else f"{1e3 * fastest_seconds:.3g} ms of products a token"
+    return BudgetError(
+        f"--min-speed {asked} cannot be met within {size_bytes} bytes on {timing.targets[0].name}: the fastest file "
+        f"reaches {reached}; ask for less speed or fewer bytes",
+        size_bytes,
+    )
+
+
+def only(table: Table, methods: Sequence[str]) -> Table | None:
+    """The table with these methods, and tensors as they are where they have none of them; None when no tensor has one."""
+    out, any_left = {}, False
+    for name, found in table.candidates.items():
+        kept = [c for c in found if c.recipe.method in methods]
+        any_left |= bool(kept)
+        out[name] = kept or [c for c in found if c.recipe.method == "dense"]
+        if not out[name]:
+            return None
+    return replace(table, candidates=out) if any_left else None
