@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from nstf.errors import UsageError
 from nstf_convert.cli import options
@@ -13,7 +15,7 @@ from nstf_convert.cli.sizes import format_bytes
 
 @with_options(
     "datasets", "calibration", "samples", "seq_len", "seed", "effort", "device", "memory", "gpu_memory", "threads",
-    "work_dir", "formats", "fuse",
+    "work_dir", "formats", "fuse", "target", "prefer", "min_speed",
 )  # fmt: skip
 def plan(
     model: options.Model,
@@ -21,21 +23,32 @@ def plan(
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
     max_kl: options.MaxKl = None,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier", help="Bytes, predicted speed and expected loss at many sizes; takes no budget."
+        ),
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(help="With --frontier: also draw it into this file.")] = None,
     json: options.Json = False,
     *,
     settings: Mapping[str, Any],
 ) -> None:
     """Show which encoding each tensor would get, the bytes and the expected loss.
 
-    Example: nstf plan ./model --budget 0.5
+    Example: nstf plan ./model --budget 0.5, or nstf plan ./model --frontier --target avx2,sm_90
     """
+    budget_texts = (budget, target_size, target_bpw, max_kl)
+    if frontier:
+        show_frontier(model, budget_texts, settings, svg, json)
+        return
+    if svg is not None:
+        raise UsageError("--svg draws the frontier: add --frontier")
     if max_kl is not None and not (budget or target_size or target_bpw):
         raise UsageError(
             "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
         )
-    chosen = options.build_options(
-        model, Path("model.nstf"), (budget, target_size, target_bpw, max_kl), settings, force=True
-    )
+    chosen = options.build_options(model, Path("model.nstf"), budget_texts, settings, force=True)
     from nstf_convert import pipeline
 
     result = pipeline.plan(chosen)
@@ -43,6 +56,35 @@ def plan(
         print_json(result)
     else:
         show(result)
+
+
+def show_frontier(
+    model: str,
+    budget: tuple[str | None, str | None, str | None, str | None],
+    settings: Mapping[str, Any],
+    svg: Path | None,
+    json: bool,
+) -> None:
+    """Prints the frontier, and draws it where a file is named."""
+    if any(text is not None for text in budget):
+        raise UsageError("--frontier shows many sizes: leave the budget out")
+    if svg is not None and not svg.parent.is_dir():
+        raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
+    chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
+    from nstf_convert import pipeline
+    from nstf_convert.report import frontier as report
+
+    found = pipeline.frontier(chosen)
+    if svg is not None:
+        svg.write_text(report.figure(found), encoding="utf-8")
+    if json:
+        print_json(found)
+        return
+    header = [*report.HEADER]
+    header[3] = f"tokens/s, {', '.join(found['targets'])}"
+    print_table(tuple(header), report.rows(found), left=1)
+    if svg is not None:
+        typer.echo(f"drawn: {svg}")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -76,6 +118,9 @@ def show(result: dict[str, Any]) -> None:
         pairs.append(("convert takes about", minutes(resources["predicted_seconds"])))
         peak = resources["predicted_gpu_bytes"] or resources["predicted_host_bytes"]
         pairs.append(("and memory of about", format_bytes(peak)))
+    from nstf_convert.report import speed
+
+    pairs += speed.pairs(result.get("speed"))
     if stages:
         pairs.append(("time so far", f"{sum(s['seconds'] for s in stages):.1f} s"))
         pairs.append(("peak memory", format_bytes(max(s["peak_memory_bytes"] for s in stages))))

@@ -3,6 +3,6 @@
 from nstf_convert.budget import Budget
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline.calibrate.command import calibrate
-from nstf_convert.pipeline.convert import convert, plan
+from nstf_convert.pipeline.convert import convert, frontier, plan
 
-__all__ = ["Budget", "ConvertOptions", "ConvertResult", "calibrate", "convert", "plan"]
+__all__ = ["Budget", "ConvertOptions", "ConvertResult", "calibrate", "convert", "frontier", "plan"]

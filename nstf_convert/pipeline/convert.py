@@ -11,6 +11,7 @@ from typing import Any
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact import write_artifact
 from nstf_convert.options import ConvertOptions, ConvertResult
+from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
@@ -64,6 +65,13 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
         run = _propose(session, False)
         planned = run.plan(budget_bytes)
         return reporting.build(run, Final(planned), planned.size_bytes)
+
+
+def frontier(options: ConvertOptions) -> dict[str, Any]:
+    """Sizes, predicted speeds and expected losses that `convert` could reach (nstf_convert.pipeline.frontier)."""
+    _allowed(options)
+    with Session(options, Stages()) as session:
+        return frontiers.frontier(_propose(session, False))
 
 
 def _propose(session: Session, attention: bool) -> Run:

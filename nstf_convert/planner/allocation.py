@@ -72,12 +72,13 @@ def allocate(
     if exact:
         choice = _exact(units, choice, multiplier, budget_bytes)
     found = _allocation(units, choice, multiplier)
-    if bound_seconds is None or found.seconds <= bound_seconds:
+    if bound_seconds is None:
         return found
     from nstf_convert.planner.timed import choose
 
-    choice, multiplier = choose(units, budget_bytes, bound_seconds, exact)
-    return _allocation(units, choice, multiplier)
+    # Its integer program may choose among more options, and is at times better where the bound does not bind.
+    within = _allocation(units, *choose(units, budget_bytes, bound_seconds, exact))
+    return found if found.seconds <= bound_seconds and found.loss <= within.loss else within
 
 
 def _allocation(units: Sequence[Sequence[Option]], choice: Sequence[int], multiplier: float) -> Allocation:

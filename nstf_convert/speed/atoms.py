@@ -1,8 +1,8 @@
 """A stored tree as the leaves whose products with activations are timed.
 
 A leaf's time depends on its format, on the columns of a row, and on how many weights there are. So trees are cut up: a
-sum, and a product of two factors, into their parts; a trellis with several rates into one for each; and matrices of more
-than LARGEST weights are timed on their first rows.
+sum, and a product of two factors, into their parts; a trellis with several rates into one for each. Where products are
+timed, matrices of more than LARGEST weights are on their first rows only.
 """
 
 import json
@@ -41,6 +41,11 @@ class Atom:
         """As a key of a file."""
         return f"{self.tree} {self.rows}x{self.cols}"
 
+    @property
+    def sample(self) -> "Atom":
+        """The first rows of a large matrix: the time of a product grows with the rows."""
+        return replace(self, rows=min(self.rows, max(64, LARGEST // self.cols // 64 * 64)))
+
     @cached_property
     def size_bytes(self) -> int:
         return stored_bytes(self.node, (self.rows, self.cols))
@@ -58,16 +63,16 @@ def atoms_of(tree: Node, shape: Shape, lead: int) -> Iterator[tuple[Atom, float]
     elif tree.kind == "rotated":
         for leaf, share in _rates(tree.children["x"], rows):
             params = replace(tree.params, lead=1)
-            yield _atom(Node("rotated", params, {"x": leaf}), rows, cols, share)
+            yield _atom(Node("rotated", params, {"x": leaf}), rows, cols), share
     elif tree.children:
         # Factors differ from tensor to tensor in their sizes: each counts as its share of the matrix's own weights.
         for name, child_shape in format_of(tree.kind).children(tree.params, shape).items():
             share = math.prod(child_shape) / (rows * cols)
             for leaf, part in _rates(tree.children[name], rows):
-                yield _atom(leaf, rows, cols, share * part)
+                yield _atom(leaf, rows, cols), share * part
     else:
         for leaf, share in _rates(tree, rows):
-            yield _atom(leaf, rows, cols, share)
+            yield _atom(leaf, rows, cols), share
 
 
 def _rates(leaf: Node, rows: int) -> Iterator[tuple[Node, float]]:
@@ -82,8 +87,6 @@ def _rates(leaf: Node, rows: int) -> Iterator[tuple[Node, float]]:
         yield Node(leaf.kind, replace(params, quarter_bits=(rate,), rows=())), count / rows
 
 
-def _atom(tree: Node, rows: int, cols: int, share: float) -> tuple[Atom, float]:
-    """The leaf on at most LARGEST weights, and how many times its seconds count."""
-    kept = min(rows, max(64, LARGEST // cols // 64 * 64))
+def _atom(tree: Node, rows: int, cols: int) -> Atom:
     text = json.dumps(node_to_json(tree), sort_keys=True, separators=(",", ":"))
-    return Atom(text, kept, cols), share * rows / kept
+    return Atom(text, rows, cols)

@@ -7,6 +7,7 @@ A file that is damaged, or that another machine left, counts as none: what it wo
 the same machine gives a second conversion the same prices, and with them the same file.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -72,7 +73,8 @@ class SpeedCache:
         except OSError as error:
             log.debug("%s: measured speeds are not kept: %s", self.path, error)
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
     def _read(self) -> dict[str, float]:
         """The file's measurements; none where it is not there, damaged, or of another identity."""

@@ -2,11 +2,11 @@
 
 Formats are timed in turn, several rounds of them, so that a slow moment of the machine meets them alike. Every product is
 timed by itself, and one of the fastest counts (`typical`): what other programs did to the others says nothing of the
-kernel. Between two products of a matrix others have passed through the caches, as in a model.
+kernel. Between two products of a matrix as many bytes as the model has pass through the caches.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,6 +48,10 @@ class Pool:
             else:
                 arrays[name] = torch.rand(spec.shape, generator=_generator()).add_(0.5).to(spec.dtype)
         return EncodedTensor(node, shape, arrays)
+
+    def pass_by(self) -> None:
+        """Reads all bytes: what other matrices of the model do to the caches."""
+        self._bytes.view(torch.int64).max()
 
     def _take(self, count: int) -> Tensor:
         if count > self._size:
@@ -91,14 +95,20 @@ def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int) -> dic
         copies = min(_COPIES, max(1, _ROUND_BYTES // atom.size_bytes))
         made[atom] = [compile_matrix(pool.encoded(atom)) for _ in range(copies)]
     times: dict[Atom, list[float]] = {atom: [] for atom in atoms}
-    clock, source, result = time.perf_counter, x.data_ptr(), y.data_ptr()
+    clock, source, result = clock_for(threads), x.data_ptr(), y.data_ptr()
     for _ in range(ROUNDS):
+        pool.pass_by()
         for atom, matrices in made.items():
             for matrix in matrices:
                 start = clock()
                 matrix.multiply_at(source, batch, result, threads)
                 times[atom].append(clock() - start)
     return {atom: typical(found) for atom, found in times.items()}
+
+
+def clock_for(threads: int) -> Callable[[], float]:
+    """What times are read from: with one thread the processor time of this process, which others do not add to."""
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -55,9 +55,10 @@ class Prices:
     def _measured(self, target: Target, atoms: Sequence[Atom], batch: int) -> dict[Atom, float]:
         kept = self._caches[target.isa]
         pool = measure.pool_bytes(self.size_bytes)
-        keys = {a: f"{pool} {batch} {a.key}" for a in atoms}
-        missing = [a for a in atoms if keys[a] not in kept.seconds]
+        samples = {a: a.sample for a in atoms}
+        keys = {s: f"{pool} {batch} {s.key}" for s in samples.values()}
+        missing = [s for s, key in keys.items() if key not in kept.seconds]
         if missing:
             found = measure.measure(missing, target.isa, self.threads, self.size_bytes, batch)
-            kept.add({keys[a]: value for a, value in found.items()})
-        return {a: kept.seconds[keys[a]] for a in atoms}
+            kept.add({keys[s]: value for s, value in found.items()})
+        return {a: kept.seconds[keys[s]] * a.rows / s.rows for a, s in samples.items()}

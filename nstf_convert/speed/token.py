@@ -7,7 +7,6 @@ the prices of these matrices is attention, norms and the start of every product,
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix
 from nstf.kernels.formats import Node, integer
 from nstf_convert.speed.atoms import atoms_of
-from nstf_convert.speed.measure import Pool, typical, using
+from nstf_convert.speed.measure import Pool, clock_for, typical, using
 from nstf_convert.speed.prices import Prices
 from nstf_convert.speed.targets import Target
 
@@ -111,8 +110,8 @@ def _engine(config: Any, pool: Pool) -> Any:
     shape = config.shape
 
     def matrix(of: tuple[int, int]) -> Any:
-        ((whole, _),) = atoms_of(_FOUR_BITS, of, 1)
-        return compile_matrix(pool.encoded(type(whole)(whole.tree, *of)))
+        ((atom, _),) = atoms_of(_FOUR_BITS, of, 1)
+        return compile_matrix(pool.encoded(atom))
 
     def ones(count: int) -> array[float]:
         return array("f", [1.0]) * count
@@ -143,15 +142,16 @@ def measured_rate(path: Path, target: Target, threads: int) -> float | None:
     try:
         with open_artifact(path) as artifact, using(target.isa):
             engine = Engine(artifact, threads=threads)
-            times, prompt = [], min(PROMPT, engine.context // 2)
+            times, clock = [], clock_for(threads)
+            prompt = min(PROMPT, engine.context // 2)
             decoded = min(DECODED, engine.context - prompt)
             for _ in range(ROUNDS):
                 engine.reset()
                 logits = engine.forward([0] * prompt)
                 for _ in range(decoded):
-                    start = time.perf_counter()
+                    start = clock()
                     logits = engine.forward([greedy(logits)])
-                    times.append(time.perf_counter() - start)
+                    times.append(clock() - start)
             return 1.0 / typical(times)
     except (NstfError, ValueError, RuntimeError, MemoryError) as error:
         log.debug("%s: its speed was not measured: %s", path, error)
@@ -164,11 +164,11 @@ def seconds_of_token(engine: Any, shape: Mapping[str, Any], threads: int) -> flo
     decoded = min(DECODED, shape["context"] - prompt)
     ids = torch.zeros(prompt, dtype=torch.int64)
     logits = torch.empty(shape["vocab"])
-    times = []
+    times, clock = [], clock_for(threads)
     for _ in range(ROUNDS):
         engine.run(ids.data_ptr(), prompt, 0, logits.data_ptr(), False, threads)
         for i in range(decoded):
-            start = time.perf_counter()
+            start = clock()
             engine.run(ids.data_ptr(), 1, prompt + i, logits.data_ptr(), False, threads)
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
     return typical(times)

@@ -67,13 +67,13 @@ def bound(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, An
 def _preferred(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
     """The bound of `--prefer`; None for `size`, and where no int or grid file is so small."""
     session, plain = timing.session, only(table, PLAIN)
-    if session.options.prefer == "size" or plain is None:
+    if timing.prefer == "size" or plain is None:
         return None
     try:
         reference = plans.plan_mix(session, plain, budget_bytes, meta, exact=False)
     except BudgetError:
         return None
-    if session.options.prefer == "balance":
+    if timing.prefer == "balance":
         return Bound(
             timing.of(reference.mix) / BALANCE,
             f"{BALANCE:g} of the speed of an int or grid file of this size",

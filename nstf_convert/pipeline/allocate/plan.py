@@ -57,9 +57,15 @@ def plan_mix(
         try:
             allocation = allocate(options, max(0, target), finish, bound_seconds)
         except TooSlow:
-            if best is None:
+            if best is not None:
+                break
+            if step > 0:
                 raise
-            break
+            # Prices overstate the header: what they do so by may be what a faster choice needs.
+            smaller = allocate(options, target, exact=False)
+            priced = fixed + smaller.size_bytes
+            target += max(0, priced - exact_size(session, _mix(groups, picks, smaller.choice), meta) - 32)
+            continue
         except Infeasible as error:
             if best is not None:
                 break

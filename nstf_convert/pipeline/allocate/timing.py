@@ -5,6 +5,7 @@ target where it is slowest beside a common measure, every matrix in 4-bit intege
 of the targets, so that no target pays for another. A mean would let a file be slow on one of them.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ class Timing:
     def __init__(self, session: Session, size_bytes: int) -> None:
         """size_bytes: about what the file will have."""
         options = session.options
-        self.session = session
+        self.session, self.prefer = session, options.prefer
         self.targets = targets.parse(options.target or (), session.machine.on_gpu)
         self.prices = Prices(self.targets, session.threads, size_bytes)
         self.token = Token(session.config, session.threads, self.prices)
@@ -50,6 +51,17 @@ class Timing:
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
         self._common: tuple[float, ...] | None = None
         self.bounds: dict[int, Bound | None] = {}
+
+    def preferring(self, prefer: str) -> "Timing":
+        """The same prices for another preference."""
+        other = copy.copy(self)
+        other.prefer, other.bounds = prefer, {}
+        return other
+
+    @property
+    def bounds_time(self) -> bool:
+        """Whether plans have a bound on time."""
+        return self.prefer != "size" or self.session.options.min_speed is not None
 
     def prepare(self, table: Table) -> None:
         """Measures all formats of a table in turn, where their target is here."""

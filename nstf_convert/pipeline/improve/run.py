@@ -85,13 +85,13 @@ class Run:
     def _planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
         """A plan of the table as it is now, within the bound on time where there is one."""
         widest = self.meta.widest()
-        if self.timing is None or not self.session.options.bounds_time:
+        if self.timing is None or not self.timing.bounds_time:
             return plans.plan_mix(self.session, self.table, budget_bytes, widest, weights, exact)
         return bounds.plan(self.timing, self.table, budget_bytes, widest, weights, exact)
 
     def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
         """Whether a mix keeps the bound on time that holds at a budget."""
-        if self.timing is None or not self.session.options.bounds_time:
+        if self.timing is None or not self.timing.bounds_time:
             return True
         bound = bounds.bound(self.timing, self.table, budget_bytes, self.meta.widest())
         return bound is None or self.timing.of(mix) <= bound.seconds

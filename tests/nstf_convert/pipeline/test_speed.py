@@ -1,0 +1,191 @@
+"""Decode speed beside bytes and loss: bounds on time, preferences, targets."""
+
+from dataclasses import replace
+
+import pytest
+
+from nstf.errors import BudgetError, UsageError
+from nstf_convert.pipeline import convert, frontier, plan
+from nstf_convert.pipeline.allocate import bounds
+from nstf_convert.pipeline.allocate.plan import uniforms
+from nstf_convert.pipeline.allocate.timing import PLAIN, Timing, only, uses_of
+from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.table import build_table
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.session import Session
+from nstf_convert.report import frontier as drawn
+from nstf_convert.report.speed import pairs
+from nstf_convert.speed import cache, measure, model, targets
+from nstf_convert.speed.token import Token
+
+FORMATS = ("int_grid", "grid16", "shuffle", "trellis")
+
+
+@pytest.fixture
+def modelled(monkeypatch, tmp_path):
+    """Every CPU by its model, without the time that a product takes to start: the matrices here are tiny."""
+    family = {"avx2": "avx2", "neon": "neon"}
+
+    def fake(atoms, isa, threads, size_bytes, batch=1):
+        name = family.get(isa.split("-")[0], "avx512")
+        return {a: model.seconds(targets.Target(name, isa, False), a) for a in atoms}
+
+    monkeypatch.setattr(measure, "measure", fake)
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(model, "CPUS", {n: replace(c, start_s=1e-12) for n, c in model.CPUS.items()})
+    monkeypatch.setattr(Token, "_beside", lambda self, target: 1e-9)
+
+
+@pytest.fixture
+def quick_plan(options):
+    """plan() of the small model on a target: its report."""
+
+    def make(target: str, budget: float = 0.45, **changes):
+        settings = {"formats": FORMATS, "prefer": "balance", "target": target} | changes
+        return plan(options(("ratio", budget), **settings))
+
+    return make
+
+
+def bytes_of(report: dict, kind: str) -> int:
+    return sum(t["size_bytes"] for t in report["tensors"] if t["encoding"].startswith(kind))
+
+
+def test_two_targets_get_different_formats_because_trellis_codes_are_slow_on_one(
+    modelled, quick_plan
+) -> None:
+    slow, fast = quick_plan("avx2"), quick_plan("avx512")
+    # Sums of bytes cost 0.6 cycles a weight with AVX2, more than reading it, and 0.15 with AVX-512.
+    assert bytes_of(slow, "trellis") < 0.5 * bytes_of(fast, "trellis")
+    assert bytes_of(slow, "shuffle") > bytes_of(fast, "shuffle")
+    for report in (slow, fast):
+        (found,) = report["speed"]["targets"]
+        assert found["products_seconds"] <= report["speed"]["bound_seconds"] * 1.02
+        assert report["speed"]["bound"] == "0.9 of the speed of an int or grid file of this size"
+
+
+def test_a_file_for_two_targets_keeps_the_bound_on_both(modelled, quick_plan) -> None:
+    alone = {name: quick_plan(name)["speed"] for name in ("avx2", "neon")}
+    both = quick_plan("avx2,neon")["speed"]
+    for found in both["targets"]:
+        assert found["products_seconds"] <= 1.02 * alone[found["target"]]["bound_seconds"]
+
+
+def test_a_file_for_a_gpu_has_the_8_bit_floats_that_it_knows(options, modelled) -> None:
+    settings = {"formats": ("fp8",), "prefer": "size"}
+    for target, variant in (("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn")):
+        report = convert(options(("ratio", 0.7), target=target, force=True, **settings)).report
+        trees = [t["tree"] for t in report["tensors"] if t["encoding"].startswith("fp8")]
+        assert trees and {t["variant"] for t in trees} == {variant}
+
+
+@pytest.fixture
+def run(options, tmp_path, modelled):
+    chosen = options(
+        ("ratio", 0.3), formats=FORMATS, work_dir=tmp_path / "work", target="avx2", prefer="balance"
+    )
+    allowed = method_families(chosen.formats)
+    with Session(chosen, Stages()) as session:
+        table = build_table(session, allowed, lambda unit: None)
+        yield Run(session, Meta(session, None), table, allowed, Timing(session, 1 << 17))
+
+
+@pytest.mark.parametrize("ratio", [0.35, 0.45, 0.6])
+def test_balance_is_never_slower_than_nine_tenths_of_an_int_or_grid_file(run, ratio) -> None:
+    budget = int(ratio * run.session.checkpoint.total_bytes)
+    plain = only(run.table, PLAIN)
+    assert plain is not None
+    reference = bounds.plan(run.timing.preferring("size"), plain, budget, run.meta.widest(), None, True)
+    balanced = run.plan(budget)
+    assert balanced.size_bytes <= budget
+    assert run.timing.of(balanced.mix) <= 1.01 * run.timing.of(reference.mix) / 0.9
+    assert balanced.expected_loss <= reference.expected_loss
+    # Bytes alone would have had a file that is far slower.
+    run.timing = run.timing.preferring("size")
+    assert run.timing.of(run.plan(budget).mix) > 1.2 * run.timing.of(balanced.mix)
+
+
+def test_speed_is_faster_still_and_loses_no_more_than_a_single_format(run) -> None:
+    budget = int(0.45 * run.session.checkpoint.total_bytes)
+    balanced = run.plan(budget)
+    run.timing = run.timing.preferring("speed")
+    fast = run.plan(budget)
+    found = uniforms(run.session, run.table, budget, run.meta.widest())
+    single = [p.expected_loss for p in found if next(iter(p.mix.values())).method in PLAIN]
+    assert run.timing.of(fast.mix) < run.timing.of(balanced.mix)
+    assert fast.expected_loss <= min(single)
+
+
+def test_single_formats_that_are_too_slow_are_no_rivals(run) -> None:
+    budget = int(0.45 * run.session.checkpoint.total_bytes)
+    assert "trellis" not in {next(iter(p.mix.values())).method for p in run.rivals(budget)}
+    run.timing = run.timing.preferring("size")
+    assert "trellis" in {next(iter(p.mix.values())).method for p in run.rivals(budget)}
+
+
+def test_a_least_speed_is_kept_or_refused_in_one_line(quick_plan, modelled) -> None:
+    speed = quick_plan("avx2", min_speed="1.1")["speed"]
+    assert speed["bound"] == "1.1 times the fastest single format of these bytes"
+    assert speed["targets"][0]["products_seconds"] <= speed["bound_seconds"]
+    rate = 1.05 * speed["targets"][0]["predicted_rate"]
+    faster = quick_plan("avx2", min_speed=f"{rate:.1f}tok/s")["speed"]
+    assert faster["targets"][0]["predicted_rate"] >= rate * 0.999
+    with pytest.raises(
+        BudgetError, match=r"--min-speed 90 cannot be met within \d+ bytes on avx2: the fastest file"
+    ) as e:
+        quick_plan("avx2", min_speed="90")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("text", ["fast", "-1", "0", "nan", "1.5 bananas", ""])
+def test_what_is_no_speed_is_refused(options, text) -> None:
+    with pytest.raises(UsageError, match="is no speed: write"):
+        options(min_speed=text)
+
+
+def test_an_unknown_preference_is_refused(options) -> None:
+    with pytest.raises(UsageError, match="the preference 'fast' is not known: choose balance, size, speed"):
+        options(prefer="fast")
+
+
+def test_shuffle_codes_are_candidates_where_time_is_bounded(default_options) -> None:
+    for prefer, expected in (("balance", True), ("size", False)):
+        chosen = default_options(prefer=prefer)
+        assert ("shuffle" in method_families(chosen.formats, chosen.bounds_time)) == expected
+
+
+def test_a_written_file_is_timed_where_its_target_is_here(options) -> None:
+    report = convert(options(("ratio", 0.4), prefer="balance", target="cpu,sm_90")).report
+    ours, gpu = report["speed"]["targets"]
+    assert gpu["prices"] == "modelled" and gpu["measured_rate"] is None
+    if ours["prices"] == "measured":
+        assert ours["measured_rate"] > 0 and ours["predicted_rate"] > 0
+        assert any("measured" in text for _, text in pairs(report["speed"]))
+
+
+def test_the_frontier_trades_bytes_speed_and_loss(options, modelled) -> None:
+    found = frontier(options(formats=FORMATS, prefer="balance", target="avx2"))
+    by = {p: [x for x in found["points"] if x["prefer"] == p] for p in ("balance", "size", "speed")}
+    assert all(len(points) >= 3 for points in by.values())
+    for points in by.values():
+        sizes = [p["size_bytes"] for p in points]
+        assert sizes == sorted(sizes)
+    last = {p: points[-3] for p, points in by.items()}
+    assert last["size"]["expected_loss"] <= last["balance"]["expected_loss"] <= last["speed"]["expected_loss"]
+    assert last["size"]["rates"][0] <= last["balance"]["rates"][0] <= last["speed"]["rates"][0]
+    assert len(drawn.rows(found)) == len(found["points"])
+    figure = drawn.figure(found)
+    assert figure.startswith("<svg xmlns=") and figure.count("<title>") == len(found["points"])
+
+
+def test_how_often_a_token_uses_a_tensor() -> None:
+    matrix = Unit("w", (8, 4), "float32", "q")
+    assert uses_of(matrix, None) == 1.0
+    assert uses_of(replace(matrix, uses=("embedding",)), None) == 0.0
+    assert uses_of(replace(matrix, uses=("embedding", "head")), None) == 1.0
+    assert uses_of(replace(matrix, shape=(8,)), None) == 0.0
+    experts = replace(matrix, shape=(16, 8, 4), lead=2, uses=("experts",))
+    assert uses_of(experts, {"num_experts_per_tok": 4}) == 0.25

@@ -1,0 +1,205 @@
+"""Prices in time: trees cut into leaves, measured once and kept, modelled where the target is not here."""
+
+import json
+
+import pytest
+
+from nstf.errors import UsageError
+from nstf.kernels.cpu import ext
+from nstf.kernels.cpu.engine_matrix import available
+from nstf.kernels.formats import Node, dense, fp8, integer, mxfp4
+from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
+from nstf_convert.speed import cache, measure, model, targets
+from nstf_convert.speed.atoms import LARGEST, atoms_of
+from nstf_convert.speed.prices import Prices
+
+INT4 = Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8})
+TRELLIS = Recipe("trellis", {"quarter_bits": 16})
+SHUFFLE = Recipe("shuffle", {"quarter_bits": 16})
+SHAPE = (64, 128)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Counts what is measured instead of timing it; the cache is the test's own."""
+    calls = []
+
+    def fake(atoms, isa, threads, size_bytes, batch=1):
+        calls.append([a.key for a in atoms])
+        return {a: 1e-6 * a.rows for a in atoms}
+
+    monkeypatch.setattr(measure, "measure", fake)
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
+    return calls
+
+
+def here(name: str = "cpu") -> targets.Target:
+    return targets.Target(name, "portable", True)
+
+
+def price(recipe: Recipe, **changes) -> float:
+    settings = {"threads": 1, "size_bytes": 1 << 20} | changes
+    prices = Prices([here()], **settings)
+    return prices.seconds((tree_of(recipe, SHAPE, 1), SHAPE, 1))[0]
+
+
+def test_a_price_is_measured_once_and_found_by_the_next_conversion(measured) -> None:
+    assert price(INT4) == pytest.approx(64e-6)
+    assert price(INT4) == pytest.approx(64e-6)
+    assert len(measured) == 1
+    price(SHUFFLE)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("change", [{"threads": 2}, {"size_bytes": 1 << 24}])
+def test_other_threads_and_other_caches_have_prices_of_their_own(measured, change) -> None:
+    price(INT4)
+    price(INT4, **change)
+    assert len(measured) == 2
+
+
+def test_other_kernels_are_measured_again(measured, monkeypatch) -> None:
+    price(INT4)
+    monkeypatch.setattr(cache, "_kernels", lambda: "another build")
+    price(INT4)
+    assert len(measured) == 2
+
+
+def _rewrite(path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text("{"),
+        lambda path: path.write_bytes(b"\xff\xfe\x00"),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_text("[]"),
+        lambda path: _rewrite(path, lambda c: c["identity"].update(processor="another")),
+        lambda path: _rewrite(path, lambda c: c["seconds"].update(dict.fromkeys(c["seconds"], -1.0))),
+        lambda path: _rewrite(path, lambda c: c["seconds"].update(dict.fromkeys(c["seconds"], "1"))),
+        lambda path: _rewrite(path, lambda c: c.update(version=0)),
+    ],
+)
+def test_a_cache_that_is_damaged_or_foreign_is_measured_again(measured, tmp_path, caplog, damage) -> None:
+    price(INT4)
+    (path,) = tmp_path.iterdir()
+    damage(path)
+    assert price(INT4) == pytest.approx(64e-6)
+    assert len(measured) == 2
+    assert "speeds are measured again" in caplog.text
+    price(INT4)
+    assert len(measured) == 2
+
+
+def test_without_a_folder_prices_are_measured_and_not_kept(measured, monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for where in (None, tmp_path / "file"):
+        monkeypatch.setattr(cache, "folder", lambda where=where: where)
+        assert price(INT4) == pytest.approx(64e-6)
+    assert len(measured) == 2
+
+
+def test_a_trellis_of_several_rates_costs_what_its_sections_cost() -> None:
+    recipe = Recipe("trellis", {"sections": [[8, 48], [16, 16]]})
+    parts = list(atoms_of(tree_of(recipe, SHAPE, 1), SHAPE, 1))
+    assert [list(a.leaf.params.quarter_bits) for a, _ in parts] == [[8], [16]]
+    assert [times for _, times in parts] == [0.75, 0.25]
+
+
+def test_sums_and_factors_cost_what_their_parts_cost() -> None:
+    low_rank = Recipe("svd", {"rank": 16}, {"factor": INT4})
+    both = Recipe("add", {}, {"base": INT4, "correction": low_rank})
+    parts = list(atoms_of(tree_of(both, SHAPE, 1), SHAPE, 1))
+    # The base whole; a factor of 64 x 16 and one of 16 x 128 by their shares of 64 x 128 weights.
+    assert [times for _, times in parts] == [1.0, 0.125, 0.25]
+
+
+def test_a_large_matrix_is_timed_on_some_of_its_rows(measured) -> None:
+    shape = (4 * LARGEST // 128, 128)
+    ((atom, times),) = atoms_of(tree_of(INT4, shape, 1), shape, 1)
+    assert (atom.rows, atom.cols) == shape and times == 1.0
+    assert atom.sample.rows * atom.sample.cols == LARGEST
+    assert Prices([here()], 1, 1 << 20).seconds((tree_of(INT4, shape, 1), shape, 1))[0] == pytest.approx(
+        1e-6 * shape[0], rel=1e-2
+    )
+    assert measured == [[atom.sample.key]]
+
+
+def test_a_transposed_matrix_and_stacked_experts_are_priced_as_they_are_stored() -> None:
+    tree = Node("permute", type("P", (), {"dims": (1, 0)})(), {"x": tree_of(INT4, SHAPE, 1)})
+    ((atom, _),) = atoms_of(tree, (128, 64), 1)
+    assert (atom.rows, atom.cols) == SHAPE
+    ((atom, _),) = atoms_of(tree_of(INT4, (2, 32, 128), 2), (2, 32, 128), 2)
+    assert (atom.rows, atom.cols) == SHAPE
+
+
+@pytest.mark.skipif(not available(), reason="the extension was not built")
+@pytest.mark.parametrize("recipe", [INT4, TRELLIS, SHUFFLE, Recipe("fp8", {"variant": "e4m3fn", "group": 0})])
+def test_every_instruction_set_here_is_timed_and_left_as_it_was(recipe) -> None:
+    before = ext.isa()
+    ((atom, _),) = atoms_of(tree_of(recipe, SHAPE, 1), SHAPE, 1)
+    for isa in ext.isas():
+        found = measure.measure([atom], isa, 1, 1 << 18)
+        assert 0.0 < found[atom] < 1.0
+    assert ext.isa() == before
+
+
+@pytest.mark.parametrize("name", [n for n in targets.known() if n != "cpu"])
+def test_models_know_every_target_and_rank_formats_as_measured(name) -> None:
+    target = targets.Target(name, "" if name in targets.ARCHITECTURES else name, False)
+    shape = (4096, 4096)
+
+    def seconds(recipe: Recipe) -> float:
+        return Prices([target], 1, 1 << 20).seconds((tree_of(recipe, shape, 1), shape, 1))[0]
+
+    plain = Recipe("dense", {"dtype": "bfloat16"})
+    assert seconds(INT4) < seconds(SHUFFLE) * 1.2 + 1e-9
+    assert seconds(SHUFFLE) < seconds(TRELLIS)
+    assert seconds(INT4) < seconds(plain)
+
+
+def test_the_model_of_the_h200_agrees_with_what_was_measured() -> None:
+    shape, target = (28672, 8192), targets.Target("sm_90", "", False)
+    # Microseconds of docs/gpu_speed.md, 28672 x 8192, one row.
+    for bits, micro in {2: 40.4, 3: 55.3, 4: 36.0, 5: 59.6, 6: 62.2, 7: 73.5, 8: 60.6}.items():
+        tree = Node("int", integer.Params(bits=bits, group=128))
+        predicted = Prices([target], 1, 1 << 20).seconds((tree, shape, 1))[0]
+        assert predicted == pytest.approx(1e-6 * micro, rel=0.1), bits
+
+
+def test_targets_hold_their_own_formats() -> None:
+    ocp, fnuz = (Node("fp8", fp8.Params(variant=v)) for v in ("e4m3fn", "e4m3fnuz"))
+    four = Node("mxfp4", mxfp4.Params())
+    plain = Node("dense", dense.Params("bfloat16"))
+    held = {
+        name: [targets.Target(name, "", False).holds(t) for t in (ocp, fnuz, four, plain)]
+        for name in targets.ARCHITECTURES
+    }
+    assert held == {
+        "gfx90a": [False, False, False, True],
+        "gfx942": [False, True, False, True],
+        "gfx950": [True, False, True, True],
+        "gfx1100": [False, False, False, True],
+        "gfx1201": [True, False, False, True],
+        "sm_90": [True, False, False, True],
+    }
+    assert all(here().holds(t) for t in (ocp, fnuz, four, plain))
+
+
+def test_names_of_targets() -> None:
+    with pytest.raises(
+        UsageError, match="unknown target 'gfx12': choose from cpu, avx2, avx512, neon, gfx90a"
+    ):
+        targets.parse(["cpu", "gfx12"], False)
+    assert [t.name for t in targets.parse([], False)] == ["cpu"]
+    assert [t.name for t in targets.parse(["sm_90", "avx2", "sm_90"], False)] == ["sm_90", "avx2"]
+    other = "neon" if not available() or "avx2" in ext.isas() else "avx2"
+    assert not targets.parse([other], False)[0].here
+    assert (
+        model.seconds(targets.parse([other], False)[0], next(atoms_of(tree_of(INT4, SHAPE, 1), SHAPE, 1))[0])
+        > 0
+    )
