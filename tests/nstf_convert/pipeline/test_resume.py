@@ -88,7 +88,7 @@ def test_same_bytes_in_another_process_folder_time_zone_and_hash_seed(converted,
     shutil.copy(small.text, tmp_path / "text.txt")
     command = [
         sys.executable, "-m", "nstf_convert", "convert", "model", "--budget", "0.5", "-o", "out.nstf",
-        "--dataset", "text.txt", "--samples", "6", "--seq-len", "32", "--threads", "1",
+        "--dataset", "text.txt", "--samples", "6", "--seq-len", "32", "--threads", "1", "--prefer", "size",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
