@@ -55,7 +55,11 @@ def conversions(folder: Path) -> dict[str, float]:
     for share in SHARES:
         output = folder / f"{share}.nstf"
         before = product_seconds()
-        row = convert(MODEL, output, ["--budget", str(share), "--dataset", str(TEXT), "--device", "cpu"])
+        row = convert(
+            MODEL,
+            output,
+            ["--budget", str(share), "--dataset", str(TEXT), "--device", "cpu", "--prefer", "size"],
+        )
         reference = (before + product_seconds()) / 2
         found[f"{share} KLD"] = mean_kl(MODEL, output, HELD_OUT, 16)
         found[f"{share} time"] = row["processor_seconds"] / reference

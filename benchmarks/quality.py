@@ -190,7 +190,7 @@ def run_ours(
             continue
         output = work.cache / f"{args.label or 'nstf'}-{size}.nstf"
         # The statistics are the calibration's; healing reads the whole text.
-        nstf(["convert", str(work.model), "--target-size", str(size), "-o", str(output), "--force",
+        nstf(["convert", str(work.model), "--target-size", str(size), "-o", str(output), "--force", "--prefer", "size",
               "--calibration", str(work.calibration), "--dataset", str(work.text),
               "--work-dir", str(work.cache / "work"), "--threads", str(args.threads),
               "--report", str(output.with_suffix(".json")), *args.convert])  # fmt: skip

@@ -18,6 +18,8 @@ from nstf_convert.planner import Infeasible, Option, TooSlow, allocate
 
 # (tensor, candidate) -> seconds that a token spends on it.
 Seconds = Callable[[str, Candidate], float]
+# (tensors, the recipe of all) -> seconds that a token saves where they run as one.
+Saved = Callable[[Sequence[str], Recipe], float]
 
 # Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
 LOW_BITS = 4.0
@@ -34,17 +36,18 @@ def plan_mix(
     exact: bool = True,
     seconds: Seconds | None = None,
     bound_seconds: float | None = None,
+    saved: Saved | None = None,
 ) -> Planned:
     """The allocation under a budget for the whole file. weights: factors on the losses of single tensors.
     exact: see `allocate`; without it the plan is quick and leaves some bytes unspent. seconds: of a tensor with a
-    candidate; bound_seconds: what all tensors may take together.
+    candidate; bound_seconds: what all tensors may take together; saved: seconds less where several are stored alike.
 
     Raises BudgetError with the smallest file that can be written, TooSlow where none is fast enough.
     """
     groups = _groups(table)
     options, picks = [], []
     for names in groups:
-        shared = _shared_options(table, names, weights or {}, seconds)
+        shared = _shared_options(table, names, weights or {}, seconds, saved)
         options.append([o for o, _ in shared])
         picks.append([p for _, p in shared])
     fixed = exact_size(session, {}, meta, skip=set(table.candidates))
@@ -188,7 +191,11 @@ def _groups(table: Table) -> list[tuple[str, ...]]:
 
 
 def _shared_options(
-    table: Table, names: tuple[str, ...], weights: Mapping[str, float], seconds: Seconds | None = None
+    table: Table,
+    names: tuple[str, ...],
+    weights: Mapping[str, float],
+    seconds: Seconds | None = None,
+    saved: Saved | None = None,
 ) -> list[tuple[Option, dict[str, Recipe]]]:
     """Options of tensors that must get one recipe; for a single tensor simply its candidates."""
     first = table.candidates[names[0]]
@@ -204,6 +211,8 @@ def _shared_options(
             time += 0.0 if seconds is None else seconds(name, match)
             picked[name] = match.recipe
         if len(picked) == len(names):
+            if saved is not None and len(names) > 1:
+                time -= saved(names, candidate.recipe)
             out.append((Option(size, total, time), picked))
     return out
 

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nstf.errors import BudgetError
-from nstf.kernels.formats import Node
+from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.runtime.stacking import agree
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.outcome import Planned
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
 from nstf_convert.pipeline.propose.table import Table, key_of
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Unit, fused_groups
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed import targets
 from nstf_convert.speed.prices import Prices, Stored
@@ -47,6 +49,9 @@ class Timing:
         self.targets = targets.parse(options.target or (), session.machine.on_gpu)
         self.prices = Prices(self.targets, session.threads, size_bytes)
         self.token = Token(session.config, session.threads, self.prices)
+        # A runtime for GPUs stacks these into one matrix where they are stored alike; the CPU's engine has nothing to gain.
+        units = [u for u in session.units.values() if len(u.shape) == 2]
+        self.groups = {} if any(t.is_cpu for t in self.targets) else fused_groups(units)
         self._uses = {n: uses_of(u, session.config) for n, u in session.units.items()}
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
         self._common: tuple[float, ...] | None = None
@@ -102,13 +107,47 @@ class Timing:
         return max(s / c for s, c in zip(found, common, strict=True)) * common[0]
 
     def of(self, mix: Mapping[str, Recipe]) -> float:
-        """`seconds` of a whole mix."""
-        return sum(self.seconds(n, r) for n, r in mix.items())
+        """`seconds` of a whole mix, without what is saved where tensors run as one."""
+        return sum(self.seconds(n, r) for n, r in mix.items()) - sum(
+            self.saved(names, mix[names[0]]) for names in self._alike(mix)
+        )
+
+    def saved(self, names: Sequence[str], recipe: Recipe) -> float:
+        """What a token saves where these tensors, stored alike, run as one: all launches but one, on the target that gains
+        least from it."""
+        launches = self._launches(names, recipe)
+        if len(launches) == 1 or not any(launches):
+            return launches[0]
+        common = self._common_seconds()
+        return min(s / c for s, c in zip(launches, common, strict=True)) * common[0]
+
+    def _launches(self, names: Sequence[str], recipe: Recipe) -> list[float]:
+        """The same by target."""
+        units = [self.session.units[n] for n in names]
+        trees = [EncodedTensor(mixes.tree_of(u, recipe), u.shape, {}) for u in units]
+        # Tables are fitted to each tensor: grids stay apart.
+        together = trees[0].tree.kind != "grid" and agree(trees)
+        return [
+            (len(names) - 1) * ARCHITECTURES[t.name].launch_s if together and not t.is_cpu else 0.0
+            for t in self.targets
+        ]
+
+    def _alike(self, mix: Mapping[str, Recipe]) -> list[list[str]]:
+        """The groups of tensors that may run as one and have one recipe."""
+        members: dict[str, list[str]] = {}
+        for name, group in self.groups.items():
+            members.setdefault(group, []).append(name)
+        return [
+            names
+            for names in members.values()
+            if len(names) > 1 and all(n in mix and mix[n] == mix[names[0]] for n in names)
+        ]
 
     def totals(self, mix: Mapping[str, Recipe]) -> tuple[float, ...]:
         """Seconds of a token's products by target, tensors that stay as they are included."""
         matrices = [n for n, u in self.session.units.items() if len(u.shape) > 1]
         each = [self.on_each(n, mix.get(n)) for n in matrices]
+        each += [tuple(-s for s in self._launches(names, mix[names[0]])) for names in self._alike(mix)]
         return tuple(sum(column) for column in zip(*each, strict=True)) or (0.0,) * len(self.targets)
 
     def rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:

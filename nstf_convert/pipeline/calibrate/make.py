@@ -82,7 +82,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     consumer = _proposing(session, identity) if drops_hessians(session, model) else None
     tokens, helpers, sharing = session.tokens_per_batch, session.helpers, None
     if helpers.any:
-        formats = method_families(options.formats)
+        formats = method_families(options.formats, options.bounds_time)
         sharing = Sharing(session.work, identity, tokens, formats, helpers.start_all, helpers.wait)
     with session.stages.stage("calibration"):
         calibrate_model(
@@ -104,7 +104,7 @@ def take_part(session: "Session", part: Part) -> None:
     if session.model is None:
         raise NstfError(f"the model cannot be run: {session.model_reason}")
     model, seed = session.model, session.options.seed
-    formats = method_families(session.options.formats)
+    formats = method_families(session.options.formats, session.options.bounds_time)
     pieces = {
         step: Pieces(session.work, replace(part, step=step), formats) for step in (GRADIENTS, part.step)
     }
@@ -135,7 +135,7 @@ def drops_hessians(session: "Session", model: StreamedModel) -> bool:
 
 def _proposing(session: "Session", identity: str) -> Consumer:
     """What works out the candidates of the tensors behind each Hessian while it is there."""
-    allowed = method_families(session.options.formats)
+    allowed = method_families(session.options.formats, session.options.bounds_time)
     once = {n for n, u in session.units.items() if u.lead == 1 and len(u.uses) == 1 and u.kept is None}
 
     def use(known: Gathered, keys: list[str]) -> None:

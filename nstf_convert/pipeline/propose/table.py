@@ -70,7 +70,7 @@ def _shared(
 
 def leave_candidates(session: Session, part: Part) -> None:
     """In a helper's process: works out candidates of calibrated tensors."""
-    allowed = method_families(session.options.formats)
+    allowed = method_families(session.options.formats, session.options.bounds_time)
     pieces = Pieces(session.work, part, allowed)
     units = [u for u in session.units.values() if u.kept is None and session.statistics.calibrated(u)]
     _taken(session, units, allowed, pieces, lambda unit: None)

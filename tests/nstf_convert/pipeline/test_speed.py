@@ -74,6 +74,18 @@ def test_a_file_for_two_targets_keeps_the_bound_on_both(modelled, quick_plan) ->
         assert found["products_seconds"] <= 1.02 * alone[found["target"]]["bound_seconds"]
 
 
+def test_a_file_for_a_gpu_has_groups_alike_where_that_saves_launches(options, modelled) -> None:
+    settings = {"formats": ("int_grid", "trellis"), "target": "sm_90"}
+    for prefer, alike in (("balance", True), ("size", False)):
+        report = plan(options(("ratio", 0.45), prefer=prefer, **settings))
+        stored = {t["name"]: t["encoding"] for t in report["tensors"]}
+        pairs_of = [
+            {stored[f"model.layers.{i}.mlp.{part}_proj.weight"] for part in ("gate", "up")} for i in range(2)
+        ]
+        # In matrices this small launches are nearly all the time there is.
+        assert all(len(pair) == 1 for pair in pairs_of) == alike, prefer
+
+
 def test_a_file_for_a_gpu_has_the_8_bit_floats_that_it_knows(options, modelled) -> None:
     settings = {"formats": ("fp8",), "prefer": "size"}
     for target, variant in (("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn")):
