@@ -153,7 +153,7 @@ def measured_rate(path: Path, target: Target, threads: int) -> float | None:
                     logits = engine.forward([greedy(logits)])
                     times.append(clock() - start)
             return 1.0 / typical(times)
-    except (NstfError, ValueError, RuntimeError, MemoryError) as error:
+    except (NstfError, OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         log.debug("%s: its speed was not measured: %s", path, error)
         return None
 

@@ -7,7 +7,7 @@ from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.improve.finish import chosen, healed, reported
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.improve.search import search
-from nstf_convert.pipeline.outcome import Final, Planned, Trial
+from nstf_convert.pipeline.outcome import Final, Trial
 
 # Sizes that are encoded and measured on the way to the bound, before and after the search.
 ROUNDS = 6
@@ -123,8 +123,7 @@ def _size_for_loss(run: Run, loss: float, low: int, high: int) -> int:
     for _ in range(12):
         middle = (a + b) // 2
         try:
-            planned: Planned = plans.plan_mix(run.session, run.table, middle, run.meta.widest(), exact=False)
-            expected = planned.expected_loss
+            expected = run.planned(middle, None, exact=False).expected_loss
         except BudgetError:
             expected = float("inf")
         a, b = (middle, b) if expected > loss else (a, middle)

@@ -55,7 +55,7 @@ class Run:
         """The best plan within a budget, with hybrids added where it gives few bits. Raises BudgetError."""
         session = self.session
         with session.stages.stage("plan"):
-            planned = self._planned(budget_bytes, weights, exact=False)
+            planned = self.planned(budget_bytes, weights, exact=False)
             if "add" in self.allowed and session.options.level.thorough:
                 known = session.statistics.has_hessian
                 low = [
@@ -69,7 +69,7 @@ class Run:
                 self.with_hybrids |= found.keys()
                 for name, more in found.items():
                     self.table = self.table.with_more(name, more)
-            planned = self._planned(budget_bytes, weights, exact)
+            planned = self.planned(budget_bytes, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
             found_losses = plans.unconfirmed(self.table, planned)
             doubtful = {
@@ -79,10 +79,10 @@ class Run:
                 break
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
             with session.stages.stage("plan"):
-                planned = self._planned(budget_bytes, weights, exact)
+                planned = self.planned(budget_bytes, weights, exact)
         return planned
 
-    def _planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
+    def planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
         """A plan of the table as it is now, within the bound on time where there is one."""
         widest = self.meta.widest()
         if self.timing is None or not self.timing.bounds_time:
