@@ -151,7 +151,9 @@ def speed(run: Run, final: Final) -> dict[str, Any] | None:
         return None
     mix = final.planned.mix
     bound = next((b for b in reversed(timing.bounds.values()) if b is not None), None)
-    columns = zip(timing.targets, timing.totals(mix), timing.rates(mix), strict=True)
+    columns = zip(
+        timing.targets, timing.totals(mix), timing.rates(mix), timing.prefill_rates(mix), strict=True
+    )
     return {
         "prefer": options.prefer,
         "min_speed": options.min_speed,
@@ -165,9 +167,10 @@ def speed(run: Run, final: Final) -> dict[str, Any] | None:
                 "prices": "measured" if target.is_cpu and target.here else "modelled",
                 "products_seconds": seconds,
                 "predicted_rate": rate,
+                "predicted_prefill_rate": prefill,
                 "measured_rate": None,
             }
-            for target, seconds, rate in columns
+            for target, seconds, rate, prefill in columns
         ],
     }
 

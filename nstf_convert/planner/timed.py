@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nstf_convert.planner.allocation import GAP, NODES, TooSlow, silent_stdout
+from nstf_convert.planner.allocation import NODES, TooSlow, silent_stdout
 from nstf_convert.planner.hull import Option
 
 Array = NDArray[np.float64]
@@ -22,6 +22,8 @@ _ROUNDS_BYTES = 40
 _ROUNDS_SECONDS = 24
 # Options of each unit that the integer program chooses among, by reduced cost.
 _FREE = 12
+# Where the integer program stops; the choice it starts from is mostly nearer than this already.
+_GAP = 5e-4
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _program(
             ],
             integrality=np.ones(len(at)),
             bounds=Bounds(0, 1),
-            options={"node_limit": NODES, "mip_rel_gap": GAP},
+            options={"node_limit": NODES, "mip_rel_gap": _GAP},
         )
     if result.x is None:
         return choice

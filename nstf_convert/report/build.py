@@ -29,7 +29,7 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "speed": {"prefer", "min_speed", "bound": why, "bound_seconds", "threads",
                "targets": [{"target", "isa", "prices": "measured" | "modelled", "products_seconds", "predicted_rate",
-                            "measured_rate"}]} | null,
+                            "predicted_prefill_rate", "measured_rate"}]} | null,
      "roofline": {...} | null}
 
 A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, fewer windows

@@ -15,6 +15,11 @@ def pairs(facts: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         said = _said(target)
         if said:
             out.append((name, said))
+        if target.get("predicted_prefill_rate"):
+            prefill = (
+                f"products allow about {target['predicted_prefill_rate']:.0f} tokens of a prompt a second"
+            )
+            out.append((name.replace("decode", "prefill", 1), prefill))
     bound = (facts or {}).get("bound")
     if bound and out:
         out.append(("planned for", str(bound)))

@@ -27,6 +27,8 @@ from nstf_convert.speed.token import Token
 # Formats whose file of the same size is the yardstick of `balance`, and the least share of its speed.
 PLAIN = ("int_grid", "grid16")
 BALANCE = 0.9
+# Rows of activations that stand for a prompt.
+PREFILL = 128
 # The common measure of several targets.
 COMMON = Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8})
 
@@ -154,6 +156,22 @@ class Timing:
         """Predicted tokens a second by target; None where the model's other work is not known."""
         pairs = zip(self.targets, self.totals(mix), strict=True)
         return tuple(self.token.rate(target, seconds) for target, seconds in pairs)
+
+    def prefill_rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:
+        """Tokens of a prompt a second, as far as products decide, by target; None where the target is not here."""
+        known = [t.is_cpu and t.here for t in self.targets]
+        if not any(known):
+            return (None,) * len(known)
+        units = [u for n, u in self.session.units.items() if self._uses[n]]
+        stored = [self._stored(u, mix.get(u.name)) for u in units]
+        self.prices.prepare(stored, PREFILL)
+        totals = [0.0] * len(known)
+        for unit, one in zip(units, stored, strict=True):
+            # One row of the head is asked for, whatever the prompt.
+            batch = 1 if "head" in unit.uses else PREFILL
+            for at, seconds in enumerate(self.prices.seconds(one, batch)):
+                totals[at] += self._uses[unit.name] * seconds
+        return tuple(PREFILL / s if here and s else None for here, s in zip(known, totals, strict=True))
 
     def _stored(self, unit: Unit, recipe: Recipe | None) -> Stored:
         tree: Node = mixes.tree_of(unit, recipe)
