@@ -1,5 +1,7 @@
 """Seconds that a token spends on any stored tree, on one target or several."""
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
 
 from nstf.kernels.formats import Node
@@ -8,6 +10,10 @@ from nstf_convert.speed import cache, measure, model
 from nstf_convert.speed.atoms import Atom, atoms_of
 from nstf_convert.speed.targets import Target
 
+log = logging.getLogger("nstf")
+
+# The load of a core, beside one program's own, from which other programs are said to be at work.
+BUSY = 1.5
 # One tensor: its tree, its shape, and how many leading axes make the rows.
 Stored = tuple[Node, Shape, int]
 
@@ -25,6 +31,7 @@ class Prices:
             if t.is_cpu and t.here
         }
         self._known: dict[tuple[str, int, Atom], float] = {}
+        self.warned = False
 
     def seconds(self, stored: Stored, batch: int = 1) -> tuple[float, ...]:
         """The time of a product with one tensor on each target. batch: rows of activations (more than one only where the
@@ -59,6 +66,21 @@ class Prices:
         keys = {s: f"{pool} {batch} {s.key}" for s in samples.values()}
         missing = [s for s, key in keys.items() if key not in kept.seconds]
         if missing:
+            _warn_where_busy(self)
             found = measure.measure(missing, target.isa, self.threads, self.size_bytes, batch)
             kept.add({keys[s]: value for s, value in found.items()})
         return {a: kept.seconds[keys[s]] * a.rows / s.rows for a, s in samples.items()}
+
+
+def _warn_where_busy(prices: Prices) -> None:
+    """Says once that other programs are at work, which slow some formats more than others: the prices stay for later."""
+    if prices.warned or not hasattr(os, "getloadavg"):
+        return
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores + 1:
+        prices.warned = True
+        log.warning(
+            "kernels are timed on a busy machine (a load of %.1f on %d cores): formats may be misjudged; on an idle one "
+            "remove %s and convert again",
+            load, cores, cache.folder() or "the cache",
+        )  # fmt: skip

@@ -103,6 +103,16 @@ def test_without_a_folder_prices_are_measured_and_not_kept(measured, monkeypatch
     assert len(measured) == 2
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (40.0, True)])
+def test_timing_on_a_busy_machine_is_said_once(measured, monkeypatch, caplog, load, warned) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    prices = Prices([here()], 1, 1 << 20)
+    for recipe in (INT4, SHUFFLE):
+        prices.seconds((tree_of(recipe, SHAPE, 1), SHAPE, 1))
+    assert caplog.text.count("kernels are timed on a busy machine (a load of 40.0 on 2 cores)") == warned
+
+
 def test_a_trellis_of_several_rates_costs_what_its_sections_cost() -> None:
     recipe = Recipe("trellis", {"sections": [[8, 48], [16, 16]]})
     parts = list(atoms_of(tree_of(recipe, SHAPE, 1), SHAPE, 1))
