@@ -222,8 +222,10 @@ class Session:
     def encoder_for(self, calibration: str) -> Encoder:
         """What encodes the units by the session's statistics, which came from the calibration of that fingerprint."""
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
-        few = not self.options.level.thorough
-        return Encoder(self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few)
+        few, timed = not self.options.level.thorough, self.options.bounds_time
+        return Encoder(
+            self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few, timed
+        )
 
     def _at_hand(self, name: str) -> Tensor:
         """The original tensor, on the device where the model has left it there."""

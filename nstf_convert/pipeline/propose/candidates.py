@@ -92,13 +92,20 @@ def quantised_recipes() -> list[Recipe]:
     return [*out, Recipe("mxfp4", {})]
 
 
-def simple_recipes(unit: Unit, allowed: set[str], few: bool) -> list[Recipe]:
+def simple_recipes(unit: Unit, allowed: set[str], few: bool, timed: bool = False) -> list[Recipe]:
     """The quantised and dense forms of a tensor, of the methods that are allowed. few: where there are trellis codes, only
-    integers of more bits than these reach: with fewer they need half a bit more for the same loss."""
+    integers of more bits than these reach: with fewer they need half a bit more for the same loss. timed: and forms that are
+    faster than these, shuffle codes (whose loss is a closed form) and plain groups of 32."""
     out = [r for r in quantised_recipes() if r.method in allowed]
     if few and "trellis" in allowed and _columns(unit) >= trellis_format.SIDE:
-        out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS]
+        out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS or (timed and _fast(r))]
     return out + dense_recipes(unit.dtype)
+
+
+def _fast(recipe: Recipe) -> bool:
+    """Whether a form is among those that make a file fast: one of each kind and number of bits."""
+    plain = recipe.params.get("group") == 32 and recipe.params.get("symmetric", True)
+    return recipe.method == "shuffle" or (plain and recipe.method in ("int_grid", "grid16"))
 
 
 def _columns(unit: Unit) -> int:

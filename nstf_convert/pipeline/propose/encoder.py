@@ -55,10 +55,11 @@ class Encoder:
         config: dict[str, Any] | None,
         machine: Machine,
         few: bool = False,
+        timed: bool = False,
     ) -> None:
         """source: name -> the original tensor. identity: digest of checkpoint and calibration. few: only forms that may win
-        are proposed (`simple_recipes`)."""
-        self._few = few
+        are proposed, timed: and those that are fast (`simple_recipes`)."""
+        self._few, self._timed = few, timed
         self._machine = machine
         self._work = work
         self._source = source
@@ -167,7 +168,7 @@ class Encoder:
 
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Every quantised, dense and decomposed candidate of a tensor, with expected losses."""
-        simple = cand.simple_recipes(unit, allowed, self._few)
+        simple = cand.simple_recipes(unit, allowed, self._few, self._timed)
         table = self._estimated(unit, simple, self._tries_low_rank(allowed))
         out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
         if "trellis" in allowed:
@@ -251,7 +252,7 @@ class Encoder:
 
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""
-        simple = cand.simple_recipes(unit, allowed, self._few)
+        simple = cand.simple_recipes(unit, allowed, self._few, self._timed)
         return float(self._estimated(unit, simple, self._tries_low_rank(allowed))["signal"])
 
     def _tries_low_rank(self, allowed: set[str]) -> bool:

@@ -81,3 +81,14 @@ def test_few_candidates_are_the_integers_beyond_the_trellis_codes_where_there_ar
     assert set(methods(True)) < set(methods(False)) and ("int_grid", 2) in methods(False)
     for without in ({"cols": 8}, {"allowed": allowed - {"trellis"}}):
         assert methods(True, **without) == methods(False, **without)
+
+
+def test_few_candidates_of_a_timed_plan_have_fast_forms_of_every_width_among_them() -> None:
+    unit = Unit("w", (128, 64), "bfloat16", "mlp")
+    allowed = cand.method_families(None, timed=True)
+    found = cand.simple_recipes(unit, allowed, few=True, timed=True)
+    assert {r.params["bits"] for r in found if r.method == "int_grid" and r.params["group"] == 32} == set(
+        range(2, 9)
+    )
+    assert {"shuffle", "grid16", "dense"} < {r.method for r in found}
+    assert len(found) < len(cand.simple_recipes(unit, allowed, few=False)) * 0.7
