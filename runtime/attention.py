@@ -17,8 +17,9 @@ Batches: rows padded on the left are exact (positions and sinks count from the f
 row). Without a cache, padding on the right is exact too. Holes inside a row are refused.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from nstf.errors import UnsupportedError
 from nstf.runtime.attention_banded import causal, streaming
 from nstf.runtime.attention_layout import Bucket, CompiledLayer, compile_layer, dense_layer
-from nstf.runtime.attention_plan import AttentionPlan, parse_plan
+from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, parse_plan
 from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer, Segment, SegmentStore
 
 NAME = "nstf_planned"
@@ -55,6 +56,7 @@ def apply_plan(model: nn.Module, plan: str | bytes | dict[str, object] | Attenti
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and 0 <= index < len(compiled):
             setattr(module, _LAYER, compiled[index])
+            module.extra_repr = partial(str, _described(parsed.layers[index]))  # type: ignore[method-assign]
             found.add(index)
     if len(found) != len(compiled):
         raise UnsupportedError(
@@ -77,7 +79,14 @@ def remove_plan(model: nn.Module) -> None:
     _text_config(model)._attn_implementation = state[2]
     model.__dict__.pop("_prepare_cache_for_generation", None)
     for module in model.modules():
-        module.__dict__.pop(_LAYER, None)
+        if module.__dict__.pop(_LAYER, None) is not None:
+            module.__dict__.pop("extra_repr", None)
+
+
+def _described(layer: LayerPlan) -> str:
+    """What `print(model)` says: `planned attention, heads: 3 full, 1 streaming`."""
+    counts = Counter(head.pattern for head in layer.heads)
+    return "planned attention, heads: " + ", ".join(f"{n} {pattern}" for pattern, n in sorted(counts.items()))
 
 
 def new_cache(model: nn.Module) -> PlannedCache:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.devices import usable
 from nstf.runtime.engine import KV_CACHES, Engine
@@ -48,6 +49,8 @@ def load(
     kv_cache: str = "float16",
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
+
+    Its weights are not trained, but gradients pass through them: adapters (PEFT) train on it (docs/fine_tuning.md).
 
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
@@ -81,6 +84,7 @@ def load(
     _use_expert_loop(model)
     _fill(model, artifact, compute)
     _set_generation_config(model, artifact)
+    make_citizen(model, path)
     plan = artifact.manifest.attention
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if device.type == "cuda":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.kernels.linear import linear
+from nstf.runtime.gradient import linear
 from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding, transposed
 
 SUFFIX = "_encoded"

@@ -6,6 +6,7 @@ operation on it decodes for the time of that operation; the common ones (linear,
 stack) do not decode the rest.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from nstf.errors import UnsupportedError
 from nstf.kernels.formats import EncodedTensor, Node, decode
-from nstf.kernels.linear import linear
 from nstf.kernels.torch.rows import children_of, decode_rows, expert
 from nstf.kernels.triton.linear import resident
 from nstf.kernels.triton.linear import rows as rows_on_gpu
+from nstf.runtime.gradient import linear
 
 
 class EncodedParameter(nn.Module):
@@ -31,8 +33,10 @@ class EncodedParameter(nn.Module):
         for path in self.paths:
             self.register_buffer(_buffer_name(path), encoded.arrays[path])
         device = encoded.arrays[self.paths[0]].device
-        # No bytes: it follows .to(dtype), .half() and so on, which the arrays themselves must not.
-        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        # No bytes: it follows .to(dtype), .half() and so on, which the arrays themselves must not. A parameter of no
+        # elements, with its true number as DeepSpeed states it, is what PEFT and transformers' Trainer count.
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        self.like.ds_numel = self.numel  # type: ignore[attr-defined]
         # On a GPU what is kept is made at the first use, on the device.
         self._encoded: EncodedTensor | None = None if device.type == "cuda" else encoded
 
@@ -55,7 +59,7 @@ class EncodedParameter(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of decoded values where no activation says it (embeddings)."""
-        return self.like.dtype  # type: ignore[return-value, union-attr]
+        return self.like.dtype
 
     def lazy(self) -> "LazyWeight":
         """A tensor that stands for the decoded values."""
@@ -63,16 +67,53 @@ class EncodedParameter(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EncodedParameter":
         """Arrays follow the device and keep their dtype: float16 scales are part of the format."""
-        like = fn(self._buffers["like"])  # type: ignore[arg-type]
-        self._buffers["like"] = like
+        like = fn(self.like.data)
+        if torch._has_compatible_shallow_copy_type(self.like, like):
+            self.like.data = (
+                like  # the same object, as torch itself does: what was cast and cast back is unchanged
+            )
+        else:
+            self.like = nn.Parameter(like, requires_grad=False)
+            self.like.ds_numel = self.numel  # type: ignore[attr-defined]
         for path in self.paths:
             name = _buffer_name(path)
             self._buffers[name] = self._buffers[name].to(like.device)  # type: ignore[union-attr]
         self._encoded = None
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The arrays alone."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}like", None)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict({**state_dict, f"{prefix}like": self.like.data}, prefix, *args)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the decoded tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the stored arrays."""
+        return sum(
+            a.numel() * a.element_size()
+            for p in self.paths
+            if (a := self._buffers[_buffer_name(p)]) is not None
+        )
+
     def extra_repr(self) -> str:
-        return f"{self.tree.kind}, shape={list(self.shape)}, dtype={self.dtype}"
+        bits = 8 * self.size_bytes / max(1, self.numel)
+        return (
+            f"{_kinds(self.tree)}, shape={list(self.shape)}, {bits:.2f} bits per weight, dtype={self.dtype}"
+        )
+
+
+def _kinds(tree: Node) -> str:
+    """`add(int, low_rank(dense, dense))`: what the tensor is made of."""
+    inside = ", ".join(_kinds(child) for _, child in sorted(tree.children.items()))
+    return f"{tree.kind}({inside})" if inside else tree.kind
 
 
 def _buffer_name(path: str) -> str:
@@ -81,7 +122,10 @@ def _buffer_name(path: str) -> str:
 
 
 class LazyWeight(Tensor):
-    """The decoded value of an encoded tensor, as far as anyone asks; never stored. Inference only."""
+    """The decoded value of an encoded tensor, as far as anyone asks; never stored.
+
+    Gradients go through it to activations, not into it. Writing to it raises UnsupportedError: it would be lost.
+    """
 
     source: EncodedTensor
 
@@ -108,6 +152,9 @@ class LazyWeight(Tensor):
             result = shortcut(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        # A method wrapper is made anew at each access: equal, not the same.
+        if func == _SET_DATA and isinstance(args[0], LazyWeight):
+            raise UnsupportedError(_READ_ONLY)
         # Not super(): that would turn the dense result into a LazyWeight again.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -116,6 +163,9 @@ class LazyWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._schema.is_mutable and _writes_to_lazy(func, args, kwargs or {}):
+            raise UnsupportedError(_READ_ONLY)
+
         def dense(value: Any) -> Any:
             return value.decoded() if isinstance(value, LazyWeight) else value
 
@@ -123,6 +173,24 @@ class LazyWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeight({self.source.tree.kind}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_READ_ONLY = (
+    "an encoded weight cannot be written to: it stays as the file holds it. To merge an adapter or to train the "
+    "weights themselves, decode the model first: nstf export model.nstf -o folder"
+)
+
+
+def _writes_to_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes one of its arguments that is a LazyWeight."""
+    given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    return any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and isinstance(given.get(argument.name), LazyWeight)
+        for argument in func._schema.arguments
+    )
 
 
 def transposed(encoded: EncodedTensor) -> EncodedTensor:

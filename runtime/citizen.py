@@ -1,0 +1,103 @@
+"""What a loaded model does differently from transformers' own class: saving, tying, counting, resizing, printing.
+
+transformers and the libraries around it (PEFT, lm-eval, accelerate) call these on any model, and take for granted that
+every weight is a dense parameter. The class of a loaded model becomes one derived from its own, of the same name.
+"""
+
+import os
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from nstf.errors import UnsupportedError
+from nstf.runtime.parameter import EncodedParameter
+
+
+class EncodedModel:
+    """Goes before the model's own class."""
+
+    nstf_path: str
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Refuses: from_pretrained would ignore encoded arrays and fill the model with random weights."""
+        raise UnsupportedError(
+            "save_pretrained cannot store encoded weights so that from_pretrained finds them. The .nstf file is the "
+            "saved model: copy it, or decode it into a folder for from_pretrained: "
+            f"nstf export {self.nstf_path} -o {os.fspath(save_directory)}"
+        )
+
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing where the weights are encoded: those that belong together were loaded as one."""
+        if not _encoded_ends(self):
+            super().tie_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The embedding, when it need not change. Raises UnsupportedError for another size of an encoded one."""
+        if not _encoded_ends(self):
+            return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        embedding = self.get_input_embeddings()
+        if new_num_tokens in (None, embedding.num_embeddings) and not (
+            args or kwargs.get("pad_to_multiple_of")
+        ):
+            return embedding
+        raise UnsupportedError(
+            f"the embedding of {embedding.num_embeddings} tokens is encoded and keeps its size: add tokens to the "
+            f"original model and convert it again, or decode this one: nstf export {self.nstf_path} -o folder"
+        )
+
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As transformers counts them, the encoded ones included."""
+        dense: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
+        if only_trainable:
+            return dense
+        owners = dict(self.named_modules())
+        counted: dict[int, int] = {}
+        for name, module in owners.items():
+            if isinstance(module, EncodedParameter):
+                skipped = exclude_embeddings and isinstance(owners[name.rpartition(".")[0]], nn.Embedding)
+                counted.setdefault(id(module), 0 if skipped else module.numel)
+        return dense + sum(counted.values())
+
+    def extra_repr(self: Any) -> str:
+        """What the file makes of the model, and which decoder `generate` uses."""
+        encoded = [m for m in self.modules() if isinstance(m, EncodedParameter)]
+        held = sum(m.size_bytes for m in encoded)
+        numel = sum(m.numel for m in encoded)
+        bits = f" at {8 * held / numel:.2f} bits" if numel else ""
+        return f"file={self.nstf_path!r}, {numel} weights encoded{bits}, {_decoder(self)}"
+
+
+def make_citizen(model: Any, path: str | os.PathLike[str]) -> None:
+    """Gives a loaded transformers model the behaviour above. path: the file it came from, for messages."""
+    import transformers
+
+    if isinstance(model, transformers.PreTrainedModel):
+        model.__class__ = _derived(type(model))  # type: ignore[arg-type]
+        model.nstf_path = os.fspath(path)  # type: ignore[assignment]
+
+
+@cache
+def _derived(base: type) -> type:
+    return type(base.__name__, (EncodedModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _encoded_ends(model: Any) -> bool:
+    """Whether the embedding or the head, which transformers ties and resizes, is encoded."""
+    try:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    except NotImplementedError:  # a model of images
+        return False
+    return any(isinstance(end, nn.Module) and "weight_encoded" in end._modules for end in ends)
+
+
+def _decoder(model: Any) -> str:
+    slot = getattr(model, "nstf_engine", None) or getattr(model, "nstf_graphs", None)
+    if slot is None:
+        return "generate by transformers"
+    kind = "the CPU engine" if hasattr(model, "nstf_engine") else "captured graphs"
+    if not slot.tried:
+        return f"generate by {kind} where it knows the model"
+    return f"generate by {kind}" if slot.engine is not None else "generate by transformers"

@@ -1,0 +1,29 @@
+"""The tiny models of tests/runtime for the tests with other libraries; no test here may reach a network."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    path = Path(__file__).parent.parent / "runtime" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a connection fails at once."""
+    import socket
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a connection to {args[1:]} was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)

@@ -1,0 +1,105 @@
+"""Adapters on an encoded base with the real PEFT: training, saving, loading, what is refused."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nstf.runtime
+from nstf.errors import UnsupportedError
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'nstf[integrations]'")
+
+
+def attached(path: Path, **settings: Any) -> Any:
+    """A loaded model with LoRA on its projections; B starts at random, so that every gradient is nonzero."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return peft.get_peft_model(nstf.runtime.load(path, **settings), config)
+
+
+@pytest.mark.parametrize("engine", ["auto", "off"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_adapters_are_those_on_the_dense_model(
+    tiny: ModuleType, tmp_path: Path, engine: str, tied: bool
+) -> None:
+    dense = tiny.new_model("LlamaForCausalLM", tie_word_embeddings=tied)
+    path = tiny.write(tmp_path, dense)
+    model = attached(path, engine=engine)
+    torch.manual_seed(1)
+    twin = peft.get_peft_model(dense, model.peft_config["default"])
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    for each in (model, twin):
+        each.train()
+        each(input_ids=ids, labels=ids).loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    expected = {n: p.grad for n, p in twin.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys() and len(found) == 2 * 3 * 2
+    for name, grad in expected.items():
+        assert float(grad.abs().max()) > 0
+        assert float((found[name] - grad).norm() / grad.norm()) < 1e-3, name
+
+
+def test_training_with_checkpointing_lowers_the_loss_and_leaves_the_base(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    model = attached(path)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model.train()
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+
+
+def test_an_adapter_is_saved_beside_the_file_and_loads_back(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    model = attached(path).eval()
+    folder = tmp_path / "model.adapter"
+    model.save_pretrained(folder)
+    assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".md", ".safetensors"]
+    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    again = peft.PeftModel.from_pretrained(nstf.runtime.load(path), folder)
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    with torch.no_grad():
+        base, expected, found = nstf.runtime.load(path)(ids).logits, model(ids).logits, again(ids).logits
+    assert torch.equal(found, expected) and not torch.allclose(found, base, atol=1e-3)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    # The engine knows the base alone: generation with the adapter goes through the modules.
+    expected_text = model.generate(input_ids=ids[:1], **options)
+    assert torch.equal(again.generate(input_ids=ids[:1], **options), expected_text)
+    step = model(expected_text[:, :-1]).logits[:, ids.shape[1] - 1 :].argmax(-1)
+    assert torch.equal(step, expected_text[:, ids.shape[1] :])
+
+
+def test_the_share_of_trainable_parameters_is_that_of_the_dense_model(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    dense = tiny.new_model("LlamaForCausalLM")
+    model = attached(tiny.write(tmp_path, dense))
+    twin = peft.get_peft_model(dense, model.peft_config["default"])
+    assert model.get_nb_trainable_parameters() == twin.get_nb_trainable_parameters()
+    assert model.num_parameters() == twin.num_parameters()
+
+
+def test_merging_into_the_encoded_base_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    model = attached(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    for safe in (False, True):
+        with pytest.raises(UnsupportedError, match=r"To merge an adapter.*nstf export"):
+            model.merge_adapter(safe_merge=safe)

@@ -1,0 +1,90 @@
+"""What libraries that take any transformers model call on a loaded one."""
+
+import copy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nstf.runtime
+from nstf.errors import UnsupportedError
+
+
+def loaded(
+    tiny: ModuleType, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any
+) -> tuple[Any, Any]:
+    """(dense model, loaded model)."""
+    dense = tiny.new_model(architecture, **changes)
+    return dense, nstf.runtime.load(tiny.write(folder, dense))
+
+
+def test_saving_is_refused_with_the_way_that_works(tiny: ModuleType, tmp_path: Path) -> None:
+    _, model = loaded(tiny, tmp_path)
+    with pytest.raises(UnsupportedError, match=rf"nstf export {tmp_path}/model.nstf -o {tmp_path}/saved"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tying_changes_nothing(tiny: ModuleType, tmp_path: Path, tied: bool) -> None:
+    dense, model = loaded(tiny, tmp_path, tie_word_embeddings=tied)
+    model.tie_weights()
+    assert (model.lm_head.weight_encoded is model.model.embed_tokens.weight_encoded) == tied
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    assert torch.allclose(model(**inputs).logits, dense(**inputs).logits, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel", "ResNetForImageClassification"],
+)
+def test_parameters_are_counted_as_transformers_counts_them(
+    tiny: ModuleType, tmp_path: Path, architecture: str
+) -> None:
+    dense, model = loaded(tiny, tmp_path, architecture)
+    assert model.num_parameters() == dense.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == dense.num_parameters(exclude_embeddings=True)
+    assert model.num_parameters(only_trainable=True) == 0
+
+
+def test_tokens_cannot_be_added_to_an_encoded_embedding(tiny: ModuleType, tmp_path: Path) -> None:
+    _, model = loaded(tiny, tmp_path)
+    embedding = model.get_input_embeddings()
+    assert model.resize_token_embeddings() is embedding and model.resize_token_embeddings(100) is embedding
+    with pytest.raises(UnsupportedError, match=r"embedding of 100 tokens is encoded.*nstf export"):
+        model.resize_token_embeddings(108)
+
+
+def test_the_class_keeps_its_name_and_stays_usable(tiny: ModuleType, tmp_path: Path) -> None:
+    dense, model = loaded(tiny, tmp_path)
+    assert (
+        isinstance(model, type(dense)) and type(model).__name__ == "LlamaForCausalLM" and model.can_generate()
+    )
+    ids = tiny.inputs_of("LlamaForCausalLM")
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(**ids).logits, model(**ids).logits)
+    assert set(model.state_dict()) == set(twin.state_dict())
+    assert not any(name.endswith(".like") for name in model.state_dict())
+    twin.load_state_dict(model.state_dict())
+
+
+def test_casting_there_and_back_keeps_the_engine(tiny: ModuleType, tmp_path: Path) -> None:
+    _, model = loaded(tiny, tmp_path)
+    stored = model.model.embed_tokens.weight_encoded
+    before = stored.like
+    model.to(torch.bfloat16)
+    assert stored.dtype == torch.bfloat16 and stored.like is before and before.ds_numel == 3200
+
+
+def test_printing_says_what_is_encoded_and_who_generates(tiny: ModuleType, tmp_path: Path) -> None:
+    dense, model = loaded(tiny, tmp_path)
+    text = repr(model)
+    matrices = sum(p.numel() for p in dense.parameters() if p.dim() > 1)
+    assert f"{matrices} weights encoded at " in text and "generate by the CPU engine where it knows" in text
+    assert "EncodedParameter(int, shape=[100, 32], 4.50 bits per weight" in text
+    model.generate(torch.tensor([[1, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert "generate by the CPU engine\n" in repr(model) or "generate by transformers\n" in repr(model)
+    plain = nstf.runtime.load(tmp_path / "model.nstf", engine="off")
+    assert "generate by transformers" in repr(plain)
