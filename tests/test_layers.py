@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "runtime": {"kernels"},
+    "integrations": {"runtime"},
     "quantizers": {"kernels"},
     "decomposers": {"kernels"},
     "analyzers": {"kernels"},

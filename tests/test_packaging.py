@@ -18,7 +18,7 @@ import nstf
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-PARTS = ("analyzers", "decomposers", "kernels", "quantizers", "runtime")
+PARTS = ("analyzers", "decomposers", "integrations", "kernels", "quantizers", "runtime")
 
 
 def pins() -> dict[str, str]:

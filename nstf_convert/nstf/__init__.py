@@ -3,7 +3,7 @@
 import importlib
 
 __version__ = "0.1.0"
-_PARTS = ("analyzers", "decomposers", "kernels", "quantizers", "runtime")
+_PARTS = ("analyzers", "decomposers", "integrations", "kernels", "quantizers", "runtime")
 
 
 def __getattr__(name: str) -> object:
