@@ -7,6 +7,7 @@ It has no hook for other kinds of files and no entry point, so the few methods t
 
 import os
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -26,10 +27,14 @@ def refuse_artifact(source: object, loader: str) -> None:
     if not isinstance(source, str | os.PathLike):
         return
     path = os.fspath(source)
-    if isinstance(path, str) and path.lower().endswith(".nstf") and not os.path.isdir(path):
-        missing = "" if os.path.isfile(path) else " (and there is no such file)"
+    if not isinstance(path, str) or not path.lower().endswith(".nstf") or Path(path).is_dir():
+        return
+    missing = not Path(path).is_file()
+    # A repository may be called so, and is left to transformers.
+    if not missing or path.count("/") != 1 or path.startswith((".", "~", "/")):
+        said = " (and there is no such file)" if missing else ""
         raise UsageError(
-            f"{path} is an .nstf file{missing}, which from_pretrained does not read: use nstf.runtime.{loader}({path!r}), "
+            f"{path} is an .nstf file{said}, which from_pretrained does not read: use nstf.runtime.{loader}({path!r}), "
             f"or write a folder for from_pretrained with: nstf export {path} -o folder"
         )
 

@@ -192,7 +192,7 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError(f"reading {file} needs pyarrow; run `pip install nstf[data]`") from error
+        raise UsageError(f"reading {file} needs pyarrow; run `pip install pyarrow`") from error
     try:
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names

@@ -116,8 +116,9 @@ class ConvertOptions:
     work_dir: Path | None = option(None, "Where intermediate results are kept for a resume.", MACHINE)
     formats: tuple[str, ...] | None = option(
         None,
-        "Only these methods: int,grid,fp8,mxfp4,trellis,shuffle,low_rank,... Without it all (with --prefer size all but "
-        "shuffle).",
+        "Only these methods, separated by commas: int, grid, fp8, mxfp4, trellis, shuffle, low_rank, cp, tucker, "
+        "tensor_train, add (a low rank on low bits). Without it all (with --prefer "
+        "size all but shuffle).",
         ADVANCED,
         metavar="LIST",
     )
@@ -143,6 +144,9 @@ class ConvertOptions:
     fuse: bool = option(False, "One format for q/k/v and for gate/up, as fused kernels ask.", ADVANCED)
     signatures: bool = False
     force: bool = option(False, "Overwrite the output.", "", "--force/-f")
+    restart: bool = option(
+        False, "Discard what an interrupted run with other settings left, and begin anew.", MACHINE
+    )
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:

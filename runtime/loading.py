@@ -50,7 +50,7 @@ def load(
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
-    Its weights are not trained, but gradients pass through them: adapters (PEFT) train on it (docs/fine_tuning.md).
+    Its weights are not trained, but gradients pass through them: adapters (PEFT) train on it (docs/ecosystem.md).
 
     device: where the arrays go. dtype: what activations are computed in; None is float32 on CPU and the
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the

@@ -28,7 +28,7 @@ Matrix = tuple[Node | EncodedTensor, Shape]
 def require_triton() -> str:
     """The version of Triton. Raises NstfError when there is none."""
     if find_spec("triton") is None:
-        raise NstfError("compiling kernels needs Triton; run `pip install nstf[triton]` (Linux)")
+        raise NstfError("compiling kernels needs Triton; run `pip install triton` (Linux)")
     import triton
 
     return str(triton.__version__)

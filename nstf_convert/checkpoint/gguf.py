@@ -52,9 +52,7 @@ def open_file(path: Path) -> Checkpoint:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise NstfError(
-            f"{path}: reading GGUF needs the package gguf; run `pip install nstf[gguf]`"
-        ) from error
+        raise NstfError(f"{path}: reading GGUF needs the package gguf; run `pip install gguf`") from error
     header = read_header(path)
     if header.metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedError(

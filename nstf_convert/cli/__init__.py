@@ -47,7 +47,7 @@ def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
         help="A checkpoint and a byte budget in, one measured .nstf file out.",
         epilog=EPILOG,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -95,11 +95,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
         code = application(named)(words, prog_name="nstf", standalone_mode=False)
-    except SystemExit as error:
+    except SystemExit as error:  # also after a shell asked what may come next
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
         if debug:
             traceback.print_exc()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message())  # type: ignore[attr-defined]
+            return 2
         code, message = _explain(error, words)
         sys.stderr.write(f"error: {message}\n")
         return code

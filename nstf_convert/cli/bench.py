@@ -92,6 +92,7 @@ def show(path: Path, found: "Speed") -> None:
     print_pairs(
         f"{path}, {found.threads} threads",
         [
+            ("path", "the CPU engine, as generate uses it; `nstf profile` times the modules one by one"),
             ("load", f"{found.load_seconds:.2f} s"),
             ("prefill", f"{found.prefill_rate:.1f} tokens a second, {found.prompt_tokens} tokens"),
             ("decode", f"{found.decode_rate:.1f} tokens a second, {found.new_tokens} tokens after them"),
@@ -113,6 +114,7 @@ def show_gpu(path: Path, found: "GpuSpeed") -> None:
     print_pairs(
         f"{path}, {found.device}, {found.batch} at once",
         [
+            ("path", "captured graphs, as generate uses them; `nstf profile` times the modules one by one"),
             ("load", f"{found.load_seconds:.2f} s"),
             ("prefill", f"{found.prefill_rate:.1f} tokens a second, {found.prompt_tokens} tokens"),
             ("decode", f"{found.decode_rate:.1f} tokens a second, {found.new_tokens} tokens after them"),

@@ -23,6 +23,7 @@ from nstf_convert.cli.sizes import format_bytes
     "gpu_memory",
     "threads",
     "work_dir",
+    "restart",
     "force",
 )
 def calibrate(

@@ -94,7 +94,7 @@ def require_kernels() -> None:
     from importlib.util import find_spec
 
     if find_spec("triton") is None:
-        raise NstfError("compiling kernels needs Triton; run `pip install nstf[triton]` (Linux)")
+        raise NstfError("compiling kernels needs Triton; run `pip install triton` (Linux)")
 
 
 def parse_batches(text: str | None) -> tuple[int, ...]:

@@ -74,7 +74,17 @@ def convert(
     print_summary(result.output, result.size_bytes, result.budget_bytes, data)
     for path in report or []:
         typer.echo(f"report: {path}")
-    typer.echo(f"next: nstf inspect {result.output}, or nstf generate {result.output} 'Once upon a time'")
+    typer.echo(f"next: nstf inspect {result.output}, or {next_step(result.output, data)}")
+
+
+def next_step(output: Path, report: Mapping[str, Any]) -> str:
+    """What to try with a new file: text of a language model, outputs of any other."""
+    accuracy = (report.get("accuracy") or {}).get("final") or {}
+    if "mean_kl" in accuracy:
+        return f"nstf generate {output} 'Once upon a time'"
+    if not accuracy:
+        return f"nstf.runtime.load_tensors('{output}') in Python"
+    return f"nstf.runtime.load('{output}') in Python"
 
 
 def check_reports(reports: list[Path], output: Path, force: bool) -> None:
@@ -207,5 +217,7 @@ def _f(value: object, form: str) -> str:
 
 
 def _pm(accuracy: Mapping[str, Any], key: str, form: str) -> str:
-    error = accuracy.get(f"{key}_se")
-    return _f(accuracy.get(key), form) + (f" ± {format(error, form)}" if isinstance(error, float) else "")
+    from nstf_convert.report.parts import measured
+
+    value, error = measured(accuracy.get(key), accuracy.get(f"{key}_se"), form)
+    return f"{value} ± {error}" if error else value

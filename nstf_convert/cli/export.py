@@ -1,5 +1,6 @@
 """`nstf export`: an artifact back to a plain Hugging Face safetensors folder."""
 
+import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -45,4 +46,13 @@ def export(
         print_json({"output": str(output), "size_bytes": total, "files": dict(written)})
         return
     print_pairs(f"wrote {output}", [(name, format_bytes(size)) for name, size in written])
-    typer.echo("next: transformers.AutoModel.from_pretrained on that folder")
+    typer.echo(f"next: {next_step(output)}")
+
+
+def next_step(folder: Path) -> str:
+    """The call that loads an exported folder as the class its config names."""
+    try:
+        names = json_module.loads((folder / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError):
+        return f"safetensors.torch.load_file reads the files; {folder} has no config.json for transformers"
+    return f"transformers.{names[0] if names else 'AutoModel'}.from_pretrained('{folder}')"

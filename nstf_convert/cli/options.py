@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf or .onnx file, or a hub name.")]
 BudgetText = Annotated[
-    str | None, typer.Option("--budget", metavar="SHARE", help="Share of the checkpoint's bytes: 0.5 or 50%.")
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="SHARE",
+        help="Share of the checkpoint's bytes, 0.5 or 50%; a size such as 800MB is taken as --target-size.",
+    ),
 ]
 TargetSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Size of the file: 1.5GiB, 800MB or bytes (1G is 1GiB).")

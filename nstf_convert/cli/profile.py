@@ -145,6 +145,7 @@ def show(result: "Profile", top: int) -> None:
     """The profile as text."""
     device = result.device
     print_pairs("", [
+        ("path", "transformers' modules one by one; `nstf bench` times the decoder that generate uses"),
         ("device", f"{device.name}: {device.flops / 1e9:.1f} GFLOP/s, {device.bandwidth / 1e9:.1f} GB/s"),
         ("peaks", f"{device.source}; ridge at {device.ridge:.1f} FLOPs per byte"),
         ("parameters", f"{result.parameters}, {format_bytes(result.weight_bytes)} in memory"),

@@ -1,6 +1,7 @@
 """Command-line options made from the fields of ConvertOptions: a name, a help text and limits are written once, there."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
@@ -63,14 +64,27 @@ def _parameter(field: Field) -> inspect.Parameter:
     )
 
 
+# How the help names what an option takes, where typer shows Python's type: `<int range>`, `<list[str]>`.
+_TYPE = re.compile(r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", re.IGNORECASE)
+_WORDS = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
+
+
 class GroupedCommand(TyperCommand):
-    """A command whose `--help` lists the options under the groups they were given."""
+    """A command whose `--help` lists the options under the groups they were given, and says what they take in words."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """`MODEL`, `[PROMPT]`: not typer's `{model}`."""
+        return [
+            piece if piece.startswith("[OPTIONS") else piece.strip("{}").upper()
+            for piece in super().collect_usage_pieces(ctx)
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and not isinstance(parameter, _argument()):
+                record = (_TYPE.sub(lambda found: _WORDS[found[1].lower()], record[0]), record[1])
                 name = getattr(parameter, "rich_help_panel", None)
                 groups.setdefault(name if isinstance(name, str) else "Options", []).append(record)
         for name, records in groups.items():

@@ -86,7 +86,7 @@ class Session:
 
     def _open_work(self) -> None:
         new = not self._folder.exists()
-        self.work = self._opened.enter_context(WorkDir(self._folder, self._identity(), self.helper))
+        self.work = self._opened.enter_context(self._work_dir())
         self._made_folder = new
         self._opened.callback(self.helpers.close)  # before the lock goes
         self.source = self._expanded()
@@ -252,6 +252,17 @@ class Session:
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
         )
         return None
+
+    def _work_dir(self) -> WorkDir:
+        """The work directory of this job; a helper shares that of the process that started it."""
+        options = self.options
+        names = {
+            "checkpoint": options.model,
+            "datasets": [str(d) for d in options.datasets],
+            "calibration": None if options.calibration is None else str(options.calibration),
+        }
+        restart = options.restart and not self.helper
+        return WorkDir(self._folder, self._identity(), self.helper, names, restart)
 
     def _identity(self) -> dict[str, Any]:
         options = self.options

@@ -5,7 +5,7 @@ from typing import Any
 
 from nstf_convert.report import plots
 from nstf_convert.report.choices import choices
-from nstf_convert.report.parts import Raw, Row
+from nstf_convert.report.parts import Raw, Row, measured
 from nstf_convert.report.parts import details as _details
 from nstf_convert.report.parts import number as _number
 from nstf_convert.report.parts import table as _table
@@ -101,7 +101,8 @@ def _tiles(report: Mapping[str, Any]) -> str:
         tiles.append((_number(final["mean_cosine"], ".6f"), "mean cosine similarity"))
         tiles.append((_number(final["min_cosine"], ".6f"), "smallest cosine similarity"))
     elif final:
-        tiles.append((_number(final["mean_kl"], ".5f"), f"mean KLD in nats{_error(final, 'mean_kl')}"))
+        value, error = measured(final["mean_kl"], final.get("mean_kl_se"), ".5f")
+        tiles.append((value, f"mean KLD in nats{f' ± {error}' if error else ''}"))
         tiles.append((_percent(final["top1"]), f"same top token{_error(final, 'top1')}"))
         tiles.append(
             (_number(final["ppl"], ".3f"), f"perplexity, reference {_number(final['ppl_reference'], '.3f')}")
@@ -141,39 +142,24 @@ def _accuracy(report: Mapping[str, Any]) -> str:
         encoding = uniform["encoding"].removeprefix("uniform ")
         files.append((f"best uniform: {encoding}", uniform["size_bytes"], uniform["accuracy"]))
     if "mean_cosine" in final:
-        columns: Row = ("file", "bytes", "mean cosine", "smallest cosine", "relative L2 error")
-        keys: Sequence[tuple[str, str]] = (
-            ("mean_cosine", ".6f"),
-            ("min_cosine", ".6f"),
-            ("relative_l2", ".5f"),
+        lines: tuple[tuple[str, str, str], ...] = (
+            ("mean cosine", "mean_cosine", ".6f"),
+            ("smallest cosine", "min_cosine", ".6f"),
+            ("relative L2 error", "relative_l2", ".5f"),
         )
     else:
-        columns = (
-            "file",
-            "bytes",
-            "mean KLD",
-            "median",
-            "99th percentile",
-            "same top token",
-            "perplexity",
-            "ratio",
+        lines = (
+            ("mean KLD", "mean_kl", ".5f"),
+            ("median", "median_kl", ".5f"),
+            ("99th percentile", "p99_kl", ".5f"),
+            ("same top token", "top1", ".5f"),
+            ("perplexity", "ppl", ".4f"),
+            ("ratio", "ppl_ratio", ".5f"),
         )
-        keys = (
-            ("mean_kl", ".5f"),
-            ("median_kl", ".5f"),
-            ("p99_kl", ".5f"),
-            ("top1", ".5f"),
-            ("ppl", ".4f"),
-            ("ppl_ratio", ".5f"),
-        )
-    rows = [
-        (
-            name,
-            f"{size:,}",
-            *(Raw(_number(a.get(key), form) + _small_error(a, key, form)) for key, form in keys),
-        )
-        for name, size, a in files
-    ]
+    # A line a figure and a column a file: two or three columns fit a telephone.
+    columns: Row = ("", *(name for name, _, _ in files))
+    rows: list[Row] = [("bytes", *(f"{size:,}" for _, size, _ in files))]
+    rows += [(name, *(_figure(a, key, form) for _, _, a in files)) for name, key, form in lines]
     content = (
         _table(columns, rows) + f'<p class="soft">{escape(_protocol(accuracy.get("protocol") or {}))}</p>'
     )
@@ -336,10 +322,10 @@ def _facts(rows: Sequence[tuple[str, object]]) -> str:
     return f'<dl class="facts">{items}</dl>'
 
 
-def _small_error(accuracy: Mapping[str, Any], key: str, form: str) -> str:
-    return (
-        f"<br><small>{_error(accuracy, key, form)}</small>" if accuracy.get(f"{key}_se") is not None else ""
-    )
+def _figure(accuracy: Mapping[str, Any], key: str, form: str) -> Raw:
+    """A figure with its standard error below it."""
+    value, error = measured(accuracy.get(key), accuracy.get(f"{key}_se"), form)
+    return Raw(value + (f"<br><small>± {error}</small>" if error else ""))
 
 
 def _percent(value: object) -> str:

@@ -1,5 +1,6 @@
 """Pieces of the report's page: tables, folded details, numbers. Every text is escaped."""
 
+import math
 from collections.abc import Sequence
 
 from nstf_convert.report.svg import escape
@@ -35,3 +36,19 @@ def cell(value: object) -> str:
 def number(value: object, form: str) -> str:
     """`value` formatted, or `-` when it was not measured."""
     return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def measured(value: object, error: object, form: str) -> tuple[str, str]:
+    """(value, standard error) with as many decimals as the error's first two digits need: `0.0000312`, `0.0000021`.
+
+    form: of the value, such as `.5f`, where more decimals are not needed. The error is "" when there is none.
+    """
+    if not isinstance(value, int | float):
+        return "-", ""
+    least = int(form.strip(".f"))
+    scale = error if isinstance(error, int | float) and error > 0 else value
+    decimals = least
+    if scale and math.isfinite(scale) and abs(scale) < 10.0**-least * 10:
+        decimals = max(least, min(12, 1 - math.floor(math.log10(abs(scale)))))
+    text = f"{value:.{decimals}f}"
+    return text, f"{error:.{decimals}f}" if isinstance(error, int | float) else ""

@@ -12,6 +12,8 @@ FAMILIES = {
     "grid": ("c2", "non-uniform grid"),
     "fp8": ("c3", "FP8"),
     "mxfp4": ("c4", "MXFP4"),
+    "trellis": ("c9", "trellis"),
+    "shuffle": ("c10", "shuffle"),
     "low_rank": ("c5", "low rank"),
     "factored": ("c6", "CP, Tucker, tensor train"),
     "add": ("c7", "sum of two"),
@@ -45,7 +47,7 @@ Rows = Sequence[Mapping[str, Any]]
 def family(tree: Mapping[str, Any]) -> str:
     """The key of FAMILIES a tree belongs to."""
     kind = str(tree.get("kind"))
-    if kind == "permute":
+    if kind in ("permute", "rotated"):  # belong to what they hold
         return family((tree.get("children") or {}).get("x") or {})
     if kind in ("cp", "tucker", "tensor_train"):
         return "factored"

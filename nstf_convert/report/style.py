@@ -3,10 +3,12 @@
 STYLE = """
 :root { color-scheme: light dark; --back: #fbfbf9; --card: #ffffff; --text: #1d2327; --soft: #5d6870;
   --line: #dfe3e6; --on: #ffffff; --good: #1a7f4b; --bad: #b42318; --c1: #2563a8; --c2: #0f8a7d;
-  --c3: #b8860b; --c4: #8a6bbf; --c5: #3f8f2f; --c6: #a34d8a; --c7: #c8541b; --c8: #8b959c; }
+  --c3: #b8860b; --c4: #8a6bbf; --c5: #3f8f2f; --c6: #a34d8a; --c7: #c8541b; --c8: #8b959c;
+  --c9: #b4326e; --c10: #5a5fc0; }
 @media (prefers-color-scheme: dark) { :root { --back: #14181b; --card: #1c2226; --text: #e4e8ea;
   --soft: #9aa6ad; --line: #323b41; --on: #0e1214; --good: #58c98b; --bad: #f2857a; --c1: #6aa9e9;
-  --c2: #4fc4b6; --c3: #e0b64a; --c4: #b79ce6; --c5: #84cc70; --c6: #da8fc4; --c7: #f08a55; --c8: #7d888f; } }
+  --c2: #4fc4b6; --c3: #e0b64a; --c4: #b79ce6; --c5: #84cc70; --c6: #da8fc4; --c7: #f08a55; --c8: #7d888f;
+  --c9: #ee7fae; --c10: #9ca0f2; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
@@ -52,6 +54,9 @@ th:first-child, td:first-child { text-align: left; white-space: normal; overflow
 td.left, th.left { text-align: left; }
 td.wrap { white-space: normal; min-width: 120px; }
 summary { cursor: pointer; font-weight: 600; }
+@media (max-width: 560px) { main { padding: 12px 6px 32px; } section { padding: 12px 8px; }
+  th, td { padding: 4px 5px; font-size: 12px; } th { white-space: normal; }
+  th:first-child, td:first-child { min-width: 96px; } }
 .good { color: var(--good); }
 .bad { color: var(--bad); }
-""" + "".join(f".c{i} {{ fill: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n" for i in range(1, 9))
+""" + "".join(f".c{i} {{ fill: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n" for i in range(1, 11))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nstf.errors import CorruptError, NstfError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 
 Shape = tuple[int, ...]
 
@@ -158,6 +158,8 @@ def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
                 raise corrupt(path, f"{size} bytes are too few for a header")
             length = int.from_bytes(prefix, "little")
             if length > MAX_HEADER_BYTES:
+                if other := _other_kind(prefix):
+                    raise UnsupportedError(f"{path}: not an .nstf or safetensors file: it looks like {other}")
                 raise corrupt(path, f"the header's length {length} is above {MAX_HEADER_BYTES} bytes")
             if length > size - 8:
                 raise corrupt(path, f"the header's length {length} is beyond the file's {size} bytes")
@@ -169,6 +171,24 @@ def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
     if len(raw) != length:
         raise corrupt(path, "the header ends early")
     return raw, size
+
+
+# The first bytes of files that people have beside an artifact. Each is far above MAX_HEADER_BYTES as a length.
+_KINDS = (
+    (b"GGUF", "a GGUF file"),
+    (b"PK\x03\x04", "a zip archive, or a file of torch.save"),
+    (b"%PDF", "a PDF"),
+)
+
+
+def _other_kind(prefix: bytes) -> str:
+    """What a file that begins so is, or "" when that is not known. prefix: its first 8 bytes."""
+    for magic, kind in _KINDS:
+        if prefix.startswith(magic):
+            return kind
+    if prefix.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"<"):
+        return "an HTML or XML page"
+    return "text" if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in prefix) else ""
 
 
 def parse_header(

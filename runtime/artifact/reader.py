@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import manifest as mf
@@ -53,7 +53,10 @@ def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dic
     """As `read_structure`, for the JSON text of a header and the size of its file in bytes."""
     entries, metadata = parse_header_bytes(raw, size, where, artifact=True)
     if set(metadata) != {mf.KEY}:
-        raise corrupt(where, f"not an .nstf artifact: its metadata has not exactly the key {mf.KEY!r}")
+        raise CorruptError(
+            f"{where}: not an .nstf artifact: its metadata has not exactly the key {mf.KEY!r}; a model's own file becomes "
+            "one by nstf convert"
+        )
     manifest = mf.from_json(metadata[mf.KEY], where)
     mf.check_arrays(manifest, entries, where)
     # The digest covers the length, the JSON and its padding, with itself zeroed. It comes last, so that a

@@ -8,7 +8,7 @@ import pytest
 
 import nstf.runtime
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'nstf[integrations]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make integrations")
 
 
 def tokenizer() -> Any:

@@ -11,7 +11,7 @@ import torch
 import nstf.runtime
 from nstf.errors import UnsupportedError
 
-peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'nstf[integrations]'")
+peft = pytest.importorskip("peft", reason="PEFT is not installed: make integrations")
 
 
 def attached(path: Path, **settings: Any) -> Any:

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import transformers
 
-import nstf.integrations.transformers  # noqa: F401
+import nstf.integrations.transformers
 from nstf.errors import UsageError
 
 
@@ -26,11 +26,21 @@ def test_an_artifact_is_refused_at_once_with_the_call_that_loads_it(
 ) -> None:
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
     for given in (path, str(path)):
-        with pytest.raises(UsageError, match=rf"nstf\.runtime\.{loader}\('{path}'\).*nstf export {path} -o") as error:
+        with pytest.raises(
+            UsageError, match=rf"nstf\.runtime\.{loader}\('{path}'\).*nstf export {path} -o"
+        ) as error:
             getattr(transformers, name).from_pretrained(given)
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="there is no such file"):
         getattr(transformers, name).from_pretrained(tmp_path / "none.nstf")
+
+
+def test_a_repository_of_that_name_is_left_to_transformers() -> None:
+    nstf.integrations.transformers.refuse_artifact("someone/model.nstf", "load")
+    nstf.integrations.transformers.refuse_artifact("someone/model", "load")
+    nstf.integrations.transformers.refuse_artifact(None, "load")
+    with pytest.raises(UsageError, match="no such file"):
+        nstf.integrations.transformers.refuse_artifact("model.nstf", "load")
 
 
 def test_folders_load_as_before(tiny: ModuleType, tmp_path: Path) -> None:

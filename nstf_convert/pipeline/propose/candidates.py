@@ -338,15 +338,21 @@ def _least(energies: Sequence[Tensor], ranks: Sequence[int], factor: Recipe) -> 
     return left + (1 - left) * FACTOR_NOISE[factor.params["bits"]]
 
 
+# What a user calls a method, by the kind of node that it stores; `--help` and errors use these names.
+FORMAT_NAMES = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
+
+
 def method_families(formats: Sequence[str] | None, timed: bool = False) -> set[str]:
     """The methods that a list of formats allows. None: all, without those of ON_REQUEST unless the plan is `timed`.
     Raises ValueError for an unknown name."""
     known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
     if formats is None:
         return known if timed else known - ON_REQUEST
-    aliases = {"int": "int_grid", "grid": "grid16", "low_rank": "svd"}
-    chosen = {aliases.get(f, f) for f in formats}
-    unknown = sorted(chosen - known)
+    chosen = {FORMAT_NAMES.get(f, f) for f in formats}
+    unknown = [f for f in formats if FORMAT_NAMES.get(f, f) not in known]
     if unknown:
-        raise ValueError(f"unknown format {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        shown = {method: name for name, method in FORMAT_NAMES.items()}
+        raise ValueError(
+            f"unknown format {unknown[0]!r}; known are {', '.join(sorted(shown.get(m, m) for m in known))}"
+        )
     return chosen | {"dense"}

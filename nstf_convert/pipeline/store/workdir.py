@@ -26,6 +26,9 @@ from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, writ
 
 log = logging.getLogger("nstf")
 
+# The entry of job.json that is not part of the job: what people call its digests.
+NAMES = "names"
+
 
 def content_key(**parts: Any) -> str:
     """The SHA-256 of canonical JSON: equal inputs give equal keys in every process."""
@@ -50,12 +53,21 @@ def write_json(path: Path, data: Any) -> None:
 class WorkDir:
     """An opened and locked work directory. Use as a context manager."""
 
-    def __init__(self, path: Path, job: Mapping[str, Any], shared: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        job: Mapping[str, Any],
+        shared: bool = False,
+        names: Mapping[str, Any] | None = None,
+        restart: bool = False,
+    ) -> None:
         """Opens or makes the directory for `job`. Raises UsageError when it belongs to another job or is in use.
 
-        shared: a process that holds the lock has started this one, and knows what it does.
+        shared: a process that holds the lock has started this one, and knows what it does. names: what people call the
+        parts of the job that are digests (files), for messages alone. restart: an earlier run's results are removed.
         """
         self.path = path
+        self._names = dict(names or {})
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -74,6 +86,8 @@ class WorkDir:
                 f"work directory {path} is in use by another conversion: wait, or choose another work directory"
             ) from error
         try:
+            if restart:
+                self._clear()
             self._check_job(dict(job))
             for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
                 left.unlink(missing_ok=True)  # half-written when an earlier run was killed
@@ -92,10 +106,20 @@ class WorkDir:
         """Releases the lock; results stay."""
         self._lock.close()
 
+    def _clear(self) -> None:
+        """Removes what a run writes here, and nothing else that may lie in the folder."""
+        if not (self.path / "job.json").exists():
+            return
+        for name in ("store", "claims"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for pattern in ("*.safetensors", "job.json"):
+            for file in self.path.glob(pattern):
+                file.unlink(missing_ok=True)
+
     def _check_job(self, job: dict[str, Any]) -> None:
         file = self.path / "job.json"
         if not file.exists():
-            write_json(file, job)
+            write_json(file, {**job, NAMES: self._names})
             return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -103,15 +127,28 @@ class WorkDir:
             raise CorruptError(
                 f"{file} cannot be read ({error}): remove the work directory and run again"
             ) from error
+        called = found.pop(NAMES, None)
+        called = called if isinstance(called, dict) else {}
         differing = sorted(k for k in set(found) | set(job) if found.get(k) != job.get(k))
         if differing:
-            details = "; ".join(
-                f"{k} was {_short(found.get(k))}, now {_short(job.get(k))}" for k in differing
-            )
+            details = "; ".join(self._difference(k, found, job, called) for k in differing)
             raise UsageError(
-                f"work directory {self.path} holds results of another job ({details}): "
-                "use the same settings, another work directory, or remove it"
+                f"work directory {self.path} holds results of another job ({details}): use the same settings to go "
+                "on with it, --restart to discard it, or another --work-dir"
             )
+
+    def _difference(
+        self, key: str, found: dict[str, Any], job: dict[str, Any], called: dict[str, Any]
+    ) -> str:
+        """`seed was 0, now 1`; files by their names where those are known, never by digests."""
+        if key not in self._names:
+            return f"{key} was {_short(found.get(key))}, now {_short(job.get(key))}"
+        before, now = called.get(key, "another"), self._names[key]
+        return (
+            f"{key}: {_said(now)} has changed"
+            if before == now
+            else f"{key}: {_said(before)}, now {_said(now)}"
+        )
 
     def _file(self, key: str) -> Path:
         return self.path / "store" / key[:2] / f"{key}.safetensors"
@@ -178,6 +215,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def _said(names: Any) -> str:
+    """The names of files as text; `none` for no file."""
+    return ", ".join(map(str, names)) if isinstance(names, list) and names else str(names or "none")
 
 
 def _short(value: Any) -> str:

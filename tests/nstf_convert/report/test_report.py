@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from nstf.kernels.formats import Node, permute
+from nstf.kernels.formats.tree import kinds as format_kinds
 from nstf_convert.report.build import TensorReport, layer_of, section_of
 from nstf_convert.report.describe import compact, disk_bits, nominal_bits
 from nstf_convert.report.html import render
+from nstf_convert.report.parts import measured
+from nstf_convert.report.plots import FAMILIES, family
+from nstf_convert.report.style import STYLE
 from nstf_convert.report.svg import Scale, fit, short
 
 spec = importlib.util.spec_from_file_location("report_sample", Path(__file__).with_name("sample.py"))
@@ -153,3 +157,43 @@ def test_scales_have_round_ticks_and_clamp():
     assert Scale(1, 10, 0, 100)(1e9) == 100
     assert fit([], 0, 1)(5) >= 0 and fit([3.0], 0, 1).low < 3 < fit([3.0], 0, 1).high
     assert [short(v) for v in (0, 1500, 0.00012, 3e9)] == ["0", "1.5k", "1.2e-4", "3G"]
+
+
+def test_trellis_and_rotated_tensors_have_colours_of_their_own():
+    trellis = {"kind": "trellis", "params": {}}
+    assert family({"kind": "rotated", "children": {"x": trellis}}) == "trellis" == family(trellis)
+    assert family({"kind": "rotated", "children": {"x": {"kind": "int"}}}) == "int"
+    assert family({"kind": "shuffle"}) == "shuffle" and family({"kind": "dense"}) == "dense"
+    styles = [style for style, _ in FAMILIES.values()]
+    assert len(set(styles)) == len(styles) and all(f".{style} {{ fill" in STYLE for style in styles)
+    # Every family of formats that a file can hold, dense ones apart, is told from dense.
+    kinds = {
+        k
+        for k in format_kinds()
+        if k not in ("dense", "add", "permute", "rotated", "cp", "tucker", "tensor_train")
+    }
+    assert {family({"kind": kind}) for kind in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "form", "shown"),
+    [
+        (0.01234567, 0.0012345, ".5f", ("0.01235", "0.00123")),
+        (0.0000312, 0.00000214, ".5f", ("0.0000312", "0.0000021")),
+        (0.0000312, None, ".5f", ("0.000031", "")),
+        (12.3456, 0.5, ".4f", ("12.3456", "0.5000")),
+        (0.0, 0.0, ".5f", ("0.00000", "0.00000")),
+        (1.0, float("nan"), ".5f", ("1.00000", "nan")),
+        (None, 0.1, ".5f", ("-", "")),
+    ],
+)
+def test_small_figures_keep_their_first_digits(value, error, form, shown):
+    assert measured(value, error, form) == shown
+
+
+def test_the_accuracy_table_has_a_line_for_each_figure(report):
+    section = render(report).partition("<h2>Accuracy</h2>")[2].partition("</section>")[0]
+    head = section.partition("</thead>")[0]
+    assert head.count("<th") - head.count("<thead") <= 3
+    for name in ("bytes", "mean KLD", "99th percentile", "perplexity", "ratio"):
+        assert f"<td>{name}</td>" in section

@@ -1,0 +1,46 @@
+"""A work directory that holds another job: what differs is said in names, and --restart discards it."""
+
+import pytest
+
+from nstf.errors import UsageError
+from nstf_convert.pipeline.store.workdir import WorkDir
+
+JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
+NAMES = {"checkpoint": "./model", "datasets": ["a.txt"]}
+
+
+def test_differences_are_said_in_names_of_files(tmp_path):
+    with WorkDir(tmp_path / "w", JOB, names=NAMES):
+        pass
+    other = {**JOB, "datasets": ["cd" * 32, "ef" * 32], "seed": 7}
+    with pytest.raises(
+        UsageError, match=r"\(datasets: a.txt, now b.txt, c.txt; seed was 0, now 7\).*--restart"
+    ) as error:
+        WorkDir(tmp_path / "w", other, names={**NAMES, "datasets": ["b.txt", "c.txt"]})
+    assert "cdcd" not in str(error.value) and "abab" not in str(error.value)
+    with pytest.raises(UsageError, match=r"\(checkpoint: ./model has changed\)"):
+        WorkDir(tmp_path / "w", {**JOB, "checkpoint": "00" * 32}, names=NAMES)
+    with pytest.raises(UsageError, match=r"\(datasets: a.txt, now none\)"):
+        WorkDir(tmp_path / "w", {**JOB, "datasets": []}, names={**NAMES, "datasets": []})
+    # The same job under another name of the same file goes on.
+    with WorkDir(tmp_path / "w", JOB, names={**NAMES, "checkpoint": "/elsewhere/model"}):
+        pass
+
+
+def test_restart_discards_results_and_nothing_else(tmp_path):
+    folder = tmp_path / "w"
+    with WorkDir(folder, JOB, names=NAMES):
+        (folder / "store" / "ab").mkdir(parents=True)
+        (folder / "store" / "ab" / "x.safetensors").write_bytes(b"1")
+        (folder / "calibration.safetensors").write_bytes(b"1")
+        (folder / "notes.txt").write_text("mine")
+    with WorkDir(folder, {**JOB, "seed": 7}, names=NAMES, restart=True):
+        assert sorted(p.name for p in folder.iterdir()) == ["job.json", "lock", "notes.txt"]
+    with pytest.raises(UsageError, match="seed was 7, now 0"):
+        WorkDir(folder, JOB, names=NAMES)
+
+
+def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(b"1")
+    with WorkDir(tmp_path, JOB, names=NAMES, restart=True):
+        assert (tmp_path / "weights.safetensors").read_bytes() == b"1"
