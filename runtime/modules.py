@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nstf.runtime import operators
 from nstf.runtime.gradient import linear
-from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding, transposed
+from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding
 
 SUFFIX = "_encoded"
 
@@ -26,7 +27,10 @@ class EncodedLinear(nn.Linear):
     """y = x W^T + b by the registry's kernel for W. x: [..., in] -> [..., out]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight_encoded.encoded, self.bias)  # type: ignore[union-attr, arg-type]
+        stored: Any = self.weight_encoded
+        if torch.compiler.is_compiling():
+            return operators.linear(input, stored, self.bias)
+        return linear(input, stored.encoded, self.bias)
 
 
 class EncodedEmbedding(nn.Embedding):
@@ -34,6 +38,8 @@ class EncodedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         stored: Any = self.weight_encoded
+        if torch.compiler.is_compiling():
+            return operators.embedding(input, stored)
         return embedding(input, stored.encoded, stored.dtype)
 
 
@@ -58,17 +64,10 @@ class EncodedConv1D:
     weight_encoded: EncodedParameter
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self._matrix(), self.bias)
-
-    def _matrix(self) -> Any:
-        # The transpose is kept with the encoding it was made from: kernels remember what they derive per
-        # object.
-        encoded = self.weight_encoded.encoded
-        known = self.__dict__.get("_transposed")
-        if known is None or known[0] is not encoded:
-            known = (encoded, transposed(encoded))
-            self.__dict__["_transposed"] = known
-        return known[1]
+        stored = self.weight_encoded
+        if torch.compiler.is_compiling():
+            return operators.linear(x, stored, self.bias, turned=True)
+        return linear(x, stored.matrix(turned=True), self.bias)
 
 
 class EncodedWeights:

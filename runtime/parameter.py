@@ -21,6 +21,7 @@ from nstf.kernels.torch.rows import children_of, decode_rows, expert
 from nstf.kernels.triton.linear import resident
 from nstf.kernels.triton.linear import rows as rows_on_gpu
 from nstf.runtime.gradient import linear
+from nstf.runtime.operators import number_of
 
 
 class EncodedParameter(nn.Module):
@@ -39,6 +40,8 @@ class EncodedParameter(nn.Module):
         self.like.ds_numel = self.numel  # type: ignore[attr-defined]
         # On a GPU what is kept is made at the first use, on the device.
         self._encoded: EncodedTensor | None = None if device.type == "cuda" else encoded
+        self._turned: tuple[EncodedTensor, EncodedTensor] | None = None
+        self.number = number_of(self)
 
     @property
     def encoded(self) -> EncodedTensor:
@@ -49,6 +52,19 @@ class EncodedParameter(nn.Module):
             for path in self.paths:
                 self._buffers[_buffer_name(path)] = self._encoded.arrays[path]
         return self._encoded
+
+    def matrix(self, turned: bool = False) -> EncodedTensor:
+        """The tensor, or its transpose: the same object each time, since kernels remember what they derive per object."""
+        encoded = self.encoded
+        if not turned:
+            return encoded
+        if self._turned is None or self._turned[0] is not encoded:
+            self._turned = (encoded, transposed(encoded))
+        return self._turned[1]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.number = number_of(self)  # a copy is another weight
 
     def share(self, encoded: EncodedTensor) -> None:
         """Takes the same tensor in other arrays (views of a larger one) in the place of its own."""
