@@ -332,5 +332,5 @@ def test_without_the_gguf_package_the_message_says_so(
 
     path = write(tmp_path / "m.gguf", "novel", {"a": np.ones((1, 32), np.float32)}, {})
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(NstfError, match=r"needs the package gguf; run `pip install nstf\[gguf\]`"):
+    with pytest.raises(NstfError, match=r"needs the package gguf; run `pip install gguf`"):
         open_checkpoint(path)
