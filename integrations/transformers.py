@@ -1,4 +1,7 @@
-"""What `from_pretrained` of transformers does with the path of an `.nstf` file, once this module is imported.
+"""transformers' `from_pretrained` and `save_pretrained` for encoded models, once this module is imported.
+
+`save_pretrained` of a loaded model writes a folder that keeps the encoded form, and `from_pretrained` of that folder
+gives the encoded model: its config says `"quant_method": "nstf"`, and the quantiser registered here prepares the modules.
 
 transformers takes a path that is no folder for a repository's name and asks the network for it, for half a minute.
 It has no hook for other kinds of files and no entry point, so the few methods that take a path are wrapped here: an
@@ -6,13 +9,21 @@ It has no hook for other kinds of files and no entry point, so the few methods t
 """
 
 import os
+import secrets
+import shutil
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nstf.errors import UsageError
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.runtime import citizen, folder
+
+VERSION = 1
 
 _LOADERS = {
     "AutoTokenizer": "load_tokenizer",
@@ -20,6 +31,93 @@ _LOADERS = {
     "AutoConfig": "load",
     "PreTrainedModel": "load",
 }
+
+
+@register_quantization_config("nstf")
+class NstfConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """tensors: parameter's name -> its tree and shape, or the name of the parameter that it shares (nstf.runtime.folder)."""
+
+    def __init__(self, version: int = VERSION, tensors: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if version != VERSION:
+            raise UnsupportedError(
+                f"the folder's quantization_config is of version {version}, this nstf knows {VERSION}: update nstf"
+            )
+        if not isinstance(tensors, dict) or not all(isinstance(entry, dict) for entry in tensors.values()):
+            raise CorruptError("the folder's quantization_config names no encoded tensors: export it again")
+        self.quant_method, self.version, self.tensors = "nstf", version, tensors
+
+
+@register_quantizer("nstf")
+class NstfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts encoded parameters into the skeleton before transformers fills it with what the folder holds."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        where = model.config.name_or_path or "the folder"
+        folder.prepare(model, self.quantization_config.tensors, where, torch.get_default_dtype())
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        folder.finish(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        return folder.state_dict(model), {}
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on it; its own weights do not."""
+        return True
+
+
+def save(model: Any, plain: Any, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """save_pretrained of a loaded model. plain: that of its class in transformers."""
+    config = NstfConfig(tensors=folder.describe(model))
+    before = model.__dict__.get("hf_quantizer")
+    model.hf_quantizer = NstfQuantizer(config)
+    model.config.quantization_config = config
+    try:
+        plain(directory, *args, **kwargs)
+    finally:
+        if before is None:
+            del model.hf_quantizer
+            del model.config.quantization_config
+        else:
+            model.hf_quantizer = before
+
+
+citizen.save_with = save
+
+
+def export_encoded(artifact: Path, output: Path, shard_bytes: int) -> list[tuple[str, int]]:
+    """Writes the folder `output` (new or empty) in the encoded form; returns its files with their sizes in bytes.
+
+    shard_bytes: largest weight file. Raises what `nstf.runtime.load` raises, UnsupportedError for a model that is none of
+    transformers' own classes, and OSError. A failed export leaves no folder.
+    """
+    from nstf.runtime import load
+    from nstf.runtime.artifact import open_artifact
+
+    model: Any = load(artifact, engine="off")
+    if not isinstance(model, citizen.EncodedModel):
+        raise UnsupportedError(f"{artifact}: transformers saves no {type(model).__name__}")
+    partial = output.absolute().with_name(f".{output.name}.part.{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        with open_artifact(artifact) as opened:
+            for name in opened.file_names():
+                (partial / name).write_bytes(opened.file(name))
+        model.save_pretrained(partial, max_shard_size=shard_bytes)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return sorted((file.name, file.stat().st_size) for file in output.iterdir())
 
 
 def refuse_artifact(source: object, loader: str) -> None:

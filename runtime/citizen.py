@@ -5,6 +5,7 @@ every weight is a dense parameter. The class of a loaded model becomes one deriv
 """
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import nn
 from nstf.errors import UnsupportedError
 from nstf.runtime.parameter import EncodedParameter
 
+# Set by nstf.integrations.transformers: writes a folder that from_pretrained loads with that import.
+save_with: Callable[..., None] | None = None
+
 
 class EncodedModel:
     """Goes before the model's own class."""
@@ -20,10 +24,16 @@ class EncodedModel:
     nstf_path: str
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Refuses: from_pretrained would ignore encoded arrays and fill the model with random weights."""
+        """A folder that from_pretrained loads encoded, once nstf.integrations.transformers is imported.
+
+        Raises UnsupportedError without: from_pretrained would ignore the arrays and fill the model with random weights.
+        """
+        if save_with is not None:
+            save_with(self, super().save_pretrained, save_directory, *args, **kwargs)  # type: ignore[misc]
+            return
         raise UnsupportedError(
-            "save_pretrained cannot store encoded weights so that from_pretrained finds them. The .nstf file is the "
-            "saved model: copy it, or decode it into a folder for from_pretrained: "
+            "save_pretrained cannot store encoded weights so that a plain from_pretrained finds them. The .nstf file is "
+            "the saved model: copy it, import nstf.integrations.transformers first, or decode it into a folder: "
             f"nstf export {self.nstf_path} -o {os.fspath(save_directory)}"
         )
 

@@ -85,11 +85,18 @@ def attach(module: nn.Module, name: str, parameter: EncodedParameter) -> None:
         raise ValueError(
             f"{type(module).__name__}.{name}: {found}, the stored tensor is {list(parameter.shape)}"
         )
+    hold(module, name, parameter)
+    module.add_module(name + SUFFIX, parameter)
+
+
+def hold(module: nn.Module, name: str, parameter: EncodedParameter) -> None:
+    """The first half of `attach`: the class alone. The encoded parameter is added later, before the module is used."""
+    if tuple(module._parameters[name].shape) != tuple(parameter.shape):  # type: ignore[union-attr]
+        raise ValueError(f"{type(module).__name__}.{name} does not have the shape {list(parameter.shape)}")
     del module._parameters[name]
     names = frozenset(n for n in (*_encoded_names(module), name))
     base: Any = getattr(type(module), "encoded_base", type(module))
     module.__class__ = _encoded_class(base, names)
-    module.add_module(name + SUFFIX, parameter)
 
 
 def stays_encoded(module: nn.Module, name: str, numel: int) -> bool:

@@ -66,6 +66,13 @@ class EncodedParameter(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.number = number_of(self)  # a copy is another weight
 
+    def settle(self) -> None:
+        """After the buffers were filled from elsewhere: the tensor is read anew, on their device."""
+        device = self._buffers[_buffer_name(self.paths[0])].device  # type: ignore[union-attr]
+        self.like = nn.Parameter(torch.empty(0, dtype=self.dtype, device=device), requires_grad=False)
+        self.like.ds_numel = self.numel  # type: ignore[attr-defined]
+        self._encoded = None
+
     def share(self, encoded: EncodedTensor) -> None:
         """Takes the same tensor in other arrays (views of a larger one) in the place of its own."""
         self._encoded = encoded
@@ -144,6 +151,8 @@ class LazyWeight(Tensor):
     """
 
     source: EncodedTensor
+    # transformers draws no random numbers for a weight that says so.
+    _is_hf_initialized = True
 
     @staticmethod
     def __new__(cls, source: EncodedTensor, dtype: torch.dtype) -> "LazyWeight":

@@ -12,6 +12,7 @@ from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.sizes import format_bytes, parse_bytes
 
+TARGETS = ("hf", "transformers")
 DTYPES = ("original", "bfloat16", "float16", "float32")
 
 
@@ -20,15 +21,27 @@ def export(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The folder to write; must be new or empty.")
     ],
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: of the weights.")] = "original",
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="hf: decoded weights, for any tool. transformers: the encoded form, which from_pretrained loads after "
+            "`import nstf.integrations.transformers`.",
+        ),
+    ] = "hf",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: of decoded weights.")] = "original",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file.")] = "5GB",
     json: options.Json = False,
 ) -> None:
-    """Decode an artifact into a folder that transformers loads without nstf.
+    """Write a folder that transformers loads: decoded, without nstf, or in the encoded form, with it.
 
     Example: nstf export model.nstf -o model-decoded
     """
     options.check_file(artifact)
+    if to not in TARGETS:
+        raise UsageError(f"--to {to!r}: choose one of {', '.join(TARGETS)}")
+    if to == "transformers" and dtype != "original":
+        raise UsageError("--dtype is for decoded weights: leave it out with --to transformers")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     limit = parse_bytes(shard_size, "--shard-size")
@@ -38,15 +51,21 @@ def export(
         raise UsageError(
             f"the folder {output.absolute().parent} does not exist: create it, or give another -o"
         )
-    from nstf_convert.export_folder import export_folder
+    if to == "transformers":
+        from nstf.integrations.transformers import export_encoded
 
-    written = export_folder(artifact, output, None if dtype == "original" else dtype, limit)
+        written = export_encoded(artifact, output, limit)
+    else:
+        from nstf_convert.export_folder import export_folder
+
+        written = export_folder(artifact, output, None if dtype == "original" else dtype, limit)
     total = sum(size for _, size in written)
     if json:
         print_json({"output": str(output), "size_bytes": total, "files": dict(written)})
         return
     print_pairs(f"wrote {output}", [(name, format_bytes(size)) for name, size in written])
-    typer.echo(f"next: {next_step(output)}")
+    first = "import nstf.integrations.transformers, then " if to == "transformers" else ""
+    typer.echo(f"next: {first}{next_step(output)}")
 
 
 def next_step(folder: Path) -> str:

@@ -1,0 +1,102 @@
+"""A model whose encoded weights come from, or go to, a folder of transformers: which modules hold which trees.
+
+The folder's config states a tree and a shape for every encoded parameter; its safetensors files hold the arrays under the
+names of the modules' buffers. Tied weights are stored once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nstf.errors import CorruptError
+from nstf.kernels.formats import EncodedTensor, array_specs
+from nstf.kernels.formats.tree import node_from_json, node_to_json
+from nstf.runtime.citizen import make_citizen
+from nstf.runtime.modules import SUFFIX, attach, hold
+from nstf.runtime.parameter import EncodedParameter
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """{parameter's name: its tree and shape, or {"shared": the name it is stored under}} of a model with encoded weights."""
+    first: dict[int, str] = {}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, EncodedParameter):
+            parameter = name.removesuffix(SUFFIX)
+            source = first.setdefault(id(module), parameter)
+            found[parameter] = (
+                {"tree": node_to_json(module.tree), "shape": list(module.shape)}
+                if source == parameter
+                else {"shared": source}
+            )
+    return found
+
+
+def state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's arrays and dense tensors, each once."""
+    shared = tuple(f"{n}{SUFFIX}." for n, entry in describe(model).items() if "shared" in entry)
+    dense: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.startswith(shared):
+            continue
+        if isinstance(tensor, nn.Parameter):
+            if id(tensor) in dense:
+                continue
+            dense.add(id(tensor))
+        found[name] = tensor.detach().clone()
+    return found
+
+
+def prepare(model: Any, entries: Mapping[str, Any], path: str, dtype: torch.dtype) -> None:
+    """Gives a skeleton on the meta device its encoded parameters, empty. Raises CorruptError for entries that do not fit."""
+    made: dict[str, EncodedParameter] = {}
+    # The config's file is sorted by name: a shared parameter may come before the one it shares.
+    for name, entry in sorted(entries.items(), key=lambda item: "shared" in item[1]):
+        owner, _, leaf = name.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+            if "shared" in entry:
+                hold(module, leaf, made[entry["shared"]])
+                # transformers must not look for its weight before `finish`. Other modules are left to it: it computes
+                # buffers that no file holds, and draws no random numbers for a LazyWeight.
+                module._is_hf_initialized = True  # type: ignore[assignment]
+            else:
+                made[name] = _empty(entry, dtype)
+                attach(module, leaf, made[name])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"{path}: the quantization_config's entry for {name!r} does not fit: {error}"
+            ) from error
+    # transformers would look for parameters of these names; what is shared is put in its place by `finish`.
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {name: source for name, source in ties.items() if name not in entries}
+    make_citizen(model, path)
+    model._nstf_shared = {n: e["shared"] for n, e in entries.items() if "shared" in e}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_experts_implementation_internal"):
+            config._experts_implementation_internal = "eager"
+
+
+def finish(model: Any) -> None:
+    """After the arrays were loaded: shared weights are put in their places, and what has no bytes follows the device."""
+    for name, source in model.__dict__.pop("_nstf_shared").items():
+        stored = model.get_submodule(source + SUFFIX)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).add_module(leaf + SUFFIX, stored)
+    for module in model.modules():
+        if isinstance(module, EncodedParameter):
+            module.settle()
+    model.requires_grad_(False)
+
+
+def _empty(entry: Mapping[str, Any], dtype: torch.dtype) -> EncodedParameter:
+    tree, shape = node_from_json(entry["tree"]), tuple(entry["shape"])
+    arrays = {
+        path: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for path, spec in array_specs(tree, shape).items()
+    }
+    return EncodedParameter(EncodedTensor(tree, shape, arrays), dtype)

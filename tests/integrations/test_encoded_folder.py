@@ -1,0 +1,141 @@
+"""A folder that keeps the encoded form: written by save_pretrained, loaded by plain from_pretrained."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import nstf.integrations.transformers
+import nstf.runtime
+from nstf.errors import CorruptError, UnsupportedError
+
+CASES = [
+    ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    ("Qwen3ForCausalLM", {}),
+    ("GPT2LMHeadModel", {}),
+    ("MixtralForCausalLM", {}),
+    ("Gemma3ForCausalLM", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"), CASES, ids=lambda v: str(v) if isinstance(v, str) else ""
+)
+def test_a_folder_loads_encoded_and_gives_the_same_logits(
+    tiny: ModuleType, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model(architecture, **changes))
+    model: Any = nstf.runtime.load(path)
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.save_pretrained(tmp_path / "folder")
+        assert (
+            json.loads((tmp_path / "folder" / "config.json").read_text())["quantization_config"][
+                "quant_method"
+            ]
+            == "nstf"
+        )
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+        assert torch.equal(found(**inputs).logits, expected)
+        assert tiny.held_bytes(found) == tiny.held_bytes(model)
+        # And once more, from what was loaded.
+        found.save_pretrained(tmp_path / "again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(**inputs).logits, expected)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("folder", "again")]
+    assert files[0] == files[1]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(found.generate(**inputs, **options), model.generate(**inputs, **options))
+    # The model it was written from is as it was.
+    assert not hasattr(model.config, "quantization_config") and torch.equal(model(**inputs).logits, expected)
+
+
+def test_another_dtype_keeps_the_stored_arrays(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    model.save_pretrained(tmp_path / "folder")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.bfloat16)
+    stored = found.model.layers[0].mlp.up_proj.weight_encoded
+    assert stored.scale.dtype == torch.float16 and stored.dtype == torch.bfloat16
+    ids = tiny.inputs_of("LlamaForCausalLM")
+    logits, exact = found(**ids).logits, model(**ids).logits
+    assert logits.dtype == torch.bfloat16 and float((logits.float() - exact).norm() / exact.norm()) < 0.1
+
+
+def test_a_config_that_does_not_fit_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    model.save_pretrained(tmp_path / "folder")
+    stated = json.loads((tmp_path / "folder" / "config.json").read_text())
+    tensors = stated["quantization_config"]["tensors"]
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def load_with(**changes: Any) -> None:
+        changed = {**stated, "quantization_config": {**stated["quantization_config"], **changes}}
+        (tmp_path / "folder" / "config.json").write_text(json.dumps(changed))
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+
+    with pytest.raises(CorruptError, match=f"entry for '{name}' does not fit"):
+        load_with(tensors={**tensors, name: {**tensors[name], "shape": [47, 32]}})
+    with pytest.raises(CorruptError, match=r"entry for 'model\.none\.weight' does not fit"):
+        load_with(tensors={**tensors, "model.none.weight": tensors[name]})
+    with pytest.raises(UnsupportedError, match="version 2, this nstf knows 1"):
+        load_with(version=2)
+    with pytest.raises(CorruptError, match="names no encoded tensors"):
+        load_with(tensors=None)
+
+
+def test_the_command_writes_such_a_folder_with_its_tokenizer(
+    tiny: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    from nstf_convert.cli import run
+
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer_config.json": b"{}"})
+    folder = tmp_path / "folder"
+    assert run(["export", str(path), "--to", "transformers", "-o", str(folder), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= files.keys()
+    assert files["model.safetensors"] < 2 * path.stat().st_size
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = tiny.inputs_of("LlamaForCausalLM")
+    with torch.no_grad():
+        assert torch.equal(found(**ids).logits, nstf.runtime.load(path)(**ids).logits)
+    assert run(["export", str(path), "--to", "gguf", "-o", str(tmp_path / "x")]) == 2
+    assert "choose one of hf, transformers" in capsys.readouterr().err
+    assert (
+        run(["export", str(path), "--to", "transformers", "--dtype", "float16", "-o", str(tmp_path / "x")])
+        == 2
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    model.save_pretrained(tmp_path / "folder")
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    with torch.no_grad():
+        for device_map in ("auto", {"": "cpu"}):
+            found = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "folder", device_map=device_map
+            )
+            assert torch.equal(found(ids.to(found.device)).logits.cpu(), model(ids).logits)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    settings = transformers.GenerationConfig(
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=2,
+        pad_token_id=0,
+        num_blocks=64,
+        block_size=32,
+        max_batch_tokens=128,
+    )
+    batch = found.generate_batch([row.tolist() for row in ids], generation_config=settings)
+    alone = [
+        found.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
+    ]
+    assert [answer.generated_tokens for answer in batch.values()] == [row.tolist() for row in alone]
