@@ -80,7 +80,8 @@ def save(model: Any, plain: Any, directory: str | os.PathLike[str], *args: Any, 
     model.hf_quantizer = NstfQuantizer(config)
     model.config.quantization_config = config
     try:
-        plain(directory, *args, **kwargs)
+        # The arrays go by the modules' names: there is no older format of them to write.
+        plain(directory, *args, **{"save_original_format": False, **kwargs})
     finally:
         if before is None:
             del model.hf_quantizer
