@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "leaves.h"
@@ -13,9 +15,11 @@ namespace nstf::engine {
 constexpr int64_t kChunk = 64, kBlock = 32;  // columns unpacked at a time; columns of a sum of activations
 constexpr int kPanel = 16;                   // rows that are unpacked side by side
 constexpr int64_t kSeveral = 4;              // rows of activations from which that pays
-// Bytes between what is read and what is fetched into the second cache. The processor's own prefetcher loses its way
-// between rows and stops at every page: on a matrix larger than the caches this is worth a factor of 2.5.
-constexpr int64_t kAhead = 4096;
+// Bytes between what is read and what is fetched into the caches. The processor's own prefetcher loses its way between rows and
+// stops at every page, so that without this, one row of activations reaches a quarter of the bandwidth on a Zen 4. Into the
+// first cache where that can hold what is on its way: short rows, or a single one; else into the second.
+constexpr int64_t kNext = 512, kNear = 2048, kFar = 4096;
+constexpr int64_t kLongRow = 2048;  // bytes
 // Bytes that are read beyond the end of what is needed, at most.
 constexpr int64_t kBeyond = 64;
 

@@ -2,11 +2,14 @@
 // 32 bits. Without it products are added in pairs of 16 bits, which holds them for codes of up to 7 bits; wider codes are
 // signed, and their signs go to the activations.
 
+#include "each.h"
+
 using Bytes = __m256i;
 using Ints = __m256i;
 using Narrow = __m256i;
 using Floats = __m256;
 constexpr int LANES = 8, TOKENS = 4, BLOCKS = 2;
+constexpr int SHORT_ROWS = 2, LONG_ROWS = 1;
 constexpr bool SIGNED = !NSTF_VNNI;
 constexpr uintptr_t KEY = 6;
 
@@ -128,6 +131,7 @@ struct Spread {
 
 struct Nibbles {
     static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 32;
     explicit Nibbles(const PackedMatrix&) {}
     static int64_t bytes(int) { return 32; }
     static constexpr int run() { return run_of(4); }
@@ -139,6 +143,7 @@ struct Nibbles {
 };
 struct Levels {  // a table of 16 values, rounded to int8
     static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    static constexpr int BYTES = 32;
     Nibbles codes;
     __m256i table;
     explicit Levels(const PackedMatrix& w) : codes(w) {
@@ -150,23 +155,25 @@ struct Levels {  // a table of 16 values, rounded to int8
     static constexpr int run() { return run_of(8); }
     void operator()(const uint8_t* p, Bytes* out) const {
         codes(p, out);
-        for (int i = 0; i < 2; ++i) out[i] = _mm256_shuffle_epi8(table, out[i]);
+        each<2>([&](auto i) __attribute__((always_inline)) { out[i] = _mm256_shuffle_epi8(table, out[i]); });
     }
 };
 struct EightBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    static constexpr int BYTES = 64;
     explicit EightBits(const PackedMatrix&) {}
     static int64_t bytes(int) { return 64; }
     static constexpr int run() { return run_of(8); }
     void operator()(const uint8_t* p, Bytes* out) const {
-        for (int i = 0; i < 2; ++i) {
+        each<2>([&](auto i) __attribute__((always_inline)) {
             out[i] = load_bytes(p + 32 * i);
             if (SIGNED) out[i] = _mm256_xor_si256(out[i], _mm256_set1_epi8(-128));
-        }
+        });
     }
 };
 struct OddBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 0;
     Spread spread;
     int together;
     explicit OddBits(const PackedMatrix& w) : spread(w.bits), together(run_of(w.bits)) {}
@@ -175,23 +182,6 @@ struct OddBits {
     void operator()(const uint8_t* p, Bytes* out) const { spread(p, out); }
 };
 
-// 8 vectors of 8 numbers, transposed.
-inline void transpose(__m256i* v) {
-    __m256i t[8];
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int k = 0; k < 2; ++k) {
-            v[i + 2 * k] = _mm256_unpacklo_epi64(t[i + k], t[i + 2 + k]);
-            v[i + 2 * k + 1] = _mm256_unpackhi_epi64(t[i + k], t[i + 2 + k]);
-        }
-    for (int k = 0; k < 4; ++k) {
-        t[k] = _mm256_permute2x128_si256(v[k], v[4 + k], 0x20);
-        t[4 + k] = _mm256_permute2x128_si256(v[k], v[4 + k], 0x31);
-    }
-    std::copy_n(t, 8, v);
-}
+#include "transpose_avx2.h"
 
 #include "int8_quantise.h"

@@ -1,11 +1,14 @@
 // The pieces of packed_int8.h in AVX-512 with VNNI. NSTF_VBMI: VBMI is there too, which picks bytes and bits from all over a
 // vector; without it (Cascade Lake) odd widths take seven instructions instead of two.
 
+#include "each.h"
+
 using Bytes = __m512i;
 using Ints = __m512i;
 using Narrow = __m512i;
 using Floats = __m512;
 constexpr int LANES = 16, TOKENS = 8, BLOCKS = 1;
+constexpr int SHORT_ROWS = 4, LONG_ROWS = 4;
 constexpr bool SIGNED = false;
 constexpr uintptr_t KEY = 2;
 
@@ -122,6 +125,7 @@ struct Spread {
 
 struct Nibbles {
     static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 32;
     __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0), mask = _mm512_set1_epi8(15);
     explicit Nibbles(const PackedMatrix&) {}
     static int64_t bytes(int) { return 32; }
@@ -133,6 +137,7 @@ struct Nibbles {
 };
 struct Levels {  // a table of 16 values, rounded to int8 and moved up by 128
     static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    static constexpr int BYTES = 32;
     Nibbles codes;
     __m512i table;
     explicit Levels(const PackedMatrix& w) : codes(w) {
@@ -149,6 +154,7 @@ struct Levels {  // a table of 16 values, rounded to int8 and moved up by 128
 };
 struct EightBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    static constexpr int BYTES = 64;
     explicit EightBits(const PackedMatrix&) {}
     static int64_t bytes(int) { return 64; }
     static constexpr int run() { return 8; }
@@ -156,6 +162,7 @@ struct EightBits {
 };
 struct OddBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 0;
     Spread spread;
     explicit OddBits(const PackedMatrix& w) : spread(w.bits) {}
     static int64_t bytes(int bits) { return 8 * bits; }

@@ -1,10 +1,13 @@
 // The pieces of packed_int8.h in NEON of AArch64. NSTF_DOT: the dot product instructions are there too (ARMv8.2), which add up
 // products of four bytes; without them products are 16 bits wide and added one by one. All codes are signed bytes.
 
+#include "each.h"
+
 using Bytes = int8x16_t;
 using Ints = int32x4_t;
 using Floats = float32x4_t;
 constexpr int LANES = 4, TOKENS = 4, BLOCKS = 2;
+constexpr int SHORT_ROWS = 4, LONG_ROWS = 4;
 constexpr bool SIGNED = true;
 constexpr uintptr_t KEY = 2;
 
@@ -124,6 +127,7 @@ struct Spread {
 
 struct Nibbles {
     static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 32;
     explicit Nibbles(const PackedMatrix&) {}
     static int64_t bytes(int) { return 32; }
     static constexpr int run() { return run_of(4); }
@@ -137,6 +141,7 @@ struct Nibbles {
 };
 struct Levels {  // a table of 16 values, rounded to int8
     static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    static constexpr int BYTES = 32;
     Nibbles codes;
     int8x16_t table;
     explicit Levels(const PackedMatrix& w) : codes(w) {
@@ -153,6 +158,7 @@ struct Levels {  // a table of 16 values, rounded to int8
 };
 struct EightBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    static constexpr int BYTES = 64;
     explicit EightBits(const PackedMatrix&) {}
     static int64_t bytes(int) { return 64; }
     static constexpr int run() { return run_of(8); }
@@ -162,6 +168,7 @@ struct EightBits {
 };
 struct OddBits {
     static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    static constexpr int BYTES = 0;
     Spread spread;
     int together;
     explicit OddBits(const PackedMatrix& w) : spread(w.bits), together(run_of(w.bits)) {}

@@ -1,6 +1,5 @@
 // Packed codes times activations rounded to int8, for one instruction set: the packed_int8_*.cpp include this file once per set,
-// inside a namespace, after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h), so there is no include guard and
-// nothing is included here.
+// inside a namespace, after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h), so there is no include guard.
 //
 // 64 codes at a time become bytes, and one instruction or two multiply each four of them with four activations and add them up.
 // One row of activations: a row of codes is read as it is stored; a scale of activations covers 8 columns. Several
@@ -9,35 +8,14 @@
 // (Where eight-bit codes must be signed, 128 was taken off them, and is taken off their zero points.)
 //
 // The pieces of a set. Bytes, Ints, Floats: vectors of one size, LANES of Ints and Floats. A chunk is PARTS vectors of bytes.
-// TOKENS rows of activations meet BLOCKS times LANES rows of codes at once.
+// TOKENS rows of activations meet BLOCKS times LANES rows of codes at once; one row of them SHORT_ROWS or LONG_ROWS rows of codes.
 // Nibbles, Levels, EightBits, OddBits: how a chunk of codes becomes bytes, and in which order: EVEN_ODD, the 32 even columns and
 // then the odd ones. WIDE codes take eight bits. first, more, widened: sums of products, of which run() may be added before they
 // are widened to Ints.
 
 constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
 
-// The scales of row r by group, LANES at a time; what is beyond the last one is zero.
-inline void row_scales(const PackedMatrix& w, int64_t r, float* out, uint8_t* room) {
-    const int64_t n = w.groups, size = w.scale_kind == Scale::kFloat ? 4 : w.scale_kind == Scale::kHalf ? 2 : 1;
-    const uint8_t* all = static_cast<const uint8_t*>(w.scale);
-    const uint8_t* in = readable(all + r * n * size, n * size, all + w.rows * n * size, room);
-    switch (w.scale_kind) {
-        case Scale::kSteps: {
-            const Floats step = set(float_of_half(w.super_[r]) * (1.0f / 256));
-            for (int64_t g = 0; g < n; g += LANES) store(out + g, fma(floats_of_bytes(in + g), step, step));
-            break;
-        }
-        case Scale::kHalf:
-            for (int64_t g = 0; g < n; g += LANES) store(out + g, floats_of_halves(in + 2 * g));
-            break;
-        case Scale::kFloat:
-            for (int64_t g = 0; g < n; g += LANES) store(out + g, load(reinterpret_cast<const float*>(in + 4 * g)));
-            break;
-        case Scale::kPower:  // the codes of a subnormal power and of NaN are left to the exact kernel
-            for (int64_t g = 0; g < n; g += LANES) store(out + g, powers_of_bytes(in + g));
-    }
-    if (const int64_t rest = n % LANES; rest > 0) store(out + n - rest, first_lanes(load(out + n - rest), static_cast<int>(rest)));
-}
+#include "int8_scales.h"
 
 template <class Codes>
 class PackedInt8 : public Leaf {
@@ -94,6 +72,9 @@ class PackedInt8 : public Leaf {
                 panel(in, batch, r, static_cast<int>(std::min<int64_t>(kPanel, end - r)), room, y, stride);
             return;
         }
+        // The first bytes, after which every row fetches what comes later.
+        const uint8_t* start = w_.codes + first * w_.row_bytes;
+        for (int64_t i = 0; i < w_.row_bytes + kNear; i += 64) __builtin_prefetch(start + i, 0, 2);
         if (w_.group == kBlock) all_rows<true>(in, in.sums.data(), batch, first, end, room, y, stride);
         else all_rows<false>(in, group_sums(in, batch, room), batch, first, end, room, y, stride);
     }
@@ -116,15 +97,14 @@ class PackedInt8 : public Leaf {
             room.zeros.grow(kPanel * m.padded_);
             room.sums.grow(kSeveral * m.padded_);
             room.copies.grow(kPanel * (m.w_.row_bytes + kBeyond + m.chunk_bytes_));
-            room.small.grow(std::max(4 * m.w_.groups, m.w_.zero_bytes) + kChunk + kBeyond);
+            room.small.grow(4 * (std::max(4 * m.w_.groups, m.w_.zero_bytes) + kChunk + kBeyond));
             return room;
         }
     };
 
-    // Scales of a row by group, and where the matrix has zero points those times them; returns the row's codes.
+    // Zero points of a row times its scales, where the matrix has some; returns the row's codes.
     const uint8_t* row(int64_t r, int slot, Room& room) const {
         float *scales = room.scales.data() + slot * padded_, *zeros = room.zeros.data() + slot * padded_;
-        row_scales(w_, r, scales, room.small.data());
         if (w_.zeros != nullptr) zero_points(r, scales, zeros, room.small.data());
         const uint8_t* codes = w_.codes + r * w_.row_bytes;
         if (codes + chunks_ * chunk_bytes_ + kBeyond <= w_.codes_end) return codes;
@@ -158,62 +138,94 @@ class PackedInt8 : public Leaf {
         return out;
     }
 
+    // Rows at a time share the loads of activations: what is best was measured on a Zen 4, and differs between the sets. AVX2 takes two
+    // short rows, but long ones one after the other: a stream that is read from the first byte to the last is what the
+    // processor's own prefetcher follows.
     template <bool SAME>
     void all_rows(const Input& in, const float* sums, int64_t batch, int64_t r, int64_t end, Room& room, float* y,
                   int64_t stride) const {
-        for (; r + 4 <= end; r += 4) rows<4, SAME>(in, sums, batch, r, room, y, stride);
-        for (; r < end; ++r) rows<1, SAME>(in, sums, batch, r, room, y, stride);
+        const bool long_rows = w_.row_bytes > kLongRow;
+        if (Codes::BYTES == 64 || (long_rows && LONG_ROWS == 4)) {
+            for (; r + 4 <= end; r += 4) rows<4, SAME, kFar>(in, sums, batch, r, room, y, stride);
+        } else if (!long_rows) {
+            for (; r + SHORT_ROWS <= end; r += SHORT_ROWS) rows<SHORT_ROWS, SAME, kNear>(in, sums, batch, r, room, y, stride);
+        }
+        for (; r < end; ++r) rows<1, SAME, kNext>(in, sums, batch, r, room, y, stride);
     }
 
-    // R rows of codes times each row of activations. SAME: the groups are the blocks. sums: of activations by group.
-    template <int R, bool SAME>
+    // Scales and zero points, of which a row is read at once, go into the first cache some rows before they are needed.
+    template <int R>
+    void fetch_scales(int64_t r) const {
+        const int64_t later = r + (kFar / (R * w_.row_bytes) + 1) * R;
+        const auto fetch = [&](const void* all, int64_t bytes) __attribute__((always_inline)) {
+            const uint8_t* from = static_cast<const uint8_t*>(all) + later * bytes;
+            for (int64_t i = 0; i < R * bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+        };
+        fetch(w_.scale, w_.groups * scale_size(w_.scale_kind));
+        if (w_.zeros != nullptr) fetch(w_.zeros, w_.zero_bytes);
+    }
+
+    // R rows of codes times each row of activations. SAME: the groups are the blocks. AHEAD: bytes between what is read and what is
+    // fetched into the caches. sums: of activations by group.
+    template <int R, bool SAME, int64_t AHEAD>
     void rows(const Input& in, const float* sums, int64_t batch, int64_t r, Room& room, float* y, int64_t stride) const {
         const uint8_t* codes[R];
+        Floats lost[R];  // the product of scales, or of zero points, and sums
+        row_scales<R>(w_, r, room.scales.data(), padded_, room.small.data(), sums, lost);
         for (int i = 0; i < R; ++i) codes[i] = row(r + i, i, room);
+        fetch_scales<R>(r);
         const float *scales = room.scales.data(), *zeros = room.zeros.data();
         const Floats factor = set(factor_);
         // Copies, which the compiler knows to stay as they are.
         const Codes unpack = codes_;
-        const int64_t chunks = chunks_, chunk_bytes = chunk_bytes_, padded = padded_;
+        const int64_t chunks = chunks_, chunk_bytes = Codes::BYTES > 0 ? Codes::BYTES : chunk_bytes_, padded = padded_;
         const int32_t* group_of = group_of_.data();
         for (int64_t b = 0; b < batch; ++b) {
             const int8_t* q = in.codes.data() + b * in.stride;
             const float* fine = in.scales.data() + b * in.scales_stride;
+            // The last of R rows begins R - 1 rows further on, and must have come by then.
+            const uint8_t* ahead = codes[0] + (R - 1) * w_.row_bytes + AHEAD;
             Floats total[R];
-            for (int i = 0; i < R; ++i) total[i] = zero_floats();
+            each<R>([&](auto i) __attribute__((always_inline)) { total[i] = zero_floats(); });
             for (int64_t c = 0; c < chunks; ++c) {
                 Bytes x[PARTS];
-                for (int p = 0; p < PARTS; ++p) x[p] = load_bytes(q + c * kChunk + p * 4 * LANES);
-                // Rows lie one after the other, so what is R rows of this chunk further on in memory comes later.
-                for (int64_t i = 0; i < R * chunk_bytes; i += 64)
-                    __builtin_prefetch(codes[0] + kAhead + c * R * chunk_bytes + i, 0, 2);
+                each<PARTS>([&](auto p) __attribute__((always_inline)) { x[p] = load_bytes(q + c * kChunk + p * 4 * LANES); });
+                constexpr int LEVEL = AHEAD == kFar ? 2 : 3;
+                if constexpr (R * Codes::BYTES >= 64) {
+                    each<R * Codes::BYTES / 64>(
+                        [&](auto i) __attribute__((always_inline)) { __builtin_prefetch(ahead + 64 * i, 0, LEVEL); });
+                } else {
+                    for (int64_t i = 0; i < R * chunk_bytes; i += 64) __builtin_prefetch(ahead + i, 0, LEVEL);
+                }
+                ahead += R * chunk_bytes;
                 Floats by[SUMS];
-                for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
+                each<SUMS>([&](auto k) __attribute__((always_inline)) { by[k] = load(fine + c * FINE + k * LANES); });
                 const int64_t g0 = SAME ? 2 * c : group_of[2 * c], g1 = SAME ? 2 * c + 1 : group_of[2 * c + 1];
-                for (int i = 0; i < R; ++i) {
+                each<R>([&](auto i) __attribute__((always_inline)) {
                     Bytes w[PARTS];
                     unpack(codes[i] + c * chunk_bytes, w);
                     const float* s = scales + i * padded;
-                    for (int k = 0; k < SUMS; ++k) {
+                    each<SUMS>([&](auto k) __attribute__((always_inline)) {
                         const Floats scale = mul(by[k], block_scales<Codes::EVEN_ODD>(s + g0, s + g1, k));
                         total[i] = fma(to_floats(products(w, x, k)), scale, total[i]);
-                    }
-                }
+                    });
+                });
             }
             // Without zero points of its own, the middle of a format is that of every group.
             const float* lost_by = w_.zeros == nullptr ? scales : zeros;
             const Floats middle = set(w_.zeros == nullptr ? centre_ : 1.0f);
-#pragma GCC unroll 4
-            for (int i = 0; i < R; ++i) {
-                Floats lost = zero_floats();
-                for (int64_t g = 0; g < w_.groups; g += LANES)
-                    lost = fma(load(lost_by + i * padded + g), load(sums + b * padded + g), lost);
-                total[i] = mul(negative_fma(lost, middle, total[i]), factor);
+            if (b > 0 || w_.zeros != nullptr) {
+                each<R>([&](auto i) __attribute__((always_inline)) { lost[i] = zero_floats(); });
+                for (int64_t g = 0; g < w_.groups; g += LANES) {
+                    const Floats sum = load(sums + b * padded + g);
+                    each<R>([&](auto i) __attribute__((always_inline)) { lost[i] = fma(load(lost_by + i * padded + g), sum, lost[i]); });
+                }
             }
-            if (R == 4) {
+            each<R>([&](auto i) __attribute__((always_inline)) { total[i] = mul(negative_fma(lost[i], middle, total[i]), factor); });
+            if constexpr (R == 4) {
                 store_four_sums(y + b * stride + r, total);
             } else {
-                for (int i = 0; i < R; ++i) y[b * stride + r + i] = sum_of(total[i]);
+                each<R>([&](auto i) __attribute__((always_inline)) { y[b * stride + r + i] = sum_of(total[i]); });
             }
         }
     }
@@ -235,7 +247,11 @@ class PackedInt8 : public Leaf {
         float* scales = reinterpret_cast<float*>(panel + chunks_ * 1024);  // [block][16], then the zero points
         float* zeros = scales + blocks_ * kPanel;
         const uint8_t* rows[kPanel];
-        for (int i = 0; i < kPanel; ++i) rows[i] = row(r + std::min(i, count - 1), i, room);
+        for (int i = 0; i < kPanel; ++i) {
+            Floats unused;
+            row_scales<1>(w_, r + std::min(i, count - 1), room.scales.data() + i * padded_, padded_, room.small.data(), nullptr, &unused);
+            rows[i] = row(r + std::min(i, count - 1), i, room);
+        }
         for (int64_t c = 0; c < chunks_; ++c)
             for (int h = 0; h < ROW_BLOCKS; ++h) {
                 Bytes v[PARTS][LANES];

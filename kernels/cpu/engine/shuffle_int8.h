@@ -12,8 +12,6 @@ constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
 constexpr int SUMS = PARTS > 1 ? PARTS / 2 : PARTS, FINE = SUMS * LANES;
 constexpr int RUN = run_of(6);
 
-#define NSTF_INLINE inline __attribute__((always_inline))
-
 struct Symbols {  // of a step
     Bytes at[PARTS];
     NSTF_INLINE explicit Symbols(const uint8_t* p) { split(p, at); }
@@ -157,7 +155,7 @@ class ShuffleInt8 : public Shuffle {
             Floats by[SUMS];
             for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
             const uint8_t* from = codes + c * Q * kChunk;
-            for (int i = 0; i < Q; ++i) __builtin_prefetch(from + kAhead + i * kChunk, 0, 2);
+            for (int i = 0; i < Q; ++i) __builtin_prefetch(from + kNear + i * kChunk, 0, 3);
             all_rows<Q>(from, before.bytes + c * before.stride, tables, [&](int row, const Bytes* w) {
                 for (int k = 0; k < SUMS; ++k) total[row] = fma(to_floats(products(w, x, k)), by[k], total[row]);
             });
@@ -271,4 +269,3 @@ inline Shared make(StoredShuffle s, bool exact) {
         default: return std::make_shared<ShuffleInt8<20>>(std::move(s), exact);
     }
 }
-#undef NSTF_INLINE
