@@ -84,7 +84,7 @@ def token_weights(batches: Sequence[TokenSquares], rows: int) -> dict[str, Tenso
             key_of.setdefault(name, key)  # a layer's group is that of the first batch that came by
     out = {}
     for key in sorted(set(key_of.values())):
-        members = [n for n, k in key_of.items() if k == key and n in features]
+        members = sorted(n for n, k in key_of.items() if k == key and n in features)
         joined = [torch.cat([b.squares[n] for b in batches if n in b.squares]) for n in members]
         if not joined or any(j.numel() != rows for j in joined):
             continue

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nstf")
 
-# Which GPUs a process of CUDA sees.
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Which GPUs a process sees; on AMD's the first of these that is set.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 GONE = "it ended; a Python script that converts needs `if __name__ == '__main__':`"
 
 Mix = Mapping[str, Recipe]
@@ -153,14 +153,20 @@ def _seeing_only(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = visible_as(device.index or 0, before)
+    name = visible_name(torch.version.hip is not None, os.environ)
+    before = os.environ.get(name)
+    os.environ[name] = visible_as(device.index or 0, before)
     try:
         yield
     finally:
-        del os.environ[VISIBLE]
+        del os.environ[name]
         if before is not None:
-            os.environ[VISIBLE] = before
+            os.environ[name] = before
+
+
+def visible_name(amd: bool, environment: Mapping[str, str]) -> str:
+    """The variable that says which GPUs are seen."""
+    return VISIBLE[0] if amd and VISIBLE[0] in environment else VISIBLE[1]
 
 
 def visible_as(index: int, visible: str | None) -> str:

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -50,7 +51,7 @@ class NamedLoader:
 
 
 # Bumped when a measurement of the same mix gives other figures.
-MEASUREMENTS = 1
+MEASUREMENTS = 2
 # The splits of a calibration that are measured on, and what their references are called.
 REFERENCES = {"held_out": "reference", "report": "report_reference"}
 
@@ -224,8 +225,9 @@ def measure_splits(session: Session, test: StreamedModel, splits: Sequence[str])
 def _scores(
     session: Session, test: StreamedModel, groups: Sequence[Batch], references: Sequence[Callable[[], Tensor]]
 ) -> list[TokenScores]:
-    """The scores of every window of some batches, a core of a CPU each: of small models the operations between the
-    products gain nothing from several. references: what gives the original's hidden states, by window."""
+    """The scores of every window of some batches, a core of a CPU each where there are enough: of small models the
+    operations between the products gain nothing from several. references: what gives the original's hidden states, by
+    window."""
     reference = session.reference()
     windows = [row for group in groups for row in group["input_ids"]]
 
@@ -235,8 +237,10 @@ def _scores(
 
     for model in (reference, test):
         model.settle()  # one thread at a time may
-    with session.machine.one_core_each() as each:
+    machine = session.machine
+    with machine.one_core_each() if len(groups) >= machine.threads else nullcontext(map) as each:
         hidden = [row for out in each(lambda group: test.hidden(group["input_ids"]), groups) for row in out]
+    with machine.one_core_each() as each:
         with reference.holding(reference.head), test.holding(test.head):
             return list(each(score, range(len(windows))))
 

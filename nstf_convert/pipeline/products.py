@@ -1,6 +1,5 @@
 """How exactly float32 matrix products are computed in a part of a conversion."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,7 +38,8 @@ def repeatable(device: torch.device) -> Iterator[None]:
     """What is computed inside has the same bits every time, on one GPU or another of its kind.
 
     The backward pass of attention on a GPU adds its parts up in the order in which they happen to be there, unless it is
-    told not to. Operations that have no such form warn, which says nothing to a user.
+    told strictly not to: where only warnings are asked for it goes on as before. Raises RuntimeError at an operation that
+    has no repeatable form.
     """
     if device.type != "cuda":
         yield
@@ -50,13 +50,11 @@ def repeatable(device: torch.device) -> Iterator[None]:
     )
     settings: Any = torch.utils.deterministic  # a property of the module, which its types do not name
     filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     # Filling what `torch.empty` gives would only find faults of ours, at the cost of a write.
     settings.fill_uninitialized_memory = False
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic.*")
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = filled

@@ -9,8 +9,10 @@ batches. So several processes may share them, and the sums are the same for any 
 """
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,6 +28,8 @@ from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.products import fast_products, repeatable
 from nstf_convert.streamed import StreamedModel
+
+log = logging.getLogger("nstf")
 
 # Labels drawn per token.
 LABELS = 16
@@ -128,12 +132,11 @@ def end_loss_gradients(
     spread: list[Tensor] = []
     with _Backward(model, data, seed) as backward:
         scales = backward.scales
-        for share in _in_order(backward, merged, pieces):
+        for share in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged))):
             tokens.append(share.tokens)
             if share.spread is not None:
                 spread.append(share.spread)
             total = share if total is None else _sum(total, share)
-            tick(1 / len(merged))
     if total is None:
         raise ValueError("there is no batch to fit on")
     units = total.units
@@ -174,20 +177,28 @@ def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
     return list(merge_batches(data.to_read, tokens_per_batch)) if tokens_per_batch else list(data.to_read)
 
 
-def _in_order(backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None) -> Iterator[Share]:
-    """The shares of all batches in their order, whoever has run them."""
+def _in_order(
+    backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None, done: Callable[[], None]
+) -> Iterator[Share]:
+    """The shares of all batches in their order, whoever has run them. done: is called when there is one more."""
+
+    def run(i: int) -> Share:
+        share = backward.share(i, merged[i])
+        done()
+        return share
+
     if pieces is None:
-        yield from (backward.share(i, batch) for i, batch in enumerate(merged))
+        yield from map(run, range(len(merged)))
         return
-    own = {i: backward.share(i, batch) for i, batch in enumerate(merged) if pieces.take(str(i))}
+    own = {i: run(i) for i in range(len(merged)) if pieces.take(str(i))}
     if len(own) < len(merged):
         pieces.wait()
-    for i, batch in enumerate(merged):
+    for i in range(len(merged)):
         share = own.pop(i, None)
-        if share is None:
-            found = pieces.find(str(i))
-            share = None if found is None else Share.from_stored(*found, backward.device)
-        yield backward.share(i, batch) if share is None else share
+        if share is None and (found := pieces.find(str(i))) is not None:
+            share = Share.from_stored(*found, backward.device)
+            done()
+        yield run(i) if share is None else share
 
 
 def _sum(a: Share, b: Share) -> Share:
@@ -211,6 +222,7 @@ class _Backward:
         self._sums, self._tokens = OutputSensitivity(), TokenGradients()
         self._counts: dict[str, Tensor] = {}
         self._calls: dict[nn.Module, int] = {}
+        self._repeatable = data.language and self.device.type == "cuda"
 
     def __enter__(self) -> Self:
         model, data, sums = self._model, self._data, self._sums
@@ -246,12 +258,28 @@ class _Backward:
 
     def share(self, index: int, batch: Batch) -> Share:
         """What a batch says; index: its place among all, which is part of its labels' seed."""
+        try:
+            return self._share(index, batch)
+        except RuntimeError as error:
+            if not self._repeatable or "deterministic" not in str(error):
+                raise
+            # The operation is one of the model's, so that it fails in every batch and every process.
+            log.debug("the backward pass may differ from run to run: %s", error)
+            self._repeatable = False
+            self._sums.take()
+            self._tokens.take()
+            self._counts.clear()
+            return self._share(index, batch)
+
+    def _share(self, index: int, batch: Batch) -> Share:
         self._calls.clear()
         generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
-        with fast_products(), repeatable(self.device):
+        with fast_products():
             out = model_output(self._model, self._data, prepared(batch))
             if self._data.language:
-                units, head, spread = _back_from_logits(self._model, out, generator)
+                gradient, head, spread = _gradient_from_logits(self._model, out, generator)
+                self._back(out, gradient)
+                units = spread.numel()
             else:
                 units, head, spread = _back_from_outputs(out, generator), None, None
         give_back()
@@ -259,6 +287,11 @@ class _Backward:
         self._counts.clear()
         repeats = any(n > 1 for n in self._calls.values())
         return Share(self._sums.take(), self._tokens.take(), counts, head, spread, units, repeats)
+
+    def _back(self, out: Tensor, gradient: Tensor) -> None:
+        """Sends a gradient back, with the same bits every time where that was not given up."""
+        with repeatable(self.device) if self._repeatable else nullcontext():
+            out.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 def _back_from_outputs(out: Tensor, generator: torch.Generator) -> int:
@@ -270,11 +303,11 @@ def _back_from_outputs(out: Tensor, generator: torch.Generator) -> int:
     return flat.shape[0]
 
 
-def _back_from_logits(
+def _gradient_from_logits(
     model: StreamedModel, out: Tensor, generator: torch.Generator
-) -> tuple[int, Tensor, Tensor]:
-    """Sends the gradients of sampled labels back from hidden states [b, t, d]: (tokens, sum over them of the Fisher
-    diagonal at the logits [vocabulary] float64, its sum over the vocabulary [tokens])."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient of sampled labels at hidden states [b, t, d], sum over the tokens of the Fisher diagonal at the logits
+    [vocabulary] float64, its sum over the vocabulary [tokens])."""
     flat = out.reshape(-1, out.shape[-1])
     gradient = torch.empty_like(flat)
     parts, total = [], torch.zeros((), dtype=torch.float64, device=model.device)
@@ -289,8 +322,7 @@ def _back_from_logits(
             total = total + spread.sum(dim=0).double()
             parts.append(spread.sum(dim=1))
             gradient[rows] = torch.autograd.grad(logits, leaf, sample)[0]
-    flat.backward(gradient)  # type: ignore[no-untyped-call]
-    return flat.shape[0], total, torch.cat(parts)
+    return gradient.view(out.shape), total, torch.cat(parts)
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from nstf import __version__
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
 # What is shared: the backward pass of a calibration; Hessians that are not kept, with the proposals that need them; the
@@ -40,7 +41,8 @@ class Pieces:
         their pieces or failed; only the first process waits."""
         self._work, self.wait = work, wait
         self._what = {
-            "kind": "piece", "version": __version__, "step": part.step, "calibration": part.identity,
+            "kind": "piece", "version": [__version__, ALGORITHMS], "step": part.step,
+            "calibration": part.identity,
             # How work is put together decides how sums are rounded.
             "tokens": part.tokens_per_batch, "formats": sorted(formats),
         }  # fmt: skip

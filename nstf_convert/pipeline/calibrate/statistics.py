@@ -46,8 +46,8 @@ from nstf_convert.streamed import StreamedModel
 
 # Batches that are fitted on are kept for passes that need them again (Hessians under a quantised prefix).
 FIT_BYTES = 64 << 20
-# What the backward pass takes of a calibration, about.
-GRADIENT_SHARE = 0.6
+# What a backward pass over a window takes, about, in passes that only take its moments.
+BACKWARD = 1.5
 # Is told what share of the whole a step was.
 Tick = Callable[[float], None]
 
@@ -75,8 +75,9 @@ def calibrate_model(
     """
     with TensorFileWriter(path) as writer:
         pieces = None if sharing is None else sharing.begin(GRADIENTS, *data_needed(data))
+        back = BACKWARD * len(data.to_read) / (BACKWARD * len(data.to_read) + len(data.fit))
         gradients = end_loss_gradients(
-            model, data, seed, lambda share: tick(GRADIENT_SHARE * share), tokens_per_batch, pieces
+            model, data, seed, lambda share: tick(back * share), tokens_per_batch, pieces
         )
         for name, value in gradients.sensitivity.items():
             writer.add(name, value)
@@ -87,7 +88,7 @@ def calibrate_model(
             pieces = sharing.begin(HESSIANS, *gradients.stored())
         found = gather_hessians(
             model, data, gradients, tokens_per_batch, lambda key, h: writer.add(f"hessian:{key}", h), consumer,
-            lambda share: tick((1 - GRADIENT_SHARE) * share), pieces,
+            lambda share: tick((1 - back) * share), pieces,
         )  # fmt: skip
         for key in sorted(found.entries.keys() & gradients.token_weight):
             writer.add(f"token_weight:{key}", gradients.token_weight[key])

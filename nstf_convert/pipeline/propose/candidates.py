@@ -97,7 +97,7 @@ def simple_recipes(unit: Unit, allowed: set[str], few: bool, timed: bool = False
     integers of more bits than these reach: with fewer they need half a bit more for the same loss. timed: and forms that are
     faster than these, shuffle codes (whose loss is a closed form) and plain groups of 32."""
     out = [r for r in quantised_recipes() if r.method in allowed]
-    if few and "trellis" in allowed and _columns(unit) >= trellis_format.SIDE:
+    if few and "trellis" in allowed and may_be_trellis(unit):
         out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS or (timed and _fast(r))]
     return out + dense_recipes(unit.dtype)
 
@@ -108,8 +108,9 @@ def _fast(recipe: Recipe) -> bool:
     return recipe.method == "shuffle" or (plain and recipe.method in ("int_grid", "grid16"))
 
 
-def _columns(unit: Unit) -> int:
-    return unit.elements // math.prod(unit.inner_shape[: unit.lead])
+def may_be_trellis(unit: Unit) -> bool:
+    """Whether a tensor's rows are as long as a tile of trellis codes is wide."""
+    return unit.elements // math.prod(unit.inner_shape[: unit.lead]) >= trellis_format.SIDE
 
 
 def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recipe, float]]:
@@ -117,7 +118,7 @@ def trellis_recipes(unit: Unit, inner: Tensor, stats: Stats) -> list[tuple[Recip
 
     The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
     """
-    if _columns(unit) < trellis_format.SIDE:
+    if not may_be_trellis(unit):
         return []
     params = recipes.quantiser_params(Recipe("trellis", {}), unit.inner_shape, unit.lead)
     energy = trellis.row_energy(inner, params, stats)

@@ -208,7 +208,9 @@ class Encoder:
         return Candidate(recipe, tree, size, value, exact)
 
     def _estimated(self, unit: Unit, simple: Sequence[Recipe], low_rank: bool) -> dict[str, Any]:
-        key = self._key("estimates", unit, recipes=[r.to_json() for r in simple], low_rank=low_rank)
+        key = self._key(
+            "estimates", unit, recipes=[r.to_json() for r in simple], low_rank=low_rank, few=self._few
+        )
         found = self._work.find_metadata(key)
         if found is not None:
             return found

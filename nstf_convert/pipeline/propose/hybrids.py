@@ -1,6 +1,5 @@
 """Hybrids: a low-rank correction with 4-bit factors added to a low-bit base. They pay only at very low rates, if at all."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -46,10 +45,11 @@ def that_may_win(
 ) -> list[Recipe]:
     """Hybrids that the energy a correction can take away at most does not rule out.
 
-    A base rounded with feedback loses in proportion to the energy of what it stores. What no correction of a rank can take
-    away follows from a bound (`svd.low_rank_bounds`), and where that does not settle it from the singular values. Rivals
-    are taken by their lower hull: between two of them a plan spends bytes on other tensors. rivals: other candidates of
-    the tensor, the hybrids' bases among them.
+    Trellis codes lose in proportion to the energy of what they store. Integers lose by the range of their groups, which a
+    correction may narrow by far more, but never less than trellis codes of as many bits; where these are not among the
+    rivals no hybrid of integers is ruled out. What no correction of a rank can take away follows from a bound
+    (`svd.low_rank_bounds`), and where that does not settle it from the singular values. Rivals are taken by their lower
+    hull: between two of them a plan spends bytes on other tensors. rivals: other candidates of the tensor.
     """
     from nstf.decomposers import svd
 
@@ -58,11 +58,11 @@ def that_may_win(
     weight = None if stats.row_weight is None else stats.row_weight.reshape(-1)
     options = [Option(c.size_bytes, c.loss) for c in rivals]
     hull = [options[i] for i in lower_hull(options)]
-    alone = {json.dumps(c.recipe.to_json()): c.loss for c in rivals}
+    codes = {c.recipe.params.get("quarter_bits"): c.loss for c in rivals if c.recipe.method == "trellis"}
 
     def promising(left: Sequence[float], some: Sequence[Recipe]) -> list[Recipe]:
         """Those of some hybrids whose base beats the hull on the share of the energy that is left at each rank."""
-        bases = [alone.get(json.dumps(r.parts["base"].to_json()), 0.0) for r in some]
+        bases = [codes.get(_quarter_bits(r.parts["base"]), 0.0) for r in some]
         least = [ENERGY_SLACK * left[_rank(r)] * base for r, base in zip(some, bases, strict=True)]
         return [r for r, v in zip(some, least, strict=True) if v < _on_hull(hull, cand.price(unit, r)[1])]
 
@@ -74,6 +74,10 @@ def that_may_win(
     energy = svd.singular_values(matrix, None, weight).square()
     tails = energy.flip(0).cumsum(0).flip(0)[: most + 1] / energy.sum().clamp_min(1e-300)
     return promising(tails.tolist(), possible)
+
+
+def _quarter_bits(base: Recipe) -> int:
+    return int(base.params["quarter_bits"] if base.method == "trellis" else 4 * base.params["bits"])
 
 
 def _on_hull(hull: Sequence[Option], size_bytes: int) -> float:

@@ -214,7 +214,7 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)  # another process may have found it damaged too
 
 
 def _said(names: Any) -> str:

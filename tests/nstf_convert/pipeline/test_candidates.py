@@ -63,6 +63,8 @@ def test_a_hybrid_is_left_out_only_where_its_correction_cannot_pay() -> None:
         possible = hybrids.that_may_win(unit, wanted, weight, Stats(), rivals)
         assert {str(r) for r, _ in found[name]} <= {str(r) for r in possible}
         assert bool(possible) == (name == "outliers")
+        integers = [c for c in rivals if c.recipe.method != "trellis"]
+        assert len(hybrids.that_may_win(unit, wanted, weight, Stats(), integers)) == len(wanted)
         for recipe, value in found[name]:
             made = recipes.encode(recipe, weight, Stats(), 1)
             true = loss(weight, recipes.decode(made).reshape(weight.shape), Stats(), 1)

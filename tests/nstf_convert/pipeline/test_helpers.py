@@ -11,7 +11,7 @@ from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import make
-from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only
+from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, visible_name
 from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.machine import machine
 
@@ -96,12 +96,21 @@ def test_a_helper_that_is_killed_is_noticed(early, default_options, tmp_path, ca
 @pytest.mark.parametrize(("visible", "wanted"), [(None, "1"), ("4,5", "5"), ("GPU-a, GPU-b", "GPU-b")])
 def test_a_helper_sees_its_own_gpu_only(visible, wanted, monkeypatch) -> None:
     if visible is None:
-        monkeypatch.delenv(VISIBLE, raising=False)
+        monkeypatch.delenv(VISIBLE[1], raising=False)
     else:
-        monkeypatch.setenv(VISIBLE, visible)
+        monkeypatch.setenv(VISIBLE[1], visible)
     with _seeing_only(torch.device("cuda", 1)):
-        assert os.environ[VISIBLE] == wanted
-    assert os.environ.get(VISIBLE) == visible
+        assert os.environ[VISIBLE[1]] == wanted
+    assert os.environ.get(VISIBLE[1]) == visible
+
+
+def test_on_amd_the_variable_that_is_set_says_which_gpus_are_seen() -> None:
+    assert (
+        visible_name(True, {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0"})
+        == "HIP_VISIBLE_DEVICES"
+    )
+    assert visible_name(True, {"CUDA_VISIBLE_DEVICES": "0"}) == "CUDA_VISIBLE_DEVICES"
+    assert visible_name(False, {"HIP_VISIBLE_DEVICES": "4,5"}) == "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.gpu
