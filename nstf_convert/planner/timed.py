@@ -158,7 +158,8 @@ def _program(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
-    reduced = table.loss + a * table.size + b * table.seconds
+    with np.errstate(invalid="ignore"):  # where there is no option: infinite sizes at no price
+        reduced = table.loss + a * table.size + b * table.seconds
     order = np.argsort(reduced, axis=1, kind="stable")[:, :_FREE]
     pairs = set()
     for u in range(len(choice)):
