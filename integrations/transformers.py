@@ -144,10 +144,9 @@ def _guard(owner: Any, loader: str) -> None:
         return
 
     @wraps(original)
-    def from_pretrained(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        refuse_artifact(kwargs.get("pretrained_model_name_or_path", source), loader)
-        given = (source, *args) if source is not None or args else ()
-        return original(cls, *given, **kwargs)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_artifact(kwargs.get("pretrained_model_name_or_path", args[0] if args else None), loader)
+        return original(cls, *args, **kwargs)
 
     from_pretrained.nstf_guarded = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)

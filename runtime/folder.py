@@ -87,8 +87,13 @@ def finish(model: Any) -> None:
         stored = model.get_submodule(source + SUFFIX)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner).add_module(leaf + SUFFIX, stored)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, EncodedParameter):
+            # transformers fills what the folder lacks with whatever is in memory, and marks what it has read.
+            if not all(getattr(b, "_is_hf_initialized", False) for b in module.buffers()):
+                raise CorruptError(
+                    f"the arrays of {name.removesuffix(SUFFIX)} are missing from the folder: export it again"
+                )
             module.settle()
     model.requires_grad_(False)
 

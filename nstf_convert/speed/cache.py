@@ -26,6 +26,8 @@ log = logging.getLogger("nstf")
 VERSION = 1
 # Characters of a file that is worth reading; the largest seen have a tenth of them.
 _LONGEST = 1 << 24
+# Seconds that a measurement of nothing counts as.
+SHORTEST = 1e-9
 
 
 def folder() -> Path | None:
@@ -56,8 +58,8 @@ class SpeedCache:
 
     def add(self, found: Mapping[str, float]) -> None:
         """Keeps further measurements, beside what other processes have kept meanwhile. Those of this process stay."""
-        # Three digits: what is read back is what this conversion planned with.
-        self.seconds |= {key: float(f"{value:.3g}") for key, value in found.items()}
+        # Three digits: what is read back is what this conversion planned with. A coarse clock may say none at all.
+        self.seconds |= {key: max(float(f"{value:.3g}"), SHORTEST) for key, value in found.items()}
         if self.path is None:
             return
         content = {
@@ -78,7 +80,7 @@ class SpeedCache:
 
     def _read(self) -> dict[str, float]:
         """The file's measurements; none where it is not there, damaged, or of another identity."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return {}
         try:
             if self.path.stat().st_size > _LONGEST:
@@ -87,6 +89,8 @@ class SpeedCache:
             if found["version"] != VERSION or found["identity"] != self._identity:
                 raise ValueError("it is of another machine or build")
             return {str(k): _seconds(v) for k, v in found["seconds"].items()}
+        except FileNotFoundError:
+            return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("%s is not used (%s): speeds are measured again", self.path, str(error)[:80])
             return {}

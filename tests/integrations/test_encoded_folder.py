@@ -139,3 +139,15 @@ def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: P
         found.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
     ]
     assert [answer.generated_tokens for answer in batch.values()] == [row.tolist() for row in alone]
+
+
+def test_a_folder_that_lacks_an_array_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "folder"
+    nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))).save_pretrained(folder)
+    arrays = load_file(folder / "model.safetensors")
+    arrays.pop(next(name for name in sorted(arrays) if "encoded" in name))
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptError, match="missing from the folder"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)

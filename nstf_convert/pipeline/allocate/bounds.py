@@ -60,9 +60,12 @@ def plan(
         return min(found, key=lambda p: p.expected_loss)
     asked = session.options.min_speed
     plain = only(table, PLAIN)
-    if asked is not None or plain is None:
-        raise too_slow(str(asked), fastest_seconds, timing, budget_bytes)
-    return plans.plan_mix(session, plain, budget_bytes, meta, weights, exact)
+    if plain is not None:
+        reference = plans.plan_mix(session, plain, budget_bytes, meta, weights, exact)
+        wanted = _asked(timing, table, budget_bytes, meta)
+        if wanted is None or timing.of(reference.mix) <= wanted.seconds:
+            return reference
+    raise too_slow(str(asked), fastest_seconds, timing, budget_bytes)
 
 
 def bound(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
@@ -129,8 +132,12 @@ def _asked(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, A
         if least is None:
             return None
         return Bound(least / value, f"{value:g} times the fastest single format of these bytes")
-    # Every target must be that fast; seconds are the first one's, and stand for the slowest beside the common measure.
-    seconds = min(timing.token.products(t, value) for t in timing.targets)
+    # Every target must be that fast; the planner's seconds are the first one's.
+    each = [timing.token.products(t, value) for t in timing.targets]
+    if len(each) > 1:
+        common = timing.common_seconds()
+        each = [s / c * common[0] for s, c in zip(each, common, strict=True)]
+    seconds = min(each)
     if seconds <= 0:
         raise too_slow(str(session.options.min_speed), 0.0, timing, budget_bytes)
     return Bound(seconds, f"{value:g} tokens a second")

@@ -105,7 +105,7 @@ class Timing:
         found = self.on_each(name, recipe)
         if len(found) == 1:
             return found[0]
-        common = self._common_seconds()
+        common = self.common_seconds()
         return max(s / c for s, c in zip(found, common, strict=True)) * common[0]
 
     def of(self, mix: Mapping[str, Recipe]) -> float:
@@ -120,7 +120,7 @@ class Timing:
         launches = self._launches(names, recipe)
         if len(launches) == 1 or not any(launches):
             return launches[0]
-        common = self._common_seconds()
+        common = self.common_seconds()
         return min(s / c for s, c in zip(launches, common, strict=True)) * common[0]
 
     def _launches(self, names: Sequence[str], recipe: Recipe) -> list[float]:
@@ -177,7 +177,8 @@ class Timing:
         tree: Node = mixes.tree_of(unit, recipe)
         return tree, unit.shape, unit.lead
 
-    def _common_seconds(self) -> tuple[float, ...]:
+    def common_seconds(self) -> tuple[float, ...]:
+        """What the same plain file takes on each target: how times on one compare with times on another."""
         if self._common is None:
             units = [u for u in self.session.units.values() if u.kept is None]
             each = [
@@ -185,7 +186,9 @@ class Timing:
                 for u in units
                 if self._uses[u.name]
             ]
-            self._common = tuple(sum(column) for column in zip(*each, strict=True))
+            self._common = tuple(sum(column) for column in zip(*each, strict=True)) or (1.0,) * len(
+                self.targets
+            )
         return self._common
 
     def _plain(self, unit: Unit) -> Stored:

@@ -50,6 +50,15 @@ def write_json(path: Path, data: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
+# What a run writes beside its results.
+OWN_FILES = (
+    "calibration.safetensors",
+    "float32.safetensors",
+    "heal-????????????????.safetensors",
+    "job.json",
+)
+
+
 class WorkDir:
     """An opened and locked work directory. Use as a context manager."""
 
@@ -112,7 +121,7 @@ class WorkDir:
             return
         for name in ("store", "claims"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for pattern in ("*.safetensors", "job.json"):
+        for pattern in OWN_FILES:  # by name: the checkpoint itself may lie here
             for file in self.path.glob(pattern):
                 file.unlink(missing_ok=True)
 

@@ -40,6 +40,14 @@ def test_restart_discards_results_and_nothing_else(tmp_path):
         WorkDir(folder, JOB, names=NAMES)
 
 
+def test_restart_leaves_a_checkpoint_that_lies_in_the_work_directory(tmp_path):
+    with WorkDir(tmp_path, JOB, names=NAMES):
+        pass
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    with WorkDir(tmp_path, {**JOB, "seed": 7}, names=NAMES, restart=True):
+        assert (tmp_path / "model.safetensors").read_bytes() == b"1"
+
+
 def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"1")
     with WorkDir(tmp_path, JOB, names=NAMES, restart=True):
