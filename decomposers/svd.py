@@ -31,6 +31,7 @@ from nstf.kernels.formats.tree import Shape
 
 KIND = low_rank.KIND
 CHUNK = 8192
+LARGEST = 1 << 26  # weights that are looked at in one product
 
 
 @dataclass(frozen=True)
@@ -238,14 +239,19 @@ def low_rank_bounds(
     """
     rows, cols = weight.shape
     n = min(rows, cols)
-    w = weight.detach().float()
     if rows <= cols:
+        w = weight.detach().float()
         gram = (w if hessian is None else w @ hessian.to(w)) @ w.T
         product = gram if row_weight is None else gram * row_weight.to(w)
         # R^-1 G R has the eigenvalues of G.
     else:
-        gram = w.T @ (w if row_weight is None else w * row_weight.to(w)[:, None])
-        product = gram if hessian is None else hessian.to(w) @ gram
+        gram = torch.zeros(cols, cols, device=weight.device)
+        # The table of a large vocabulary some rows at a time.
+        for start in range(0, rows, max(1, LARGEST // cols)):
+            some = slice(start, start + max(1, LARGEST // cols))
+            w = weight[some].detach().float()
+            gram += w.T @ (w if row_weight is None else w * row_weight[some].to(w)[:, None])
+        product = gram if hessian is None else hessian.to(gram) @ gram
     total = float(product.diagonal().sum(dtype=torch.float64))
     squares = float((product * product.T).sum(dtype=torch.float64))
     spread = max(0.0, squares - total * total / n)

@@ -17,7 +17,8 @@ class Effort:
     with fewer, tokens are not weighted); thorough: every format is proposed, single formats are compared on a few layers,
     and the windows that choose do not report (otherwise only formats that may win, compared by expected losses);
     front_to_back: each layer is encoded for what its compressed predecessors give it; search_steps: moves of the local
-    search; attention_plan: whether one is measured.
+    search; attention_plan: whether one is measured; every_family: the best single format of every family takes all last
+    steps to the end (otherwise those that may win, for as long as they may).
     """
 
     samples: int
@@ -26,6 +27,7 @@ class Effort:
     front_to_back: bool
     search_steps: int
     attention_plan: bool
+    every_family: bool = False
 
 
 # `1.5`, `1.5x`, `300tok/s`, `300 tokens/s`.
@@ -34,7 +36,9 @@ _SPEED = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x?(\s*(?:t|tok|tokens)/s)?", re.ASCII
 EFFORTS = {
     "fast": Effort(16, 4, thorough=False, front_to_back=False, search_steps=0, attention_plan=False),
     "balanced": Effort(64, None, thorough=True, front_to_back=True, search_steps=0, attention_plan=False),
-    "best": Effort(64, None, thorough=True, front_to_back=True, search_steps=6, attention_plan=True),
+    "best": Effort(
+        64, None, thorough=True, front_to_back=True, search_steps=6, attention_plan=True, every_family=True
+    ),
 }
 
 

@@ -47,6 +47,7 @@ _MOST = 8.0
 _SHARING = 4
 _LEAST = 2.0**-6  # of the mean of such neighbours: what the others cannot take more of
 _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
+_LARGEST = 1 << 26  # weights that are searched at a time, each of which takes 20 bytes
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,25 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
         raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
     # What the weights are divided by, so that squares neither overflow nor vanish.
     unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))
-    values = matrix.float() / unit
-    if params.block:
-        values = rotated.to_basis(_basis(params), values)
     metric, leaf, q = _metric(stats, params), _leaf(params), params.quarter_bits
-    deviation = _mean_square(matrix / unit).sqrt()
+    deviation = torch.cat([_mean_square(part / unit) for part in _parts(matrix)]).sqrt()
     width = (1 - _growth(metric, q)) ** -0.5
     scale = form.read_scales(leaf, form.store_scales(leaf, deviation.float() * width))
-    padded = torch.nn.functional.pad(values, (0, -cols % BLOCK, 0, -rows % form.GROUP))
     row_weight = torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight
-    codes, rounded = _search(padded, scale, row_weight.reshape(-1).to(scale), metric, q)
-    gain = _refit(padded[:rows], rounded[:rows], metric)
-    arrays = {"codes": codes, **form.store_scales(leaf, (scale * gain).cpu() * unit)}
+    row_weight = row_weight.reshape(-1).to(scale)
+    # Rows of a segment share how much each of them counts; of a large table some segments at a time.
+    step = max(1, _LARGEST // (cols * form.SEGMENT)) * form.SEGMENT
+    found, gains = [], []
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        values = matrix[some].float() / unit
+        if params.block:
+            values = rotated.to_basis(_basis(params), values)
+        padded = torch.nn.functional.pad(values, (0, -cols % BLOCK, 0, -len(values) % form.GROUP))
+        codes, rounded = _search(padded, scale[some], row_weight[some], metric, q)
+        found.append(codes)
+        gains.append(_refit(padded[: len(values)], rounded[: len(values)], metric))
+    arrays = {"codes": torch.cat(found), **form.store_scales(leaf, (scale * torch.cat(gains)).cpu() * unit)}
     prefix = "x" if params.block else ""
     return EncodedTensor(tree(params), tuple(weight.shape), {join(prefix, k): a for k, a in arrays.items()})
 

@@ -68,15 +68,24 @@ def loss(weight: Tensor, decoded: Tensor, stats: Stats | None = None, lead: int 
     """Expected loss of replacing `weight` by `decoded` (same shape; the first `lead` axes are rows)."""
     if weight.shape != decoded.shape:
         raise ValueError(f"weight {list(weight.shape)} and decoded {list(decoded.shape)} differ in shape")
+    matrix = decoded.reshape(math.prod(weight.shape[:lead]), -1)
+    return loss_by_rows(weight, lambda rows: matrix[rows], stats, lead)
+
+
+def loss_by_rows(
+    weight: Tensor, decoded: Callable[[slice], Tensor], stats: Stats | None = None, lead: int = 1
+) -> float:
+    """`loss` with what replaces `weight` given some rows at a time: decoded(rows) is [n, cols]."""
     stats = stats or Stats()
     rows = math.prod(weight.shape[:lead])
-    a, b = weight.reshape(rows, -1), decoded.reshape(rows, -1)
-    stats.check(rows, a.shape[1])
-    step = max(1, _CHUNK // a.shape[1])
+    matrix = weight.reshape(rows, -1)
+    stats.check(rows, matrix.shape[1])
+    step = max(1, _CHUNK // matrix.shape[1])
     total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for start in range(0, rows, step):
-        part = row_loss(a[start : start + step].float() - b[start : start + step].float(), stats.hessian)
+        some = slice(start, min(start + step, rows))
+        part = row_loss(matrix[some].float() - decoded(some).float(), stats.hessian)
         if stats.row_weight is not None:
-            part = part * stats.row_weight.reshape(-1)[start : start + step].to(part)
+            part = part * stats.row_weight.reshape(-1)[some].to(part)
         total += part.sum()
     return float(total)

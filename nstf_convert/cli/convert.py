@@ -152,6 +152,10 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
         value = f"{kl:.5f} nats, " if kl is not None else ""
         encoding = uniform["encoding"].removeprefix("uniform ")
         pairs.append(("best uniform file", f"{value}{encoding}, {uniform['size_bytes']} bytes{kept}"))
+    for found in accuracy.get("stopped") or ():
+        times = found["expected"] / max(found["mix"], 1e-30)
+        lost = f"its first layers lost {found['part']:.2g}, the mix's {found['mix_part']:.2g}"
+        pairs.append(("given up", f"{found['encoding']}: {lost}; about {times:.1f} times the mix in the end"))
     from nstf_convert.report import resources, speed
 
     pairs += speed.pairs(report.get("speed"))

@@ -110,7 +110,7 @@ def _choose(run: Run) -> Final:
         mix = run.encoded(planned)
     else:
         mix, _, facts = search(run, run.measure(planned), budget_bytes)
-    return finish(run, mix, run.best(rivals), facts)
+    return finish(run, mix, run.best(rivals, mix), facts)
 
 
 def _measure_speed(run: Run, report: dict[str, Any]) -> None:

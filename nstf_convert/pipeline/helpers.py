@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, GRADIENTS, Part
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, GRADIENTS, SharedStep
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Peaks, Stages, peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -102,12 +102,12 @@ class Helpers:
         for connection, job in zip(cycle(self._alive()), jobs, strict=False):
             self._send(connection, job)
 
-    def start_all(self, job: Part) -> None:
+    def start_all(self, job: SharedStep) -> None:
         """Begins with a job that all GPUs share."""
         for connection in self._alive():
             self._send(connection, job)
 
-    def _send(self, connection: Connection, job: Job | Part) -> None:
+    def _send(self, connection: Connection, job: Job | SharedStep) -> None:
         try:
             connection.send(job)
             self._busy.append(connection)
@@ -227,9 +227,9 @@ def _session(options: ConvertOptions, bounds: Machine) -> "Session":
     return Session(options, Stages(), given=bounds)
 
 
-def _do(session: "Session", job: Job | Part) -> None:
+def _do(session: "Session", job: Job | SharedStep) -> None:
     from nstf_convert.pipeline.calibrate.batches import domains
-    from nstf_convert.pipeline.calibrate.make import take_part
+    from nstf_convert.pipeline.calibrate.make import help_with
     from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
     from nstf_convert.pipeline.mix import REFERENCES, measure
     from nstf_convert.pipeline.propose.table import leave_candidates
@@ -237,15 +237,15 @@ def _do(session: "Session", job: Job | Part) -> None:
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
 
-    if isinstance(job, Part) and job.step != CANDIDATES:
-        take_part(session, job)
+    if isinstance(job, SharedStep) and job.step != CANDIDATES:
+        help_with(session, job)
     else:
         session.share_calibration()
-    if isinstance(job, Part) and job.step == CANDIDATES:
+    if isinstance(job, SharedStep) and job.step == CANDIDATES:
         leave_candidates(session, job)
-    if not isinstance(job, Part) or job.step != GRADIENTS:
+    if not isinstance(job, SharedStep) or job.step != GRADIENTS:
         session.compile_ahead()  # the first process has compiled them by now: they are loaded while this one waits
-    if isinstance(job, Part):
+    if isinstance(job, SharedStep):
         return
     session.wait_for_kernels()
     load = None

@@ -128,6 +128,9 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # What cuBLAS needs to give the same bits every time (see `repeatable`); of the size that it takes by itself.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Activations in pages of 2 MB where the system offers them: a twentieth less processor time, and fewer holes in the heap
+    # (docs/conversion.md). Read at the first tensor.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     devices = _devices(device)
     for what, size in (("memory", memory), ("GPU memory", gpu_memory)):
         if size is not None and size < SMALLEST_BYTES:

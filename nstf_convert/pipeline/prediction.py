@@ -43,8 +43,10 @@ MEASURED_WINDOWS = 8
 BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8, "moments": 8}
 # A head's width where only the shapes are known.
 HEAD_DIM = 64
-# Encoding front to back: the mix, and the best single format.
-PASSES = 2
+# Files that take all last steps where every family is asked for: the mix, and the best single format of so many families.
+FAMILIES = 4
+# Elsewhere the single format is mostly given up after its first part (improve/rival.py), and measured once there.
+FIRST_PART = 1 / 3
 # The backward pass, with the forward pass before it and the layers that are computed again, in forward passes.
 BACKWARD = 4
 # Single formats that are compared, on this share of the layers, three at most.
@@ -85,12 +87,13 @@ class Rates:
 @dataclass(frozen=True)
 class Text:
     """windows of so many tokens to calibrate on; done: the calibration is there already; gradients: windows that the
-    backward pass reads (None: all)."""
+    backward pass reads (None: all); reports: whether there are windows that report beside those that choose."""
 
     windows: int
     tokens: int
     done: bool = False
     gradients: int | None = None
+    reports: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,14 @@ def predict(
 
     # Further GPUs take batches of the backward pass, Hessians that are not kept, proposals, and the single format.
     devices = len(machine.devices)
-    shared, passes = devices if drops_hessians else 1, PASSES if devices == 1 else 1
+    shared = devices if drops_hessians else 1
+    gives_up = front_to_back and options.search_limits is None and not options.level.every_family
+    rivals = FIRST_PART if gives_up else FAMILIES if options.level.every_family else 1
+    passes = 1 + max(0, rivals - (devices - 1))
     read = text.windows if text.gradients is None else text.gradients
     backward = read * text.tokens * (BACKWARD * forward + 2 * logits) / devices
     compares = options.level.thorough and not drops_hessians
-    splits = 2 if options.reports_apart else 1
+    splits = 2 if text.reports else 1
 
     log.debug("%s, %s", rates, work)
     name = "encode front to back" if front_to_back else "encode"
@@ -174,7 +180,7 @@ def predict(
         "compare formats": COMPARED * (compared * encode + measured) if compares else 0.0,
         name: passes * last,
         # A final mix that was encoded front to back is measured on both sets of windows at once.
-        "measure": passes * measured * (splits if front_to_back else 1),
+        "measure": measured * (splits + 2 if gives_up else passes * (splits if front_to_back else 1)),
         "report": 0.0 if front_to_back or splits == 1 else passes * measured,
     }
     if text.done:

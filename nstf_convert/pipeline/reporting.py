@@ -48,6 +48,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         protocol=_protocol(session),
         chosen=header.chosen_word(final),
         uniform=uniform,
+        stopped=tuple(found.to_json() for found in run.stopped),
         tried=tuple(run.tried),
         search=None if final.search is None else final.search.to_json(),
         steps=final.steps,

@@ -20,6 +20,7 @@ from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
+from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.machine import Machine, machine
@@ -98,6 +99,8 @@ class Session:
 
     def _calibrate(self) -> None:
         self.calibration = calibrations.find(self)
+        if self.calibration is not None:
+            self.work.drop_pieces()  # of the run that made it, if that was killed before it could
         self.prediction = self._predict()
         if self.calibration is None and self.model is not None:
             self.calibration = calibrations.make(self, self.model)
@@ -131,6 +134,9 @@ class Session:
     def _close(self, kind: type[BaseException] | None) -> None:
         """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
         after a mistake in the input, whose correction makes it another session."""
+        if not self.helper and getattr(self, "calibration", None) is not None:
+            self.helpers.close()
+            self.work.drop_pieces()
         self._opened.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
         if useless and self.options.work_dir is None and not self.helper:
@@ -327,11 +333,15 @@ class Session:
         """How much text is calibrated on, and whether that is done already."""
         if self.calibration is not None:
             source = self.calibration.metadata["source"]
-            return Text(int(source["fit_windows"]), int(source.get("seq_len", self.options.seq_len)), True)
+            tokens = int(source.get("seq_len", self.options.seq_len))
+            return Text(
+                int(source["fit_windows"]), tokens, True, reports=bool(domains(self.calibration, "report"))
+            )
         options = self.options
         most = longest_window(model)
         tokens = min(options.seq_len, most)
-        return Text(options.calibration_windows, tokens, False, options.gradient_windows)
+        windows, read = options.calibration_windows, options.gradient_windows
+        return Text(windows, tokens, False, read, options.reports_apart)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""

@@ -12,6 +12,7 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
      "accuracy": {"protocol": {...}, "chosen": "mix" | "uniform",
                   "final": {Accuracy or Similarity}, "domains": {dataset: mean KLD}, "selection": score,
                   "uniform": {"encoding", "size_bytes", "accuracy", "selection", "domains"} | null,
+                  "stopped": [{"encoding", "size_bytes", "share", "part", "mix_part", "mix", "expected"}],
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
                   "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
@@ -144,13 +145,16 @@ class Uniform:
 class AccuracyFacts:
     """final: `to_json()` of the written file's Accuracy or Similarity, on windows that chose nothing; domains: mean
     KLD (or relative L2 error) by dataset, on the same windows; selection: the score on the windows that chose.
-    chosen: "mix" | "uniform". search, steps: what the search and the last steps did.
+    chosen: "mix" | "uniform". stopped: single formats that were given up when a share of their weights was encoded: what
+    these lost, and those of the mix, what the whole mix lost and what the format was then expected to lose, on the windows
+    that choose. search, steps: what the search and the last steps did.
     """
 
     final: Mapping[str, Any] | None
     protocol: Mapping[str, Any] = field(default_factory=dict)
     chosen: str = "mix"
     uniform: Uniform | None = None
+    stopped: Sequence[Mapping[str, Any]] = ()
     tried: Sequence[Mapping[str, Any]] = ()
     domains: Mapping[str, float] | None = None
     selection: float | None = None

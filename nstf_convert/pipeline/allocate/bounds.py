@@ -40,7 +40,7 @@ def plan(
     allowed = bound(timing, table, budget_bytes, meta)
     if allowed is None:
         return plans.plan_mix(session, table, budget_bytes, meta, weights, exact)
-    found, fastest_seconds = [], math.inf
+    found, fastest_seconds, impossible = [], math.inf, []
     # Tensors that run as one where they are stored alike save launches, and have less choice.
     tables = [table, replace(table, fused=timing.groups)] if timing.groups and not table.fused else [table]
     for one in tables:
@@ -53,11 +53,12 @@ def plan(
             )  # fmt: skip
         except TooSlow as error:
             fastest_seconds = min(fastest_seconds, error.fastest_seconds)
-        except BudgetError:
-            if not found:
-                raise
+        except BudgetError as error:
+            impossible.append(error)
     if found:
         return min(found, key=lambda p: p.expected_loss)
+    if len(impossible) == len(tables):
+        raise impossible[0]
     asked = session.options.min_speed
     plain = only(table, PLAIN)
     if plain is not None:

@@ -31,11 +31,12 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
+HOST = torch.device("cpu")
 # Labels drawn per token.
 LABELS = 16
 # Logits in memory at a time: 25 MiB, several times, on a CPU; 256 MiB on a GPU.
 HEAD_ELEMENTS = {"cpu": 128 * 49152, "cuda": 1 << 26}
-# Share of the look-ups spread evenly over all rows, so that rows the text does not use still count.
+# BatchSums of the look-ups spread evenly over all rows, so that rows the text does not use still count.
 FREQUENCY_SMOOTHING = 0.2
 # What is done to the tails of the token weights: as they are, the inputs of q, k and v of some layers would have a
 # Hessian of 50 tokens out of 16384 (attention sinks). Measured as SHRINKAGE, without shrinkage: power 1 -12 -11 %,
@@ -76,7 +77,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class BatchSums:
     """What one batch says, on the model's device.
 
     sums: by the names of `Gradients.sensitivity`, [features] float64, squared gradients; tokens: each token's; counts: by
@@ -94,7 +95,7 @@ class Share:
     repeats: bool
 
     def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and JSON, from which `from_stored` makes the same share."""
+        """Tensors and JSON, from which `from_stored` makes the same sums."""
         parts = {"sum": self.sums, "token": self.tokens.squares, "count": self.counts}
         tensors = {f"{kind}:{n}": v for kind, part in parts.items() for n, v in part.items()}
         if self.head is not None and self.spread is not None:
@@ -102,9 +103,13 @@ class Share:
         facts = {"features": self.tokens.features, "key_of": self.tokens.key_of}
         return tensors, {**facts, "units": self.units, "repeats": self.repeats}
 
+    def on(self, device: torch.device) -> Self:
+        """The same on another device; counts stay where they are."""
+        return self.from_stored(*self.stored(), device)
+
     @classmethod
     def from_stored(cls, tensors: dict[str, Tensor], facts: dict[str, Any], device: torch.device) -> Self:
-        """The share another process has stored."""
+        """The sums another process has stored."""
         parts: dict[str, dict[str, Tensor]] = {"sum": {}, "token": {}, "count": {}}
         for name, value in tensors.items():
             kind, _, rest = name.partition(":")
@@ -127,16 +132,16 @@ def end_loss_gradients(
     weights. tick: is told the share of the work that a batch was;
     tokens_per_batch: windows are put together up to so many; pieces: batches are shared with other processes."""
     merged = _merged(data, tokens_per_batch)
-    total: Share | None = None
+    total: BatchSums | None = None
     tokens: list[TokenSquares] = []
     spread: list[Tensor] = []
     with _Backward(model, data, seed) as backward:
         scales = backward.scales
-        for share in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged))):
-            tokens.append(share.tokens)
-            if share.spread is not None:
-                spread.append(share.spread)
-            total = share if total is None else _sum(total, share)
+        for sums in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged))):
+            tokens.append(sums.tokens)
+            if sums.spread is not None:
+                spread.append(sums.spread)
+            total = sums if total is None else _sum(total, sums)
     if total is None:
         raise ValueError("there is no batch to fit on")
     units = total.units
@@ -170,7 +175,7 @@ def leave_gradients(
     with _Backward(model, data, seed) as backward:
         for index, batch in enumerate(merged):
             if pieces.take(str(index)):
-                pieces.put(str(index), *backward.share(index, batch).stored())
+                pieces.put(str(index), *backward.sums(index, batch).stored())
 
 
 def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
@@ -179,33 +184,34 @@ def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
 
 def _in_order(
     backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None, done: Callable[[], None]
-) -> Iterator[Share]:
-    """The shares of all batches in their order, whoever has run them. done: is called when there is one more."""
+) -> Iterator[BatchSums]:
+    """The sums of all batches in their order, whoever has run them. done: is called when there is one more."""
 
-    def run(i: int) -> Share:
-        share = backward.share(i, merged[i])
+    def run(i: int) -> BatchSums:
+        sums = backward.sums(i, merged[i])
         done()
-        return share
+        return sums
 
     if pieces is None:
         yield from map(run, range(len(merged)))
         return
-    own = {i: run(i) for i in range(len(merged)) if pieces.take(str(i))}
+    # What waits for the batches of others waits in the host's memory.
+    own = {i: run(i).on(HOST) for i in range(len(merged)) if pieces.take(str(i))}
     if len(own) < len(merged):
         pieces.wait()
     for i in range(len(merged)):
-        share = own.pop(i, None)
-        if share is None and (found := pieces.find(str(i))) is not None:
-            share = Share.from_stored(*found, backward.device)
+        sums = own.pop(i, None)
+        if sums is None and (found := pieces.find(str(i))) is not None:
+            sums = BatchSums.from_stored(*found, backward.device)
             done()
-        yield run(i) if share is None else share
+        yield run(i) if sums is None else sums.on(backward.device)
 
 
-def _sum(a: Share, b: Share) -> Share:
-    """The sums of two shares; what they say token by token is kept apart."""
+def _sum(a: BatchSums, b: BatchSums) -> BatchSums:
+    """The sums of two batches; what they say token by token is kept apart."""
     head = a.head if a.head is None or b.head is None else a.head + b.head
     units, repeats = a.units + b.units, a.repeats or b.repeats
-    return Share(_added(a.sums, b.sums), b.tokens, _added(a.counts, b.counts), head, None, units, repeats)
+    return BatchSums(_added(a.sums, b.sums), b.tokens, _added(a.counts, b.counts), head, None, units, repeats)
 
 
 def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -256,10 +262,10 @@ class _Backward:
     def _count_call(self, module: nn.Module, args: Any) -> None:
         self._calls[module] = self._calls.get(module, 0) + 1
 
-    def share(self, index: int, batch: Batch) -> Share:
+    def sums(self, index: int, batch: Batch) -> BatchSums:
         """What a batch says; index: its place among all, which is part of its labels' seed."""
         try:
-            return self._share(index, batch)
+            return self._sums_of(index, batch)
         except RuntimeError as error:
             if not self._repeatable or "deterministic" not in str(error):
                 raise
@@ -269,9 +275,9 @@ class _Backward:
             self._sums.take()
             self._tokens.take()
             self._counts.clear()
-            return self._share(index, batch)
+            return self._sums_of(index, batch)
 
-    def _share(self, index: int, batch: Batch) -> Share:
+    def _sums_of(self, index: int, batch: Batch) -> BatchSums:
         self._calls.clear()
         generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
         with fast_products():
@@ -286,7 +292,7 @@ class _Backward:
         counts = dict(self._counts)
         self._counts.clear()
         repeats = any(n > 1 for n in self._calls.values())
-        return Share(self._sums.take(), self._tokens.take(), counts, head, spread, units, repeats)
+        return BatchSums(self._sums.take(), self._tokens.take(), counts, head, spread, units, repeats)
 
     def _back(self, out: Tensor, gradient: Tensor) -> None:
         """Sends a gradient back, with the same bits every time where that was not given up."""

@@ -197,11 +197,11 @@ class _Pass:
 
         def run(batch: Batch) -> None:
             out = model_output(model, self._data, batch)
-            if HEAD in self._weight_of:
+            if HEAD in self._taken:
                 head.add(HEAD, out.reshape(-1, out.shape[-1]))
 
         def before(part: str) -> None:
-            if take(part):
+            if (part != HEAD or HEAD in self._weight_of) and take(part):
                 self._taken.add(part)
 
         def after_layer(index: int) -> None:
@@ -212,6 +212,8 @@ class _Pass:
                 self._taken.discard(str(index))
             if index + 1 < len(layers):
                 before(str(index + 1))
+            if index + 2 == len(layers):
+                before(HEAD)  # whose input the last layer gives
 
         handles = [self._moments.watch(path, module) for path, (module, _) in self._linear.items()]
         handles += [self.experts.watch(path, module) for path, module in self._stacks.items()]
@@ -221,10 +223,11 @@ class _Pass:
                 if layers:
                     run_layer_by_layer(layers, [lambda b=b: run(b) for b in self._batches], after_layer)  # type: ignore[misc]
                 else:
+                    before(HEAD)
                     for batch in self._batches:
                         run(batch)
             self._use(self._moments.pop())
-            if HEAD in self._weight_of and take(HEAD):
+            if HEAD in self._taken:
                 done(HEAD, self._use(head.pop()))
         finally:
             self._taken.clear()

@@ -1,7 +1,7 @@
 """The calibration of a conversion: one that was given, one that an earlier run left, or a new one.
 
 A new one of a large model uses each layer's Hessians for the proposals while they are there and does not store them. With
-several GPUs the further ones do a part of it (nstf_convert.pipeline.helpers calls `take_part` there).
+several GPUs the further ones do a part of it (nstf_convert.pipeline.helpers calls `help_with` there).
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
 from nstf_convert.pipeline.calibrate.gradients import Gradients, leave_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_proposals
-from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Part, Pieces, Sharing
+from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Pieces, SharedStep, Sharer
 from nstf_convert.pipeline.calibrate.statistics import calibrate_model, data_found
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.units import Statistics
@@ -83,7 +83,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     tokens, helpers, sharing = session.tokens_per_batch, session.helpers, None
     if helpers.any:
         formats = method_families(options.formats, options.bounds_time)
-        sharing = Sharing(session.work, identity, tokens, formats, helpers.start_all, helpers.wait)
+        sharing = Sharer(session.work, identity, tokens, formats, helpers.start_all, helpers.wait)
     with session.stages.stage("calibration"):
         calibrate_model(
             model,
@@ -99,22 +99,22 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     return TensorFile(_path(session))
 
 
-def take_part(session: "Session", part: Part) -> None:
+def help_with(session: "Session", shared: SharedStep) -> None:
     """In a helper's process: does what it can of a step. Raises NstfError when the first process left nothing for it."""
     if session.model is None:
         raise NstfError(f"the model cannot be run: {session.model_reason}")
     model, seed = session.model, session.options.seed
     formats = method_families(session.options.formats, session.options.bounds_time)
     pieces = {
-        step: Pieces(session.work, replace(part, step=step), formats) for step in (GRADIENTS, part.step)
+        step: Pieces(session.work, replace(shared, step=step), formats) for step in (GRADIENTS, shared.step)
     }
     data = data_found(*_needed(pieces[GRADIENTS]))
-    if part.step == GRADIENTS:
-        leave_gradients(model, data, seed, part.tokens_per_batch, pieces[GRADIENTS])
+    if shared.step == GRADIENTS:
+        leave_gradients(model, data, seed, shared.tokens_per_batch, pieces[GRADIENTS])
         return
-    gradients = Gradients.from_stored(*_needed(pieces[part.step]), session.device)
-    consumer = _proposing(session, part.identity)
-    leave_proposals(model, data, gradients, part.tokens_per_batch, consumer, pieces[part.step])
+    gradients = Gradients.from_stored(*_needed(pieces[shared.step]), session.device)
+    consumer = _proposing(session, shared.identity)
+    leave_proposals(model, data, gradients, shared.tokens_per_batch, consumer, pieces[shared.step])
 
 
 def _needed(pieces: Pieces) -> tuple[dict[str, Any], dict[str, Any]]:

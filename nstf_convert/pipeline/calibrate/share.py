@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nstf import __version__
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS
-from nstf_convert.pipeline.store.workdir import WorkDir, content_key
+from nstf_convert.pipeline.store.workdir import PIECES, WorkDir, content_key
 
 # What is shared: the backward pass of a calibration; Hessians that are not kept, with the proposals that need them; the
 # proposals where all Hessians are kept.
@@ -23,7 +23,7 @@ NEEDED = "needed"
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedStep:
     """A step that is shared: GRADIENTS, HESSIANS or CANDIDATES. identity, tokens_per_batch: of the calibration."""
 
     step: str
@@ -35,16 +35,20 @@ class Pieces:
     """The pieces of a step, by name."""
 
     def __init__(
-        self, work: WorkDir, part: Part, formats: Iterable[str], wait: Callable[[], None] = lambda: None
+        self,
+        work: WorkDir,
+        shared: SharedStep,
+        formats: Iterable[str],
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         """formats: that proposals are made for: others are other work. wait: returns when all other processes have done
         their pieces or failed; only the first process waits."""
         self._work, self.wait = work, wait
         self._what = {
-            "kind": "piece", "version": [__version__, ALGORITHMS], "step": part.step,
-            "calibration": part.identity,
+            "kind": "piece", "version": [__version__, ALGORITHMS], "step": shared.step,
+            "calibration": shared.identity,
             # How work is put together decides how sums are rounded.
-            "tokens": part.tokens_per_batch, "formats": sorted(formats),
+            "tokens": shared.tokens_per_batch, "formats": sorted(formats),
         }  # fmt: skip
 
     def _key(self, name: str) -> str:
@@ -53,7 +57,7 @@ class Pieces:
     def take(self, name: str) -> bool:
         """Whether the piece is this process's to do: nobody has taken it, and no earlier run has left it."""
         key = self._key(name)
-        return self._work.claim(key) and not self._work.has(key)
+        return self._work.claim(key) and not self._work.has(key, PIECES)
 
     def left(self, names: Iterable[str]) -> bool:
         """Whether any of these pieces has not been taken yet."""
@@ -61,14 +65,14 @@ class Pieces:
 
     def put(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Leaves the result of a piece."""
-        self._work.put(self._key(name), tensors, facts)
+        self._work.put(self._key(name), tensors, facts, PIECES)
 
     def find(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The result of a piece that another process has left."""
-        return self._work.find(self._key(name))
+        return self._work.find(self._key(name), PIECES)
 
 
-class Sharing:
+class Sharer:
     """The first process's side of work on a calibration that others share."""
 
     def __init__(
@@ -77,18 +81,18 @@ class Sharing:
         identity: str,
         tokens_per_batch: int,
         formats: Iterable[str],
-        start: Callable[[Part], None],
+        start: Callable[[SharedStep], None],
         wait: Callable[[], None],
     ) -> None:
-        """start: sets the other processes to work on a part; wait: returns when all have done it, or failed."""
+        """start: sets the other processes to work on a step; wait: returns when all have done it, or failed."""
         self._work, self._formats = work, sorted(formats)
         self._identity, self._tokens = identity, tokens_per_batch
         self._start, self._wait = start, wait
 
     def begin(self, step: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Pieces:
         """Begins a step, for which the others need these tensors and facts."""
-        part = Part(step, self._identity, self._tokens)
-        pieces = Pieces(self._work, part, self._formats, self._wait)
+        shared = SharedStep(step, self._identity, self._tokens)
+        pieces = Pieces(self._work, shared, self._formats, self._wait)
         pieces.put(NEEDED, tensors, facts)
-        self._start(part)
+        self._start(shared)
         return pieces

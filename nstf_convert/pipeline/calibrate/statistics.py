@@ -39,7 +39,7 @@ from nstf_convert.pipeline.calibrate.batches import (
 )
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, gather_hessians
-from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharing
+from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharer
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
@@ -66,7 +66,7 @@ def calibrate_model(
     tokens_per_batch: int = TOKENS_PER_BATCH,
     consumer: Consumer | None = None,
     tick: Tick = lambda share: None,
-    sharing: Sharing | None = None,
+    sharing: Sharer | None = None,
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`.
 

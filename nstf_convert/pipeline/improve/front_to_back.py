@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,14 @@ from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.improve.groups import MIN_BATCHES, Group, affordable, find_groups, run_data
+from nstf_convert.pipeline.improve.groups import (
+    MIN_BATCHES,
+    Group,
+    affordable,
+    find_groups,
+    first_groups,
+    run_data,
+)
 from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
@@ -87,22 +95,25 @@ def encode_in_prefix(
     mix: Mapping[str, Recipe],
     progress: Callable[[Unit], None],
     corrected: bool = True,
+    share: float = 1.0,
 ) -> Prefixed:
     """Encodes a mix front to back. What the scheme does not cover is encoded with the calibration's statistics, first:
     tables, expert stacks, weights of modules that run several times, tensors the data says nothing about.
 
     corrected: rounded is what makes up for the predecessors' errors, in the residual stream where a layer writes to
-    one; otherwise the weight itself.
+    one; otherwise the weight itself. share: of the weights it covers, only the first ones; `results` then has no others.
     """
     batches = [] if session.calibration is None else fit_batches(session.calibration)
     groups = find_groups(session, mix, batches) if batches else []
     batches = affordable(session, groups, batches, 2 if corrected else 1)
     keys = _keys(session, mix, groups, corrected, len(batches))
+    groups = first_groups(session, groups, share)
+    wanted = {name: keys[name] for group in groups for name in group.weights}
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
     prefixed = Prefixed(session, results, keys)
-    if not _all_there(session, list(keys.values())):
-        workers = session.machine.workers(max(working_bytes(session.units[n]) for n in keys))
+    if not _all_there(session, list(wanted.values())):
+        workers = session.machine.workers(max(working_bytes(session.units[n]) for n in wanted))
         threads = torch.get_num_threads()
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
@@ -110,9 +121,13 @@ def encode_in_prefix(
             _Pass(prefixed, mix, groups, corrected, progress, workers).run(batches)
         finally:
             torch.set_num_threads(threads)
-    for name, key in keys.items():
+    for name, key in wanted.items():
         results.setdefault(name, Result(_stored_loss(session, name, key), 0.0))
     return prefixed
+
+
+class _Enough(Exception):
+    """Ends a pass: what comes after the last group changes nothing."""
 
 
 def _all_there(session: Session, keys: Sequence[str]) -> bool:
@@ -225,7 +240,8 @@ class _Pass:
             # Results are written while the next group is under way.
             with ThreadPoolExecutor(1) as self.writer:
                 with fast_products() if _bits(self.session, self.mix) < EXACT_BITS else exact_products():
-                    run_in_step(gates, runs, self._at_gate, self.workers)
+                    with suppress(_Enough):
+                        run_in_step(gates, runs, self._at_gate, self.workers)
                 for writing in self.writing.values():
                     writing.result()
         finally:
@@ -251,8 +267,6 @@ class _Pass:
         for writing in self.writing.values():
             writing.result()
         self.writing.clear()
-        if index >= len(self.groups):
-            return
         group = self.groups[index]
         start = time.perf_counter()
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
@@ -272,6 +286,8 @@ class _Pass:
                 # Small weights stay loaded: what is there is still the original.
                 if not module.weight.is_meta:  # type: ignore[union-attr]
                     module.weight = nn.Parameter(self.source(name), requires_grad=False)
+        if index == len(self.groups) - 1:
+            raise _Enough
 
     def _moments(self, group: Group, inputs: list[Any]) -> list[Moments]:
         """What is known of a group's inputs: from the batches that fit, and from those held out for the target if any."""

@@ -65,6 +65,13 @@ def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[B
     return [g for _, g in sorted(groups, key=lambda pair: pair[0])]
 
 
+def first_groups(session: Session, groups: Sequence[Group], share: float) -> list[Group]:
+    """The first groups, until they have a share of the weights of all."""
+    sizes = [sum(session.units[n].elements for n in g.weights) for g in groups]
+    before = [sum(sizes[:i]) for i in range(len(groups))]
+    return [g for g, size in zip(groups, before, strict=True) if size < share * sum(sizes)]
+
+
 def _probed(
     session: Session, by_path: Mapping[str, nn.Module], data: Data, batch: Batch
 ) -> tuple[list[nn.Module], dict[str, str]]:

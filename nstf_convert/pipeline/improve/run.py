@@ -1,7 +1,7 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.improve.rival import MARGIN, PART, Stopped, compared
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
@@ -37,7 +38,8 @@ CONFIRM_ROUNDS = 4
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count."""
+    with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count.
+    stopped: single formats that were given up early."""
 
     session: Session
     meta: Meta
@@ -48,6 +50,7 @@ class Run:
     tried: list[dict[str, Any]] = field(default_factory=list)
     with_hybrids: set[str] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
+    stopped: list[Stopped] = field(default_factory=list)
 
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
@@ -126,13 +129,19 @@ class Run:
             measured = mixes.measure(self.session, planned.mix)
         return self._noted(Trial(planned, measured))
 
-    def front_to_back(self, planned: Planned) -> Trial:
-        """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured."""
+    def front_to_back(self, planned: Planned, done: Collection[str] = ()) -> Trial:
+        """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured. done: the
+        tensors that were encoded before."""
         session = self.session
-        progress = counter(session, 2)
+        tick = counter(session, 2)
         session.wait_for_kernels()
         with session.stages.stage("encode front to back"):
-            prefixed = encode_in_prefix(session, planned.mix, progress, session.options.front_to_back)
+            prefixed = encode_in_prefix(
+                session,
+                planned.mix,
+                lambda u: None if u.name in done else tick(u),
+                session.options.front_to_back,
+            )
         with session.stages.stage("measure"):
             measured = mixes.measure(session, planned.mix, load=prefixed.loader())
         losses = {n: r.loss for n, r in prefixed.results.items()}
@@ -154,8 +163,9 @@ class Run:
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
 
-        They keep the bound on time too. Which family is best is measured on a few layers; only the best there, and those
-        close to it, take all steps. An effort that compares none takes the one that is expected to lose least.
+        They keep the bound on time too. The best effort lets every family take them. Otherwise which family is best is
+        measured on a few layers; only the best there, and those close to it, take all steps. An effort that compares none
+        takes the one that is expected to lose least.
         """
         with self.session.stages.stage("plan"):
             found = plans.uniforms(
@@ -164,12 +174,40 @@ class Run:
             )  # fmt: skip
         return self._promising(found) if len(found) > 1 else found
 
-    def best(self, found: Sequence[Planned]) -> Trial | None:
-        """The one of some plans that measures best, by the same last steps as a mix; None when there is none."""
+    def best(self, found: Sequence[Planned], mix: Trial | None = None) -> Trial | None:
+        """The one of some plans that measures best, by the same last steps as a mix; None when there is none. mix: the one
+        they must beat; a plan whose first layers show that it cannot is given up (`stopped`)."""
         if found and self.session.helpers.busy:
             with self.session.stages.stage("wait for other GPUs"):
                 self.session.helpers.wait()
-        return min([self.encoded(p) for p in found], key=lambda t: t.score, default=None)
+        trials = [trial for p in found if (trial := self._finished(p, mix)) is not None]
+        return min(trials, key=lambda t: t.score, default=None)
+
+    def _finished(self, planned: Planned, mix: Trial | None) -> Trial | None:
+        """A single format by the same last steps as the mix, or None where it was given up on the way.
+
+        What the work directory has already, from another GPU or an interrupted run, must not decide about that: the first
+        layers are looked at in any case.
+        """
+        session = self.session
+        if self._one_by_one or mix is None or mix.losses is None or session.options.level.every_family:
+            return self.encoded(planned)
+        corrected = session.options.front_to_back
+        session.wait_for_kernels()
+        with session.stages.stage("encode front to back"):
+            prefixed = encode_in_prefix(session, planned.mix, counter(session, 2), corrected, PART)
+        names = prefixed.results.keys()
+        if len(names) < len(planned.mix):
+            with session.stages.stage("measure"):
+                found = compared(session, self.table, planned, prefixed.loader(), mix, names)
+            log.info(
+                "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
+                planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
+            )  # fmt: skip
+            if found.expected > MARGIN * mix.score:
+                self.stopped.append(found)
+                return None
+        return self.front_to_back(planned, names)
 
     def _promising(self, found: list[Planned]) -> list[Planned]:
         """The single formats worth all steps, from what each loses on a few layers.
@@ -178,6 +216,8 @@ class Run:
         margin: both files have one format everywhere, so the loss model errs alike from layer to layer for both.
         """
         session = self.session
+        if session.options.level.every_family:
+            return found
         found = [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
         if len(found) == 1 or not session.options.level.thorough:
             return found[:1]

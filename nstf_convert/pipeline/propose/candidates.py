@@ -210,7 +210,7 @@ def sample_rows(unit: Unit, inner: Tensor, stats: Stats) -> tuple[Tensor, Stats]
     middle = order[(edges[:-1] + edges[1:]) // 2]
     cumulative = torch.nn.functional.pad(weight[order].double().cumsum(0), (1, 0))
     share = (cumulative[edges[1:]] - cumulative[edges[:-1]]).to(torch.float32)
-    return matrix[middle], stats.for_rows(share)
+    return matrix[middle].float(), stats.for_rows(share)
 
 
 def low_rank_losses(unit: Unit, inner: Tensor, stats: Stats) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, decode
 from nstf.kernels.torch.rows import decode_rows, row_wise
+from nstf.quantizers.stats import Stats, loss, loss_by_rows
 from nstf_convert.pipeline.propose.recipe import on_device
 
 # Weights decoded at a time: what decoding takes beside its result is up to 14 bytes a weight.
@@ -26,3 +27,11 @@ def decoded(encoded: EncodedTensor, device: torch.device) -> Tensor:
         part = slice(start, min(start + step, rows))
         out[part] = decode_rows(encoded, part)
     return out
+
+
+def lost(weight: Tensor, encoded: EncodedTensor, stats: Stats, lead: int) -> float:
+    """The expected loss of an encoding of `weight`, on its device; of a large table some rows are decoded at a time."""
+    if weight.numel() <= PART or lead != 1 or not row_wise(encoded):
+        return loss(weight, decoded(encoded, weight.device).reshape(weight.shape), stats, lead)
+    there = on_device(encoded, weight.device)
+    return loss_by_rows(weight, lambda rows: decode_rows(there, rows).flatten(1), stats)

@@ -21,9 +21,9 @@ from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import hybrids
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
-from nstf_convert.pipeline.propose.decoded import decoded
+from nstf_convert.pipeline.propose.decoded import lost
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
@@ -31,6 +31,8 @@ ALGORITHMS = 6
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
+# What a weight of a large table takes beyond the rows that are worked on: 4 bytes as it is, up to 2 encoded, twice.
+LARGE_BYTES = 8
 
 T = TypeVar("T")
 
@@ -85,7 +87,7 @@ class Encoder:
         return inner, self.statistics.of(unit, inner)
 
     def inner(self, unit: Unit) -> Tensor:
-        """The tensor to encode, float32 on the device that computes."""
+        """The tensor to encode (`Unit.inner`), on the device that computes."""
         device = self._machine.device
         with memory.for_gpu() if self._machine.on_gpu else nullcontext():
             return unit.inner(memory.to_device(self._source(unit.name), device))
@@ -99,7 +101,7 @@ class Encoder:
         start = time.perf_counter()
         inner, stats = self.inputs(unit)
         encoded = recipes.encode(recipe, inner, stats, unit.lead)
-        true = loss(inner, decoded(encoded, inner.device).reshape(inner.shape), stats, unit.lead)
+        true = lost(inner, encoded, stats, unit.lead)
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
         self._work.put(key, dict(encoded.arrays), {"tree": node_to_json(encoded.tree), "loss": true})
@@ -278,8 +280,13 @@ class Encoder:
 
 
 def working_bytes(unit: Unit) -> int:
-    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies."""
-    return 4 * 6 * unit.elements + 8 * 6 * _matrix(unit)[1] ** 2
+    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies.
+
+    Of a large table this is some rows at a time; the whole is there as the checkpoint gives it, and encoded, twice over
+    while its parts are joined.
+    """
+    some = min(unit.elements, LARGE_TABLE) if unit.lead == 1 else unit.elements
+    return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * _matrix(unit)[1] ** 2
 
 
 def _matrix(unit: Unit) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, Part, Pieces, Sharing
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, Pieces, SharedStep, Sharer
 from nstf_convert.pipeline.propose.candidates import Candidate, method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit, fused_groups
@@ -60,7 +60,7 @@ def _shared(
     helpers, encoder = session.helpers, session.encoder
     if helpers.any and session.keeps_hessians:
         identity, tokens = session.calibration_fingerprint(), session.tokens_per_batch
-        sharing = Sharing(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
+        sharing = Sharer(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
         pieces = sharing.begin(CANDIDATES, {}, {})
         if len(_taken(session, units, allowed, pieces, progress)) < len(units):
             pieces.wait()
@@ -68,10 +68,10 @@ def _shared(
     return encoder.each(units, lambda u: encoder.candidates(u, allowed), progress)
 
 
-def leave_candidates(session: Session, part: Part) -> None:
+def leave_candidates(session: Session, shared: SharedStep) -> None:
     """In a helper's process: works out candidates of calibrated tensors."""
     allowed = method_families(session.options.formats, session.options.bounds_time)
-    pieces = Pieces(session.work, part, allowed)
+    pieces = Pieces(session.work, shared, allowed)
     units = [u for u in session.units.values() if u.kept is None and session.statistics.calibrated(u)]
     _taken(session, units, allowed, pieces, lambda unit: None)
 

@@ -17,6 +17,8 @@ from nstf_convert.streamed import LINEAR_TYPES, StreamedModel
 
 # Smaller tensors, and vectors, are stored as they are: their bytes do not matter and their errors do.
 MIN_ELEMENTS = 2048
+# Tensors of more weights are not expanded: what reads them takes some rows at a time.
+LARGE_TABLE = 1 << 24
 # Roles whose values steer everything after them for a handful of bytes.
 KEPT_ROLES = ("norm", "bias", "router")
 
@@ -52,8 +54,10 @@ class Unit:
         return math.prod(self.shape)
 
     def inner(self, weight: Tensor) -> Tensor:
-        """The tensor to encode, float32 and contiguous, from the model's."""
-        weight = weight.to(torch.float32)
+        """The tensor to encode, contiguous, from the model's: float32, of a large table whatever the checkpoint has, whose
+        values are the same."""
+        if self.elements <= LARGE_TABLE or self.lead != 1 or weight.dtype == torch.float64:
+            weight = weight.to(torch.float32)
         if self.permute is not None:
             inverse = sorted(range(len(self.permute)), key=self.permute.__getitem__)
             weight = weight.permute(inverse)
@@ -237,7 +241,8 @@ class Statistics:
         return (share[:, None] * sensitivity[None, :]).reshape(-1)
 
     def _data_free(self, unit: Unit, inner: Tensor) -> Stats:
-        energy = float(inner.double().square().sum())
+        step = max(1, LARGE_TABLE * len(inner) // max(1, inner.numel()))
+        energy = sum(float(part.double().square().sum()) for part in torch.split(inner, step))
         rows = math.prod(unit.inner_shape[: unit.lead])
         weight = 2.0 * self._typical / max(energy, 1e-30)
         return Stats(None, torch.full((rows,), weight, device=self._device))

@@ -4,6 +4,7 @@
     calibration...    Hessians, sensitivities, held-out reference
     store/ab/<key>    one encoded tensor, or one table of estimates, by the SHA-256 of everything it depends on
     claims/<key>      empty: which process of a run with several GPUs makes what
+    pieces/<key>      what these processes leave for each other while they share a calibration; gone when it is complete
 
 Every file appears by rename after fsync, so what exists is complete; digests tell when it was changed since. The budget is
 not part of the job: encoded tensors and decompositions are shared by all budgets.
@@ -26,6 +27,8 @@ from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, writ
 
 log = logging.getLogger("nstf")
 
+# Folders of results: those that stay, and those that are of no use once the calibration is complete.
+STORE, PIECES = "store", "pieces"
 # The entry of job.json that is not part of the job: what people call its digests.
 NAMES = "names"
 
@@ -119,7 +122,7 @@ class WorkDir:
         """Removes what a run writes here, and nothing else that may lie in the folder."""
         if not (self.path / "job.json").exists():
             return
-        for name in ("store", "claims"):
+        for name in (STORE, PIECES, "claims"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for pattern in OWN_FILES:  # by name: the checkpoint itself may lie here
             for file in self.path.glob(pattern):
@@ -159,12 +162,12 @@ class WorkDir:
             else f"{key}: {_said(before)}, now {_said(now)}"
         )
 
-    def _file(self, key: str) -> Path:
-        return self.path / "store" / key[:2] / f"{key}.safetensors"
+    def _file(self, key: str, folder: str) -> Path:
+        return self.path / folder / key[:2] / f"{key}.safetensors"
 
-    def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def find(self, key: str, folder: str = STORE) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The stored (tensors, metadata) of a key, or None. A damaged one is dropped with a warning and made again."""
-        file = self._open(key, whole=True)
+        file = self._open(key, whole=True, folder=folder)
         return None if file is None else ({n: file.get(n) for n in sorted(file.names())}, file.metadata["of"])
 
     def find_metadata(self, key: str) -> dict[str, Any] | None:
@@ -172,13 +175,20 @@ class WorkDir:
         file = self._open(key, whole=False)
         return None if file is None else file.metadata["of"]
 
-    def has(self, key: str) -> bool:
+    def has(self, key: str, folder: str = STORE) -> bool:
         """Whether a result is there and undamaged, its tensors too."""
-        return self._open(key, whole=True) is not None
+        return self._open(key, whole=True, folder=folder) is not None
 
-    def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    def put(
+        self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any], folder: str = STORE
+    ) -> None:
         """Stores a result under its key."""
-        write_tensors(self._file(key), tensors, {"key": key, "of": metadata})
+        write_tensors(self._file(key, folder), tensors, {"key": key, "of": metadata})
+
+    def drop_pieces(self) -> None:
+        """Removes what processes have left for each other. Only when no other process is at work."""
+        for name in (PIECES, "claims"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def claim(self, key: str) -> bool:
         """Whether this process is the first of this run that asks to make what belongs to a key."""
@@ -194,9 +204,9 @@ class WorkDir:
         """Whether a process of this run has claimed a key."""
         return (self.path / "claims" / key).exists()
 
-    def _open(self, key: str, whole: bool) -> TensorFile | None:
+    def _open(self, key: str, whole: bool, folder: str = STORE) -> TensorFile | None:
         """The file of a key when it is there and undamaged. whole: its tensors are checked too."""
-        return undamaged(self._file(key), whole, key)
+        return undamaged(self._file(key, folder), whole, key)
 
 
 def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorFile | None:

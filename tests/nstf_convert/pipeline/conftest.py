@@ -13,6 +13,7 @@ import torch
 
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import Budget, convert
+from nstf_convert.pipeline.improve.rival import MARGIN
 
 WORDS = [
     a + b
@@ -120,6 +121,17 @@ class Converted:
         """The work directory it kept."""
         assert self.options.work_dir is not None
         return self.options.work_dir
+
+
+def assert_not_worse_than_one_format(accuracy: dict[str, Any]) -> None:
+    """The best single format measured no better, or was given up where it was expected to lose far more."""
+    uniform, stopped = accuracy["uniform"], accuracy["stopped"]
+    assert uniform or stopped
+    if uniform:
+        assert accuracy["selection"] <= uniform["selection"]
+    for found in stopped:
+        assert found["mix"] == accuracy["selection"] or uniform
+        assert found["expected"] > MARGIN * found["mix"] > 0 and 0 < found["share"] < 1
 
 
 def run(chosen: ConvertOptions) -> Converted:

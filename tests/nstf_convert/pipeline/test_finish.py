@@ -20,7 +20,7 @@ def test_the_last_steps_of_the_best_effort_are_kept_only_when_they_measure_bette
     verify(chosen.output)
 
 
-def test_figures_are_of_windows_that_chose_nothing(converted) -> None:
+def test_figures_are_of_windows_that_chose_nothing(converted, quick) -> None:
     accuracy = converted.result.report["accuracy"]
     assert accuracy["protocol"]["windows_that_choose"] > 0 < accuracy["protocol"]["windows_that_report"]
     assert accuracy["domains"] == {"text.txt": pytest.approx(accuracy["final"]["mean_kl"])}
@@ -28,6 +28,8 @@ def test_figures_are_of_windows_that_chose_nothing(converted) -> None:
     with open_artifact(converted.result.output) as artifact:
         stored = artifact.manifest.report["accuracy"]
     assert stored["domains"] == {"text.txt": pytest.approx(accuracy["domains"]["text.txt"], rel=1e-5)}
+    with open_artifact(quick.result.output) as artifact:
+        stored = artifact.manifest.report["accuracy"]
     assert stored["uniform"]["domains"].keys() == stored["domains"].keys()
 
 

@@ -1,5 +1,6 @@
 """The written file never loses to the best single format of the same size, whatever the model and the budget."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from nstf_convert.pipeline import Budget, ConvertOptions, convert
 from nstf_convert.pipeline.allocate.plan import uniforms
 from nstf_convert.pipeline.header import Meta
+from nstf_convert.pipeline.improve import rival
 from nstf_convert.pipeline.improve import run as runs
 from nstf_convert.pipeline.improve.run import Run, few_layers
 from nstf_convert.pipeline.outcome import Planned, Trial
@@ -26,10 +28,17 @@ def score(accuracy: dict) -> float:
     return accuracy["mean_kl"] if "mean_kl" in accuracy else accuracy["relative_l2"]
 
 
+@pytest.fixture
+def to_the_end(monkeypatch) -> None:
+    """No single format is given up."""
+    monkeypatch.setattr(runs, "MARGIN", math.inf)
+
+
 def assert_never_worse(report: dict) -> None:
     accuracy = report["accuracy"]
     uniform = accuracy["uniform"]
     assert report["file"]["size_bytes"] <= report["budget"]["bytes"]
+    assert accuracy["stopped"] == []
     assert uniform is not None and uniform["size_bytes"] <= report["budget"]["bytes"]
     # On the windows that choose, where several datasets count the same, and on those that report.
     assert accuracy["selection"] <= uniform["selection"]
@@ -38,14 +47,14 @@ def assert_never_worse(report: dict) -> None:
 
 @pytest.mark.parametrize("ratio", [0.3, pytest.param(0.55, marks=pytest.mark.slow)])
 def test_a_default_conversion_never_loses_to_uniform_by_the_same_steps(
-    default_options, monkeypatch, ratio
+    default_options, monkeypatch, to_the_end, ratio
 ) -> None:
     encoded = []
     real = Run.front_to_back
 
-    def front_to_back(run, planned):
+    def front_to_back(run, planned, done=()):
         encoded.append(planned.label)
-        return real(run, planned)
+        return real(run, planned, done)
 
     monkeypatch.setattr(Run, "front_to_back", front_to_back)
     report = convert(default_options(("ratio", ratio))).report
@@ -57,7 +66,7 @@ def test_a_default_conversion_never_loses_to_uniform_by_the_same_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.2, 0.3, 0.5])
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_moe", "tiny_conv"])
-def test_a_sample_model_never_loses_to_uniform(name, ratio, tmp_path) -> None:
+def test_a_sample_model_never_loses_to_uniform(name, ratio, to_the_end, tmp_path) -> None:
     language = name != "tiny_conv"
     report = convert(
         ConvertOptions(
@@ -139,6 +148,60 @@ def test_without_hessians_formats_are_compared_by_a_wide_margin_of_expected_loss
     run.best(run.rivals(budget))
     assert [uniform_method_of(p) for p in encoded] == ["int_grid"]
     assert "the Hessians were not kept: single formats are compared by their expected losses" in caplog.text
+
+
+def test_what_a_single_format_will_lose_follows_from_its_first_layers() -> None:
+    # Both expectations are right: 3 of 4 times as much in the rest, too.
+    assert rival.expected_score(2.0, 1.0, 3.0, (2.0, 4.0), (1.0, 2.0)) == pytest.approx(6.0)
+    # The format's first layers lost half of what was expected of them beside the mix's: so may the rest.
+    assert rival.expected_score(1.0, 1.0, 3.0, (2.0, 4.0), (1.0, 2.0)) == pytest.approx(3.0)
+    # They lost more: the rest is not held to do so.
+    assert rival.expected_score(9.0, 1.0, 3.0, (2.0, 4.0), (1.0, 2.0)) == pytest.approx(13.0)
+    # A mix that expects no loss says nothing about the rest.
+    assert rival.expected_score(2.0, 1.0, 3.0, (2.0, 4.0), (1.0, 0.0)) == 2.0
+
+
+@pytest.fixture
+def front_to_back(run):
+    """The run, encoding front to back, with its mix by these steps."""
+    object.__setattr__(run.session.options, "prefix", True)
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    return run, run.encoded(run.plan(budget)), run.rivals(budget)
+
+
+def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
+    front_to_back, monkeypatch, caplog
+) -> None:
+    run, mix, rivals = front_to_back
+    caplog.set_level("INFO", "nstf")
+    monkeypatch.setattr(runs, "MARGIN", 0.0)
+    assert rivals and run.best(rivals[:1], mix) is None
+    (stopped,) = run.stopped
+    assert stopped.encoding == rivals[0].label and 0.2 < stopped.share < 0.9
+    assert stopped.mix == mix.score and 0 < stopped.mix_part < stopped.mix
+    assert f"{rivals[0].label}: {stopped.part:.6g} after" in caplog.text
+    # One that goes on comes to the same as by itself.
+    monkeypatch.setattr(runs, "MARGIN", math.inf)
+    run.stopped.clear()
+    trial = run.best(rivals[:1], mix)
+    assert trial is not None and not run.stopped
+    assert trial.score == run.front_to_back(rivals[0]).score
+    # What was expected of it is about what it measures.
+    assert 0.5 < stopped.expected / trial.score < 2
+
+
+def test_the_best_effort_gives_no_family_up(front_to_back, monkeypatch) -> None:
+    run, mix, _ = front_to_back
+    monkeypatch.setattr(runs, "MARGIN", 0.0)
+    monkeypatch.setattr(runs, "HOPELESS", 0.0)
+    object.__setattr__(run.session.options, "effort", "best")
+    budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
+    rivals = run.rivals(budget)
+    assert {uniform_method_of(p) for p in rivals} == {"int_grid", "grid16"}
+    tried = len(run.tried)
+    best = run.best(rivals, mix)
+    assert best is not None and not run.stopped and len(run.tried) == tried + 2
+    assert best.score == min(t["mean_kl"] for t in run.tried[tried:])
 
 
 def test_the_few_layers_are_spread_over_the_depth() -> None:

@@ -1,6 +1,7 @@
 """A calibration that two processes share: the same bytes as by one, whoever does what and whoever dies. Both devices are the
 CPU here."""
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,13 @@ import torch
 from nstf.errors import NstfError
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import gradients, hessians, make
-from nstf_convert.pipeline.calibrate.share import Part, Pieces
+from nstf_convert.pipeline.calibrate.share import Pieces, SharedStep
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose import candidates
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
-from nstf_convert.pipeline.store.workdir import WorkDir
+from nstf_convert.pipeline.store.workdir import NAMES, WorkDir
 
 from .conftest import make_options
 
@@ -42,17 +43,17 @@ def two_devices(monkeypatch) -> None:
 def counted(monkeypatch) -> list[str]:
     """What this process does itself: `batch` for each one of the backward pass, else the keys of Hessians it used."""
     done: list[str] = []
-    share, use = gradients._Backward.share, hessians._Pass._use
+    sums, use = gradients._Backward.sums, hessians._Pass._use
 
-    def counted_share(self, index, batch):
+    def counted_sums(self, index, batch):
         done.append("batch")
-        return share(self, index, batch)
+        return sums(self, index, batch)
 
     def counted_use(self, found):
         done.extend(found)
         return use(self, found)
 
-    monkeypatch.setattr(gradients._Backward, "share", counted_share)
+    monkeypatch.setattr(gradients._Backward, "sums", counted_sums)
     monkeypatch.setattr(hessians._Pass, "_use", counted_use)
     return done
 
@@ -91,7 +92,7 @@ def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
 ) -> None:
     start = Helpers.start_all
 
-    def dies(self, part: Part) -> None:
+    def dies(self, part: SharedStep) -> None:
         start(self, part)
         if part.step == step:
             process = self._processes[0][0]
@@ -109,7 +110,10 @@ def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
     with caplog.at_level(logging.WARNING, "nstf"):
         two = made(small, tmp_path / "two")
     assert caplog.text.count("another GPU's process failed (it ended") == 1
-    assert counted.count("batch") >= (BATCHES if step == "gradients" else 0)
+    if step == "gradients":
+        assert counted.count("batch") == BATCHES
+    else:  # the other process has done the batch that this one may not take, and not the layer
+        assert counted.count("batch") < BATCHES
     assert any("layers.1" in name for name in counted)
     monkeypatch.undo()
     monkeypatch.setattr(Session, "tokens_per_batch", property(lambda self: 64))
@@ -120,7 +124,7 @@ def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
 def test_a_part_of_which_nothing_is_there_is_refused(options, tmp_path) -> None:
     with Session(options(work_dir=tmp_path / "work"), Stages()) as session:
         with pytest.raises(NstfError, match="the first process left nothing to begin with"):
-            make.take_part(session, Part("hessians", "another", 64))
+            make.help_with(session, SharedStep("hessians", "another", 64))
 
 
 def test_candidates_are_shared_where_all_hessians_are_kept(
@@ -150,7 +154,7 @@ def test_candidates_are_shared_where_all_hessians_are_kept(
 
 def test_a_piece_is_taken_once_and_not_when_an_earlier_run_has_left_it(tmp_path) -> None:
     with WorkDir(tmp_path / "work", {}) as work:
-        part = Part("step", "identity", 64)
+        part = SharedStep("step", "identity", 64)
         first, other = (Pieces(work, part, ["dense"]) for _ in range(2))
         assert first.take("0") and not other.take("0") and other.left("01") and other.take("1")
         assert not first.left("01")
@@ -165,6 +169,24 @@ def test_a_piece_is_taken_once_and_not_when_an_earlier_run_has_left_it(tmp_path)
         assert again.take("0") and not again.take("1")
 
 
+def test_what_processes_left_for_each_other_goes_when_the_calibration_is_complete(
+    small, in_small_batches, two_devices, tmp_path
+) -> None:
+    chosen = make_options(small, output=tmp_path / "out.nstf", work_dir=tmp_path / "work")
+    left = [tmp_path / "work" / name for name in ("pieces", "claims")]
+    with Session(chosen, Stages()):
+        assert all(list(folder.iterdir()) for folder in left)
+    assert not any(folder.exists() for folder in left)
+    # A run that was killed before it could remove them: the next one does.
+    job = json.loads((tmp_path / "work" / "job.json").read_text())
+    job.pop(NAMES, None)
+    with WorkDir(tmp_path / "work", job) as work:
+        Pieces(work, SharedStep("step", "identity", 64), []).put("0", {}, {})
+        assert list(left[0].iterdir())
+    with Session(chosen, Stages()):
+        assert not left[0].exists()
+
+
 def test_labels_depend_on_the_place_of_a_batch_and_not_on_what_ran_before(small, in_small_batches) -> None:
     from nstf_convert.checkpoint import open_checkpoint
     from nstf_convert.pipeline.calibrate.text import Data
@@ -174,9 +196,9 @@ def test_labels_depend_on_the_place_of_a_batch_and_not_on_what_ran_before(small,
     ids = torch.randint(2, 60, (1, 32), generator=torch.Generator().manual_seed(0))
     data = Data(True, ({"input_ids": ids},) * 2, (), {})
     with gradients._Backward(model, data, 5) as backward:
-        first, second = (backward.share(i, data.fit[i]) for i in (0, 1))
+        first, second = (backward.sums(i, data.fit[i]) for i in (0, 1))
     with gradients._Backward(model, data, 5) as backward:
-        again = backward.share(1, data.fit[1])
+        again = backward.sums(1, data.fit[1])
     name = "sensitivity:model.layers.0.mlp.down_proj.weight"
     assert torch.equal(second.sums[name], again.sums[name])
     assert not torch.equal(first.sums[name], second.sums[name])

@@ -18,6 +18,7 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
+from nstf_convert.planner import TooSlow
 from nstf_convert.report import frontier as drawn
 from nstf_convert.report.speed import pairs
 from nstf_convert.speed import cache, measure, model, targets
@@ -137,6 +138,31 @@ def test_balance_is_never_slower_than_nine_tenths_of_an_int_or_grid_file(run, ra
     # Bytes alone would have had a file that is far slower.
     run.timing = run.timing.preferring("size")
     assert run.timing.of(run.plan(budget).mix) > 1.2 * run.timing.of(balanced.mix)
+
+
+def test_an_error_of_one_table_does_not_hide_what_the_other_allows(run, monkeypatch) -> None:
+    """Too slow as it is and too large where tensors run as one: then the plan of few formats stands."""
+    run.timing.groups = dict.fromkeys(run.table.candidates, "one")
+    budget = int(0.45 * run.session.checkpoint.total_bytes)
+    meta = run.meta.widest()
+    assert bounds.bound(run.timing, run.table, budget, meta) is not None
+    real = bounds.plans.plan_mix
+
+    def plan_mix(session, table, *rest):
+        if table.fused:
+            raise BudgetError("too large", budget + 1)
+        if table is run.table:
+            raise TooSlow(1.0, 0.5)
+        return real(session, table, *rest)
+
+    monkeypatch.setattr(bounds.plans, "plan_mix", plan_mix)
+    found = bounds.plan(run.timing, run.table, budget, meta, None, True)
+    assert {r.method for r in found.mix.values()} <= {*PLAIN, "dense"}
+    monkeypatch.setattr(
+        bounds.plans, "plan_mix", lambda *_: plan_mix(None, replace(run.table, fused={"x": "y"}))
+    )
+    with pytest.raises(BudgetError, match="too large"):
+        bounds.plan(run.timing, run.table, budget, meta, None, True)
 
 
 def test_speed_is_faster_still_and_loses_no_more_than_a_single_format(run) -> None:

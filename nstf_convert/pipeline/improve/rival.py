@@ -1,0 +1,85 @@
+"""Whether a single format can still win, from the first part of its layers.
+
+A pass of a single format takes as long as that of the mix, and it rarely wins. So its first part is encoded alone, and
+measured with the rest of the model as it was; the same tensors of the mix are measured in the same way. For the rest the
+format is expected to lose what the mix lost there, times the ratio of their expected losses: the loss model errs alike for
+both, and where the first part shows that it errs against the format, the ratio is corrected, never the other way.
+docs/conversion.md has the files that the margin was chosen by.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.mix import Loader
+from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.table import Table
+from nstf_convert.pipeline.session import Session
+
+# How much of the weights that are encoded front to back the first part has.
+PART = 1 / 3
+# A format is given up when it is expected to lose so many times what the mix lost. Of the pairs of files in
+# docs/conversion.md that were finished the expectation was 0.91 to 1.07 times what the format then measured.
+MARGIN = 1.5
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A single format that was given up. share: of the weights, those encoded; part, mix_part: what it and the mix lost
+    with these alone, on the windows that choose; mix: what the whole mix lost there; expected: what the whole would lose."""
+
+    encoding: str
+    size_bytes: int
+    share: float
+    part: float
+    mix_part: float
+    mix: float
+    expected: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compared(
+    session: Session, table: Table, rival: Planned, load: Loader, mix: Trial, names: Collection[str]
+) -> Stopped:
+    """What a single format is expected to lose, of which the tensors `names` are encoded (`load` gives them). mix: a
+    finished one."""
+    part = part_score(session, rival.mix, load, names)
+    mix_load = mix.load or mixes.encoder_loader(session)
+    mix_part = part_score(session, mix.planned.mix, mix_load, names)
+    own, others = _split(table, rival.mix, names), _split(table, mix.planned.mix, names)
+    expected = expected_score(part, mix_part, mix.score, own, others)
+    total = sum(session.units[n].elements for n in rival.mix)
+    share = sum(session.units[n].elements for n in names) / max(1, total)
+    return Stopped(rival.label, rival.size_bytes, share, part, mix_part, mix.score, expected)
+
+
+def expected_score(
+    part: float, mix_part: float, mix: float, losses: tuple[float, float], mix_losses: tuple[float, float]
+) -> float:
+    """What the rival of a mix will measure. part, mix_part: what both measure with their first tensors; mix: with all;
+    losses, mix_losses: (of the first tensors, of the rest), as the loss model expects them."""
+    (first, rest), (mix_first, mix_rest) = losses, mix_losses
+    if mix_rest <= 0.0 or mix_first <= 0.0:
+        return part
+    ratio = rest / mix_rest
+    if first > 0.0 and mix_part > 0.0:
+        ratio *= min(1.0, (part / mix_part) / (first / mix_first))
+    return part + max(0.0, mix - mix_part) * ratio
+
+
+def part_score(session: Session, mix: Mapping[str, Recipe], load: Loader, names: Collection[str]) -> float:
+    """What is lost on the windows that choose when only these tensors of a mix are encoded."""
+    plain = load.load if isinstance(load, mixes.NamedLoader) else load  # the name is that of the whole mix
+    return mixes.measure(session, {n: mix[n] for n in names if n in mix}, load=plain).score
+
+
+def _split(table: Table, mix: Mapping[str, Recipe], names: Collection[str]) -> tuple[float, float]:
+    """(expected loss of some tensors, of the others)."""
+    first = {n: r for n, r in mix.items() if n in names}
+    rest = {n: r for n, r in mix.items() if n not in names}
+    return plans.expected_loss(table, first), plans.expected_loss(table, rest)
