@@ -80,10 +80,15 @@ class Verifying:
         large = [name for name, view in self._views.items() if view.nbytes >= LARGE_BYTES]
         large.sort(key=lambda name: -self._views[name].nbytes)
         self._small = sorted(set(self._views) - set(large))
-        self._thread: threading.Thread | None = threading.Thread(target=self._work, args=(large,), daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._work, args=(large,), daemon=True
+        )
         try:
             self._thread.start()
-        except (RuntimeError, MemoryError):  # no thread under a limit on memory or processes: all is read where one waits
+        except (
+            RuntimeError,
+            MemoryError,
+        ):  # no thread under a limit on memory or processes: all is read where one waits
             self._small, self._thread = [*self._small, *large], None
 
     def wait(self) -> None:
