@@ -1,4 +1,4 @@
-"""Made `v1_shuffle.nstf` and `v1_shuffle_decoded.safetensors`: shuffle codes at every kind of rate, over segments, and rotated.
+"""Made `v1_shuffle.nstf` and `v1_shuffle_decoded.safetensors`: shuffle codes, over segments, and rotated.
 
 Added to version 1 before its first release; as with `make_v1.py`, the files must load for ever.
 """
