@@ -72,6 +72,8 @@ class Engine:
         self._check_unchanged = artifact.check_unchanged
         try:
             self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
+        except MemoryError as error:
+            raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
@@ -137,9 +139,12 @@ class Engine:
             raise UsageError(f"a token is outside the vocabulary of {self.vocab}")
         if self.position == 0:
             self._check_unchanged()
-        logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
-        threads = self.threads or usual_threads()
-        self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        try:
+            logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
+            threads = self.threads or usual_threads()
+            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
         self.position += count
         return logits
 

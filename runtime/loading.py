@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,35 @@ def load(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
         )
     device = _device(device)
+    with _enough_memory(path):
+        return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped)
+
+
+@contextmanager
+def _enough_memory(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns a failed allocation into a NstfError of one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise NstfError(
+                f"{os.fspath(path)}: not enough memory to load it; free some, or raise its limit"
+            ) from error
+        raise
+
+
+def _load(
+    path: str | os.PathLike[str],
+    device: torch.device,
+    dtype: torch.dtype | str | None,
+    attention: str,
+    verify: bool,
+    engine: str,
+    kernels: str | os.PathLike[str] | None,
+    kv_cache: str,
+    mapped: bool,
+) -> nn.Module:
+    """`load`, its arguments checked."""
     artifact = open_artifact(path, verify=verify, mapped=mapped)
     config = artifact.config()
     compute = _compute_dtype(dtype, device, config)
