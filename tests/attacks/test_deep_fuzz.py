@@ -271,7 +271,8 @@ def test_much_damage_behind_right_digests_is_refused_or_runs(whole_model: Forged
 
 
 @pytest.mark.fuzz
-def test_every_flipped_bit_of_a_small_artifact_is_refused(good_file: bytes, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_small_artifact_is_refused(tmp_path: Path) -> None:
+    good_file = (Path(__file__).parents[1] / "golden" / "v1_trellis.nstf").read_bytes()
     path, refused = tmp_path / "m.nstf", 0
     path.write_bytes(good_file)
     with path.open("r+b", buffering=0) as file:
