@@ -32,9 +32,9 @@ def main(seed: int, wanted: int) -> None:
             continue
         weight = decode(encoded)
         x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(number))
-        wanted = x.double() @ weight.double().T
+        exact = x.double() @ weight.double().T
         size = x.double().abs() @ weight.double().abs().T + 1e-2
-        error = float(((linear.matmul(x, encoded).double() - wanted).abs() / size).max())
+        error = float(((linear.matmul(x, encoded).double() - exact).abs() / size).max())
         run += 1
         if not error < LIMIT:
             wrong.append(
