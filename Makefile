@@ -13,7 +13,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-lo
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow integrations fuzz sanitize lint format bench clean
+.PHONY: help install demo test slow integrations fuzz soak sanitize lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -43,11 +43,15 @@ integrations: $(STAMP) ## the tests with PEFT and lm-eval, which it installs fir
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
 
-fuzz: $(STAMP) ## the long runs over damaged files
-	@$(PYTEST) -m fuzz
+# Figures that a long run reaches are printed at its end (-rP).
+fuzz: $(STAMP) ## the long runs over damaged files, faults at every call, random trees (hours; see SECURITY.md)
+	@$(PYTEST) -m fuzz -rP --ignore tests/attacks/test_limits_and_soak.py
+
+soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memory
+	@$(PY) -m pytest -q -m fuzz -rP tests/attacks/test_limits_and_soak.py
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
-sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs gcc
+sanitize: $(STAMP) ## the kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer; needs gcc
 	@$(PIP) scikit-build-core nanobind ninja
 	@test -x $(SANITIZE)/bin/python || $(PY) -m venv --without-pip $(SANITIZE)
 	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
@@ -58,7 +62,9 @@ sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
 	    tests/kernels/test_engine_chains.py \
-	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/runtime/test_engine.py tests/runtime/test_engine_config.py
+	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
+	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py
+	@$(PY) -m pytest -q -m slow tests/kernels/test_parallel.py
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@$(VENV)/bin/ruff check .

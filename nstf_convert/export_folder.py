@@ -121,10 +121,11 @@ def _write_files(artifact: Artifact, folder: Path, dtype: str | None) -> None:
 def _tied_by_transformers(artifact: Artifact) -> dict[str, str]:
     if "config.json" not in artifact.file_names():
         return {}
+    from nstf.runtime.artifact.config import limits_of
     from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
     try:
-        return tied_aliases(build_skeleton(json.loads(artifact.file("config.json"))))
+        return tied_aliases(build_skeleton(artifact.config(), limits=limits_of(artifact.manifest)))
     except UnsupportedError:
         return {}
 

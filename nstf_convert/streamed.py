@@ -81,12 +81,9 @@ class StreamedModel:
     @classmethod
     def from_artifact(cls, artifact: Any) -> "StreamedModel":
         """The model of an open artifact, decoded module by module."""
-        import json
-
         from nstf.kernels.formats import decode
 
-        config = json.loads(artifact.file("config.json"))
-        return cls(config, lambda name: decode(artifact.encoded(name)))
+        return cls(artifact.config(), lambda name: decode(artifact.encoded(name)))
 
     def stored_name(self, parameter: str) -> str:
         """The checkpoint's name of a parameter: the same, or the one it is tied to."""

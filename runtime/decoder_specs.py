@@ -1,11 +1,10 @@
 """The kernels of captured decoding that an artifact's model needs beside those of its matrices: known without a card."""
 
-import json
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from nstf.errors import UnsupportedError
+from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton.architecture import Architecture
@@ -44,8 +43,8 @@ def decoder_specs(
     if "config.json" not in artifact.file_names():
         return []
     try:
-        config = read_config(completed(json.loads(artifact.file("config.json"))))
-    except (UnsupportedError, ValueError, AttributeError):
+        config = read_config(completed(artifact.config()))
+    except (CorruptError, UnsupportedError, ValueError, AttributeError):
         return []
     made: list[KernelSpec] = []
     for batch in sorted({b for b in batches if b <= LARGEST_BATCH}):

@@ -10,7 +10,6 @@ need of it, and importing it would take ten times as long as that token.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -18,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix, decode_row
 from nstf.kernels.formats import decode
@@ -64,21 +63,17 @@ class Engine:
             raise UsageError(f"KV cache {str(kv_cache)[:40]!r} is not one of {', '.join(KV_CACHES)}")
         if not available():
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
-        if "config.json" not in artifact.file_names():
-            raise UnsupportedError(f"{artifact.path}: no config.json inside, which the CPU engine needs")
-        try:
-            stated = json.loads(artifact.file("config.json"))
-        except ValueError as error:
-            raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
-        if not isinstance(stated, dict):
-            raise CorruptError(f"{artifact.path}: its config.json is not an object")
+        stated = artifact.config()
         self.config: EngineConfig = read_config(completed(stated))
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
         self.position = 0
+        self._check_unchanged = artifact.check_unchanged
         try:
             self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
+        except MemoryError as error:
+            raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
 
@@ -125,7 +120,8 @@ class Engine:
     def forward(self, ids: Sequence[int] | Tensor, all_logits: bool = False) -> Tensor:
         """Appends tokens to the sequence; logits of the last one, float32 [vocab], or of all [tokens, vocab].
 
-        Raises UsageError for no tokens, tokens that do not exist and sequences longer than the context.
+        Raises UsageError for no tokens, tokens that do not exist and sequences longer than the context, NstfError at the
+        start of a sequence when the mapped file was changed.
         """
         logits = torch.frombuffer(self._run(ids, all_logits), dtype=torch.float32)
         return logits.reshape(-1, self.vocab) if all_logits else logits
@@ -141,9 +137,14 @@ class Engine:
             )
         if min(tokens) < 0 or max(tokens) >= self.vocab:
             raise UsageError(f"a token is outside the vocabulary of {self.vocab}")
-        logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
-        threads = self.threads or usual_threads()
-        self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        if self.position == 0:
+            self._check_unchanged()
+        try:
+            logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
+            threads = self.threads or usual_threads()
+            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
         self.position += count
         return logits
 
@@ -156,7 +157,7 @@ class Engine:
     ) -> Iterator[int]:
         """New tokens after `ids`, one at a time, up to and with one of `stop`. The sequence starts anew.
 
-        choose: logits [vocab] -> token; the likeliest when None.
+        choose: logits [vocab] -> token; the likeliest when None. Raises as `forward`, and NstfError when the logits are NaN.
         """
         self.reset()
         tokens = _integers(ids)
@@ -168,6 +169,8 @@ class Engine:
                 if choose is None
                 else choose(torch.frombuffer(logits, dtype=torch.float32))
             )
+            if math.isnan(logits[token]):
+                raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
             yield token
             if token in stop or i + 1 == count:
                 return

@@ -73,6 +73,8 @@ def _sampler(settings: dict[str, Any]) -> Callable[[Tensor], int]:
             for warper in warpers:
                 scores = warper(None, scores)
             return int(torch.multinomial(scores.softmax(dim=-1), 1))
+        except RuntimeError as error:  # torch's word for a distribution that is none
+            raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
         finally:
             torch.set_num_threads(threads)
 

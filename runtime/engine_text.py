@@ -4,13 +4,13 @@ Importing those two takes ten times as long as the first token of a small model.
 short way (special classes of tokenizers, settings that change what is chosen) is refused here and left to them.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import UnsupportedError, UsageError
+from nstf.runtime.artifact.config import check_generation
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine
@@ -93,7 +93,7 @@ def _tokenizer(artifact: Artifact) -> Any:
     names = artifact.file_names()
     if "tokenizer.json" not in names or "tokenizer_config.json" not in names:
         raise UnsupportedError(f"{artifact.path}: no tokenizer.json with its settings inside")
-    settings = _json(artifact, "tokenizer_config.json")
+    settings = artifact.object("tokenizer_config.json")
     unknown = sorted(set(settings) - _NEUTRAL)
     if unknown or settings.get("tokenizer_class") not in _CLASSES:
         what = f"setting {unknown[0]!r}" if unknown else f"class {settings.get('tokenizer_class')!r}"
@@ -125,22 +125,11 @@ def _stops(artifact: Artifact) -> frozenset[int]:
     """The tokens that end a text."""
     if "generation_config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
-    settings = _json(artifact, "generation_config.json")
+    settings = artifact.object("generation_config.json")
+    check_generation(settings, artifact.path)
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT and v is not None)
     if others:
         raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")
     end = settings.get("eos_token_id")
     found = end if isinstance(end, list) else [] if end is None else [end]
-    if any(type(token) is not int for token in found):
-        raise UnsupportedError(f"{artifact.path}: its eos_token_id is no token")
     return frozenset(found)
-
-
-def _json(artifact: Artifact, name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(artifact.file(name))
-    except ValueError as error:
-        raise CorruptError(f"{artifact.path}: its {name} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CorruptError(f"{artifact.path}: its {name} is not an object")
-    return found

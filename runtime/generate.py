@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 
 
 def stream(
@@ -61,7 +61,10 @@ def stream(
             yield piece
     thread.join()
     if not failure.empty():
-        raise failure.get()
+        error = failure.get()
+        if isinstance(error, RuntimeError) and "probability tensor" in str(error):
+            raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
+        raise error
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:

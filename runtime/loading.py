@@ -6,13 +6,12 @@ dtype that is computed in, become ordinary parameters. Nothing of the conversion
 code of the checkpoint's author is run.
 """
 
-import json
 import logging
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import decode, dense
+from nstf.kernels.formats import FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.config import check_generation, limits_of
+from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.devices import usable
@@ -47,6 +48,7 @@ def load(
     engine: str = "auto",
     kernels: str | os.PathLike[str] | None = None,
     kv_cache: str = "float16",
+    mapped: bool = True,
 ) -> nn.Module:
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
@@ -59,7 +61,8 @@ def load(
     its int8 activations, "off" neither.
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
-    as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs).
+    as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
+    instead of mapping it: for files that others may truncate or write into (SECURITY.md).
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -77,10 +80,39 @@ def load(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
         )
     device = _device(device)
-    artifact = open_artifact(path, verify=verify)
-    config = _config(artifact)
+    with _enough_memory(path):
+        return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped)
+
+
+@contextmanager
+def _enough_memory(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns a failed allocation into a NstfError of one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise NstfError(
+                f"{os.fspath(path)}: not enough memory to load it; free some, or raise its limit"
+            ) from error
+        raise
+
+
+def _load(
+    path: str | os.PathLike[str],
+    device: torch.device,
+    dtype: torch.dtype | str | None,
+    attention: str,
+    verify: bool,
+    engine: str,
+    kernels: str | os.PathLike[str] | None,
+    kv_cache: str,
+    mapped: bool,
+) -> nn.Module:
+    """`load`, its arguments checked."""
+    artifact = open_artifact(path, verify=verify, mapped=mapped)
+    config = artifact.config()
     compute = _compute_dtype(dtype, device, config)
-    model = build_skeleton(config, dtype=compute)
+    model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
     _use_expert_loop(model)
     _fill(model, artifact, compute)
     _set_generation_config(model, artifact)
@@ -154,14 +186,19 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
 
 
 def load_tensors(
-    path: str | os.PathLike[str], dtype: torch.dtype | str | None = torch.float32, verify: bool = True
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = torch.float32,
+    verify: bool = True,
+    mapped: bool = True,
 ) -> "DecodedTensors":
     """The tensors of an artifact by name, each decoded when it is asked for: works for any architecture.
 
     dtype: of the decoded floating-point tensors; None gives each the dtype it had in the source model.
-    verify: check every SHA-256 first; a wrong one raises CorruptError.
+    verify: check every SHA-256 first; a wrong one raises CorruptError. mapped: as for `load`.
     """
-    return DecodedTensors(open_artifact(path, verify=verify), None if dtype is None else _dtype(dtype))
+    return DecodedTensors(
+        open_artifact(path, verify=verify, mapped=mapped), None if dtype is None else _dtype(dtype)
+    )
 
 
 class DecodedTensors(Mapping[str, Tensor]):
@@ -174,8 +211,11 @@ class DecodedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._artifact.manifest.tensors:
             raise KeyError(name)
-        encoded = self._artifact.encoded(name)
-        values = decode(encoded)
+        self._artifact.check_unchanged()
+        try:
+            values = decode(self._artifact.encoded(name))
+        except FormatError as error:
+            raise corrupt(self._artifact.path, f"tensor {short(name)}: {error}") from error
         stated = self._artifact.record(name).dtype
         source = dense.torch_dtype(stated) if stated in dense.DTYPES else torch.float32
         dtype = self._dtype or source
@@ -186,20 +226,6 @@ class DecodedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _config(artifact: Artifact) -> dict[str, Any]:
-    if "config.json" not in artifact.file_names():
-        raise UnsupportedError(
-            f"{artifact.path}: no config.json inside, so no model can be built; use nstf.runtime.load_tensors"
-        )
-    try:
-        config = json.loads(artifact.file("config.json"))
-    except ValueError as error:
-        raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise CorruptError(f"{artifact.path}: its config.json is not an object")
-    return config
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -299,6 +325,10 @@ def _place(
     shape = tuple(module._parameters[leaf].shape)  # type: ignore[union-attr]
     if source not in made:
         encoded = artifact.encoded(source)
+        try:
+            check_values(encoded)
+        except FormatError as error:
+            raise corrupt(artifact.path, f"tensor {short(source)}: {error}") from error
         if encoded.shape != shape:
             raise CorruptError(
                 f"{artifact.path}: tensor {source!r} has shape {list(encoded.shape)}, "
@@ -319,8 +349,9 @@ def _set_generation_config(model: Any, artifact: Artifact) -> None:
         return
     from transformers import GenerationConfig
 
+    stated = artifact.object("generation_config.json")
+    check_generation(stated, artifact.path)
     try:
-        stated = json.loads(artifact.file("generation_config.json"))
         model.generation_config = GenerationConfig.from_dict(stated)
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptError(f"{artifact.path}: its generation_config.json cannot be used ({error})") from error

@@ -7,15 +7,18 @@ anything writes to it. A `torch.empty` that nobody touches costs address space, 
 near zero for any model.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.artifact.config import Limits
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
 # artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241).
@@ -31,7 +34,10 @@ _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
 def build_skeleton(
-    config: Mapping[str, Any], architecture: str | None = None, dtype: torch.dtype = torch.float32
+    config: Mapping[str, Any],
+    architecture: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    limits: Limits | None = None,
 ) -> nn.Module:
     """The transformers model a config describes: parameters on meta, buffers real, eval mode.
 
@@ -39,8 +45,10 @@ def build_skeleton(
     architecture: the class's name; None takes `config["architectures"][0]`, or failing that the class the
     Auto mappings give for `model_type` (causal LM, then encoder-decoder, then the base model).
     dtype: the default dtype while the model is built, that of its meta parameters.
+    limits: what the tensors of a stranger's file allow: building ends when it takes more.
 
-    Raises UnsupportedError when transformers does not know the architecture or refuses the config.
+    Raises UnsupportedError when transformers does not know the architecture or refuses the config, or when the model would
+    be beyond `limits`.
     """
     import transformers
 
@@ -50,7 +58,7 @@ def build_skeleton(
     model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
-        with _default_dtype(dtype), _parameters_on_meta(), torch.no_grad():
+        with _default_dtype(dtype), _parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
             model: nn.Module = model_class(model_config)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -182,11 +190,18 @@ def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta(limits: Limits | None) -> Iterator[None]:
     """Every parameter assigned to a module inside this context moves to the meta device at once."""
     original = nn.Module.register_parameter
+    made = 0
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal made
+        made += param is not None
+        if limits is not None and made > limits.parameters:
+            raise ValueError(
+                f"it has more than {limits.parameters} parameters, and the file {limits.tensors} tensors"
+            )
         original(self, name, param)
         # A parameter that is on meta already stays the same object: that is how tied weights are recognised.
         if param is not None and param.device.type != "meta":
@@ -199,6 +214,49 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class _SmallBuffers(TorchFunctionMode):
+    """Refuses to fill a tensor larger than any of the model could be; parameters, which are only allocated, pass."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        size = _elements(func, args, kwargs)
+        if size > self._most:
+            raise ValueError(f"it computes a tensor of {size} elements, above {self._most}")
+        return func(*args, **kwargs)
+
+
+_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
+
+
+def _elements(func: Any, args: Any, kwargs: Any) -> int:
+    """How many elements a call that fills a new tensor asks for; 0 for any other call."""
+    if func in (torch.arange, torch.linspace):
+        first, last = (
+            (*args[:2], kwargs.get("end"))[:2]
+            if len(args) > 1
+            else (0, args[0] if args else kwargs.get("end"))
+        )
+        step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+        if func is torch.linspace:
+            return int(args[2]) if len(args) > 2 else int(kwargs.get("steps", 0))
+        return int(abs(float(last) - float(first)) / max(abs(float(step)), 1e-9)) if last is not None else 0
+    if func in (torch.outer, torch.kron):
+        return math.prod(x.numel() for x in args[:2])
+    if func in _FILLED:
+        shape = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if type(a) is int]
+        shape = [*shape, *shape] if func is torch.eye and len(shape) == 1 else shape
+        return math.prod(int(n) for n in (shape or kwargs.get("size", ())))
+    return 0
+
+
+def _small_buffers(limits: Limits | None) -> AbstractContextManager[Any]:
+    return nullcontext() if limits is None else _SmallBuffers(limits.buffer_elements)
 
 
 @contextmanager

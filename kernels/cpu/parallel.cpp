@@ -9,8 +9,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #if defined(_WIN32)
 #include <process.h>
@@ -41,7 +43,7 @@ class Pool {
         body_ = body;
         context_ = context;
         tasks_ = tasks;
-        limit_ = static_cast<uint32_t>(threads - 1);
+        limit_.store(static_cast<uint32_t>(threads - 1), std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);
         finished_.store(0, std::memory_order_relaxed);
         state_.store(0, std::memory_order_release);
@@ -53,26 +55,39 @@ class Pool {
         work();
         const uint32_t joined = state_.fetch_or(kClosed, std::memory_order_acq_rel);
         while (finished_.load(std::memory_order_acquire) != joined) relax();
+        if (failure_) {  // nobody else looks at it now
+            const std::exception_ptr failure = std::exchange(failure_, nullptr);
+            std::rethrow_exception(failure);
+        }
     }
 
     std::mutex owner;  // held by the one caller whose job the pool runs
 
   private:
     void grow(int workers) {
-        for (; workers_ < workers; ++workers_) std::thread([this] { loop(); }).detach();
+        try {
+            for (; workers_ < workers; ++workers_) std::thread([this] { loop(); }).detach();
+        } catch (const std::exception&) {  // a limit on threads or memory: those that are there do the work, one at least
+        }
     }
 
     void work() {
         for (;;) {
             const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
             if (task >= tasks_) return;
-            body_(context_, task);
+            try {
+                body_(context_, task);
+            } catch (...) {  // leaving a worker would end the process: the caller throws it, once all have left the job
+                next_.store(tasks_, std::memory_order_relaxed);
+                std::lock_guard<std::mutex> lock(mutex_);
+                if (!failure_) failure_ = std::current_exception();
+            }
         }
     }
 
     bool join() {
         uint32_t state = state_.load(std::memory_order_acquire);
-        while (!(state & kClosed) && state < limit_)
+        while (!(state & kClosed) && state < limit_.load(std::memory_order_relaxed))
             if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
         return false;
     }
@@ -100,14 +115,16 @@ class Pool {
     void (*body_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
     int64_t tasks_ = 0;
-    uint32_t limit_ = 0;
+    // Atomic: a worker that comes late reads it while the next job is set up; whether it joined is settled by `state_` alone.
+    std::atomic<uint32_t> limit_{0};
     int workers_ = 0;
     std::atomic<int64_t> next_{0};
     std::atomic<uint32_t> finished_{0};
     std::atomic<uint32_t> state_{kClosed};  // workers that joined; kClosed when no more may
     std::atomic<uint64_t> generation_{0};
     std::atomic<int> sleeping_{0};
-    std::mutex mutex_;
+    std::mutex mutex_;  // of `failure_`, and of workers that sleep
+    std::exception_ptr failure_;
     std::condition_variable wake_;
 };
 

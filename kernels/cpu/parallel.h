@@ -7,7 +7,8 @@ namespace nstf {
 
 // Calls body(context, task) for every task in [0, tasks), on at most `threads` threads, this one included.
 // The calls may come in any order; the function returns when all are done. Safe to call from several threads at
-// once (the second caller then works alone) and after a fork.
+// once (the second caller then works alone) and after a fork. What a call throws is thrown here, the first of several, when
+// no other call is under way; tasks that were not begun by then are left out.
 void parallel_for(int threads, int64_t tasks, void (*body)(void*, int64_t), void* context);
 
 template <class F>

@@ -187,6 +187,19 @@ def check(encoded: EncodedTensor) -> None:
             )
 
 
+def check_values(encoded: EncodedTensor) -> None:
+    """Raises FormatError where stored numbers contradict the tree, which shapes alone do not show.
+
+    Formats whose numbers can do so have a `check_values(params, shape, arrays)`.
+    """
+    if not encoded.tree.children:
+        own = getattr(format_of(encoded.tree.kind), "check_values", None)
+        if own is not None:
+            own(encoded.tree.params, encoded.shape, encoded.arrays)
+    for name in encoded.tree.children:
+        check_values(child_encoded(encoded, name))
+
+
 def child_encoded(encoded: EncodedTensor, name: str) -> EncodedTensor:
     """The child `name` of an encoded tensor as an encoded tensor of its own (arrays shared)."""
     module = format_of(encoded.tree.kind)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -133,10 +133,7 @@ def sections(
     sizes, codes, at = section_rows(params, rows), arrays["codes"], 0
     number = None
     if params.rows:
-        number = bitpack.unpack(arrays["section"][None], section_bits(params), rows)[0].to(torch.int64)
-        counts = torch.bincount(number, minlength=len(sizes)).tolist()
-        if counts != list(sizes):
-            raise FormatError(f"trellis: sections have {counts[:9]} rows, the tree says {list(sizes)}")
+        number = _section_numbers(params, arrays, rows)
     for i, (n, q) in enumerate(zip(sizes, params.quarter_bits, strict=True)):
         shape = (tiles(n), tiles(cols), 8 * q)
         size = math.prod(shape)
@@ -147,6 +144,21 @@ def sections(
         )
         yield codes[at : at + size].view(shape), q, members
         at += size
+
+
+def _section_numbers(params: Params, arrays: Mapping[str, Tensor], rows: int) -> Tensor:
+    """The section of every row, int64 [rows]. Raises FormatError when the sections do not get their rows."""
+    number = bitpack.unpack(arrays["section"][None], section_bits(params), rows)[0].to(torch.int64)
+    counts = torch.bincount(number, minlength=len(params.rows)).tolist()
+    if counts != list(params.rows):
+        raise FormatError(f"trellis: sections have {counts[:9]} rows, the tree says {list(params.rows)[:9]}")
+    return number
+
+
+def check_values(params: Params, shape: Shape, arrays: Mapping[str, Tensor]) -> None:
+    """Raises FormatError when the stored numbers do not give the sections their rows."""
+    if params.rows:
+        _section_numbers(params, arrays, matrix_shape(shape, params.lead)[0])
 
 
 def tiles(size: int) -> int:

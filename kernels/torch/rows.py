@@ -3,7 +3,7 @@ matrix.
 
 A row is an index of the first axis. Leaves are packed row by row, so taking rows of a leaf is taking rows
 of its arrays (a view when the rows are a range). Which arrays follow the rows is asked of the format
-itself, by comparing the arrays of a tensor with those of one that has one row more; so a new leaf works
+itself, by comparing the arrays of a tensor with those of one that has many times the rows; so a new leaf works
 here unchanged; one whose arrays do not follow its rows (tiles) may have a `decode_rows` of its own.
 """
 
@@ -223,19 +223,34 @@ def _rows_of_leaf(encoded: EncodedTensor, rows: Rows) -> EncodedTensor | None:
     return EncodedTensor(encoded.tree, (_count(rows), *encoded.shape[1:]), arrays)
 
 
+# Rows and columns are padded to at most 64, so an array that depends on them grows when there are so many times as many.
+_MANY = 4096
+
+
 @lru_cache(maxsize=1024)
 def _row_factors(kind: str, params: Any, shape: Shape) -> dict[str, int] | None:
-    """How many rows of each array of a leaf belong to one row of the tensor; 0 for arrays of the whole."""
+    """How many rows of each array of a leaf belong to one row of the tensor; 0 for arrays of the whole.
+
+    None when an array does not follow the rows: all rows in one (`lead` 0), tiles of rows, padding, paths through them.
+    """
     module = format_of(kind)
-    now, grown = module.arrays(params, shape), module.arrays(params, (shape[0] + 1, *shape[1:]))
+    # Codes that go on from the rows before begin anew at segments only.
+    if math.prod(shape[1 : getattr(params, "lead", 1)]) % getattr(module, "SEGMENT", 1):
+        return None
+    try:
+        now, one_more, many = (
+            module.arrays(params, (size, *shape[1:])) for size in (shape[0], shape[0] + 1, shape[0] * _MANY)
+        )
+    except ValueError:  # sections that name their rows
+        return None
     factors = {}
     for name, spec in now.items():
-        more = grown[name].shape
-        if more == spec.shape:
+        if many[name].shape == spec.shape:
             factors[name] = 0
             continue
-        factor = more[0] - spec.shape[0]
-        if more[1:] != spec.shape[1:] or factor * shape[0] != spec.shape[0]:
+        size, *rest = spec.shape
+        factor = size // shape[0]
+        if one_more[name].shape != (size + factor, *rest) or many[name].shape != (size * _MANY, *rest):
             return None
         factors[name] = factor
     return factors

@@ -2,7 +2,7 @@
 
     low_rank            y = (x B^T) A^T, both products through the registry (so a factor may be packed)
     add                 y = x X^T + x Y^T
-    permute (1, 0)      y = x X, from blocks of X's rows
+    permute (1, 0)      y = x X, from blocks of X's rows; (0, 1) is X itself
     rotated             y = S_o H_o (X (H_i S_i x)): the activations are turned, not the matrix
     cp, tucker, tensor_train   x is contracted with the factors of the input axes, then grown by those of
     the output
@@ -36,8 +36,10 @@ def available() -> bool:
 def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
     """Whether this way needs no more multiplications than decoding the matrix and multiplying by it."""
     kind, params = encoded.tree.kind, encoded.tree.params
-    if kind in ("add", "permute"):
-        return kind == "add" or row_wise(children_of(encoded)["x"])
+    if kind == "add":
+        return True
+    if kind == "permute":
+        return params.dims == (0, 1) or row_wise(children_of(encoded)["x"])
     if kind == "rotated":
         return bool(params.lead == 1)
     out, width = encoded.shape
@@ -64,7 +66,8 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         turned = rotated.rotate_inputs(encoded.tree.params, x.to(torch.float32))
         return rotated.rotate_outputs(encoded.tree.params, linear(turned, children["x"])).to(x.dtype)
     if kind == "permute":
-        return _transposed(x, children["x"])
+        same = encoded.tree.params.dims == (0, 1)
+        return linear(x, children["x"]) if same else _transposed(x, children["x"])
     split = leading_axes(encoded.tree.params.view, encoded.shape[:1])
     if split is None:
         raise ValueError(f"view {list(encoded.tree.params.view)} does not split at {list(encoded.shape)}")

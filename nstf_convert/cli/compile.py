@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nstf.errors import CorruptError, GateFailed, NstfError, UnsupportedError, UsageError
+from nstf.errors import GateFailed, NstfError, UnsupportedError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs, print_table
@@ -186,7 +186,6 @@ def compile_all(specs: "dict[str, KernelSpec]", row: "Architecture") -> "tuple[l
 
 def dtype_of(artifact: "Artifact", given: str | None) -> str:
     """The dtype of activations: as asked, as the model's config says, or float16. Raises UsageError."""
-    import json as json_module
 
     known = ("float16", "bfloat16")
     if given is not None:
@@ -195,11 +194,8 @@ def dtype_of(artifact: "Artifact", given: str | None) -> str:
         return given
     stated = None
     if "config.json" in artifact.file_names():
-        try:
-            config = json_module.loads(artifact.file("config.json"))
-        except ValueError as error:
-            raise CorruptError(f"{artifact.path}: its config.json is not JSON ({error})") from error
-        stated = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
+        config = artifact.object("config.json")
+        stated = config.get("dtype") or config.get("torch_dtype")
     return stated if stated in known else known[0]
 
 

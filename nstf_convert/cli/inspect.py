@@ -1,6 +1,5 @@
 """`nstf inspect`: what is in a file, from its header alone."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,12 +119,13 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
     import math
 
     manifest = artifact.manifest
-    config = json_module.loads(artifact.file("config.json")) if "config.json" in manifest.files else {}
+    config = artifact.object("config.json") if "config.json" in manifest.files else {}
+    stated = config.get("architectures")
     parameters = sum(math.prod(r["shape"]) for r in rows if r["shared_with"] is None)
     return {
         "format_version": manifest.version,
         "model_type": config.get("model_type"),
-        "architecture": next(iter(config.get("architectures") or []), None),
+        "architecture": stated[0] if isinstance(stated, list) and stated else None,
         "size_bytes": artifact.size_bytes,
         "parameters": parameters,
         "bits_per_weight": 8 * artifact.size_bytes / max(1, parameters),

@@ -8,9 +8,23 @@ re-raises one of these with `from error`. The command line prints the message in
 
 
 class NstfError(Exception):
-    """Failed at run time (exit code 1): disk full, out of memory, a model that cannot be run."""
+    """Failed at run time (exit code 1): disk full, out of memory, a model that cannot be run.
+
+    The message is one printable line, whatever a stranger's file made it quote.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_printable(str(message)))
+
+
+def _printable(text: str) -> str:
+    """`text` without line ends, and with control characters (terminal escapes in a file's names) made visible."""
+    if text.isprintable():
+        return text
+    joined = " ".join(text.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
 
 
 class UsageError(NstfError):

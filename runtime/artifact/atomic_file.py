@@ -37,7 +37,7 @@ class Output:
 
     def write(self, at: int, data: memoryview) -> None:
         """Writes all of `data` at byte `at`."""
-        with _disk_errors(self.path, self.size_bytes):
+        with disk_errors(self.path, self.size_bytes):
             os.lseek(self.descriptor, at, os.SEEK_SET)
             while data:
                 data = data[os.write(self.descriptor, data) :]
@@ -49,10 +49,10 @@ def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
     _check_destination(path, size_bytes)
     temporary, descriptor = _temporary_name(path), -1
     try:
-        with _disk_errors(path, size_bytes):
+        with disk_errors(path, size_bytes):
             descriptor = _create(temporary)
         yield Output(path, descriptor, size_bytes)
-        with _disk_errors(path, size_bytes):
+        with disk_errors(path, size_bytes):
             os.fsync(descriptor)
             temporary.replace(path)
     except BaseException:
@@ -69,7 +69,7 @@ def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
 
 def _sync_folder(path: Path, size_bytes: int) -> None:
     """Makes the rename survive a power cut. The new file is complete under its name already."""
-    with _disk_errors(path, size_bytes):
+    with disk_errors(path, size_bytes):
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -79,7 +79,7 @@ def _sync_folder(path: Path, size_bytes: int) -> None:
 
 def _check_destination(path: Path, size_bytes: int) -> None:
     """Raises UsageError or NstfError, before anything is written, for a place where the file cannot go."""
-    with _disk_errors(path, size_bytes):
+    with disk_errors(path, size_bytes):
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the path of a file")
         if not path.parent.is_dir():
@@ -133,13 +133,14 @@ def _remove_stale(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
-    """Turns an OSError of our own input and output into a NstfError of one line."""
+def disk_errors(path: Path, size_bytes: int | None = None) -> Iterator[None]:
+    """Turns an OSError of our own input and output into a NstfError of one line, with the path."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = f"the disk is full, the file needs {size_bytes} bytes; free space or use another disk"
+            needs = "" if size_bytes is None else f", the file needs {size_bytes} bytes"
+            hint = f"the disk is full{needs}; free space or use another disk"
         else:
             hint = f"cannot be written ({error.strerror or error}); check permissions and disk"
         raise NstfError(f"{path}: {hint}") from error

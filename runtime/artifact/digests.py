@@ -80,13 +80,21 @@ class Verifying:
         large = [name for name, view in self._views.items() if view.nbytes >= LARGE_BYTES]
         large.sort(key=lambda name: -self._views[name].nbytes)
         self._small = sorted(set(self._views) - set(large))
-        self._thread = threading.Thread(target=self._work, args=(large,), daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._work, args=(large,), daemon=True
+        )
+        try:
+            self._thread.start()
+        except (
+            RuntimeError,
+            MemoryError,
+        ):  # no thread under a limit on memory or processes: all is read where one waits
+            self._small, self._thread = [*self._small, *large], None
 
     def wait(self) -> None:
         """Raises CorruptError for an array that differs, and what reading raised."""
         self._check(self._small)
-        self._thread.join()
+        self._end()
         if self._failure is not None:
             raise self._failure
         if self._wrong:
@@ -97,7 +105,11 @@ class Verifying:
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        self._thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self, names: list[str]) -> None:
         try:

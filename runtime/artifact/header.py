@@ -99,13 +99,7 @@ def canonical_json(value: object) -> str:
 
 def strict_json(raw: bytes, what: str) -> Any:
     """The value of a JSON text; HeaderError for bad UTF-8, duplicate keys, NaN, infinities, deep nesting."""
-    brackets = _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
-    for _ in range(MAX_NESTING):  # each pass takes at least the innermost level away
-        if not brackets:
-            break
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if brackets:
-        raise HeaderError(f"{what} has unbalanced brackets or is nested deeper than {MAX_NESTING} levels")
+    check_nesting(raw, what)
     try:
         return json.loads(
             raw.decode("utf-8"),
@@ -121,6 +115,17 @@ def strict_json(raw: bytes, what: str) -> Any:
         raise HeaderError(f"{what} {error}") from error
     except ValueError as error:  # Python's limit of 4300 digits
         raise HeaderError(f"{what} holds an integer of too many digits") from error
+
+
+def check_nesting(raw: bytes, what: str) -> None:
+    """Raises HeaderError for a JSON text nested so deeply that reading it, or walking through it, would fail."""
+    brackets = _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
+    for _ in range(MAX_NESTING):  # each pass takes at least the innermost level away
+        if not brackets:
+            break
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if brackets:
+        raise HeaderError(f"{what} has unbalanced brackets or is nested deeper than {MAX_NESTING} levels")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

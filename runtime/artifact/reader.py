@@ -13,12 +13,13 @@ import struct
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from nstf.errors import CorruptError, NstfError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import manifest as mf
+from nstf.runtime.artifact.config import check_config, limits_of, parse_object
 from nstf.runtime.artifact.header import (
     TORCH_NAMES,
     TensorEntry,
@@ -78,6 +79,7 @@ class Artifact:
         self.entries = entries
         self.size_bytes = len(mapping)
         self._mapping: mmap.mmap | None = mapping
+        self.state: tuple[int, int, int, int] | None = None
         self._keys: dict[str, list[str]] = {}
         for name in entries:
             tensor, colon, key = name.rpartition(":")
@@ -137,6 +139,20 @@ class Artifact:
             raise corrupt(self.path, f"file {name!r} does not unpack to the {record.size} bytes stated")
         return content
 
+    def object(self, name: str) -> dict[str, Any]:
+        """The object of a JSON file inside. Raises as `file`, and CorruptError for what is no object or nested deeply."""
+        return parse_object(self.file(name), self.path, name)
+
+    def config(self) -> dict[str, Any]:
+        """config.json, its numbers checked against the tensors. Raises UnsupportedError when there is none, CorruptError."""
+        if "config.json" not in self.manifest.files:
+            raise UnsupportedError(
+                f"{self.path}: no config.json inside, so no model can be built; use nstf.runtime.load_tensors"
+            )
+        found = self.object("config.json")
+        check_config(found, limits_of(self.manifest), self.path)
+        return found
+
     def close(self) -> None:
         """Lets go of the file. The mapping itself ends with the last tensor that uses it."""
         # Not mapping.close(): tensors hold the mapping object, not an export of it: it would be unmapped
@@ -150,6 +166,23 @@ class Artifact:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def check_unchanged(self) -> None:
+        """Raises NstfError when the mapped file itself was changed since it was opened. One `stat`: cheap, and no guarantee.
+
+        A file that was replaced or removed is no matter: the mapping keeps the old one.
+        """
+        if self.state is None:
+            return
+        try:
+            now = _state(self.path.stat())
+        except OSError:
+            return
+        if now != self.state and now[:2] == self.state[:2]:
+            raise NstfError(
+                f"{self.path}: changed since it was opened; open it again, and replace files instead of writing into them "
+                "(or open with mapped=False)"
+            )
 
     def _open_mapping(self) -> mmap.mmap:
         if self._mapping is None:
@@ -179,9 +212,12 @@ class Artifact:
         return view
 
 
-def open_artifact(path: str | os.PathLike[str], *, verify: bool = False) -> Artifact:
+def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped: bool = True) -> Artifact:
     """An open artifact, its structure checked. `verify`: read all of it and check every SHA-256 as well.
 
+    mapped: False reads the file into memory once, header included, instead of mapping it: what happens to the file
+    afterwards has no effect. A mapped file that somebody truncates ends the process at the next use (SIGBUS), and one that
+    is overwritten in place gives other values.
     Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
     """
     path = Path(path)
@@ -195,7 +231,33 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False) -> Arti
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size:
                 raise corrupt(path, "the file changed while it was opened")
-            mapping = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            if mapped:
+                mapping = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            else:
+                mapping = _read_whole(file, size, path)
+            opened = Artifact(path, manifest, entries, mapping)
+            opened.state = _state(os.fstat(file.fileno())) if mapped else None
     except OSError as error:
         raise NstfError(f"{path}: cannot be mapped ({error.strerror}); check file and disk") from error
-    return Artifact(path, manifest, entries, mapping)
+    if not mapped:  # what was read is what was checked: the file may have changed between the two
+        if mapping[8 : 8 + len(raw)] != raw:
+            raise corrupt(path, "the file changed while it was opened")
+    return opened
+
+
+def _read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:
+    """The content in memory of its own, which the rest of the code takes for a mapping."""
+    memory = mmap.mmap(-1, size)
+    file.seek(0)
+    view, at = memoryview(memory), 0
+    while at < size:
+        count = file.readinto(view[at : at + (1 << 24)])  # type: ignore[attr-defined]
+        if not count:
+            raise corrupt(path, "the file changed while it was opened")
+        at += count
+    return memory
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int, int]:
+    """What tells whether a file is still the one that was opened, and as it was."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -118,3 +118,19 @@ def put(tmp_path: Path) -> Callable[[bytes], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Path]:
+    """made(config, **files): an artifact of the tensors of small_llama with this config.json and these files besides."""
+    from small_llama import tensors
+
+    stored = tensors()
+
+    def write(config: dict[str, Any] | bytes, **files: bytes) -> Path:
+        raw = config if isinstance(config, bytes) else json.dumps(config).encode()
+        path = tmp_path / "m.nstf"
+        write_artifact(path, stored, {"config.json": raw, **{f"{k}.json": v for k, v in files.items()}})
+        return path
+
+    return write

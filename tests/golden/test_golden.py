@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nstf.kernels.formats import Node, decode
+from nstf.kernels.formats import Node, decode, kinds
 from nstf.runtime.artifact import open_artifact, verify
 
 HERE = Path(__file__).parent
@@ -76,3 +76,27 @@ def test_version_1_trellis_codes_decode_to_what_they_did() -> None:
                 torch.testing.assert_close(decoded, values, rtol=1e-6, atol=1e-6)
             else:
                 assert torch.equal(decoded, values), name
+
+
+def test_version_1_shuffle_codes_decode_to_what_they_did() -> None:
+    data = (HERE / "v1_shuffle.nstf").read_bytes()
+    assert (
+        hashlib.sha256(data).hexdigest() == "49933e2bcbfc277464bcff4d8171ffed344a7899e84c649d044bbbd80ddde6d8"
+    )
+    expected = load_file(HERE / "v1_shuffle_decoded.safetensors")
+    with open_artifact(HERE / "v1_shuffle.nstf") as artifact:
+        assert set(artifact.names()) == set(expected)
+        for name, values in expected.items():
+            decoded = decode(artifact.encoded(name))
+            if name == "rotated":
+                torch.testing.assert_close(decoded, values, rtol=1e-6, atol=1e-6)
+            else:
+                assert torch.equal(decoded, values), name
+
+
+def test_every_kind_has_a_golden_file() -> None:
+    found: set[str] = set()
+    for path in sorted(HERE.glob("*.nstf")):
+        with open_artifact(path) as artifact:
+            found |= set().union(*(kinds_of(artifact.record(name).tree) for name in artifact.names()))
+    assert found == set(kinds())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine import Engine
@@ -103,5 +103,5 @@ def test_sizes_of_a_stranger_are_refused(change: dict[str, Any], tiny: ModuleTyp
     config = tiny.config_json(model) | change
     files = {"config.json": json.dumps(config).encode()}
     write_artifact(tmp_path / "model.nstf", tiny.encode_model(model), files=files)
-    with pytest.raises((UnsupportedError, UsageError)):
+    with pytest.raises((CorruptError, UnsupportedError, UsageError)):
         Engine.open(tmp_path / "model.nstf", verify=False).forward([1])

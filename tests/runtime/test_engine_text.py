@@ -79,7 +79,6 @@ def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: 
         ({"add_bos_token": True}, {}, "setting 'add_bos_token'"),
         ({"pad_token": "<pad>"}, {}, "special tokens"),
         ({}, {"generation_config": b'{"repetition_penalty": 1.5}'}, "repetition_penalty"),
-        ({}, {"generation_config": b'{"eos_token_id": "x"}'}, "eos_token_id"),
         ({}, {"tokenizer": b"{]"}, r"tokenizer\.json"),
     ],
 )
@@ -88,6 +87,12 @@ def test_what_transformers_would_do_differently_is_left_to_it(
 ) -> None:
     path = written(tiny, tmp_path, settings, **extra)
     with pytest.raises(UnsupportedError, match=message):
+        next(engine_text.stream(path, "a time", 3))
+
+
+def test_an_end_of_text_that_is_no_token_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    path = written(tiny, tmp_path, {}, generation_config=b'{"eos_token_id": "x"}')
+    with pytest.raises(CorruptError, match="eos_token_id is 'x', expected a token"):
         next(engine_text.stream(path, "a time", 3))
 
 

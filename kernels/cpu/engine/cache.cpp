@@ -1,7 +1,9 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "../half.h"
 #include "leaves.h"
 #include "ops_table.h"
 
@@ -19,12 +21,37 @@ Buffer<T> grown(const Buffer<T>& old, int64_t heads, int64_t before, int64_t aft
     return fresh;
 }
 
+constexpr float kLargestHalf = 65504;
+
+float largest(const float* x, int64_t count) {
+    float found = 0;
+    for (int64_t i = 0; i < count; ++i) found = std::max(found, std::fabs(x[i]));  // NaN is passed over, and stays NaN
+    return found;
+}
+
+// The power of two to divide by so that float16 holds `x`, at least `unit`. Infinity stays what it is.
+float fitting(float unit, const float* x, int64_t count) {
+    const float most = largest(x, count);
+    if (most <= kLargestHalf * unit || std::isinf(most)) return unit;
+    int exponent;
+    std::frexp(most / kLargestHalf, &exponent);
+    return std::ldexp(1.0f, exponent);
+}
+
+void divide(uint16_t* halves, int64_t count, float by) {
+    for (int64_t i = 0; i < count; ++i) halves[i] = float_to_half(half_to_float(halves[i]) / by);
+}
+
 }  // namespace
 
 Cache::Cache(CacheType type, int64_t kv_heads, int64_t head_size)
     : type_(type), kv_heads_(kv_heads), head_size_(head_size), block_(static_cast<int>(head_size & -head_size)) {}
 
-void Cache::add_layer() { layers_.emplace_back(); }
+void Cache::add_layer() {
+    layers_.emplace_back();
+    layers_.back().key_unit.assign(kv_heads_, 1.0f);
+    layers_.back().value_unit.assign(kv_heads_, 1.0f);
+}
 
 void Cache::make_room(int64_t positions, int64_t context) {
     if (positions <= positions_) return;
@@ -37,6 +64,7 @@ void Cache::make_room(int64_t positions, int64_t context) {
         if (type_ == CacheType::kHalf) {
             made[i].keys = grown(old.keys, kv_heads_, positions_, fresh, head_size_);
             made[i].values = grown(old.values, kv_heads_, positions_, fresh, head_size_);
+            made[i].key_unit = old.key_unit, made[i].value_unit = old.value_unit;
         } else {
             made[i].key_codes = grown(old.key_codes, kv_heads_, positions_, fresh, head_size_);
             made[i].value_codes = grown(old.value_codes, kv_heads_, positions_, fresh, head_size_);
@@ -61,6 +89,10 @@ void Cache::store(size_t layer, int64_t head, int64_t position, const float* key
     Layer& to = layers_[layer];
     const int64_t at = head * positions_ + position, block = at / kBlock * kBlock * head_size_, within = at % kBlock;
     if (type_ == CacheType::kHalf) {
+        if (position == 0) to.key_unit[head] = to.value_unit[head] = 1;  // another text
+        const float key_unit = fitting(to.key_unit[head], key, head_size_);
+        const float value_unit = fitting(to.value_unit[head], value, head_size_);
+        if (key_unit != 1 || value_unit != 1) return store_divided(to, head, position, key, value, key_unit, value_unit);
         ops().to_halves(key, head_size_, kBlock, to.keys.data() + block + within);
         ops().to_halves(value, head_size_, 1, to.values.data() + at * head_size_);
         return;
@@ -70,14 +102,33 @@ void Cache::store(size_t layer, int64_t head, int64_t position, const float* key
         ops().to_int8(value, head_size_, 2, 4, to.value_codes.data() + at / 2 * 2 * head_size_ + at % 2);
 }
 
+// Models with keys of a million exist, and float16 ends at 65504: what a head holds is divided by a power of two, exactly.
+void Cache::store_divided(Layer& to, int64_t head, int64_t position, const float* key, const float* value, float key_unit,
+                          float value_unit) {
+    const int64_t at = head * positions_, blocks = position / kBlock;
+    uint16_t *keys = to.keys.data() + at * head_size_, *values = to.values.data() + at * head_size_;
+    if (key_unit > to.key_unit[head]) divide(keys, (blocks + 1) * kBlock * head_size_, key_unit / to.key_unit[head]);
+    if (value_unit > to.value_unit[head]) divide(values, position * head_size_, value_unit / to.value_unit[head]);
+    to.key_unit[head] = key_unit, to.value_unit[head] = value_unit;
+    keys += blocks * kBlock * head_size_ + position % kBlock, values += position * head_size_;
+    for (int64_t i = 0; i < head_size_; ++i) {
+        keys[i * kBlock] = float_to_half(key[i] / key_unit);
+        values[i] = float_to_half(value[i] / value_unit);
+    }
+}
+
 void Cache::attend(size_t layer, int64_t head, const float* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t first,
                    int64_t window, float scale, float* out, int64_t out_stride) const {
     const Layer& from = layers_[layer];
     const int64_t at = head * positions_;
     Scratch scores(tokens * heads * (first + tokens + 2 * kBlock)), room(kBlock * head_size_);
     if (type_ == CacheType::kHalf) {
+        const float unit = from.value_unit[head];
+        scale *= from.key_unit[head];
         ops().attend(q, q_stride, tokens, heads, head_size_, first, window, scale, from.keys.data() + at * head_size_,
                      from.values.data() + at * head_size_, out, out_stride, scores.data(), room.data());
+        for (int64_t t = 0; unit != 1 && t < tokens; ++t)
+            for (int64_t i = 0; i < heads * head_size_; ++i) out[t * out_stride + i] *= unit;
         return;
     }
     const Int8Head cells{from.key_codes.data() + at * head_size_, from.key_scales.data() + at,
@@ -94,8 +145,11 @@ void Cache::attend_one(size_t layer, int64_t head, const float* q, int64_t posit
     const int64_t at = head * positions_;
     Scratch scores(position + 2 * kBlock);
     if (type_ == CacheType::kHalf) {
+        const float unit = from.value_unit[head];
+        scale *= from.key_unit[head];
         ops().attend_one(q, head_size_, position, window, scale, from.keys.data() + at * head_size_,
                          from.values.data() + at * head_size_, out, scores.data());
+        for (int64_t i = 0; unit != 1 && i < head_size_; ++i) out[i] *= unit;
         return;
     }
     const Int8Head cells{from.key_codes.data() + at * head_size_, from.key_scales.data() + at,

@@ -38,7 +38,11 @@ class Cache {
         Buffer<uint16_t> keys, values;
         Buffer<int8_t> key_codes, value_codes;
         Buffer<float> key_scales, value_scales;
+        // kHalf: what the numbers of each head were divided by, a power of two; 1 as long as float16 holds them.
+        std::vector<float> key_unit, value_unit;
     };
+    void store_divided(Layer& to, int64_t head, int64_t position, const float* key, const float* value, float key_unit,
+                       float value_unit);
     CacheType type_;
     int64_t kv_heads_, head_size_, block_, positions_ = 0;
     std::vector<Layer> layers_;

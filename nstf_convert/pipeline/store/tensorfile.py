@@ -5,6 +5,7 @@ appended as they come, and the file appears under its name only when it is compl
 tensor and one of itself, so that a flipped bit is found.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError
+from nstf.runtime.artifact.atomic_file import disk_errors
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -32,18 +34,21 @@ class TensorFileWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
         self._entries: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
         self._offset = 0
-        self._data: IO[bytes] = self._data_path.open("wb")
+        with disk_errors(path):
+            self._data: IO[bytes] = self._data_path.open("wb")
         self.metadata: dict[str, Any] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Appends one tensor; its memory is no longer needed afterwards."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._data.write(raw.data)
+        with disk_errors(self._path):
+            self._data.write(raw.data)
         self._digests[name] = hashlib.sha256(raw.data).hexdigest()
         end = self._offset + raw.nbytes
         self._entries[name] = {
@@ -59,27 +64,33 @@ class TensorFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._data.close()
         partial = self._path.with_name(f".{self._path.name}.part.{os.getpid()}")
         try:
             if kind is None:
-                kept = {"metadata": self.metadata, "digests": self._digests, "entries": self._entries}
-                sealed = {"metadata": self.metadata, "digests": self._digests, "seal": _seal(kept)}
-                meta = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
-                header = json.dumps(
-                    {"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")
-                ).encode()
-                header += b" " * (-len(header) % 64)
-                with partial.open("wb") as out, self._data_path.open("rb") as data:
-                    out.write(len(header).to_bytes(8, "little") + header)
-                    shutil.copyfileobj(data, out, 1 << 22)
-                    out.flush()
-                    os.fsync(out.fileno())
-                partial.replace(self._path)
-                sync_folder(self._path.parent)
+                with disk_errors(self._path):
+                    self._finish(partial)
         finally:
-            self._data_path.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what it held is not wanted then, or is reported above
+                self._data.close()
+            for left in (self._data_path, partial):
+                with contextlib.suppress(OSError):
+                    left.unlink(missing_ok=True)
+
+    def _finish(self, partial: Path) -> None:
+        """The header and the tensors into `partial`, which then gets the file's name."""
+        self._data.close()
+        kept = {"metadata": self.metadata, "digests": self._digests, "entries": self._entries}
+        sealed = {"metadata": self.metadata, "digests": self._digests, "seal": _seal(kept)}
+        meta = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
+        header = json.dumps({"__metadata__": {"nstf": meta}, **self._entries}, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 64)
+        with partial.open("wb") as out, self._data_path.open("rb") as data:
+            out.write(len(header).to_bytes(8, "little") + header)
+            shutil.copyfileobj(data, out, 1 << 22)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(self._path)
+        sync_folder(self._path.parent)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:

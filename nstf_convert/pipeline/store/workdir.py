@@ -10,6 +10,7 @@ Every file appears by rename after fsync, so what exists is complete; digests te
 not part of the job: encoded tensors and decompositions are shared by all budgets.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -22,7 +23,8 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from nstf.errors import CorruptError, NstfError, UsageError
+from nstf.errors import CorruptError, UsageError
+from nstf.runtime.artifact.atomic_file import disk_errors
 from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
 
 log = logging.getLogger("nstf")
@@ -43,14 +45,16 @@ def write_json(path: Path, data: Any) -> None:
     """Writes JSON crash-safe."""
     partial = path.with_name(f".{path.name}.part.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as out:
-            json.dump(data, out, sort_keys=True, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
+        with disk_errors(path):
+            with partial.open("w", encoding="utf-8") as out:
+                json.dump(data, out, sort_keys=True, indent=1)
+                out.flush()
+                os.fsync(out.fileno())
+            partial.replace(path)
+            sync_folder(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 # What a run writes beside its results.
@@ -86,7 +90,8 @@ class WorkDir:
             raise UsageError(
                 f"work directory {path} cannot be made ({error.strerror}): choose another one"
             ) from error
-        self._lock: IO[str] = (path / "lock").open("w")
+        with disk_errors(path / "lock"):
+            self._lock: IO[str] = (path / "lock").open("w")
         if shared:
             self._check_job(dict(job))
             return
@@ -94,7 +99,7 @@ class WorkDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise NstfError(
+            raise UsageError(
                 f"work directory {path} is in use by another conversion: wait, or choose another work directory"
             ) from error
         try:
@@ -193,11 +198,12 @@ class WorkDir:
     def claim(self, key: str) -> bool:
         """Whether this process is the first of this run that asks to make what belongs to a key."""
         file = self.path / "claims" / key
-        file.parent.mkdir(exist_ok=True)
-        try:
-            file.open("x").close()
-        except FileExistsError:
-            return False
+        with disk_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            try:
+                file.open("x").close()
+            except FileExistsError:
+                return False
         return True
 
     def claimed(self, key: str) -> bool:

@@ -96,12 +96,16 @@ def test_same_bytes_in_another_process_folder_time_zone_and_hash_seed(converted,
     assert (tmp_path / "out.nstf").read_bytes() == converted.content
 
 
+def test_same_bytes_with_more_threads(options, quick) -> None:
+    assert convert(options(threads=2)).output.read_bytes() == quick.content
+
+
 def test_two_conversions_cannot_share_a_work_directory(options, tmp_path) -> None:
-    from nstf.errors import NstfError
+    from nstf.errors import UsageError
     from nstf_convert.pipeline.store.workdir import WorkDir
 
     (tmp_path / "work").mkdir()
-    with WorkDir(tmp_path / "work", {}), pytest.raises(NstfError, match="in use by another conversion"):
+    with WorkDir(tmp_path / "work", {}), pytest.raises(UsageError, match="in use by another conversion"):
         convert(options(work_dir=tmp_path / "work"))
 
 

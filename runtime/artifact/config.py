@@ -1,0 +1,188 @@
+"""The config of a model inside an artifact: its JSON, and its numbers against the tensors that the file holds.
+
+transformers builds what a config says before anybody looks at the tensors: `num_labels` of 2^64 becomes a dictionary of
+labels, `num_hidden_layers` of 10^6 a million layers. So each number that something is made from must be one that the
+file's tensors can answer, and is checked before transformers sees it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nstf.errors import CorruptError
+from nstf.runtime.artifact.header import HeaderError, check_nesting, corrupt, short
+from nstf.runtime.artifact.manifest import Manifest, TensorRecord
+
+Config = Mapping[str, Any]
+
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 16
+MAX_ITEMS = 200_000
+MAX_LABELS = 65_536
+# Positions, windows, sizes of chunks; and whatever else a number may mean.
+MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
+# What small models state beyond the sizes of their tensors: heads of a group, classes, buckets, positions of an image.
+LEAST_SIZE, LEAST_COUNT = 65_536, 1_024
+# Elements of a buffer that a model computes for itself: a mask over its positions, a table of angles.
+LEAST_BUFFER = 1 << 24
+
+# Words of a key that says how often something is made, and how large something is.
+_COUNTS = frozenset(
+    "layer layers block blocks depth depths stage stages experts heads head repeats labels".split()
+)
+_SIZES = frozenset(
+    "size sizes dim dims dimension dimensions hidden channels width widths rank ranks group groups mlp ffn inner "
+    "embd embed embeddings intermediate vocab queries buckets state states types codebooks kernel kernels features ratio "
+    "latents bins".split()
+)
+# Counts of what nothing is made of.
+_FREE = frozenset(
+    "position positions length lengths window ctx context theta token tokens id ids seq sequence pixels frames bos eos pad "
+    "period rate frequency chunk params parameters".split()
+)
+_LABELS = ("id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model of a file may be made of. tensors: their number, other names included; dimension: the largest of any
+    tensor; elements: of all tensors together, decoded."""
+
+    tensors: int
+    dimension: int
+    elements: int
+
+    @property
+    def count(self) -> int:
+        """Of layers, experts, heads: each has a tensor or a row of one."""
+        return max(LEAST_COUNT, self.tensors, self.dimension)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that a constructor may make, those included that it makes and then replaces by tied ones."""
+        return 4 * self.tensors + LEAST_COUNT
+
+    @property
+    def buffer_elements(self) -> int:
+        """Elements of any tensor that a constructor may fill."""
+        return max(LEAST_BUFFER, self.elements)
+
+
+def limits_of(manifest: Manifest) -> Limits:
+    """What the tensors of a manifest allow."""
+    shapes = [record.shape for record in manifest.tensors.values() if isinstance(record, TensorRecord)]
+    return Limits(
+        len(manifest.tensors),
+        max((size for shape in shapes for size in shape), default=1),
+        sum(math.prod(shape) for shape in shapes),
+    )
+
+
+def parse_object(raw: bytes, where: object, name: str) -> dict[str, Any]:
+    """The object of a JSON file inside an artifact. Raises CorruptError.
+
+    Infinity and NaN are allowed: Mamba 2's configs hold them.
+    """
+    if len(raw) > MAX_BYTES:
+        raise corrupt(where, f"its {name} has {len(raw)} bytes, above {MAX_BYTES}")
+    try:
+        check_nesting(raw, f"its {name} is not JSON: it")
+        found = json.loads(raw)
+    except HeaderError as error:
+        raise corrupt(where, error) from error
+    except (ValueError, RecursionError) as error:
+        raise corrupt(where, f"its {name} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise corrupt(where, f"its {name} is not an object")
+    return found
+
+
+def check_config(config: Config, limits: Limits, where: object) -> None:
+    """Raises CorruptError for a config that says more than the tensors of its file can be."""
+    _check(config, limits, where, "", 0, [0])
+
+
+def _check(value: Any, limits: Limits, where: object, path: str, depth: int, seen: list[int]) -> None:
+    seen[0] += 1
+    if depth > MAX_DEPTH or seen[0] > MAX_ITEMS:
+        raise CorruptError(f"{where}: its config.json is nested too deeply or has too many entries")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in _LABELS:
+                _check_labels(item, where, key)
+            else:
+                _check(item, limits, where, f"{path}.{key}" if path else str(key), depth + 1, seen)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check(item, limits, where, path, depth + 1, seen)
+    elif type(value) in (int, float):
+        most = _most(path, limits)
+        if (type(value) is int or math.isfinite(value)) and abs(value) > most:
+            raise CorruptError(
+                f"{where}: its config.json says {short(path)} is {short(value)}, and its tensors allow {most} at most; "
+                "the file is damaged or was made to do harm, do not use it"
+            )
+
+
+def _most(path: str, limits: Limits) -> float:
+    """The largest number that may stand under a key."""
+    words = set(re.split(r"[^a-z0-9]+", path.rpartition(".")[2].lower()))
+    if words & {"layers", "layer"} and not words & {"id", "ids", "dim", "size"}:
+        return max(LEAST_COUNT, limits.tensors)
+    if "labels" in words:
+        return min(MAX_LABELS, max(LEAST_COUNT, limits.dimension))
+    if words & _COUNTS and not words & {"dim", "size"}:
+        return limits.count
+    if words & _SIZES and not words & _FREE:
+        return max(LEAST_SIZE, 8 * limits.dimension)
+    return MAX_INTEGER if words & (_COUNTS | _SIZES) else MAX_NUMBER
+
+
+def _check_labels(value: Any, where: object, key: str) -> None:
+    if isinstance(value, Mapping) and len(value) > MAX_LABELS:
+        raise CorruptError(
+            f"{where}: its config.json has {len(value)} labels, at most {MAX_LABELS} are accepted"
+        )
+    if value is not None and not isinstance(value, Mapping):
+        raise CorruptError(f"{where}: its config.json has a {key} that is no object")
+
+
+# Of a generation_config.json: what the runtime, and transformers behind it, would stumble over in the middle of a text.
+_INTEGERS = frozenset(
+    "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size num_beam_groups num_assistant_tokens prompt_lookup_num_tokens".split()
+)
+_NUMBERS = frozenset(
+    "temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
+    "length_penalty diversity_penalty guidance_scale penalty_alpha max_time".split()
+)
+_SWITCHES = frozenset(
+    "do_sample use_cache renormalize_logits output_scores output_attentions output_hidden_states".split()
+)
+_LONGEST = 1 << 40
+
+
+def check_generation(stated: Config, where: object) -> None:
+    """Raises CorruptError for a generation_config.json with values of another type than `generate` can use."""
+    for key, value in stated.items():
+        if value is None:
+            continue
+        wanted = ""
+        if key.endswith(("_token_id", "_tokens_id")):
+            tokens = value if isinstance(value, list) else [value]
+            if any(type(t) is not int or not -1 <= t <= MAX_INTEGER for t in tokens):
+                wanted = "a token, or a list of tokens"
+        elif key in _INTEGERS and (type(value) is not int or not 0 <= value <= _LONGEST):
+            wanted = "a whole number"
+        elif key in _NUMBERS and (type(value) not in (int, float) or not abs(value) < math.inf):
+            wanted = "a number"
+        elif key in _SWITCHES and type(value) is not bool:
+            wanted = "true or false"
+        if wanted:
+            raise CorruptError(
+                f"{where}: its generation_config.json says {key} is {short(value)}, expected {wanted}; "
+                "the file is damaged, fetch or convert it again"
+            )

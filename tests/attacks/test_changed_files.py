@@ -1,0 +1,137 @@
+"""A file that is changed while it is in use, numbers inside that contradict the tree, and models that compute NaN."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_llama import LLAMA, tensors
+
+from nstf.errors import CorruptError, NstfError
+from nstf.kernels.formats import EncodedTensor, Node, array_specs, bitpack, dense, trellis
+from nstf.runtime import load, load_tensors
+from nstf.runtime.artifact import open_artifact, write_artifact
+from nstf.runtime.engine import Engine
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def tokens(model: Any) -> list[int]:
+    found: list[int] = model.generate(IDS, max_new_tokens=4, do_sample=False)[0].tolist()
+    return found
+
+
+def test_what_is_read_into_memory_outlives_its_file(made: Callable[..., Path]) -> None:
+    path = made(LLAMA, generation_config=b"{}")
+    model: Any = load(path, mapped=False)
+    held = load_tensors(path, mapped=False)
+    before, name = tokens(model), next(iter(held))
+    values = held[name].clone()
+    os.truncate(path, 100)
+    assert tokens(model) == before and torch.equal(held[name], values)
+
+
+@pytest.mark.parametrize("change", ["truncated", "longer", "written into"])
+def test_a_mapped_file_that_was_changed_is_noticed_before_it_is_used(
+    made: Callable[..., Path],
+    change: str,
+) -> None:
+    path = made(LLAMA, generation_config=b"{}")
+    engine, held = Engine.open(path), load_tensors(path)
+    list(engine.generate([1, 2], 2))
+    with path.open("r+b") as file:
+        if change == "written into":
+            file.seek(-4, os.SEEK_END)
+            file.write(b"abcd")
+        else:
+            file.truncate(path.stat().st_size + (4096 if change == "longer" else -1))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(NstfError, match="changed since it was opened"):
+        list(engine.generate([1, 2], 2))
+    with pytest.raises(NstfError, match="changed since it was opened"):
+        held[next(iter(held))]
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_file_that_was_replaced_or_removed_goes_on_as_it_was(
+    made: Callable[..., Path],
+    how: str,
+) -> None:
+    path = made(LLAMA, generation_config=b"{}")
+    engine = Engine.open(path)
+    before = list(engine.generate([1, 2], 4))
+    if how == "replaced":
+        path.with_name("new").write_bytes(b"x")
+        path.with_name("new").replace(path)
+    else:
+        path.unlink()
+    assert list(engine.generate([1, 2], 4)) == before
+
+
+def test_a_mapped_file_that_is_truncated_ends_the_process_and_one_in_memory_does_not(
+    made: Callable[..., Path],
+) -> None:
+    """What SECURITY.md says of mappings, and why `mapped=False` exists."""
+    path = made(LLAMA)
+    ends = {}
+    for mapped in (True, False):
+        content = path.read_bytes()
+        child = os.fork()
+        if child == 0:
+            try:
+                artifact = open_artifact(path, mapped=mapped)
+                last = max(artifact.entries.items(), key=lambda item: item[1].end)[0]
+                os.truncate(path, 1)
+                bytes(artifact.stored_bytes(last))
+            finally:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        ends[mapped] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        path.write_bytes(content)
+    assert ends == {True: signal.SIGBUS, False: 0}
+
+
+def test_sections_that_contradict_the_tree_are_refused_at_load(tmp_path: Path) -> None:
+    stored = tensors()
+    name = "model.layers.0.mlp.up_proj.weight"
+    tree = Node("trellis", trellis.Params(quarter_bits=(8, 10), rows=(16, 32)))
+    arrays = {k: torch.zeros(s.shape, dtype=s.dtype) for k, s in array_specs(tree, (48, 32)).items()}
+    arrays["section"] = bitpack.pack(torch.ones(1, 48, dtype=torch.uint8), 1)[0]
+    stored[name] = EncodedTensor(tree, (48, 32), arrays)
+    path = tmp_path / "m.nstf"
+    write_artifact(path, stored, {"config.json": json.dumps(LLAMA).encode()})
+    with pytest.raises(
+        CorruptError, match=r"up_proj.*sections have \[0, 48\] rows, the tree says \[16, 32\]"
+    ):
+        load(path)
+    with pytest.raises(CorruptError, match="sections have"):
+        load_tensors(path)[name]
+    with pytest.raises(NstfError, match="sections"):
+        Engine.open(path)
+
+
+# The likeliest token without the engine is chosen by transformers, which does not look.
+@pytest.mark.parametrize(("engine", "temperature"), [("auto", 0.0), ("auto", 0.7), ("off", 0.7)])
+def test_a_model_that_computes_no_numbers_says_so(tmp_path: Path, engine: str, temperature: float) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from nstf.runtime import stream
+
+    stored = tensors()
+    tree = Node("dense", dense.Params("float32"))
+    stored["model.norm.weight"] = EncodedTensor(tree, (32,), {"values": torch.full((32,), torch.nan)})
+    path = tmp_path / "m.nstf"
+    write_artifact(path, stored, {"config.json": json.dumps(LLAMA).encode(), "generation_config.json": b"{}"})
+    plain = Tokenizer(models.WordLevel({"a": 1, "<unk>": 0}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
+    with pytest.raises(NstfError, match="no numbers"):
+        list(stream(load(path, engine=engine), tokenizer, "a a", 4, temperature))

@@ -1,0 +1,150 @@
+"""A small file whose config asks for a large model: one line, at once; and side files of the wrong types."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_llama import LLAMA
+
+from nstf.errors import CorruptError, NstfError
+from nstf.runtime import load
+from nstf.runtime.engine import Engine
+
+HUGE = (10**6, 2**31, 2**40, 2**64, -(2**40), 10**300)
+# A hang is minutes; this only keeps the run from waiting for it.
+PATIENCE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    def expired(*_: object) -> None:
+        raise AssertionError(f"not done after {PATIENCE_S} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(PATIENCE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refused(path: Path) -> str:
+    """The message, which must be one of ours from every way in, on one line."""
+    messages = []
+    for way in (lambda: load(path, engine="off"), lambda: Engine.open(path)):
+        with pytest.raises(NstfError) as caught:
+            way()
+        messages.append(str(caught.value))
+        assert messages[-1].isprintable() and len(messages[-1]) < 1000
+    return messages[0]
+
+
+def test_the_config_that_is_changed_here_is_good(made: Callable[..., Path]) -> None:
+    path = made(LLAMA, generation_config=b'{"eos_token_id": [1, 2], "temperature": 0.7}')
+    model: Any = load(path)
+    ids = torch.tensor([[1, 2, 3]])
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 6
+    Engine.open(path)
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_labels", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+            "head_dim", "num_key_value_heads"],
+)  # fmt: skip
+def test_a_number_that_the_tensors_do_not_bear_out_is_refused(
+    made: Callable[..., Path], key: str, value: int
+) -> None:
+    path = made({**LLAMA, key: value})
+    with pytest.raises(
+        CorruptError, match=f"config.json says .{key}. is .*, and its tensors allow [0-9]+ at most"
+    ):
+        load(path)
+    if key != "num_labels":
+        refused(path)
+
+
+# Numbers that nothing in LLAMA bounds by itself, in models that make something of them before the tensors are looked at.
+OTHERS: dict[str, dict[str, Any]] = {
+    "layers by another name": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 10**6},
+    "positions, whose mask is their square": {
+        "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "hidden_size": 32, "num_layers": 1,
+        "num_heads": 2, "attention_types": [[["global"], 1]], "max_position_embeddings": 2**20,
+    },
+    "positions of angles": {
+        "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 2,
+        "rotary_dim": 16, "n_positions": 2**30,
+    },
+    "experts": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1,
+        "num_local_experts": 10**6,
+    },
+    "depths in a list": {
+        "architectures": ["ResNetForImageClassification"], "model_type": "resnet", "depths": [10**7, 1, 1, 1],
+    },
+    "layers in a nested config": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 10**6},
+    },
+    "a thousand layers that are not there": {**LLAMA, "num_hidden_layers": 1000},
+    "labels as a list": {**LLAMA, "id2label": [1] * 100},
+    "labels by the hundred thousand": {**LLAMA, "id2label": {str(i): str(i) for i in range(100_000)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_beyond_its_tensors_is_refused(made: Callable[..., Path], name: str) -> None:
+    with pytest.raises(NstfError) as caught:
+        load(made({**OTHERS[name], "architectures": OTHERS[name]["architectures"]}))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+RAW = {
+    "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "nested 1,000 deep": b'{"a":' * 1000 + b"1" + b"}" * 1000,
+    "lists nested 1,000 deep": b'{"architectures":' + b"[" * 1000 + b"]" * 1000 + b"}",
+    "not JSON": b"{",
+    "not UTF-8": b'{"a": "\xff"}',
+    "a list": b"[]",
+    "an integer of 5,000 digits": b'{"vocab_size": ' + b"9" * 5000 + b"}",
+    "another object": b'{"architectures": 5, "model_type": []}',
+    "numbers for names": b'{"architectures": [5], "model_type": 5}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_config_that_is_none_is_refused_everywhere(made: Callable[..., Path], name: str) -> None:
+    from nstf_convert.cli import run
+
+    path = made(RAW[name])
+    refused(path)
+    for words in (["inspect", str(path)], ["generate", str(path), "hello"]):
+        assert run(words) in (0, 5, 6), words
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eos_token_id", "x"), ("eos_token_id", ["x"]), ("eos_token_id", 2**70), ("pad_token_id", 1.5), ("temperature", "x"),
+     ("temperature", [1]), ("top_k", 1.5), ("top_k", True), ("top_p", {}), ("do_sample", "yes"), ("max_length", -5),
+     ("max_new_tokens", "x"), ("num_beams", 10**400), ("repetition_penalty", "x"), ("use_cache", 3)],
+)  # fmt: skip
+def test_a_generation_config_of_wrong_types_is_refused_at_load(
+    made: Callable[..., Path], key: str, value: Any
+) -> None:
+    path = made(LLAMA, generation_config=json.dumps({key: value}).encode())
+    with pytest.raises(CorruptError, match=f"generation_config.json says {key} is .*, expected"):
+        load(path)
+
+
+def test_control_characters_of_a_file_do_not_reach_a_message(made: Callable[..., Path]) -> None:
+    path = made({**LLAMA, "architectures": ["a\x1b[31m\nb"]})
+    with pytest.raises(NstfError) as caught:
+        load(path)
+    assert str(caught.value).isprintable() and "x1b[31m" in str(caught.value)
