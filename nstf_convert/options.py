@@ -186,6 +186,8 @@ class ConvertOptions:
             if self.formats not in (None, own):
                 raise UsageError("--for decides the formats: leave --formats out")
             object.__setattr__(self, "formats", own)
+            # vLLM multiplies q, k and v as one matrix, of one scheme.
+            object.__setattr__(self, "fuse", self.fuse or self.engine == "compressed-tensors")
         for known in fields(self):
             value, meta = getattr(self, known.name), known.metadata
             if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(

@@ -26,14 +26,17 @@ def engine_of(allowed: set[str]) -> str | None:
     return next((m.removeprefix(MARK) for m in sorted(allowed) if m.startswith(MARK)), None)
 
 
-def recipes(engine: str, cols: int) -> Sequence[Recipe]:
-    """Quantised recipes for a matrix of `cols` columns (0: of any number that fits)."""
+def recipes(engine: str, cols: int, table: bool = False) -> Sequence[Recipe]:
+    """Quantised recipes for a matrix of `cols` columns (0: of any number that fits). table: of an embedding."""
     if engine == "gguf":
         # Q4_0, Q5_0, Q8_0, MXFP4: blocks of 32, whole blocks in a row.
         if cols % 32:
             return ()
         return (*(_integers(b, 32) for b in (4, 5, 8)), Recipe("mxfp4", {}))
     if engine == "compressed-tensors":
+        if table:
+            # Loaders take tables dense, and in float16: what bfloat16 holds beyond it is lost here, where it is measured.
+            return (Recipe("dense", {"dtype": "float16"}),)
         wide = [g for g in (32, 64, 128) if cols % g == 0]
         found = [_integers(b, g) for b in (2, 3, 4, 5, 6, 7, 8) for g in (*wide, 0)]
         found += [_integers(b, g, symmetric=False) for b in (2, 3, 4) for g in wide]

@@ -100,7 +100,8 @@ def simple_recipes(unit: Unit, allowed: set[str], few: bool, timed: bool = False
     engine = engines.engine_of(allowed)
     if engine is not None:
         cols = unit.elements // math.prod(unit.inner_shape[: unit.lead])
-        return [*engines.recipes(engine, cols), *dense_recipes(unit.dtype)]
+        own = engines.recipes(engine, cols, table=unit.role in ("embedding", "position"))
+        return [*own, *(r for r in dense_recipes(unit.dtype) if r not in own)]
     out = [r for r in quantised_recipes() if r.method in allowed]
     if few and "trellis" in allowed and may_be_trellis(unit):
         out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS or (timed and _fast(r))]
