@@ -27,9 +27,10 @@ PATTERNS = {
 
 
 def write_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
-    """Adds the tokenizer of a Hugging Face folder; nothing when it has none. Raises UnsupportedError."""
+    """Adds the tokenizer of a Hugging Face folder, or says that there is none. Raises UnsupportedError."""
     file = folder / "tokenizer.json"
     if not file.exists():
+        writer.add_tokenizer_model("no_vocab")
         return
     data = json.loads(file.read_bytes())
     model = data["model"]
