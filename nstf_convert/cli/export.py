@@ -51,7 +51,9 @@ def export(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--source", metavar="FILE", help="For onnx: the .onnx that was converted, rewritten with these weights."
+            "--source",
+            metavar="FILE",
+            help="For onnx: the .onnx that was converted, rewritten with these weights.",
         ),
     ] = None,
     base_model: Annotated[

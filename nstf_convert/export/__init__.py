@@ -1,7 +1,7 @@
 """`nstf export`: an artifact in the formats of other engines, one file a target.
 
-A target's module has `plan(artifact, dtype)`, what it would hold and lose, and `write`. Adding one: a module here, its entry in
-`TARGETS` and `_write`, its way to be loaded in `card.py`, and a test with the engine that reads it.
+A target's module has `plan(artifact, dtype)`, what it would hold and lose, and `write`. Adding one: a module here, its
+entry in `TARGETS` and `_write`, its way to be loaded in `card.py`, and a test with the engine that reads it.
 """
 
 import importlib

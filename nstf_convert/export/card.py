@@ -7,10 +7,11 @@ from nstf.runtime.artifact import Artifact
 from nstf_convert.export.plan import ExportPlan
 
 _LOAD = {
-    "hf": "from transformers import {cls}\n\nmodel = {cls}.from_pretrained(\".\")",
-    "transformers": "import nstf.integrations.transformers\nfrom transformers import {cls}\n\nmodel = {cls}.from_pretrained(\".\")",
+    "hf": 'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
+    "transformers": "import nstf.integrations.transformers\n"
+    'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
     "compressed-tensors": "# pip install transformers compressed-tensors; vLLM: vllm serve <this folder>\n"
-    "from transformers import {cls}\n\nmodel = {cls}.from_pretrained(\".\")",
+    'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
     "gguf": "# pip install llama-cpp-python; or llama-cli -m {file}\nfrom llama_cpp import Llama\n\n"
     'model = Llama("{file}")',
     "onnx": '# pip install onnxruntime\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("{file}")',
@@ -28,7 +29,14 @@ def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: 
     licence = facts.get("license") or config.get("license")
     if isinstance(licence, str):
         lines.append(f"license: {licence}")
-    lines += ["tags:", "- nstf", f"- {plan.target}", "---", "", f"# {base or config.get('model_type', 'Model')}, {plan.target}"]
+    lines += [
+        "tags:",
+        "- nstf",
+        f"- {plan.target}",
+        "---",
+        "",
+        f"# {base or config.get('model_type', 'Model')}, {plan.target}",
+    ]
     lines += ["", f"Compressed with {facts.get('tool', 'nstf')} and written by `{command}`.", ""]
     if not isinstance(licence, str):
         lines += ["The source named no licence: that of the base model holds.", ""]
@@ -73,6 +81,11 @@ def _loss(artifact: Artifact, plan: ExportPlan) -> list[str]:
     changed = " Tensors that are lossy or rounded here were not when it was measured." if any(
         kind in plan.totals() for kind in ("lossy", "rounded")
     ) else ""  # fmt: skip
-    lines = ["## Loss", "", f"Measured at the conversion, of the .nstf file against the original.{changed}", ""]
+    lines = [
+        "## Loss",
+        "",
+        f"Measured at the conversion, of the .nstf file against the original.{changed}",
+        "",
+    ]
     lines += ["| measure | value |", "|---|---|"]
     return lines + [f"| {key} | {value} |" for key, value in final.items() if isinstance(value, int | float)]

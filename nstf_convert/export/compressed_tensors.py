@@ -58,6 +58,8 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
         here = stored_bytes(encoded.tree, encoded.shape)
         items.append(Item(name, (name,), describe(encoded.tree), there, kind, here, size))
     notes = (*without_attention_plan(artifact, "the engine"), *_fused_notes(schemes))
+    if any(not dict(s.args)["symmetric"] for s in schemes.values()):
+        notes += ("vLLM reads packed zero points; transformers 5.23 loads them only with dequantize=True",)
     return ExportPlan(
         "compressed-tensors", tuple(items), files_bytes(artifact) + 65536, notes, {"schemes": schemes}
     )
@@ -146,20 +148,36 @@ def _scheme_of(encoded: EncodedTensor, dtype: str) -> tuple[Scheme | None, str]:
         return Scheme(args, "mxfp4-pack-quantized", "mxfp4"), "exact"
     whole = tree.kind in ("int", "fp8") and tree.params.group == 0
     if tree.kind == "fp8" and tree.params.variant == "e4m3fn" and whole:
-        args8 = (("num_bits", 8), ("type", "float"), ("strategy", "channel"), ("symmetric", True), ("dynamic", False))
+        args8 = (
+            ("num_bits", 8),
+            ("type", "float"),
+            ("strategy", "channel"),
+            ("symmetric", True),
+            ("dynamic", False),
+        )
         return Scheme(args8, "float-quantized", "fp8 row"), _scale_kind(encoded, dtype)
     if tree.kind == "int" and (whole or cols % tree.params.group == 0):
         p = tree.params
         place = (("strategy", "channel"),) if whole else (("strategy", "group"), ("group_size", p.group))
-        args4 = (("num_bits", p.bits), ("type", "int"), *place, ("symmetric", p.symmetric), ("dynamic", False))
+        args4 = (
+            ("num_bits", p.bits),
+            ("type", "int"),
+            *place,
+            ("symmetric", p.symmetric),
+            ("dynamic", False),
+        )
         word = f"int{p.bits} {'row' if whole else f'g{p.group}'}{'' if p.symmetric else ' asym'}"
         kind = _scale_kind(encoded, dtype)
-        return (None, "") if kind == "lossy" and dtype == "float32" else (Scheme(args4, "pack-quantized", word), kind)
+        return (
+            (None, "")
+            if kind == "lossy" and dtype == "float32"
+            else (Scheme(args4, "pack-quantized", word), kind)
+        )
     return None, ""
 
 
 def _scale_kind(encoded: EncodedTensor, dtype: str) -> str:
-    scale = read_scales(encoded.arrays, encoded.tree.params.scale_bits)
+    scale = read_scales(dict(encoded.arrays), encoded.tree.params.scale_bits)
     same = bool((scale.to(getattr(torch, dtype)).float() == scale).all())
     return "exact" if same else "lossy"
 
@@ -181,7 +199,7 @@ def _dense(encoded: EncodedTensor, dtype: str) -> Array:
 
 
 def _scale(encoded: EncodedTensor, bits: int, kind: torch.dtype) -> Tensor:
-    return read_scales(encoded.arrays, bits).to(kind)
+    return read_scales(dict(encoded.arrays), bits).to(kind)
 
 
 def _float8(encoded: EncodedTensor) -> Tensor:

@@ -19,8 +19,8 @@ from nstf_convert.pipeline.propose.recipe import describe
 
 
 def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
-    """What a GGUF of `artifact` holds. dtype: of tensors that no type holds exactly, None for float16. Raises UnsupportedError."""
-    config, name, placed = _layout(artifact)
+    """What a GGUF of `artifact` holds. dtype: of what no type holds exactly, None for float16. Raises UnsupportedError."""
+    config, _, placed = _layout(artifact)
     items = []
     for place in placed:
         encoded = artifact.encoded(place.source)

@@ -24,7 +24,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def type_of(encoded: EncodedTensor, dtype: str) -> tuple[str, str]:
-    """(ggml type, kind of `ExportPlan`) that a tensor is stored as. dtype: of what has no exact type; float32 keeps values."""
+    """(ggml type, kind of `ExportPlan`) of a tensor. dtype: of what has no exact type; float32 keeps values."""
     tree, shape = encoded.tree, encoded.shape
     if len(shape) < 2:
         # ggml's element-wise operators want float32.

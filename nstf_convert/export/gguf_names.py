@@ -19,7 +19,7 @@ WRITTEN = ("llama", "qwen2", "qwen3", "gemma3")
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the GGUF file. name: ggml's; source: ours; heads: of rows to interleave, 0 for none; offset: added to it."""
+    """A tensor of the GGUF file. name: ggml's; source: ours; heads: of rows to interleave, or 0; offset: added to it."""
 
     name: str
     source: str
@@ -118,7 +118,9 @@ def _write_rope(writer: Any, rope: Mapping[str, Any], head_dim: int) -> np.ndarr
         return None
     if kind == "llama3":
         return llama3_factors(rope, base, head_dim)
-    raise UnsupportedError(f"--to gguf: rope scaling {str(kind)[:40]!r} is not written (linear and llama3 are)")
+    raise UnsupportedError(
+        f"--to gguf: rope scaling {str(kind)[:40]!r} is not written (linear and llama3 are)"
+    )
 
 
 def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> np.ndarray[Any, Any]:

@@ -33,7 +33,7 @@ def read(encoded: EncodedTensor) -> Integers:
         units -= 1 << (params.bits - 1)
     else:
         units -= zeros(encoded).to(torch.int16).repeat_interleave(width(params, cols), dim=1)[:, :cols]
-    return Integers(units, read_scales(encoded.arrays, params.scale_bits), width(params, cols))
+    return Integers(units, read_scales(dict(encoded.arrays), params.scale_bits), width(params, cols))
 
 
 def zeros(encoded: EncodedTensor) -> Tensor:
@@ -63,5 +63,5 @@ def is_matrix(tree: Node, shape: Shape, block: int) -> bool:
 
 def scales_fit(encoded: EncodedTensor, dtype: torch.dtype) -> bool:
     """Whether a 16-bit type holds every scale as it is."""
-    scale = read_scales(encoded.arrays, encoded.tree.params.scale_bits)
+    scale = read_scales(dict(encoded.arrays), encoded.tree.params.scale_bits)
     return bool((scale.to(dtype).float() == scale).all())

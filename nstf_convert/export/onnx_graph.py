@@ -25,14 +25,18 @@ def check(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise UnsupportedError(
-            f"--to onnx writes graphs of models of type {', '.join(MODEL_TYPES)}, not {str(kind)[:40]!r}: give the .onnx that was "
-            "converted with --source, or use --to hf and Optimum"
+            f"--to onnx writes graphs of models of type {', '.join(MODEL_TYPES)}, not {str(kind)[:40]!r}: give the .onnx "
+            "that was converted with --source, or use --to hf and Optimum"
         )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedError(f"--to onnx: the activation {config.get('hidden_act')!r} is not written (silu is)")
+        raise UnsupportedError(
+            f"--to onnx: the activation {config.get('hidden_act')!r} is not written (silu is)"
+        )
     rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
     if rope not in ("default", "linear", "llama3"):
-        raise UnsupportedError(f"--to onnx: rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)")
+        raise UnsupportedError(
+            f"--to onnx: rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
+        )
 
 
 class Graph:
@@ -62,7 +66,10 @@ class Graph:
         present = ["batch", self.kv_heads, "total", self.head_dim]
         sides = [(i, side) for i in layers for side in ("key", "value")]
         value, whole, real = helper.make_tensor_value_info, TensorProto.INT64, TensorProto.FLOAT
-        inputs = [value("input_ids", whole, ["batch", "sequence"]), value("attention_mask", whole, ["batch", "total"])]
+        inputs = [
+            value("input_ids", whole, ["batch", "sequence"]),
+            value("attention_mask", whole, ["batch", "total"]),
+        ]
         inputs += [value(f"past_key_values.{i}.{s}", real, past) for i, s in sides]
         outputs = [value("logits", real, ["batch", "sequence", int(self.config["vocab_size"])])]
         outputs += [value(f"present.{i}.{s}", real, present) for i, s in sides]
@@ -146,7 +153,14 @@ class Graph:
             self._side.again("head_zeros", np.uint8, parts.zeros.shape, places["zeros"])
             inputs.append("head_zeros")
         self._node(
-            "MatMulNBits", inputs, "logits", MICROSOFT, K=cols, N=rows, bits=parts.bits, block_size=parts.block
+            "MatMulNBits",
+            inputs,
+            "logits",
+            MICROSOFT,
+            K=cols,
+            N=rows,
+            bits=parts.bits,
+            block_size=parts.block,
         )
 
     def _linear(self, module: str, x: str) -> str:
@@ -211,5 +225,7 @@ class Graph:
         gate = self._linear(f"{at}.mlp.gate_proj", normed)
         up = self._linear(f"{at}.mlp.up_proj", normed)
         sigmoid = self._node("Sigmoid", [gate], f"{at}.mlp.sigmoid")
-        active = self._node("Mul", [self._node("Mul", [gate, sigmoid], f"{at}.mlp.silu"), up], f"{at}.mlp.active")
+        active = self._node(
+            "Mul", [self._node("Mul", [gate, sigmoid], f"{at}.mlp.silu"), up], f"{at}.mlp.active"
+        )
         return self._node("Add", [x, self._linear(f"{at}.mlp.down_proj", active)], f"{at}.out")

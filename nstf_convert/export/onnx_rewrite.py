@@ -1,7 +1,7 @@
 """`--to onnx --source FILE`: the .onnx that was converted, its weights replaced by what the artifact stores.
 
-An integer matrix becomes 4- or 8-bit codes behind `DequantizeLinear` (by blocks or rows; opset 21), and where a `Gemm` reads it
-transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph stays as it is. What has neither form is decoded.
+An integer matrix becomes 4- or 8-bit codes behind `DequantizeLinear` (by blocks or rows; opset 21), and where a `Gemm`
+reads it transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph stays as it is. What has neither form is decoded.
 """
 
 from pathlib import Path
@@ -37,13 +37,17 @@ def plan(artifact: Artifact, dtype: str | None, source: Path) -> ExportPlan:
     names = {unquote(n): n for n in artifact.names() if unquote(n) in found}
     if len(names) != len(artifact.names()):
         missing = next(n for n in artifact.names() if unquote(n) not in found)
-        raise UsageError(f"{source} has no weight {missing!r} of {artifact.path}: give the file that was converted")
+        raise UsageError(
+            f"{source} has no weight {missing!r} of {artifact.path}: give the file that was converted"
+        )
     items = []
     readers = _readers(model)
     for name, own in names.items():
         encoded = artifact.encoded(own)
         if tuple(found[name].dims) != tuple(encoded.shape):
-            raise UsageError(f"{source}: {name!r} has another shape than in {artifact.path}: give the file that was converted")
+            raise UsageError(
+                f"{source}: {name!r} has another shape than in {artifact.path}: give the file that was converted"
+            )
         there, kind, size = _form(encoded, _dtype(found[name]), _is_gemm(readers.get(name, []), name))
         here = stored_bytes(encoded.tree, encoded.shape)
         items.append(Item(name, (own,), describe(encoded.tree), there, kind, here, size))
@@ -122,7 +126,7 @@ def _dequantised(model: Any, name: str, encoded: EncodedTensor, dtype: str) -> l
     rows, cols = matrix_shape(encoded.shape, 1)
     bits = 4 if params.bits <= 4 else 8
     whole = params.group == 0
-    scale = read_scales(encoded.arrays, params.scale_bits).reshape((rows,) if whole else (rows, -1))
+    scale = read_scales(dict(encoded.arrays), params.scale_bits).reshape((rows,) if whole else (rows, -1))
     parts = integers.read(encoded)
     if params.symmetric:
         codes, kind = parts.units, TensorProto.INT4 if bits == 4 else TensorProto.INT8
@@ -143,7 +147,9 @@ def _dequantised(model: Any, name: str, encoded: EncodedTensor, dtype: str) -> l
     nodes = [helper.make_node("DequantizeLinear", inputs, [out], name=f"{name}.nstf", **settings)]
     if not matrix:
         model.graph.initializer.append(_constant(f"{name}.nstf_shape", torch.tensor(encoded.shape)))
-        nodes.append(helper.make_node("Reshape", [out, f"{name}.nstf_shape"], [name], name=f"{name}.nstf_view"))
+        nodes.append(
+            helper.make_node("Reshape", [out, f"{name}.nstf_shape"], [name], name=f"{name}.nstf_view")
+        )
     return nodes
 
 
@@ -153,7 +159,9 @@ def _matmul(model: Any, name: str, encoded: EncodedTensor, gemms: list[Any]) -> 
 
     parts = weights.blocks(encoded)
     rows, cols = encoded.shape
-    arrays = {"codes": parts.data, "scale": parts.scale} | ({} if parts.zeros is None else {"zeros": parts.zeros})
+    arrays = {"codes": parts.data, "scale": parts.scale} | (
+        {} if parts.zeros is None else {"zeros": parts.zeros}
+    )
     for word, array in arrays.items():
         model.graph.initializer.append(_constant(f"{name}.nstf_{word}", torch.from_numpy(array)))
     own = [f"{name}.nstf_{word}" for word in arrays]
@@ -163,7 +171,9 @@ def _matmul(model: Any, name: str, encoded: EncodedTensor, gemms: list[Any]) -> 
         output = node.output[0]
         bias = node.input[2] if len(node.input) > 2 and node.input[2] else ""
         product = f"{output}.nstf_product" if bias else output
-        made = [helper.make_node("MatMulNBits", [node.input[0], *own], [product], domain=MICROSOFT, **settings)]
+        made = [
+            helper.make_node("MatMulNBits", [node.input[0], *own], [product], domain=MICROSOFT, **settings)
+        ]
         if bias:
             made.append(helper.make_node("Add", [product, bias], [output]))
         model.graph.node.remove(node)
@@ -194,14 +204,18 @@ def _is_gemm(readers: list[Any], name: str) -> bool:
 def _is_plain_gemm(node: Any, name: str) -> bool:
     values = {a.name: (a.f if a.name in ("alpha", "beta") else a.i) for a in node.attribute}
     plain = values.get("alpha", 1.0) == 1.0 and values.get("beta", 1.0) == 1.0 and not values.get("transA")
-    return node.op_type == "Gemm" and plain and values.get("transB") == 1 and node.input[1] == name
+    return node.op_type == "Gemm" and plain and values.get("transB") == 1 and bool(node.input[1] == name)
 
 
 def _packed(name: str, values: torch.Tensor, kind: int) -> Any:
     """An initialiser of 4- or 8-bit integers from int16 values."""
     from onnx import TensorProto, helper
 
-    raw = values.to(torch.uint8) if kind in (TensorProto.UINT4, TensorProto.UINT8) else values.to(torch.int8).view(torch.uint8)
+    raw = (
+        values.to(torch.uint8)
+        if kind in (TensorProto.UINT4, TensorProto.UINT8)
+        else values.to(torch.int8).view(torch.uint8)
+    )
     flat = raw.reshape(-1)
     if kind in (TensorProto.INT4, TensorProto.UINT4):
         flat = torch.nn.functional.pad(flat & 15, (0, flat.numel() % 2))
@@ -239,7 +253,8 @@ def _raised(model: Any, source: Path) -> Any:
             # The converter raises several types, and says which operator it does not know.
             text = " ".join(str(error).split())[:160]
             raise UnsupportedError(
-                f"{source} is of opset {version} and cannot be raised to {OPSET}, which 4-bit weights need ({text}): export it anew"
+                f"{source} is of opset {version} and cannot be raised to {OPSET}, which 4-bit weights need ({text}): "
+                "export it anew"
             ) from error
     model.ir_version = max(model.ir_version, 10)
     return model
@@ -256,4 +271,6 @@ def _load(source: Path) -> Any:
         return onnx.load(str(source))
     except Exception as error:
         # protobuf's DecodeError and onnx's own errors have no common class.
-        raise CorruptError(f"{source} is not a readable .onnx file ({' '.join(str(error).split())[:120]})") from error
+        raise CorruptError(
+            f"{source} is not a readable .onnx file ({' '.join(str(error).split())[:120]})"
+        ) from error

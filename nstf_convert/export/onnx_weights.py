@@ -1,7 +1,7 @@
 """Our leaves as ONNX initialisers: blocks of 2, 4 or 8 bits as `MatMulNBits` of ONNX Runtime reads them, or float32.
 
 `MatMulNBits` and `GatherBlockQuantized` store code and zero point as we do, little-endian, in blocks of 16 to 256 columns
-with a float32 scale each: 8-bit scales are exact there. 3 bits become 4, and 5 to 7 become 8 (ONNX Runtime 1.32 has no others).
+with a float32 scale each: 8-bit scales are exact there. 3 bits become 4, and 5 to 7 become 8 (ONNX Runtime has no others).
 All arrays go to one side file; a tied table and head point at the same bytes of it.
 """
 
@@ -59,7 +59,9 @@ def size_of(encoded: EncodedTensor) -> int:
     if block is None:
         return 4 * count
     bits, rows = BITS[encoded.tree.params.bits], encoded.shape[0]
-    zeros = 0 if encoded.tree.params.symmetric else rows * bitpack.packed_bytes(encoded.shape[1] // block, bits)
+    zeros = (
+        0 if encoded.tree.params.symmetric else rows * bitpack.packed_bytes(encoded.shape[1] // block, bits)
+    )
     return count * bits // 8 + 4 * count // block + zeros
 
 
@@ -74,7 +76,7 @@ def blocks(encoded: EncodedTensor) -> Blocks:
         codes = codes + ((1 << (bits - 1)) - (1 << (params.bits - 1)))
     data = bitpack.pack(codes, bits).reshape(rows, count, block * bits // 8)
     every = slice(0, None, block)
-    scale = per_column(read_scales(encoded.arrays, params.scale_bits), params.group, cols)[:, every]
+    scale = per_column(read_scales(dict(encoded.arrays), params.scale_bits), params.group, cols)[:, every]
     zeros = None
     if not params.symmetric:
         wide = per_column(integers.zeros(encoded), params.group, cols)[:, every]
@@ -90,7 +92,9 @@ class SideFile:
         self._out = path.open("wb")
         self.initialisers: list[Any] = []
 
-    def add(self, name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...] | None = None) -> tuple[int, int]:
+    def add(
+        self, name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...] | None = None
+    ) -> tuple[int, int]:
         """Appends an array and makes its initialiser; returns its place for `again`."""
         if array.nbytes <= INLINE_BYTES and array.dtype == np.int64:
             import onnx

@@ -72,9 +72,9 @@ class ExportPlan:
         first = lossy[0]
         size = sum(item.bytes_here for item in lossy)
         raise UnsupportedError(
-            f"{self.target} holds no exact form of {len(lossy)} tensors, {size} bytes (first {first.name}: {first.here}, would "
-            f"be rounded to {first.there}): --allow-loss writes them so, --dtype float32 keeps their values in more bytes, and "
-            f"a file of nstf convert --for {self.target} has no such tensors"
+            f"{self.target} holds no exact form of {len(lossy)} tensors, {size} bytes (first {first.name}: {first.here}, "
+            f"would be rounded to {first.there}): --allow-loss writes them so, --dtype float32 keeps their values in more "
+            f"bytes, and a file of nstf convert --for {self.target} has no such tensors"
         )
 
 

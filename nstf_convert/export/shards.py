@@ -60,9 +60,7 @@ def write_weights(arrays: Mapping[str, Array], folder: Path, shard_bytes: int) -
 
 def write_shard(path: Path, arrays: Mapping[str, Array]) -> None:
     """Writes one safetensors file."""
-    known = {
-        n: (SAFETENSORS_NAMES[str(a.dtype).removeprefix("torch.")], a.shape) for n, a in arrays.items()
-    }
+    known = {n: (SAFETENSORS_NAMES[str(a.dtype).removeprefix("torch.")], a.shape) for n, a in arrays.items()}
     # transformers reads "format" to know which framework wrote the file.
     header, entries = build_header(known, {"format": "pt"})
     with path.open("wb") as out:

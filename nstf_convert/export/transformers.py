@@ -18,7 +18,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
             record = artifact.record(name)
             size, word = stored_bytes(record.tree, record.shape), describe(record.tree)
             items.append(Item(name, (name,), word, word, "exact", size, size))
-    notes = ()
+    notes: tuple[str, ...] = ()
     if artifact.manifest.attention:
         notes = ("the attention plan stays behind: the folder attends densely",)
     return ExportPlan("transformers", tuple(items), files_bytes(artifact) + 65536, notes)

@@ -93,9 +93,7 @@ def _replace_folder(partial: Path, output: Path) -> None:
 
 def listed(folder: Path) -> Files:
     """(name, bytes) of the files of a folder, sorted."""
-    return sorted(
-        (str(f.relative_to(folder)), f.stat().st_size) for f in folder.rglob("*") if f.is_file()
-    )
+    return sorted((str(f.relative_to(folder)), f.stat().st_size) for f in folder.rglob("*") if f.is_file())
 
 
 def write(path: Path, content: bytes) -> None:

@@ -19,7 +19,13 @@ ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: m
 
 
 def int_grid(bits: int, group: int = 32, symmetric: bool = True, scale_bits: int = 16) -> dict[str, Any]:
-    return {"kind": "int_grid", "bits": bits, "group": group, "symmetric": symmetric, "scale_bits": scale_bits}
+    return {
+        "kind": "int_grid",
+        "bits": bits,
+        "group": group,
+        "symmetric": symmetric,
+        "scale_bits": scale_bits,
+    }
 
 
 class Decoder:
@@ -29,7 +35,9 @@ class Decoder:
         self.session, self.config = ort.InferenceSession(str(path)), config
         self.names = [output.name for output in self.session.get_outputs()]
         shape = (1, config.num_key_value_heads, 0, config.head_dim)
-        self.past = {i.name: np.zeros(shape, np.float32) for i in self.session.get_inputs() if "past" in i.name}
+        self.past = {
+            i.name: np.zeros(shape, np.float32) for i in self.session.get_inputs() if "past" in i.name
+        }
         self.seen = 0
 
     def step(self, ids: list[int]) -> Any:
