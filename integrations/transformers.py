@@ -54,6 +54,13 @@ class NstfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         where = model.config.name_or_path or "the folder"
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            # accelerate moves parameters between disk and device as layers run; encoded weights are buffers.
+            raise UnsupportedError(
+                f"{where}: encoded weights are not offloaded to disk: give a device_map or max_memory without it, or use "
+                "nstf.runtime.load on the .nstf file, which the system reads from disk as layers run"
+            )
         folder.prepare(model, self.quantization_config.tensors, where, torch.get_default_dtype())
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

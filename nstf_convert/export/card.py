@@ -51,7 +51,7 @@ def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: 
 
 
 def _base(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    name = facts.get("base_model") or config.get("_name_or_path") or ""
+    name = config.get("base_model") or facts.get("base_model") or config.get("_name_or_path") or ""
     # A path of the machine that converted says nothing to a reader, and is nobody's business.
     return str(name) if name and not str(name).startswith((".", "/", "~")) else ""
 

@@ -1,7 +1,8 @@
 """`--to onnx --source FILE`: the .onnx that was converted, its weights replaced by what the artifact stores.
 
 An integer matrix becomes 4- or 8-bit codes behind `DequantizeLinear` (by blocks or rows; opset 21), and where a `Gemm`
-reads it transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph stays as it is. What has neither form is decoded.
+reads it transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph stays as it is, and what has neither
+form is decoded.
 """
 
 from pathlib import Path
