@@ -116,7 +116,8 @@ def _is_plain(encoded: EncodedTensor) -> bool:
     if tree.kind != "int" or tree.params.lead != 1 or len(encoded.shape) < 2:
         return False
     _, cols = matrix_shape(encoded.shape, 1)
-    return tree.params.group == 0 or cols % tree.params.group == 0
+    group = int(tree.params.group)
+    return group == 0 or cols % group == 0
 
 
 def _dequantised(model: Any, name: str, encoded: EncodedTensor, dtype: str) -> list[Any]:
