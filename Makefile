@@ -39,7 +39,7 @@ test: $(STAMP) ## the tests: no network, no GPU, a few minutes
 slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a model from the package index
 	@$(PYTEST) -m slow
 
-integrations: $(STAMP) ## the tests with PEFT and lm-eval, which it installs first (about 200 MB)
+integrations: $(STAMP) ## the tests with PEFT, lm-eval, llama.cpp and other engines, installed first (builds llama.cpp: 15 min)
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
 

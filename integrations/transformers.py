@@ -9,8 +9,6 @@ It has no hook for other kinds of files and no entry point, so the few methods t
 """
 
 import os
-import secrets
-import shutil
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.runtime import citizen, folder
+from nstf.runtime.artifact import Artifact
 
 VERSION = 1
 
@@ -55,6 +54,13 @@ class NstfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         where = model.config.name_or_path or "the folder"
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            # accelerate moves parameters between disk and device as layers run; encoded weights are buffers.
+            raise UnsupportedError(
+                f"{where}: encoded weights are not offloaded to disk: give a device_map or max_memory without it, or use "
+                "nstf.runtime.load on the .nstf file, which the system reads from disk as layers run"
+            )
         folder.prepare(model, self.quantization_config.tensors, where, torch.get_default_dtype())
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -93,32 +99,20 @@ def save(model: Any, plain: Any, directory: str | os.PathLike[str], *args: Any, 
 citizen.save_with = save
 
 
-def export_encoded(artifact: Path, output: Path, shard_bytes: int) -> list[tuple[str, int]]:
-    """Writes the folder `output` (new or empty) in the encoded form; returns its files with their sizes in bytes.
+def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
+    """Writes the encoded form of an open artifact into `folder`, which exists.
 
     shard_bytes: largest weight file. Raises what `nstf.runtime.load` raises, UnsupportedError for a model that is none of
-    transformers' own classes, and OSError. A failed export leaves no folder.
+    transformers' own classes, and OSError.
     """
     from nstf.runtime import load
-    from nstf.runtime.artifact import open_artifact
 
-    model: Any = load(artifact, engine="off")
+    model: Any = load(artifact.path, engine="off")
     if not isinstance(model, citizen.EncodedModel):
-        raise UnsupportedError(f"{artifact}: transformers saves no {type(model).__name__}")
-    partial = output.absolute().with_name(f".{output.name}.part.{secrets.token_hex(4)}")
-    partial.mkdir()
-    try:
-        with open_artifact(artifact) as opened:
-            for name in opened.file_names():
-                (partial / name).write_bytes(opened.file(name))
-        model.save_pretrained(partial, max_shard_size=shard_bytes)
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return sorted((file.name, file.stat().st_size) for file in output.iterdir())
+        raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
+    for name in artifact.file_names():
+        (folder / name).write_bytes(artifact.file(name))
+    model.save_pretrained(folder, max_shard_size=shard_bytes)
 
 
 def refuse_artifact(source: object, loader: str) -> None:

@@ -126,6 +126,14 @@ class ConvertOptions:
         ADVANCED,
         metavar="LIST",
     )
+    engine: str | None = option(
+        None,
+        "Only what nstf export --to this keeps exactly: gguf, compressed-tensors or onnx. The budget counts the .nstf file; "
+        "tensors take the same bytes there.",
+        "",
+        "--for",
+        metavar="ENGINE",
+    )
     prefix: bool | None = option(
         None, "Encode front to back, each layer for what its compressed predecessors give it.", ADVANCED
     )
@@ -174,6 +182,16 @@ class ConvertOptions:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if isinstance(self.formats, str):
             object.__setattr__(self, "formats", tuple(n.strip() for n in self.formats.split(",")))
+        if self.engine is not None:
+            from nstf_convert.export import engines
+
+            own = (engines.MARK + self.engine,)
+            engines.methods(self.engine)  # raises for an unknown one
+            if self.formats not in (None, own):
+                raise UsageError("--for decides the formats: leave --formats out")
+            object.__setattr__(self, "formats", own)
+            # vLLM multiplies q, k and v as one matrix, of one scheme.
+            object.__setattr__(self, "fuse", self.fuse or self.engine == "compressed-tensors")
         for known in fields(self):
             value, meta = getattr(self, known.name), known.metadata
             if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(

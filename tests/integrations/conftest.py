@@ -1,10 +1,14 @@
 """The tiny models of tests/runtime for the tests with other libraries; no test here may reach a network."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+# export_models, which several tests here share: tests are no packages.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -104,8 +104,6 @@ def test_the_command_writes_such_a_folder_with_its_tokenizer(
     ids = tiny.inputs_of("LlamaForCausalLM")
     with torch.no_grad():
         assert torch.equal(found(**ids).logits, nstf.runtime.load(path)(**ids).logits)
-    assert run(["export", str(path), "--to", "gguf", "-o", str(tmp_path / "x")]) == 2
-    assert "choose one of hf, transformers" in capsys.readouterr().err
     assert (
         run(["export", str(path), "--to", "transformers", "--dtype", "float16", "-o", str(tmp_path / "x")])
         == 2
@@ -139,6 +137,35 @@ def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: P
         found.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
     ]
     assert [answer.generated_tokens for answer in batch.values()] == [row.tolist() for row in alone]
+
+
+def test_offloading_to_disk_is_refused_with_what_works(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))).save_pretrained(
+        tmp_path / "folder"
+    )
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    device_map = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    with pytest.raises(UnsupportedError, match="not offloaded to disk"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "folder", device_map=device_map, offload_folder=str(tmp_path / "offload")
+        )
+
+
+def test_a_pipeline_generates_from_the_folder(tiny: ModuleType, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    model.save_pretrained(tmp_path / "folder")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(100)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    pipe: Any = transformers.pipeline("text-generation", model=str(tmp_path / "folder"))
+    said = pipe("w5 w6 w7", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    # The pipeline puts the prompt's text and the new one together.
+    assert said.replace(" ", "") == tokenizer.decode(expected[0], skip_special_tokens=True).replace(" ", "")
 
 
 def test_a_folder_that_lacks_an_array_is_refused(tiny: ModuleType, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.quantizers import trellis
 from nstf.quantizers.stats import Stats, loss
+from nstf_convert.export import engines
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
@@ -96,6 +97,11 @@ def simple_recipes(unit: Unit, allowed: set[str], few: bool, timed: bool = False
     """The quantised and dense forms of a tensor, of the methods that are allowed. few: where there are trellis codes, only
     integers of more bits than these reach: with fewer they need half a bit more for the same loss. timed: and forms that are
     faster than these, shuffle codes (whose loss is a closed form) and plain groups of 32."""
+    engine = engines.engine_of(allowed)
+    if engine is not None:
+        cols = unit.elements // math.prod(unit.inner_shape[: unit.lead])
+        own = engines.recipes(engine, cols, table=unit.role in ("embedding", "position"))
+        return [*own, *(r for r in dense_recipes(unit.dtype) if r not in own)]
     out = [r for r in quantised_recipes() if r.method in allowed]
     if few and "trellis" in allowed and may_be_trellis(unit):
         out = [r for r in out if r.params.get("bits", 0) >= TRELLIS_BITS or (timed and _fast(r))]
@@ -349,6 +355,8 @@ def method_families(formats: Sequence[str] | None, timed: bool = False) -> set[s
     known = {*quantizers.METHODS, *decomposers.METHODS, "add", "dense"}
     if formats is None:
         return known if timed else known - ON_REQUEST
+    if len(formats) == 1 and formats[0].startswith(engines.MARK):
+        return engines.methods(formats[0].removeprefix(engines.MARK))
     chosen = {FORMAT_NAMES.get(f, f) for f in formats}
     unknown = [f for f in formats if FORMAT_NAMES.get(f, f) not in known]
     if unknown:

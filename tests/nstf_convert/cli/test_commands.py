@@ -175,12 +175,12 @@ def test_export_refuses_a_folder_with_content_and_leaves_nothing_after_a_failure
     assert "exists: give a new or empty folder" in nstf("export", tiny.same, "-o", tiny.folder).err
     assert nstf("export", tiny.same, "-o", tmp_path / "x", "--dtype", "int1").code == 2
     assert nstf("export", tiny.same, "-o", tmp_path / "no" / "x").code == 2
-    import nstf_convert.export_folder as export_folder
+    from nstf_convert.export import shards
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(export_folder, "_write_shard", full)
+    monkeypatch.setattr(shards, "write_shard", full)
     result = nstf("export", tiny.same, "-o", tmp_path / "y")
     assert result.code == 1 and "no space left on the disk" in result.err and list(tmp_path.iterdir()) == []
 

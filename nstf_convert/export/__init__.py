@@ -1,0 +1,108 @@
+"""`nstf export`: an artifact in the formats of other engines, one file a target.
+
+A target's module has `plan(artifact, dtype)`, what it would hold and lose, and `write`. Adding one: a module here, its
+entry in `TARGETS` and `_write`, its way to be loaded in `card.py`, and a test with the engine that reads it.
+"""
+
+import importlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nstf.runtime.artifact import Artifact, open_artifact
+from nstf_convert.export import writing
+from nstf_convert.export.plan import ExportPlan
+from nstf_convert.export.writing import Files
+
+# Word of the command line -> module.
+TARGETS = {
+    "hf": "hf",
+    "transformers": "transformers",
+    "compressed-tensors": "compressed_tensors",
+    "gguf": "gguf",
+    "onnx": "onnx",
+}
+# Targets whose output may be one file: by its ending.
+SINGLE = {"gguf": ".gguf", "onnx": ".onnx"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One export. dtype: of what is decoded, None for the target's own; shard_bytes: largest weight file of a folder;
+    source: for onnx, the user's model that is rewritten; command: for the card."""
+
+    target: str
+    output: Path
+    dtype: str | None = None
+    shard_bytes: int = 5 * 10**9
+    allow_loss: bool = False
+    overwrite: bool = False
+    source: Path | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    command: str = "nstf export"
+
+
+def plan(artifact: Artifact, request: Request) -> ExportPlan:
+    """What the export would hold. Raises UnsupportedError for a model that the target has no form for."""
+    module = _module(request)
+    if request.source is not None:
+        return module.plan(artifact, request.dtype, request.source)  # type: ignore[no-any-return]
+    return module.plan(artifact, request.dtype)  # type: ignore[no-any-return]
+
+
+def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPlan, Files]:
+    """Plans, checks and writes an export; returns the plan and the files with their bytes.
+
+    planned: called with the plan before anything is written. Raises UsageError (destination), UnsupportedError (target or
+    loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
+    """
+    writing.check_destination(request.output, request.overwrite)
+    with open_artifact(path, verify=True) as artifact:
+        found = plan(artifact, request)
+        if planned is not None:
+            planned(found)
+        found.check_loss(request.allow_loss)
+        writing.check_space(request.output, found.size_bytes)
+        single = request.output.suffix == SINGLE.get(request.target)
+        stem = request.output.stem if single else _stem(request.output.name)
+        with writing.staged(request.output, single) as folder:
+            _write(artifact, found, request, folder, stem)
+            (folder / (f"{stem}.README.md" if single else "README.md")).write_text(
+                _card(artifact, found, request, stem)
+            )
+            files = writing.listed(folder)
+    return found, files
+
+
+def _write(artifact: Artifact, found: ExportPlan, request: Request, folder: Path, stem: str) -> None:
+    module = _module(request)
+    if request.target == "gguf":
+        module.write(artifact, found, folder, stem)
+    elif request.target == "onnx":
+        module.write(artifact, found, folder, stem)
+    elif request.target == "transformers":
+        module.write(artifact, found, folder, request.shard_bytes)
+    else:
+        module.write(artifact, found, folder, request.dtype, request.shard_bytes)
+
+
+def _card(artifact: Artifact, found: ExportPlan, request: Request, stem: str) -> str:
+    from nstf_convert.export.card import card
+
+    config = json.loads(artifact.file("config.json")) if "config.json" in artifact.file_names() else {}
+    main = f"{stem}{SINGLE.get(request.target, '')}"
+    return card(artifact, found, {**config, **dict(request.facts)}, main, request.command)
+
+
+def _module(request: Request) -> Any:
+    name = TARGETS[request.target]
+    if request.source is not None:
+        name = "onnx_rewrite"
+    return importlib.import_module(f"nstf_convert.export.{name}")
+
+
+def _stem(name: str) -> str:
+    """A file's name for what stands in a folder of this name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-") or "model"

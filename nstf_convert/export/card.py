@@ -1,0 +1,91 @@
+"""The model card beside an export: README.md with what hubs and people ask first."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nstf.runtime.artifact import Artifact
+from nstf_convert.export.plan import ExportPlan
+
+_LOAD = {
+    "hf": 'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
+    "transformers": "import nstf.integrations.transformers\n"
+    'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
+    "compressed-tensors": "# pip install transformers compressed-tensors; vLLM: vllm serve <this folder>\n"
+    'from transformers import {cls}\n\nmodel = {cls}.from_pretrained(".")',
+    "gguf": "# pip install llama-cpp-python; or llama-cli -m {file}\nfrom llama_cpp import Llama\n\n"
+    'model = Llama("{file}")',
+    "onnx": '# pip install onnxruntime\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("{file}")',
+}
+_LIBRARY = {"gguf": "llama.cpp", "onnx": "onnxruntime", "hf": "transformers"}
+
+
+def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: str, command: str) -> str:
+    """The text of README.md. file: the main file's name; command: as it was typed, without paths of folders."""
+    facts = artifact.manifest.provenance
+    base = _base(facts, config)
+    lines = ["---", f"library_name: {_LIBRARY.get(plan.target, 'transformers')}"]
+    if base and "/" in base:
+        lines += [f"base_model: {base}", "base_model_relation: quantized"]
+    licence = facts.get("license") or config.get("license")
+    if isinstance(licence, str):
+        lines.append(f"license: {licence}")
+    lines += [
+        "tags:",
+        "- nstf",
+        f"- {plan.target}",
+        "---",
+        "",
+        f"# {base or config.get('model_type', 'Model')}, {plan.target}",
+    ]
+    lines += ["", f"Compressed with {facts.get('tool', 'nstf')} and written by `{command}`.", ""]
+    if not isinstance(licence, str):
+        lines += ["The source named no licence: that of the base model holds.", ""]
+    lines += ["## Load it", "", "```python", _load(plan, config, file), "```", ""]
+    lines += ["## Bytes", "", "| format | bytes |", "|---|---|"]
+    lines += [f"| {word} | {size} |" for word, size in plan.types().items()]
+    lines += ["", "| against the .nstf file | tensors | bytes there | bytes here |", "|---|---|---|---|"]
+    for kind, total in plan.totals().items():
+        lines.append(f"| {kind} | {total['tensors']} | {total['bytes_here']} | {total['bytes_there']} |")
+    lines += ["", *_meaning(plan), *_loss(artifact, plan)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _base(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    name = config.get("base_model") or facts.get("base_model") or config.get("_name_or_path") or ""
+    # A path of the machine that converted says nothing to a reader, and is nobody's business.
+    return str(name) if name and not str(name).startswith((".", "/", "~")) else ""
+
+
+def _load(plan: ExportPlan, config: Mapping[str, Any], file: str) -> str:
+    names = config.get("architectures") or ["AutoModel"]
+    return _LOAD[plan.target].format(cls=names[0], file=file)
+
+
+def _meaning(plan: ExportPlan) -> list[str]:
+    said = {
+        "exact": "exact: the same values",
+        "widened": "widened: the same values in more bits",
+        "rounded": "rounded: decoded, then rounded to the type that the table names",
+        "lossy": "lossy: rounded to what this format can hold (--allow-loss)",
+    }
+    out = [f"- {said[kind]}" for kind in plan.totals()]
+    return [*out, *(f"- {note}" for note in plan.notes), ""]
+
+
+def _loss(artifact: Artifact, plan: ExportPlan) -> list[str]:
+    """The accuracy that the artifact holds: measured when it was converted, on the file this export was made from."""
+    accuracy = artifact.manifest.report.get("accuracy") or {}
+    final = accuracy.get("final") if isinstance(accuracy, Mapping) else None
+    if not isinstance(final, Mapping) or not final:
+        return []
+    changed = " Tensors that are lossy or rounded here were not when it was measured." if any(
+        kind in plan.totals() for kind in ("lossy", "rounded")
+    ) else ""  # fmt: skip
+    lines = [
+        "## Loss",
+        "",
+        f"Measured at the conversion, of the .nstf file against the original.{changed}",
+        "",
+    ]
+    lines += ["| measure | value |", "|---|---|"]
+    return lines + [f"| {key} | {value} |" for key, value in final.items() if isinstance(value, int | float)]

@@ -1,0 +1,119 @@
+"""`--to gguf`: one file for llama.cpp and what is built on it."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nstf.errors import NstfError, UnsupportedError
+from nstf.kernels.formats import EncodedTensor, stored_bytes
+from nstf.runtime.artifact import Artifact
+from nstf_convert.export import gguf_blocks as blocks
+from nstf_convert.export import gguf_names as names
+from nstf_convert.export import gguf_vocab
+from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.writing import Files, listed
+from nstf_convert.pipeline.propose.recipe import describe
+
+
+def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
+    """What a GGUF of `artifact` holds. dtype: of what no type holds exactly, None for float16. Raises UnsupportedError."""
+    config, _, placed = _layout(artifact)
+    items = []
+    for place in placed:
+        encoded = artifact.encoded(place.source)
+        there, kind = blocks.type_of(encoded, dtype or "float16")
+        items.append(
+            Item(
+                place.name,
+                (place.source,),
+                describe(encoded.tree),
+                there,
+                kind,
+                stored_bytes(encoded.tree, encoded.shape),
+                blocks.size_of(there, encoded.shape),
+            )
+        )
+    # Tokens are stored as text, with a merge each: about 40 bytes a token.
+    other = 65536 + 40 * int(config["vocab_size"])
+    return ExportPlan("gguf", tuple(items), other, without_attention_plan(artifact, "llama.cpp"))
+
+
+def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> Files:
+    """Writes `<stem>.gguf` into `folder`, one tensor in memory at a time."""
+    import gguf
+
+    config, name, placed = _layout(artifact)
+    writer = gguf.GGUFWriter(str(folder / f"{stem}.gguf"), name)
+    writer.add_name(stem)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(_file_type(plan))
+    factors = names.write_metadata(writer, name, config)
+    with tempfile.TemporaryDirectory() as side:
+        for file in artifact.file_names():
+            (Path(side) / file).write_bytes(artifact.file(file))
+        gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))
+    types = {item.name: item.there for item in plan.items}
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for place in placed:
+        _announce(writer, place, artifact.record(place.source).shape, types[place.name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for place in placed:
+        writer.write_tensor_data(_data(artifact.encoded(place.source), place, types[place.name]))
+    writer.close()
+    return listed(folder)
+
+
+def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]]:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise NstfError("--to gguf needs the package gguf; run `pip install gguf`") from error
+    if "config.json" not in artifact.file_names():
+        raise UnsupportedError(f"{artifact.path} has no config.json: --to gguf writes language models")
+    config = json.loads(artifact.file("config.json"))
+    name, architecture = names.architecture_of(config)
+    # A tied head is left out: llama.cpp takes the table, as transformers does.
+    stored = [n for n in artifact.names() if not (n == "lm_head.weight" and artifact.stored_name(n) != n)]
+    return config, name, names.placed(name, architecture, config, stored)
+
+
+def _announce(writer: Any, place: names.Placed, shape: tuple[int, ...], kind: str) -> None:
+    import gguf
+
+    size = blocks.size_of(kind, shape)
+    raw = gguf.GGMLQuantizationType[kind]
+    if kind in ("F32", "F16"):
+        dtype = np.dtype(np.float32 if kind == "F32" else np.float16)
+        writer.add_tensor_info(place.name, shape, dtype, size, raw)
+        return
+    rows = int(np.prod(shape[:-1]))
+    writer.add_tensor_info(place.name, (*shape[:-1], size // rows), np.dtype(np.uint8), size, raw)
+
+
+def _data(encoded: EncodedTensor, place: names.Placed, kind: str) -> np.ndarray[Any, Any]:
+    rows = blocks.pack(encoded, kind)
+    if place.heads:
+        rows = names.interleaved(rows.reshape(encoded.shape[0], -1), place.heads)
+    if place.offset:
+        rows = rows + np.float32(place.offset)
+    if len(encoded.shape) == 1:
+        rows = rows.reshape(-1)
+    return np.ascontiguousarray(rows)
+
+
+def _file_type(plan: ExportPlan) -> int:
+    """llama.cpp's word for the type of most bytes; it is shown, and read by nothing."""
+    import gguf
+
+    most = next(iter(plan.types()), "F16")
+    word = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(most, f"MOSTLY_{most}")
+    known = gguf.LlamaFileType.__members__
+    return int(known.get(word, gguf.LlamaFileType.GUESSED))

@@ -1,0 +1,67 @@
+"""`--to onnx`: a language model that ONNX Runtime runs: `<name>.onnx`, its side file of weights, tokenizer and config."""
+
+import json
+from pathlib import Path
+
+from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.kernels.formats import EncodedTensor, stored_bytes
+from nstf.runtime.artifact import Artifact
+from nstf_convert.export import onnx_graph
+from nstf_convert.export import onnx_weights as weights
+from nstf_convert.export.hf import copy_files, files_bytes
+from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.writing import Files, listed
+from nstf_convert.pipeline.propose.recipe import describe
+
+
+def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
+    """What the model holds: everything exactly, what has no blocks of 2, 4 or 8 bits in float32. Raises UnsupportedError."""
+    if dtype not in (None, "float32"):
+        raise UsageError(f"--to onnx decodes to float32: leave --dtype {dtype} out")
+    onnx_graph.check(_config(artifact))
+    items = []
+    for name in _names(artifact):
+        encoded = artifact.encoded(name)
+        there, kind = weights.kind_of(encoded)
+        size = weights.size_of(encoded)
+        if name == "model.embed_tokens.weight" and there.startswith("2 bits"):
+            there, kind, size = "float32", "widened", 4 * encoded.shape[0] * encoded.shape[1]
+        here = stored_bytes(encoded.tree, encoded.shape)
+        items.append(Item(name, (name,), describe(encoded.tree), there, kind, here, size))
+    notes = without_attention_plan(artifact, "ONNX Runtime")
+    return ExportPlan("onnx", tuple(items), files_bytes(artifact) + (1 << 20), notes)
+
+
+def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> Files:
+    """Writes graph, side file, tokenizer and config."""
+    config = _config(artifact)
+    copy_files(artifact, folder, {})
+    side = weights.SideFile(folder / f"{stem}.onnx.data")
+
+    def get(name: str) -> EncodedTensor:
+        return artifact.encoded(name)
+
+    try:
+        model = onnx_graph.Graph(config, side, get, set(_names(artifact))).build()
+    finally:
+        side.close()
+    (folder / f"{stem}.onnx").write_bytes(model.SerializeToString())
+    return listed(folder)
+
+
+def _config(artifact: Artifact) -> dict[str, object]:
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise NstfError("--to onnx needs the package onnx; run `pip install onnx`") from error
+    if "config.json" not in artifact.file_names():
+        raise UnsupportedError(
+            f"{artifact.path} has no config.json: give the .onnx it was converted from with --source"
+        )
+    found: dict[str, object] = json.loads(artifact.file("config.json"))
+    return found
+
+
+def _names(artifact: Artifact) -> list[str]:
+    """Stored tensors; a head that shares the table is the table."""
+    return [n for n in artifact.names() if artifact.stored_name(n) == n]

@@ -1,0 +1,109 @@
+"""A folder, or a file with its card, that appears complete or not at all.
+
+Everything is written into a hidden folder beside the destination, every file is synced, and renames make it appear.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nstf.errors import NstfError, UsageError
+
+Files = list[tuple[str, int]]
+
+
+def check_destination(output: Path, overwrite: bool) -> None:
+    """Raises UsageError for a place where the export cannot go, before anything is read."""
+    if not output.absolute().parent.is_dir():
+        raise UsageError(
+            f"the folder {output.absolute().parent} does not exist: create it, or give another -o"
+        )
+    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if not taken:
+        return
+    if not overwrite:
+        raise UsageError(f"the output {output} exists: give a new or empty folder, or --overwrite")
+    # A folder of something else is never removed for a slip of the keyboard.
+    if output.is_dir() and not (output / "config.json").exists() and not list(output.glob("*.gguf")):
+        raise UsageError(f"the output {output} is a folder that is no model: give another -o")
+
+
+def check_space(output: Path, size_bytes: int) -> None:
+    """Raises NstfError when the disk has too little room."""
+    disk = os.statvfs(output.absolute().parent)
+    free = disk.f_bavail * disk.f_frsize
+    if free < size_bytes:
+        raise NstfError(
+            f"{output}: {size_bytes} bytes to write, {free} free on the disk, {size_bytes - free} missing; "
+            "free some space or write to another disk"
+        )
+
+
+@contextlib.contextmanager
+def staged(output: Path, single_file: bool = False) -> Iterator[Path]:
+    """A hidden folder that becomes `output` when the block ends well, and vanishes when it does not.
+
+    single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all.
+    """
+    output = output.absolute()
+    partial = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        _sync(partial)
+        if single_file:
+            for file in sorted(partial.iterdir(), key=lambda f: f.name == output.name):
+                file.replace(output.with_name(file.name))
+            partial.rmdir()
+        else:
+            _replace_folder(partial, output)
+        _sync(output.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _replace_folder(partial: Path, output: Path) -> None:
+    """`partial` under the name `output`. An older export keeps another name until the new one is in place."""
+    if not output.exists():
+        partial.rename(output)
+        return
+    if output.is_dir() and not any(output.iterdir()):
+        output.rmdir()
+        partial.rename(output)
+        return
+    old = output.with_name(f".{output.name}.old.{secrets.token_hex(4)}")
+    output.rename(old)
+    try:
+        partial.rename(output)
+    except BaseException:
+        old.rename(output)
+        raise
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink()
+
+
+def listed(folder: Path) -> Files:
+    """(name, bytes) of the files of a folder, sorted."""
+    return sorted((str(f.relative_to(folder)), f.stat().st_size) for f in folder.rglob("*") if f.is_file())
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a small file. `staged` syncs it."""
+    path.write_bytes(content)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

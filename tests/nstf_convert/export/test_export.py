@@ -1,0 +1,200 @@
+"""The command: what it says, refuses, and leaves behind."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nstf_convert import export as exports
+from nstf_convert.cli import run
+from nstf_convert.export import writing
+from nstf_convert.export.card import card
+from nstf_convert.export.gguf_vocab import splitting
+
+
+@pytest.fixture
+def artifact(tiny: ModuleType, tmp_path: Path) -> Path:
+    """A Llama with int4 matrices and one column count that no block divides."""
+    (tmp_path / "in").mkdir()
+    return tiny.write(tmp_path / "in", tiny.new_model("LlamaForCausalLM", intermediate_size=64))
+
+
+@pytest.fixture
+def lossy(tiny: ModuleType, tmp_path: Path) -> Path:
+    """The down projections' 48 columns fill no block of 32."""
+    (tmp_path / "lossy").mkdir()
+    return tiny.write(tmp_path / "lossy", tiny.new_model("LlamaForCausalLM"))
+
+
+def test_it_says_the_bytes_before_and_writes_a_card_beside(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(["export", str(artifact), "--to", "gguf", "-o", str(tmp_path / "m.gguf")]) == 0
+    said = capsys.readouterr().out
+    assert "20 tensors" in said and said.index("exact") < said.index("wrote")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "m.README.md", "m.gguf"]
+    text = (tmp_path / "m.README.md").read_text()
+    assert "| Q4_0 |" in text and 'Llama("m.gguf")' in text and "--to gguf" in text
+    assert str(tmp_path) not in text
+
+
+def test_json_counts_the_tensors_and_their_bytes(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["export", str(artifact), "--to", "gguf", "-o", str(tmp_path / "x"), "--json"]
+    assert run([*words, "--license", "mit", "--base-model", "someone/tiny"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tensors"].keys() == {"exact"} and data["tensors"]["exact"]["tensors"] == 20
+    assert set(data["files"]) == {"x.gguf", "README.md"}
+    assert "base_model: someone/tiny\n" in (tmp_path / "x" / "README.md").read_text()
+    assert "license: mit\n" in (tmp_path / "x" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", ["gguf", "compressed-tensors"])
+def test_loss_is_refused_until_it_is_allowed(lossy: Path, tmp_path: Path, capsys: Any, target: str) -> None:
+    words = ["export", str(lossy), "--to", target, "-o", str(tmp_path / "x")]
+    assert run(words) == 6
+    error = capsys.readouterr().err
+    assert "no exact form of" in error and "--allow-loss" in error and "--dtype float32" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lossy"]
+    assert run([*words, "--dtype", "float32"]) == 0
+    assert run([*words, "--allow-loss", "--overwrite"]) == 0
+    assert "lossy" in (tmp_path / "x" / "README.md").read_text()
+
+
+def test_an_older_export_is_replaced_only_when_asked(artifact: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["export", str(artifact), "-o", str(tmp_path / "x")]
+    assert run(words) == 0 and run(words) == 2
+    assert "or --overwrite" in capsys.readouterr().err
+    (tmp_path / "x" / "old").write_text("")
+    assert run([*words, "--overwrite"]) == 0
+    assert not (tmp_path / "x" / "old").exists()
+    # A folder that is no export is not removed, whatever was said.
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_text("")
+    assert run(["export", str(artifact), "-o", str(tmp_path / "photos"), "--overwrite"]) == 2
+    assert (tmp_path / "photos" / "a.jpg").exists()
+
+
+@pytest.mark.parametrize("target", list(exports.TARGETS))
+def test_a_failure_leaves_the_older_export_and_nothing_else(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    words = ["export", str(artifact), "--to", target, "-o", str(tmp_path / "x"), "--overwrite"]
+    extra = ["--dtype", "float32"] if target == "compressed-tensors" else []
+    assert run([*words, *extra]) == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exports, "_card", full)
+    assert run([*words, *extra]) == 1
+    assert {p.name: p.read_bytes() for p in (tmp_path / "x").iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "x"]
+
+
+def test_a_full_disk_is_known_before(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Full:
+        f_bavail, f_frsize = 1, 100
+
+    monkeypatch.setattr(writing.os, "statvfs", lambda _: Full)
+    assert run(["export", str(artifact), "-o", str(tmp_path / "x")]) == 1
+    assert "100 free on the disk" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--to", "tflite"), "choose one of hf, transformers, compressed-tensors, gguf, onnx"),
+        (("--to", "transformers", "--dtype", "float16"), "leave it out with --to transformers"),
+        (("--to", "onnx", "--dtype", "float16"), "--to onnx decodes to float32"),
+        (("--to", "gguf", "--source", "a.onnx"), "--source is for --to onnx"),
+        (("--to", "onnx", "--source", "missing.onnx"), "no such file: missing.onnx"),
+    ],
+)
+def test_wrong_words_are_refused(
+    artifact: Path, tmp_path: Path, capsys: Any, words: tuple[str, ...], message: str
+) -> None:
+    assert run(["export", str(artifact), "-o", str(tmp_path / "x"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "architecture", "message"),
+    [
+        ("gguf", "GPT2LMHeadModel", "--to gguf writes models of type llama, qwen2, qwen3"),
+        ("onnx", "MixtralForCausalLM", "--to onnx writes graphs of models of type"),
+    ],
+)
+def test_models_without_a_place_are_refused(
+    tiny: ModuleType, tmp_path: Path, capsys: Any, target: str, architecture: str, message: str
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model(architecture))
+    assert run(["export", str(path), "--to", target, "-o", str(tmp_path / "x")]) == 6
+    assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_a_tokenizer_with_unknown_rules_is_refused() -> None:
+    from nstf.errors import UnsupportedError
+
+    digits = {"type": "Digits", "individual_digits": True}
+    level = {"type": "ByteLevel", "use_regex": True}
+    assert splitting(level) == "gpt-2"
+    assert splitting({"type": "Sequence", "pretokenizers": [digits, level]}) == "smollm"
+    with pytest.raises(UnsupportedError, match="none of the rules known here"):
+        splitting({"type": "Metaspace"})
+
+
+def test_the_card_says_what_was_measured(tiny: ModuleType, tmp_path: Path) -> None:
+    from nstf.runtime.artifact import open_artifact
+
+    accuracy = {"accuracy": {"final": {"mean_kl": 0.0125, "windows": 8}}}
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), report=accuracy)
+    with open_artifact(path) as opened:
+        plan = exports.plan(opened, exports.Request("hf", tmp_path / "x", dtype="bfloat16"))
+        text = card(opened, plan, {"model_type": "llama"}, "x", "nstf export m.nstf")
+    assert "| mean_kl | 0.0125 |" in text and "rounded here were not when it was measured" in text
+
+
+def test_a_conversion_for_an_engine_exports_without_loss(tmp_path: Path, capsys: Any) -> None:
+    from nstf.errors import UsageError
+    from nstf_convert.budget import Budget
+    from nstf_convert.options import ConvertOptions
+
+    def options(**changes: Any) -> ConvertOptions:
+        return ConvertOptions("m", tmp_path / "m.nstf", Budget("ratio", 0.5), **changes)
+
+    assert options(engine="compressed-tensors").fuse and not options(engine="gguf").fuse
+    with pytest.raises(UsageError, match="choose one of gguf, compressed-tensors, onnx"):
+        options(engine="tensorrt")
+    with pytest.raises(UsageError, match="leave --formats out"):
+        options(engine="gguf", formats=("int",))
+
+
+@pytest.mark.parametrize("engine", ["gguf", "compressed-tensors", "onnx"])
+def test_every_recipe_for_an_engine_is_exact_there(tiny: ModuleType, tmp_path: Path, engine: str) -> None:
+    from nstf.quantizers.stats import Stats
+    from nstf.runtime.artifact import open_artifact, write_artifact
+    from nstf_convert.export import engines
+    from nstf_convert.pipeline.propose.recipe import encode as carry_out
+
+    model = tiny.new_model(
+        "LlamaForCausalLM", hidden_size=128, intermediate_size=256, tie_word_embeddings=False
+    )
+    tensors = tiny.encode_model(model)
+    wanted = engines.recipes(engine, 128)
+    for number, recipe in enumerate(wanted):
+        weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(number))
+        name = "model.layers.0.self_attn.q_proj.weight"
+        tensors[name] = carry_out(recipe, weight, Stats(), 1)
+        (tmp_path / "m.nstf").unlink(missing_ok=True)
+        files = {"config.json": json.dumps(tiny.config_json(model)).encode()}
+        write_artifact(tmp_path / "m.nstf", tensors, files, {})
+        with open_artifact(tmp_path / "m.nstf") as opened:
+            plan = exports.plan(opened, exports.Request(engine, tmp_path / "x"))
+        assert [i.kind for i in plan.items if i.sources == (name,)] == ["exact"], recipe
+    assert len(wanted) >= 4
