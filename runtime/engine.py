@@ -30,6 +30,8 @@ from nstf.runtime.engine_config import EngineConfig, completed, read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nstf.runtime.token_sampler import TokenSampler
+
 KV_CACHES = ("float16", "int8")
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
@@ -153,21 +155,23 @@ class Engine:
         max_new_tokens: int,
         stop: frozenset[int] = frozenset(),
         choose: Callable[[Tensor], int] | None = None,
+        sampler: TokenSampler | None = None,
     ) -> Iterator[int]:
         """New tokens after `ids`, one at a time, up to and with one of `stop`. The sequence starts anew.
 
-        choose: logits [vocab] -> token; the likeliest when None.
+        choose: logits [vocab] -> token; sampler: draws without torch; the likeliest when both are None.
         """
         self.reset()
         tokens = _integers(ids)
         count = min(max_new_tokens, self.context - len(tokens))
         for i in range(count):
             logits = self._run(tokens)
-            token = (
-                ext.argmax(logits)
-                if choose is None
-                else choose(torch.frombuffer(logits, dtype=torch.float32))
-            )
+            if sampler is not None:
+                token = sampler.choose(_address(logits), self.vocab)
+            elif choose is not None:
+                token = choose(torch.frombuffer(logits, dtype=torch.float32))
+            else:
+                token = ext.argmax(logits)
             yield token
             if token in stop or i + 1 == count:
                 return

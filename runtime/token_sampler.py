@@ -18,8 +18,8 @@ from nstf.kernels.cpu import ext
 @dataclass(frozen=True)
 class Settings:
     """temperature: 0 takes the likeliest token. top_k: 0 for all. top_p: the likeliest tokens that have this share together.
-    min_p: tokens with at least this share of the likeliest one's. repetition_penalty: logits of tokens that occurred in prompt
-    or text are divided by it where positive, multiplied where negative. seed: None for another one each time.
+    min_p: tokens with at least this share of the likeliest one's. repetition_penalty: logits of tokens that occurred in
+    prompt or text are divided by it where positive, multiplied where negative. seed: None for another one each time.
 
     Raises UsageError for values out of range.
     """
@@ -97,3 +97,8 @@ class TokenSampler:
             self._known.add(token)
             self._seen.append(token)
         return token
+
+
+def log_shares(address: int, vocab: int, count: int, token: int) -> list[tuple[int, float]]:
+    """The `count` likeliest tokens and then `token`, each with the logarithm of its probability by logits at an address."""
+    return ext.likeliest_tokens(address, vocab, count, token)

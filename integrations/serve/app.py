@@ -13,20 +13,25 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from nstf.integrations.serve.errors import ApiError
 from nstf.integrations.serve.output import Answer, Piece
-from nstf.integrations.serve.protocol import Request, parse
+from nstf.integrations.serve.protocol import parse
 from nstf.integrations.serve.replies import Replies
 from nstf.integrations.serve.service import Service
 from nstf.integrations.serve.stream import EventStream, Gone, unless_gone
 
 BODY_SECONDS = 30.0  # for the whole body of a request
 PAGE = Path(__file__).parent / "page"
-_PAGE_FILES = {"/": ("chat.html", "text/html"), "/chat.js": ("chat.js", "text/javascript"), "/chat.css": ("chat.css", "text/css")}
+_PAGE_FILES = {
+    "/": ("chat.html", "text/html"),
+    "/chat.js": ("chat.js", "text/javascript"),
+    "/chat.css": ("chat.css", "text/css"),
+}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,12 +44,18 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class App:
-    """The routes of one service. key: what clients must send, None for no key. hosts: names that requests may be for, None for
-    any: a web page elsewhere could make a browser ask a server on this machine under its own name. max_body: bytes.
+    """The routes of one service. key: what clients must send, None for no key. max_body: bytes.
+
+    hosts: names that requests may be for, None for any: a web page elsewhere could make a browser ask a server on this
+    machine under its own name.
     """
 
     def __init__(
-        self, service: Service, key: str | None = None, hosts: frozenset[str] | None = None, max_body: int = 4 << 20
+        self,
+        service: Service,
+        key: str | None = None,
+        hosts: frozenset[str] | None = None,
+        max_body: int = 4 << 20,
     ) -> None:
         self.service = service
         self._key = key
@@ -70,7 +81,9 @@ class App:
             await run_in_threadpool(self.service.close)
 
         return Starlette(
-            routes=found, lifespan=lifespan, exception_handlers={HTTPException: self._not_a_route}  # type: ignore[dict-item]
+            routes=found,
+            lifespan=lifespan,
+            exception_handlers={HTTPException: self._not_a_route},  # type: ignore[dict-item]
         )
 
     def _guarded(self, handler: Handler, open_: bool = False) -> Handler:
@@ -101,7 +114,9 @@ class App:
         same = hmac.compare_digest(given.strip().encode(), self._key.encode())
         if kind.lower() != "bearer" or not same:
             raise ApiError(
-                401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
             )
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -185,7 +200,10 @@ class App:
         return Response((PAGE / name).read_bytes(), media_type=kind, headers=_PAGE_HEADERS)
 
     async def _not_a_route(self, request: HttpRequest, error: HTTPException) -> Response:
-        texts = {404: "there is nothing here; see /v1/models", 405: f"{request.method} is not for this address"}
+        texts = {
+            404: "there is nothing here; see /v1/models",
+            405: f"{request.method} is not for this address",
+        }
         return _refusal(ApiError(error.status_code, texts.get(error.status_code, str(error.detail))))
 
 

@@ -13,7 +13,7 @@ Make = Callable[[], "Grammar"]
 
 
 class Grammar:
-    """The state of one answer. `allowed` gives the address of a bit for each token; `take` moves on; `done`: nothing may follow."""
+    """The state of one answer. allowed: the address of a bit for each token. take: moves on. done: nothing may follow."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
@@ -50,7 +50,9 @@ class Grammars:
         if self._tokenizer is None:
             text, vocab, ends = self._stated
             if not ends:
-                raise wrong("response_format", "this model has no token that ends a text, which response_format needs")
+                raise wrong(
+                    "response_format", "this model has no token that ends a text, which response_format needs"
+                )
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)
         return llguidance
 
@@ -67,5 +69,7 @@ class Grammars:
         except ValueError as error:
             reason = str(error)
         if reason:
-            raise wrong("response_format", f"the JSON schema is not supported: {' '.join(reason.split())[:300]}")
+            raise wrong(
+                "response_format", f"the JSON schema is not supported: {' '.join(reason.split())[:300]}"
+            )
         return Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])

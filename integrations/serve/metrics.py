@@ -58,10 +58,15 @@ class Metrics:
                 lines += [f"{full} {_number(self.gauges[name]())}"] if name in self.gauges else []
             elif kind == "counter":
                 found = sorted((labels, v) for (n, labels), v in counters.items() if n == name)
-                lines += [f"{full}{{{labels}}} {_number(v)}" if labels else f"{full} {_number(v)}" for labels, v in found]
+                lines += [
+                    f"{full}{{{labels}}} {_number(v)}" if labels else f"{full} {_number(v)}"
+                    for labels, v in found
+                ]
             else:
                 row = times.get(name, [0.0] * (len(BUCKETS) + 2))
-                lines += [f'{full}_bucket{{le="{b}"}} {_number(v)}' for b, v in zip(BUCKETS, row, strict=False)]
+                lines += [
+                    f'{full}_bucket{{le="{b}"}} {_number(v)}' for b, v in zip(BUCKETS, row, strict=False)
+                ]
                 lines += [f'{full}_bucket{{le="+Inf"}} {_number(row[-2])}']
                 lines += [f"{full}_sum {row[-1]!r}", f"{full}_count {_number(row[-2])}"]
         return "\n".join(lines) + "\n"

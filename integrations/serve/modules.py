@@ -50,9 +50,13 @@ class ModulesBackend:
     def submit(self, answer: Answer) -> None:
         """Puts an answer into the queue. Raises ApiError (400) for what transformers is not asked for here, 429 and 503."""
         if answer.logprobs is not None:
-            raise wrong("logprobs", "logprobs are given by the CPU engine only, which does not run this model")
+            raise wrong(
+                "logprobs", "logprobs are given by the CPU engine only, which does not run this model"
+            )
         if answer.grammar is not None:
-            raise wrong("response_format", "response_format needs the CPU engine, which does not run this model")
+            raise wrong(
+                "response_format", "response_format needs the CPU engine, which does not run this model"
+            )
         with self._changed:
             if self._stopping:
                 raise ApiError(503, "the server is shutting down", code="shutting_down")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 
 _CONTEXT = 8  # tokens of the prompt that the text is decoded after: some tokenizers drop a first space
@@ -61,7 +62,8 @@ class Answer:
         from tokenizers.decoders import DecodeStream
 
         self._stream = DecodeStream(ids=list(self.prompt[-_CONTEXT:]), skip_special_tokens=True)
-        self._held = ""
+        self._cut = StopText(self.stops)
+        self._certain = ""
         self._scores: list[TokenScore] = []
 
     def take(self, token: int, score: TokenScore | None = None) -> bool:
@@ -74,10 +76,8 @@ class Answer:
         if token in self.stop_tokens:
             self.end("stop")
             return False
-        self._held += self._decoded(token)
-        at = min((i for i in (self._held.find(s) for s in self.stops) if i >= 0), default=-1)
-        if at >= 0:
-            self._held = self._held[:at]
+        self._certain += self._cut.feed(self._decoded(token))
+        if self._cut.ended:
             self.end("stop")
             return False
         if self.grammar is not None and self.grammar.done:
@@ -86,17 +86,15 @@ class Answer:
         if len(self.tokens) >= self.most:
             self.end("length")
             return False
-        certain = len(self._held) - self._doubtful()
-        if certain:
-            self._send(self._held[:certain], None)
-            self._held = self._held[certain:]
+        if self._certain:
+            text, self._certain = self._certain, ""
+            self._send(text, None)
         return True
 
     def end(self, reason: str) -> None:
         """Sends what was held back and the reason."""
         self.finished = True
-        text, self._held = self._held, ""
-        self._send(text, reason)
+        self._send(self._certain + self._cut.rest(), reason)
 
     def fail(self, message: str) -> None:
         """Ends the answer with an error of the server."""
@@ -110,18 +108,10 @@ class Answer:
     def _decoded(self, token: int) -> str:
         try:
             return self._stream.step(self.tokenizer, token) or ""
-        except Exception:  # the library raises plain Exception where bytes make no characters: the token is left out
+        except (
+            Exception
+        ):  # the library raises plain Exception where bytes make no characters: the token is left out
             from tokenizers.decoders import DecodeStream
 
             self._stream = DecodeStream(skip_special_tokens=True)
             return ""
-
-    def _doubtful(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        longest = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest

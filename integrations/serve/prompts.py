@@ -13,7 +13,15 @@ from nstf.runtime.artifact import Artifact
 from nstf.runtime.loading import load_tokenizer
 
 # What chat models write at the end of a turn; many files name another token as the end of a text.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|return|>")
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|return|>",
+)
 
 
 class Prompts:
@@ -24,7 +32,9 @@ class Prompts:
         self.own = load_tokenizer(artifact.path)
         self.fast: Any = getattr(self.own, "backend_tokenizer", None)
         if self.fast is None:
-            raise UnsupportedError(f"{artifact.path}: its tokenizer has no tokenizer.json, which text in pieces needs")
+            raise UnsupportedError(
+                f"{artifact.path}: its tokenizer has no tokenizer.json, which text in pieces needs"
+            )
         if template is not None:
             self.own.chat_template = template
         self._lock = Lock()  # a tokenizer's settings change for the time of a call
@@ -41,10 +51,11 @@ class Prompts:
         return self._ids(text)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. Raises ApiError (400) where the template refuses it."""
+        """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it."""
         if not self.has_template:
             raise wrong(
-                "messages", "this model has no chat template; use /v1/completions, or start the server with --chat-template"
+                "messages",
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
             )
         from jinja2 import TemplateError
 

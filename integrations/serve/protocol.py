@@ -16,10 +16,19 @@ MAX_MESSAGES = 2048
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Fields of OpenAI's that change nothing here or only say who asks; and those that must have the value that changes nothing.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+_IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
-    "logit_bias": (None, {}), "suffix": (None, ""), "echo": (None, False), "tools": (None, []), "tool_choice": (None, "none", "auto"),
+    "logit_bias": (None, {}), "suffix": (None, ""), "echo": (None, False), "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
     "functions": (None, []), "function_call": (None, "none", "auto"), "modalities": (None, ["text"]), "audio": (None,),
     "prediction": (None,), "reasoning_effort": (None, "none"), "verbosity": (None,), "web_search_options": (None,),
 }  # fmt: skip
@@ -33,8 +42,10 @@ _TEXT = _COMMON | {"prompt"}
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for. messages: of a chat, else None; prompt: the text to continue, or its token ids. most: tokens, None
-    for as many as the server allows. logprobs: alternatives, None for none. schema: a JSON schema, True for any object, or None.
+    """What a client asks for. messages: of a chat, else None; prompt: the text to continue, or its token ids.
+
+    most: tokens, None for as many as the server allows. logprobs: alternatives, None for none. schema: a JSON schema,
+    True for any object, or None.
     """
 
     messages: list[dict[str, Any]] | None
@@ -62,7 +73,10 @@ def parse(body: bytes, chat: bool, model: str) -> Request:
             raise wrong(name, f"unknown field {name[:60]!r}", "unknown_parameter")
     if data.get("model") not in (None, "", model):
         raise ApiError(
-            404, f"there is no model {str(data['model'])[:100]!r} here; this server has {model!r}", "model", "model_not_found"
+            404,
+            f"there is no model {str(data['model'])[:100]!r} here; this server has {model!r}",
+            "model",
+            "model_not_found",
         )
     options = _typed(data, "stream_options", dict, {})
     unknown = set(options) - {"include_usage", "include_obfuscation"}
@@ -98,7 +112,14 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
+_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
 
 
 def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -157,7 +178,7 @@ def _stops(data: dict[str, Any]) -> tuple[str, ...]:
 
 def _logprobs(data: dict[str, Any], chat: bool) -> int | None:
     if not chat:
-        count = _typed(data, "logprobs", int, None)
+        count: int | None = _typed(data, "logprobs", int, None)
     elif not _typed(data, "logprobs", bool, False):
         if data.get("top_logprobs"):
             raise wrong("top_logprobs", "top_logprobs needs logprobs: true")
@@ -165,7 +186,10 @@ def _logprobs(data: dict[str, Any], chat: bool) -> int | None:
     else:
         count = _typed(data, "top_logprobs", int, 0)
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise wrong("top_logprobs" if chat else "logprobs", f"at most {MAX_LOGPROBS} alternatives of a token can be had")
+        raise wrong(
+            "top_logprobs" if chat else "logprobs",
+            f"at most {MAX_LOGPROBS} alternatives of a token can be had",
+        )
     return count
 
 
@@ -208,7 +232,9 @@ def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise wrong(where, f"{where} must be an object")
-    unknown = sorted(k for k in set(message) - {"role", "content", "name", "refusal"} if message[k] is not None)
+    unknown = sorted(
+        k for k in set(message) - {"role", "content", "name", "refusal"} if message[k] is not None
+    )
     if unknown:
         raise wrong(f"{where}.{unknown[0][:60]}", f"{where}: {unknown[0][:60]!r} is not supported")
     if message.get("role") not in ROLES:
@@ -216,7 +242,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
                 raise wrong(f"{where}.content", f"{where}.content may have parts of type text only")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):

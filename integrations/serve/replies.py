@@ -17,7 +17,9 @@ from nstf.integrations.serve.protocol import Request
 class Replies:
     """The replies to one request. token_text: the text of a token, for logprobs."""
 
-    def __init__(self, request: Request, answer: Answer, model: str, token_text: Callable[[int], str]) -> None:
+    def __init__(
+        self, request: Request, answer: Answer, model: str, token_text: Callable[[int], str]
+    ) -> None:
         self._request, self._answer, self._token_text = request, answer, token_text
         self._chat = request.messages is not None
         self._head = {
@@ -52,7 +54,9 @@ class Replies:
                 yield _data(ApiError(500, piece.text).to_json())
                 return
             if piece.text or piece.logprobs:
-                yield self._event({"content": piece.text}, None if self._chat else piece.reason, piece.logprobs, offset)
+                yield self._event(
+                    {"content": piece.text}, None if self._chat else piece.reason, piece.logprobs, offset
+                )
             if piece.reason is not None:
                 if self._chat or not (piece.text or piece.logprobs):
                     yield self._event({}, piece.reason, ())
@@ -65,8 +69,14 @@ class Replies:
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
 
-    def _event(self, delta: dict[str, Any], reason: str | None, scores: Sequence[TokenScore], offset: int = 0) -> str:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": self._logprobs(scores, offset)}
+    def _event(
+        self, delta: dict[str, Any], reason: str | None, scores: Sequence[TokenScore], offset: int = 0
+    ) -> str:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": reason,
+            "logprobs": self._logprobs(scores, offset),
+        }
         if self._chat:
             choice["delta"] = delta
         else:

@@ -17,10 +17,9 @@ from threading import Condition, Thread
 from nstf.integrations.serve.errors import ApiError
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, TokenScore
-from nstf.kernels.cpu import ext
 from nstf.runtime.engine import Engine
 from nstf.runtime.engine_batch import TOGETHER, Batch, Part
-from nstf.runtime.token_sampler import TokenSampler
+from nstf.runtime.token_sampler import TokenSampler, log_shares
 
 _log = logging.getLogger("nstf")
 
@@ -83,7 +82,8 @@ class Scheduler:
             if len(self._waiting) >= self._queue_size + free:
                 raise ApiError(
                     429,
-                    f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; try again later",
+                    f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; "
+                    "try again later",
                     code="queue_full",
                 )
             self._waiting.append(answer)
@@ -253,5 +253,5 @@ def _copied(address: int, vocab: int) -> array[float]:
 
 
 def _score(logits: array[float], token: int, count: int) -> TokenScore:
-    *top, (_, own) = ext.likeliest_tokens(logits.buffer_info()[0], len(logits), count, token)
+    *top, (_, own) = log_shares(logits.buffer_info()[0], len(logits), count, token)
     return TokenScore(token, own, tuple(top))

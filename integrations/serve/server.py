@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
 
 
 def allowed_hosts(host: str, key: str | None) -> frozenset[str] | None:
-    """Names a request may be for: a server that only this machine reaches and that asks for no key answers to its names alone."""
+    """Names a request may be for: those of this machine, where only it reaches the server and no key is asked for."""
     return _HOST_NAMES if host in LOOPBACK and key is None else None
 
 
@@ -68,4 +68,6 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way of saying that it could not bind, after a line in its log
-        raise NstfError(f"cannot listen on {host}:{port}; is the port in use? choose another with --port") from error
+        raise NstfError(
+            f"cannot listen on {host}:{port}; is the port in use? choose another with --port"
+        ) from error

@@ -31,7 +31,8 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """parallel: answers decoded together; queue: answers that wait. context: tokens of prompt and answer, None for the model's.
+    """parallel: answers decoded together; queue: answers that wait. context: tokens of prompt and answer.
+
     max_tokens: of one answer, None for as many as fit. reproducible: see runtime/engine_batch.py. device: as torch names it.
     template: a chat template in the place of the file's own.
     """
@@ -81,7 +82,10 @@ class Service:
                 engine.threads = o.threads
                 return Scheduler(engine, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse)
         if o.reproducible:
-            raise UsageError("--reproducible is for models that the CPU engine runs" + (f": {self.note}" if self.note else ""))
+            raise UsageError(
+                "--reproducible is for models that the CPU engine runs"
+                + (f": {self.note}" if self.note else "")
+            )
         import torch
 
         from nstf.integrations.serve.modules import ModulesBackend, context_of
@@ -89,11 +93,13 @@ class Service:
 
         if o.threads is not None:
             torch.set_num_threads(o.threads)
-        model: Any = load(artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels)
+        model: Any = load(
+            artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels
+        )
         return ModulesBackend(model, context_of(model.config), o.queue, self.metrics)
 
     def begin(self, request: Request, emit: Callable[[Piece], None]) -> Answer:
-        """Tokenises a request and puts it into the queue. emit: is called with pieces from another thread. Raises ApiError."""
+        """Tokenises a request and puts it into the queue. emit: gets pieces, from another thread. Raises ApiError."""
         if request.messages is not None:
             prompt, ends, field = self.prompts.chat(request.messages), self.prompts.turn_ends, "messages"
         elif isinstance(request.prompt, str):
@@ -109,7 +115,9 @@ class Service:
             asked = f"the prompt has {len(prompt)} tokens" + (
                 f" and max_tokens is {request.most}" if request.most and room >= 1 else ""
             )
-            raise wrong(field, f"{asked}; this server's context is {self.context} tokens", "context_length_exceeded")
+            raise wrong(
+                field, f"{asked}; this server's context is {self.context} tokens", "context_length_exceeded"
+            )
         limit = self.options.max_tokens
         if limit is not None and (request.most or 1) > limit:
             raise wrong("max_tokens", f"max_tokens is {request.most}; this server allows {limit}")

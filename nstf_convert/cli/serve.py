@@ -70,7 +70,7 @@ def serve(
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
     key = _key(api_key_file)
-    template = None if chat_template is None else _text(chat_template, "--chat-template")
+    template = None if chat_template is None else read_text(chat_template, "--chat-template")
     try:
         from nstf.integrations.serve.app import App
         from nstf.integrations.serve.server import LOOPBACK, allowed_hosts, run
@@ -105,15 +105,18 @@ def serve(
 
 def _key(file: Path | None) -> str | None:
     """The key of a file or of the environment: an argument would be seen by everyone on the machine."""
-    found = os.environ.get(KEY_VARIABLE) if file is None else _text(file, "--api-key-file").strip()
+    found = os.environ.get(KEY_VARIABLE) if file is None else read_text(file, "--api-key-file").strip()
     if file is None and not found:
         return None
     if not found or not found.isascii() or not found.isprintable() or " " in found:
-        raise UsageError(f"the API key in {file or KEY_VARIABLE} must be printable ASCII without spaces, not empty")
+        raise UsageError(
+            f"the API key in {file or KEY_VARIABLE} must be printable ASCII without spaces, not empty"
+        )
     return found
 
 
-def _text(file: Path, option: str) -> str:
+def read_text(file: Path, option: str) -> str:
+    """A text file named by an option. Raises UsageError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
