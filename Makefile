@@ -13,7 +13,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-lo
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow integrations fuzz sanitize lint format bench clean
+.PHONY: help install demo test slow integrations fuzz soak sanitize lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -39,12 +39,15 @@ test: $(STAMP) ## the tests: no network, no GPU, a few minutes
 slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a model from the package index
 	@$(PYTEST) -m slow
 
-integrations: $(STAMP) ## the tests with PEFT and lm-eval, which it installs first (about 200 MB)
+integrations: $(STAMP) ## the tests with PEFT, lm-eval and openai, which it installs first (about 200 MB)
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
 
 fuzz: $(STAMP) ## the long runs over damaged files
 	@$(PYTEST) -m fuzz
+
+soak: $(STAMP) ## the server under clients that come and go, five minutes
+	@$(PYTEST) -m soak
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
 sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs gcc
