@@ -70,6 +70,7 @@ def serve(
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
     key = _key(api_key_file)
+    most_bytes = parse_bytes(max_body, "--max-body")
     template = None if chat_template is None else read_text(chat_template, "--chat-template")
     try:
         from nstf.integrations.serve.app import App
@@ -91,7 +92,7 @@ def serve(
         _say(f"{service.backend.name}: {service.note}")
     if host not in LOOPBACK and key is None:
         _say(f"warning: everyone who reaches {host} can use this server; set a key with --api-key-file")
-    app = App(service, key, allowed_hosts(host, key), parse_bytes(max_body))
+    app = App(service, key, allowed_hosts(host, key), most_bytes)
 
     def ready(taken: int) -> None:
         shown = f"[{host}]" if ":" in host else host
