@@ -149,13 +149,27 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     most = max(args.clients)
-    nstf = [sys.executable, "-m", "nstf_convert", "serve", str(args.artifact), "--parallel", str(most), "--threads", str(args.threads)]  # fmt: skip
+    threads = str(args.threads)
+    nstf = [sys.executable, "-m", "nstf_convert", "serve", str(args.artifact)]
+    nstf += ["--parallel", str(most), "--threads", threads]
     commands = {"nstf": nstf}
     if args.reproducible:
         commands["nstf --reproducible"] = [*nstf, "--reproducible"]
     if args.gguf:
-        tool = args.llama_server or build(args.out / "llama.cpp", ("llama-server",), args.threads, ("-DLLAMA_BUILD_SERVER=ON",))[0]  # fmt: skip
-        commands["llama-server"] = [str(tool), "-m", str(args.gguf), "-np", str(most), "-c", str(1024 * most), "-t", str(args.threads)]  # fmt: skip
+        flags = ("-DLLAMA_BUILD_SERVER=ON",)
+        tool = args.llama_server or build(args.out / "llama.cpp", ("llama-server",), args.threads, flags)[0]
+        room = str(1024 * most)
+        commands["llama-server"] = [
+            str(tool),
+            "-m",
+            str(args.gguf),
+            "-np",
+            str(most),
+            "-c",
+            room,
+            "-t",
+            threads,
+        ]
     prompts = texts(args.prompt_words)
     ports, running = {}, []
     try:
