@@ -12,6 +12,7 @@ import argparse
 import http.client
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="logs, and the build of llama.cpp")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     args.out.mkdir(parents=True, exist_ok=True)
     most = max(args.clients)
     threads = str(args.threads)
