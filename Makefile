@@ -39,7 +39,7 @@ test: $(STAMP) ## the tests: no network, no GPU, a few minutes
 slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a model from the package index
 	@$(PYTEST) -m slow
 
-integrations: $(STAMP) ## the tests with PEFT, lm-eval, llama.cpp and other engines, installed first (builds llama.cpp: 15 min)
+integrations: $(STAMP) ## the tests with PEFT, lm-eval, openai, llama.cpp and other engines, installed first (builds llama.cpp: 15 min)
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
 
@@ -47,8 +47,9 @@ integrations: $(STAMP) ## the tests with PEFT, lm-eval, llama.cpp and other engi
 fuzz: $(STAMP) ## the long runs over damaged files, faults at every call, random trees (hours; see SECURITY.md)
 	@$(PYTEST) -m fuzz -rP --ignore tests/attacks/test_limits_and_soak.py
 
-soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memory
+soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memory; the server under clients that come and go
 	@$(PY) -m pytest -q -m fuzz -rP tests/attacks/test_limits_and_soak.py
+	@$(PYTEST) -m soak
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
 sanitize: $(STAMP) ## the kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer; needs gcc

@@ -165,7 +165,7 @@ def write(artifact: Path, tokens: int) -> None:
         inputs = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(0)
         clock = Clock()
-        # Settings that the engine knows: a repetition penalty, for one, would leave the text to transformers' modules,
+        # Settings that the engine knows: a ban on repeated n-grams, for one, would leave the text to transformers' modules,
         # which are several times slower.
         ids = model.generate(
             input_ids=inputs["input_ids"],

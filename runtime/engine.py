@@ -29,6 +29,8 @@ from nstf.runtime.engine_config import EngineConfig, completed, read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nstf.runtime.token_sampler import TokenSampler
+
 KV_CACHES = ("float16", "int8")
 _PREFIXES = ("", "language_model.", "model.language_model.")
 _MATRICES = {
@@ -154,21 +156,24 @@ class Engine:
         max_new_tokens: int,
         stop: frozenset[int] = frozenset(),
         choose: Callable[[Tensor], int] | None = None,
+        sampler: TokenSampler | None = None,
     ) -> Iterator[int]:
         """New tokens after `ids`, one at a time, up to and with one of `stop`. The sequence starts anew.
 
-        choose: logits [vocab] -> token; the likeliest when None. Raises as `forward`, and NstfError when the logits are NaN.
+        choose: logits [vocab] -> token; sampler: draws without torch; the likeliest when both are None. Raises as
+        `forward`, and NstfError when the logits are NaN.
         """
         self.reset()
         tokens = _integers(ids)
         count = min(max_new_tokens, self.context - len(tokens))
         for i in range(count):
             logits = self._run(tokens)
-            token = (
-                ext.argmax(logits)
-                if choose is None
-                else choose(torch.frombuffer(logits, dtype=torch.float32))
-            )
+            if sampler is not None:
+                token = sampler.choose(_address(logits), self.vocab)
+            elif choose is not None:
+                token = choose(torch.frombuffer(logits, dtype=torch.float32))
+            else:
+                token = ext.argmax(logits)
             if math.isnan(logits[token]):
                 raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
             yield token

@@ -1,7 +1,7 @@
 """`generate` of a loaded model by the CPU engine where the request allows it, by transformers where it does not.
 
-The engine continues one sequence, greedily or by temperature, top-k and top-p. Beams, several sequences, padding, logits
-processors, caches handed in and everything else stay with transformers.
+The engine continues one sequence, greedily or by temperature, top-k, top-p and min-p, with or without a repetition penalty.
+Beams, several sequences, padding, logits processors, caches handed in and everything else stay with transformers.
 """
 
 import logging
@@ -17,6 +17,8 @@ from nstf.runtime.generation_request import Slot, fingerprint, read_request
 
 _log = logging.getLogger("nstf")
 
+FURTHER = frozenset({"min_p", "repetition_penalty"})
+
 
 def use_engine(model: Any, build: Callable[[], Any]) -> None:
     """Makes `model.generate` try the engine first. build: makes the Engine at the first call that can use it.
@@ -29,7 +31,7 @@ def use_engine(model: Any, build: Callable[[], Any]) -> None:
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = MethodType(type(self).generate, self)
-        request = read_request(self, args, kwargs, "cpu")
+        request = read_request(self, args, kwargs, "cpu", further=FURTHER)
         if request is None or self is not model or fingerprint(self) != before:
             return plain(*args, **kwargs)
         if not slot.lock.acquire(blocking=False):
@@ -51,28 +53,48 @@ def use_engine(model: Any, build: Callable[[], Any]) -> None:
     model.generate = MethodType(torch.no_grad()(generate), model)
 
 
-def _sampler(settings: dict[str, Any]) -> Callable[[Tensor], int]:
-    """Draws a token as transformers does: temperature, then the top k, then the top p, then torch's generator."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def _sampler(request: dict[str, Any]) -> Callable[[Tensor], int] | None:
+    """Chooses a token as transformers does: repetition penalty, temperature, top-k, top-p, min-p, torch's generator.
 
-    temperature, top_k, top_p = (settings[n] for n in ("temperature", "top_k", "top_p"))
-    warpers: list[Any] = []
-    if temperature is not None and temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k:
-        warpers.append(TopKLogitsWarper(int(top_k)))
-    if top_p is not None and top_p < 1.0:
-        warpers.append(TopPLogitsWarper(float(top_p)))
+    None where it is the likeliest of the logits as they are.
+    """
+    from transformers import (
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    settings, penalty = request["settings"], request["penalty"]
+    if settings is None and penalty == 1.0:
+        return None
+    processors: list[Any] = [] if penalty == 1.0 else [RepetitionPenaltyLogitsProcessor(float(penalty))]
+    if settings is not None:
+        temperature, top_k, top_p, min_p = (settings[n] for n in ("temperature", "top_k", "top_p", "min_p"))
+        if temperature is not None and temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k:
+            processors.append(TopKLogitsWarper(int(top_k)))
+        if top_p is not None and top_p < 1.0:
+            processors.append(TopPLogitsWarper(float(top_p)))
+        if min_p:
+            processors.append(MinPLogitsWarper(float(min_p)))
+    ids = request["ids"].clone()
 
     def choose(logits: Tensor) -> int:
+        nonlocal ids
         threads = torch.get_num_threads()
         # One: torch's other threads would go on looking for work while the engine's start on theirs.
         torch.set_num_threads(1)
         try:
             scores = logits[None]
-            for warper in warpers:
-                scores = warper(None, scores)
-            return int(torch.multinomial(scores.softmax(dim=-1), 1))
+            for processor in processors:
+                scores = processor(ids, scores)
+            drawn = scores.argmax(-1) if settings is None else torch.multinomial(scores.softmax(dim=-1), 1)[0]
+            if penalty != 1.0:
+                ids = torch.cat([ids, drawn[None]], dim=1)
+            return int(drawn)
         except RuntimeError as error:  # torch's word for a distribution that is none
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
         finally:
@@ -87,7 +109,7 @@ def _run(engine: Any, request: dict[str, Any]) -> Tensor:
     if streamer is not None:
         streamer.put(ids.cpu())
     new = []
-    choose = _sampler(request["settings"]) if request["settings"] else None
+    choose = _sampler(request)
     for token in engine.generate(ids[0], request["new_tokens"], request["stop"], choose):
         new.append(token)
         if streamer is not None:

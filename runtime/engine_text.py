@@ -1,11 +1,11 @@
-"""Greedy text from a file by the CPU engine and the `tokenizers` library alone: no torch, no transformers.
+"""Text from a file by the CPU engine and the `tokenizers` library alone: no torch, no transformers.
 
 Importing those two takes ten times as long as the first token of a small model. What they would do differently from this
 short way (special classes of tokenizers, settings that change what is chosen) is refused here and left to them.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from nstf.runtime.artifact.config import check_generation
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine
+from nstf.runtime.stops import until_stop
+from nstf.runtime.token_sampler import Settings, TokenSampler
 
 # Classes of transformers that take tokenizer.json as it is, and the settings that change nothing then.
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -39,17 +41,22 @@ def stream(
     threads: int | None = None,
     verify: bool = True,
     kv_cache: str = "float16",
+    sampling: Mapping[str, Any] | None = None,
+    stops: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The likeliest continuation of `prompt` in pieces, each as soon as its characters are certain.
+    """The continuation of `prompt` in pieces, each as soon as its characters are certain; the likeliest one by default.
 
     exact: no int8 activations. threads: None for as many as there are processors. verify: check every SHA-256 of the file
-    before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`.
+    before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`. sampling: values of
+    `token_sampler.Settings`; top-k and top-p that are not stated are those of the file, else 50 and 1 as in transformers.
+    stops: strings that the text ends before.
 
-    Raises UsageError for a prompt without tokens, CorruptError, and UnsupportedError before the first piece for a file that
-    needs transformers: `nstf.runtime.load` runs it.
+    Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
+    before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
     """
     with open_artifact(path) as artifact, Verifying(artifact) if verify else nullcontext() as check:
-        stop = _stops(artifact)
+        stop, usual = _generation(artifact)
+        settings = Settings(**(usual | dict(sampling or {})))
         tokenizer = _tokenizer(artifact)
         engine = Engine(artifact, exact, threads, kv_cache)
         ids = tokenizer.encode(prompt).ids
@@ -59,7 +66,10 @@ def stream(
         raise UsageError("the prompt has no tokens; give a text to continue")
     if len(ids) + max_new_tokens > engine.context:
         raise UnsupportedError("text beyond the model's context is left to transformers")
-    yield from pieces(tokenizer, engine.generate(ids, max_new_tokens, stop))
+    sampler = None if settings.plain else TokenSampler(settings, ids)
+    yield from until_stop(
+        pieces(tokenizer, engine.generate(ids, max_new_tokens, stop, sampler=sampler)), stops
+    )
 
 
 def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
@@ -121,8 +131,8 @@ def _tokenizer(artifact: Artifact) -> Any:
     return tokenizer
 
 
-def _stops(artifact: Artifact) -> frozenset[int]:
-    """The tokens that end a text."""
+def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
+    """The tokens that end a text, and the file's settings of a draw, with transformers' in the place of missing ones."""
     if "generation_config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
     settings = artifact.object("generation_config.json")
@@ -132,4 +142,6 @@ def _stops(artifact: Artifact) -> frozenset[int]:
         raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")
     end = settings.get("eos_token_id")
     found = end if isinstance(end, list) else [] if end is None else [end]
-    return frozenset(found)
+    usual = {"top_k": 50, "top_p": 1.0}
+    usual |= {k: settings[k] for k in usual if settings.get(k) is not None}
+    return frozenset(found), usual

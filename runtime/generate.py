@@ -1,6 +1,6 @@
 """Text from a loaded model, piece by piece: what `nstf generate` prints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime.stops import until_stop
+from nstf.runtime.token_sampler import Settings
 
 
 def stream(
@@ -19,28 +21,45 @@ def stream(
     temperature: float = 0.0,
     chat: bool = False,
     seed: int = 0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stops: Sequence[str] = (),
 ) -> Iterator[str]:
     """The generated text in pieces, as soon as each is certain (whole words or characters).
 
     temperature: 0 always takes the likeliest token; above 0 samples, reproducibly by `seed`.
     chat: the prompt is a user's message and goes through the tokenizer's chat template.
+    top_k, top_p, min_p, repetition_penalty: as in transformers; None for the model's own. stops: strings that the text ends
+    before. A caller who takes no more pieces and closes the iterator ends the generation.
 
     Raises UsageError for an empty prompt or values out of range, UnsupportedError for a model that
     generates no text. An error inside the model is raised here, after the pieces that came before it.
     """
-    from transformers import TextIteratorStreamer
-
     if max_new_tokens < 1 or temperature < 0:
         raise UsageError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; they must be at least 1 and 0"
         )
+    Settings(
+        temperature,
+        top_k or 0,
+        1.0 if top_p is None else top_p,
+        min_p or 0.0,
+        1.0 if repetition_penalty is None else repetition_penalty,
+    )  # checks them
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     inputs = _inputs(tokenizer, prompt, chat).to(model.device)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = _streamer(tokenizer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
+    drawn = (
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        if temperature > 0
+        else {}
+    )
+    stated = {**drawn, "repetition_penalty": repetition_penalty}
+    options |= {k: v for k, v in stated.items() if v is not None}
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = _pad_token(model, tokenizer)
     failure: Queue[BaseException] = Queue()
@@ -50,21 +69,43 @@ def stream(
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options)
+        except _Left:
+            streamer.end()
         except BaseException as error:
             failure.put(error)
             streamer.end()
 
     thread = Thread(target=work, daemon=True)
     thread.start()
-    for piece in streamer:
-        if piece:
-            yield piece
-    thread.join()
+    try:
+        yield from until_stop((piece for piece in streamer if piece), stops)
+    finally:
+        streamer.left = True
+        thread.join()
     if not failure.empty():
         error = failure.get()
         if isinstance(error, RuntimeError) and "probability tensor" in str(error):
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
         raise error
+
+
+class _Left(Exception):
+    """Leaves `generate` between two tokens: nobody takes its text."""
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """transformers' streamer, which ends the generation once its `left` is set."""
+    from transformers import TextIteratorStreamer
+
+    class Streamer(TextIteratorStreamer):  # type: ignore[misc]
+        left = False
+
+        def put(self, value: Tensor) -> None:
+            if self.left:
+                raise _Left
+            super().put(value)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:

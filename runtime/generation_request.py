@@ -90,11 +90,18 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
 
 
 def read_request(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, most: int = 1
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    most: int = 1,
+    further: frozenset[str] = frozenset(),
 ) -> dict[str, Any] | None:
-    """What to generate, or None when transformers has to do it. device: the type the model must be on; most: sequences."""
+    """What to generate, or None when transformers has to do it. device: the type the model must be on; most: sequences;
+    further: of min_p and repetition_penalty, those that the decoder knows.
+    """
     given = {k: v for k, v in kwargs.items() if v is not None}
-    if len(args) > 1 or set(given) - _KNOWN or model.device.type != device or model.training:
+    if len(args) > 1 or set(given) - _KNOWN - further or model.device.type != device or model.training:
         return None
     prompts = [*args, *(given[k] for k in ("input_ids", "inputs") if k in given)]
     ids = prompts[0] if len(prompts) == 1 else None
@@ -108,7 +115,7 @@ def read_request(
     ):
         return None
     config = model.generation_config
-    settings = _settings(config, given)
+    settings = _settings(config, given, further)
     if settings is None:
         return None
     mask, pad = given.get("attention_mask"), settings["pad_token_id"]
@@ -131,31 +138,53 @@ def read_request(
         "stop": frozenset(ends),
         "pad": pad if pad is not None else next(iter(ends), 0),
         "settings": settings if settings["do_sample"] else None,
+        "penalty": settings["repetition_penalty"],
         "streamer": given.get("streamer"),
     }
 
 
-def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+def _settings(config: Any, given: dict[str, Any], further: frozenset[str]) -> dict[str, Any] | None:
     """The settings a decoder reads, or None when any other is set."""
     stated = config.to_dict()
     usual = type(config)().to_dict()
     for name, value in stated.items():
         value = given.get(name, value)
         allowed = _PLAIN.get(name, (None, usual.get(name)))
-        if name not in WITHOUT_EFFECT and value not in allowed:
+        if name not in WITHOUT_EFFECT | further and value not in allowed:
             return None
     if any(given.get(n) not in _PLAIN[n] for n in ("num_beams", "num_return_sequences")):
         return None
-    read = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id")
+    read = (
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "eos_token_id",
+        "pad_token_id",
+    )
     found = {name: given.get(name, getattr(config, name, None)) for name in read}
     # What transformers puts in the place of settings that nobody stated.
-    defaults = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    defaults = {
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
     settings = {k: defaults.get(k) if v is None else v for k, v in found.items()}
-    return settings if not settings["do_sample"] or _can_draw(settings) else None
+    return settings if _in_range(settings) else None
 
 
-def _can_draw(settings: dict[str, Any]) -> bool:
-    """Whether temperature, top-k and top-p are in range; what to say of others is known to transformers."""
-    temperature, top_k, top_p = (settings[n] for n in ("temperature", "top_k", "top_p"))
-    numbers = all(type(v) in (int, float) for v in (temperature, top_p)) and type(top_k) is int
-    return numbers and 0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1
+def _in_range(settings: dict[str, Any]) -> bool:
+    """Whether the numbers are in range; what to say of others is known to transformers."""
+    penalty = settings["repetition_penalty"]
+    if type(penalty) not in (int, float) or not 0 < penalty < math.inf:
+        return False
+    if not settings["do_sample"]:
+        return True
+    temperature, top_k, top_p, min_p = (settings[n] for n in ("temperature", "top_k", "top_p", "min_p"))
+    numbers = all(type(v) in (int, float) for v in (temperature, top_p, min_p)) and type(top_k) is int
+    return numbers and 0 < temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1

@@ -8,6 +8,7 @@ void bind_ldlq(nb::module_& m);
 void bind_trellis(nb::module_& m);
 void bind_shuffle(nb::module_& m);
 void bind_engine(nb::module_& m);
+void bind_sampler(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 
 NB_MODULE(_ext, m) {
@@ -17,5 +18,6 @@ NB_MODULE(_ext, m) {
     bind_trellis(m);
     bind_shuffle(m);
     bind_engine(m);
+    bind_sampler(m);
     bind_bandwidth(m);
 }

@@ -33,6 +33,8 @@ SUMMARIES = {
     "verify": "Check every byte of an artifact.",
     "eval": "Measure the accuracy and apply gates.",
     "generate": "Generate text with an artifact.",
+    "chat": "Chat with an artifact in the terminal.",
+    "serve": "Serve an artifact by OpenAI's API.",
     "bench": "Measure tokens per second on this CPU or GPU.",
     "compile": "Compile GPU kernels ahead of time.",
     "profile": "Show where the time of a model goes.",

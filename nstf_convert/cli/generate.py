@@ -21,9 +21,22 @@ def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, max=10.0, help="0 takes the most likely token; higher is more varied.")
-    ] = 0.0,
+    temperature: options.Temperature = 0.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draw from this many likeliest tokens, 0 for all; the model's, else 50."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw from the likeliest tokens with this share together; the model's, else 1.",
+        ),
+    ] = None,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    stop: options.Stop = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
     ] = False,
@@ -63,23 +76,21 @@ def generate(
     if device.partition(":")[0] != "cpu":
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
-    plain = device == "cpu" and attention == "full" and not (temperature or chat or kernels)
-    made = _by_engine(artifact, text, max_new_tokens, exact, threads, kv_cache) if plain else None
+    sampling = {"temperature": temperature, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    sampling |= {k: v for k, v in {"top_k": top_k, "top_p": top_p}.items() if v is not None}
+    stops = options.check_stops(stop)
+    if temperature == 0 and (min_p or {"top_k", "top_p"} & set(sampling)):
+        raise UsageError("--top-k, --top-p and --min-p are for draws: add --temperature 0.8, say")
+    plain = device == "cpu" and attention == "full" and not (chat or kernels)
+    made = (
+        _by_engine(artifact, text, max_new_tokens, exact, threads, kv_cache, sampling | {"seed": seed}, stops)
+        if plain
+        else None
+    )
     if made is None:
         made = _by_transformers(
-            artifact,
-            text,
-            max_new_tokens,
-            temperature,
-            chat,
-            seed,
-            attention,
-            exact,
-            device,
-            kernels,
-            threads,
-            kv_cache,
-        )
+            artifact, text, max_new_tokens, chat, seed, attention, exact, device, kernels, threads, kv_cache, sampling, stops
+        )  # fmt: skip
     for piece in made:
         pieces.append(piece)
         if not json:
@@ -93,12 +104,21 @@ def generate(
 
 
 def _by_engine(
-    artifact: Path, prompt: str, max_new_tokens: int, exact: bool, threads: int | None, kv_cache: str
+    artifact: Path,
+    prompt: str,
+    max_new_tokens: int,
+    exact: bool,
+    threads: int | None,
+    kv_cache: str,
+    sampling: dict[str, Any],
+    stops: list[str],
 ) -> Iterator[str] | None:
     """The text without torch and transformers, or None for a file that needs them."""
     from nstf.runtime import engine_text
 
-    pieces = engine_text.stream(artifact, prompt, max_new_tokens, exact, threads, kv_cache=kv_cache)
+    pieces = engine_text.stream(
+        artifact, prompt, max_new_tokens, exact, threads, kv_cache=kv_cache, sampling=sampling, stops=stops
+    )
     try:
         first = next(pieces, "")
     except UnsupportedError:
@@ -110,7 +130,6 @@ def _by_transformers(
     artifact: Path,
     prompt: str,
     max_new_tokens: int,
-    temperature: float,
     chat: bool,
     seed: int,
     attention: str,
@@ -119,6 +138,8 @@ def _by_transformers(
     kernels: Path | None,
     threads: int | None,
     kv_cache: str,
+    sampling: dict[str, Any],
+    stops: list[str],
 ) -> Iterator[str]:
     import torch
 
@@ -135,4 +156,7 @@ def _by_transformers(
         kv_cache=kv_cache,
     )
     tokenizer = nstf.runtime.load_tokenizer(artifact)
-    yield from nstf.runtime.stream(model, tokenizer, prompt, max_new_tokens, temperature, chat, seed)
+    sampling = {k: v for k, v in sampling.items() if v != {"min_p": 0.0, "repetition_penalty": 1.0}.get(k)}
+    yield from nstf.runtime.stream(
+        model, tokenizer, prompt, max_new_tokens, chat=chat, seed=seed, stops=stops, **sampling
+    )

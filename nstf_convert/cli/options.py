@@ -11,6 +11,7 @@ from nstf.errors import UsageError
 from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
 
 if TYPE_CHECKING:
+    from nstf.runtime.token_sampler import Settings
     from nstf_convert.options import ConvertOptions
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf or .onnx file, or a hub name.")]
@@ -38,6 +39,23 @@ Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads;
 KvCache = Annotated[
     str,
     typer.Option(help="What the CPU engine keeps keys and values as: float16, or int8 in half the memory."),
+]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, max=10.0, help="0 takes the most likely token; higher is more varied.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0: from all.")]
+TopP = Annotated[
+    float,
+    typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that have this share together."),
+]
+MinP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from tokens with this share of the likeliest one's.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(min=0.01, max=100.0, help="Above 1: tokens that occurred become less likely.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output.")]
@@ -89,6 +107,22 @@ def refuse_cpu_options(exact: bool, kv_cache: str) -> None:
     """Raises UsageError for options that only the CPU engine has."""
     if exact or kv_cache != "float16":
         raise UsageError("--exact and --kv-cache are the CPU engine's: leave them out, or add --device cpu")
+
+
+def check_stops(stops: list[str] | None) -> list[str]:
+    """Raises UsageError for an empty stop string."""
+    if not all(stops or []):
+        raise UsageError("--stop is empty: give the text to end before")
+    return list(stops or [])
+
+
+def sampling(
+    temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float, seed: int | None
+) -> "Settings":
+    """How tokens are drawn. Raises UsageError for values out of range."""
+    from nstf.runtime.token_sampler import Settings
+
+    return Settings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
 
 
 def default_output(model: str) -> Path:

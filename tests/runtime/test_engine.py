@@ -254,6 +254,28 @@ def test_sampling_follows_torchs_seed_and_the_settings(tiny: ModuleType, tmp_pat
     assert model.nstf_engine.engine.position > 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 1.5, "do_sample": False},
+        {"min_p": 0.2, "do_sample": True, "temperature": 0.7},
+        {"repetition_penalty": 1.2, "min_p": 0.1, "top_p": 0.9, "top_k": 30, "do_sample": True},
+    ],
+)
+def test_penalty_and_min_p_give_the_tokens_of_transformers(
+    tiny: ModuleType, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    path = tiny.write(tmp_path, build("llama"))
+    found = []
+    for engine in ("exact", "off"):
+        model: Any = nstf.runtime.load(path, engine=engine)
+        torch.manual_seed(0)
+        found.append(model.generate(ids_of(5)[None], max_new_tokens=12, eos_token_id=-1, **arguments))
+        if engine == "exact":
+            assert model.nstf_engine.engine.position > 0
+    assert torch.equal(*found)
+
+
 def test_generation_stops_at_the_end_token(tiny: ModuleType, tmp_path: Path) -> None:
     model: Any = nstf.runtime.load(tiny.write(tmp_path, build("llama")))
     ids = ids_of(5)[None]
@@ -267,7 +289,7 @@ def test_generation_stops_at_the_end_token(tiny: ModuleType, tmp_path: Path) -> 
     "arguments",
     [
         {"num_beams": 2},
-        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 3},
         {"return_dict_in_generate": True},
         {"num_return_sequences": 2, "do_sample": True},

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -145,9 +146,27 @@ class Engine {
         std::lock_guard<std::mutex> lock(mutex_);
         model_.run(reinterpret_cast<const int64_t*>(ids), count, first, reinterpret_cast<float*>(logits), all, std::max(1, threads));
     }
+    // parts: (sequence, first position, tokens, whether of a prompt, whether logits are wanted).
+    void step(uintptr_t ids, const std::vector<std::tuple<int64_t, int64_t, int64_t, bool, bool>>& parts, uintptr_t logits,
+              int64_t least, int threads) {
+        std::vector<Part> all;
+        for (const auto& [sequence, first, count, prompt, wanted] : parts) all.push_back({sequence, first, count, prompt, wanted});
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(mutex_);
+        model_.step(reinterpret_cast<const int64_t*>(ids), all, reinterpret_cast<float*>(logits), least, std::max(1, threads));
+    }
+    void set_sequences(int64_t count) { locked([&] { model_.set_sequences(count); }); }
+    void copy(int64_t from, int64_t to, int64_t positions) { locked([&] { model_.copy(from, to, positions); }); }
+    void release(int64_t sequence) { locked([&] { model_.release(sequence); }); }
     int64_t cache_bytes() const { return model_.cache_bytes(); }
 
   private:
+    template <class F>
+    void locked(F body) {
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(mutex_);
+        body();
+    }
     static Shape shape(const nb::dict& d) {
         Shape s;
         auto number = [&](const char* key) { return nb::cast<int64_t>(d[key]); };
@@ -220,5 +239,9 @@ void bind_engine(nb::module_& m) {
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
+        .def("step", &Engine::step, "ids"_a, "parts"_a, "logits"_a, "least"_a, "threads"_a)
+        .def("set_sequences", &Engine::set_sequences, "count"_a)
+        .def("copy", &Engine::copy, "source"_a, "target"_a, "positions"_a)
+        .def("release", &Engine::release, "sequence"_a)
         .def_prop_ro("cache_bytes", &Engine::cache_bytes);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "../half.h"
 #include "leaves.h"
@@ -74,6 +75,30 @@ void Cache::make_room(int64_t positions, int64_t context) {
     }
     layers_ = std::move(made);
     positions_ = fresh;
+}
+
+void Cache::copy(const Cache& from, int64_t positions, int64_t context) {
+    if (positions > from.positions_) throw std::invalid_argument("engine: fewer positions than are to be copied");
+    make_room(positions, context);
+    // Whole blocks, since their positions are mixed.
+    const int64_t whole = (positions + kBlock - 1) / kBlock * kBlock;
+    const auto one = [&](auto& to, const auto& own, int64_t width) {
+        for (int64_t h = 0; h < kv_heads_; ++h)
+            std::copy_n(own.data() + h * from.positions_ * width, whole * width, to.data() + h * positions_ * width);
+    };
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        Layer& to = layers_[i];
+        const Layer& own = from.layers_[i];
+        if (type_ == CacheType::kHalf) {
+            one(to.keys, own.keys, head_size_);
+            one(to.values, own.values, head_size_);
+        } else {
+            one(to.key_codes, own.key_codes, head_size_);
+            one(to.value_codes, own.value_codes, head_size_);
+            one(to.key_scales, own.key_scales, 1);
+            one(to.value_scales, own.value_scales, 1);
+        }
+    }
 }
 
 int64_t Cache::bytes() const {

@@ -19,6 +19,8 @@ class Cache {
     // Room for at least `positions`, at most `context`; doubles when it is full, so that a short text does not pay for the
     // longest one. What is there stays.
     void make_room(int64_t positions, int64_t context);
+    // The first `positions` of another sequence's, which it must have seen.
+    void copy(const Cache& from, int64_t positions, int64_t context);
     int64_t positions() const { return positions_; }
     int64_t bytes() const;
 

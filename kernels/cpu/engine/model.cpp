@@ -31,7 +31,7 @@ void fits(const Shared& m, int64_t rows, int64_t cols) {
 
 Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache)
     : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)),
-      cache_(cache, shape.kv_heads, shape.head_size) {
+      cache_type_(cache) {
     const Shape& s = shape_;
     // Below 2^31 no product of two of them overflows.
     for (int64_t size : {s.hidden, s.heads, s.kv_heads, s.head_size, s.ffn, s.vocab, s.context})
@@ -42,6 +42,43 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
     fits(embedding_, s.vocab, s.hidden);
     fits(head_, s.vocab, s.hidden);
     require(static_cast<int64_t>(final_norm_.size()) == s.hidden, "engine: the last norm has another size");
+    set_sequences(1);
+}
+
+void Model::set_sequences(int64_t count) {
+    require(count > 0 && count <= 4096, "engine: as many sequences are not possible");
+    std::vector<Cache> fresh;
+    for (int64_t i = 0; i < count; ++i) {
+        if (i < static_cast<int64_t>(caches_.size())) {
+            fresh.push_back(std::move(caches_[static_cast<size_t>(i)]));
+            continue;
+        }
+        fresh.emplace_back(cache_type_, shape_.kv_heads, shape_.head_size);
+        for (size_t k = 0; k < layers_.size(); ++k) fresh.back().add_layer();
+    }
+    caches_ = std::move(fresh);
+}
+
+Cache& Model::cache(int64_t sequence) {
+    require(sequence >= 0 && sequence < static_cast<int64_t>(caches_.size()), "engine: no such sequence");
+    return caches_[static_cast<size_t>(sequence)];
+}
+
+void Model::copy(int64_t from, int64_t to, int64_t positions) {
+    require(from != to && positions >= 0, "engine: nothing to copy");
+    cache(to).copy(cache(from), positions, shape_.context);
+}
+
+void Model::release(int64_t sequence) {
+    Cache& own = cache(sequence);
+    own = Cache(cache_type_, shape_.kv_heads, shape_.head_size);
+    for (size_t k = 0; k < layers_.size(); ++k) own.add_layer();
+}
+
+int64_t Model::cache_bytes() const {
+    int64_t total = 0;
+    for (const Cache& c : caches_) total += c.bytes();
+    return total;
 }
 
 void Model::add_layer(Layer layer) {
@@ -65,7 +102,7 @@ void Model::add_layer(Layer layer) {
     sized(layer.k_bias, s.kv_heads * s.head_size);
     sized(layer.v_bias, s.kv_heads * s.head_size);
     layers_.push_back(std::move(layer));
-    cache_.add_layer();
+    for (Cache& c : caches_) c.add_layer();
 }
 
 void Model::add_rotation(std::vector<float> frequencies) {
@@ -75,9 +112,9 @@ void Model::add_rotation(std::vector<float> frequencies) {
     sines_.emplace_back();
 }
 
-void Model::make_room(int64_t positions) {
-    cache_.make_room(positions, shape_.context);
-    const int64_t half = shape_.head_size / 2, fresh = cache_.positions();
+void Model::make_room(int64_t sequence, int64_t positions) {
+    cache(sequence).make_room(positions, shape_.context);
+    const int64_t half = shape_.head_size / 2, fresh = std::max(turned_, cache(sequence).positions());
     for (size_t r = 0; r < frequencies_.size() && turned_ < fresh; ++r) {
         cosines_[r].resize(static_cast<size_t>(fresh * half));
         sines_[r].resize(static_cast<size_t>(fresh * half));
@@ -91,44 +128,110 @@ void Model::make_room(int64_t positions) {
     turned_ = fresh;
 }
 
-void Model::run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads) {
+void Model::ready(const int64_t* ids, int64_t count) const {
     const Shape& s = shape_;
     require(static_cast<int64_t>(layers_.size()) == s.layers, "engine: layers are missing");
-    require(count > 0 && first >= 0 && first + count <= s.context, "engine: more tokens than the context holds");
     for (int64_t i = 0; i < count; ++i) require(ids[i] >= 0 && ids[i] < s.vocab, "engine: no such token");
     for (const Layer& layer : layers_)
         require(layer.rotation >= 0 && layer.rotation < static_cast<int>(cosines_.size()), "engine: no such rotation");
-    make_room(first + count);
+}
+
+void Model::heads(const float* normed, int64_t count, float* logits, int threads) {
+    const Shape& s = shape_;
+    head_->multiply(normed, count, logits, s.vocab, threads);
+    if (s.logit_cap > 0)
+        for (int64_t i = 0; i < count * s.vocab; ++i) logits[i] = s.logit_cap * std::tanh(logits[i] / s.logit_cap);
+}
+
+void Model::run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads) {
+    const Shape& s = shape_;
+    require(count > 0 && first >= 0 && first + count <= s.context, "engine: more tokens than the context holds");
+    ready(ids, count);
+    make_room(0, first + count);
     for (int64_t done = 0; done < count;) {
         const int64_t now = std::min(kTogether, count - done);
-        chunk(ids + done, now, first + done, threads);
+        chunk(ids + done, {Part{0, first + done, now, false, true}}, now, threads);
         done += now;
         if (!all && done < count) continue;
         const int64_t from = all ? 0 : now - 1;
         float* normed = normed_.grow(now * s.hidden);
         for (int64_t t = from; t < now; ++t)
             ops().rms_norm(x_.data() + t * s.hidden, final_norm_.data(), s.hidden, s.epsilon, normed + t * s.hidden);
-        float* to = all ? logits + (done - now) * s.vocab : logits;
-        head_->multiply(normed + from * s.hidden, now - from, to, s.vocab, threads);
-        if (s.logit_cap > 0)
-            for (int64_t i = 0; i < (now - from) * s.vocab; ++i) to[i] = s.logit_cap * std::tanh(to[i] / s.logit_cap);
+        heads(normed + from * s.hidden, now - from, all ? logits + (done - now) * s.vocab : logits, threads);
     }
 }
 
-void Model::chunk(const int64_t* ids, int64_t count, int64_t first, int threads) {
+void Model::step(const int64_t* ids, const std::vector<Part>& parts, float* logits, int64_t least, int threads) {
+    const Shape& s = shape_;
+    int64_t count = 0, wanted = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        const Part& p = parts[i];
+        require(p.count > 0 && p.first >= 0 && p.count <= kTogether && p.first <= s.context - p.count,
+                "engine: more tokens than the context holds");
+        for (size_t k = 0; k < i; ++k) require(parts[k].sequence != p.sequence, "engine: a sequence in two parts");
+        count += p.count;
+        wanted += p.wanted;
+    }
+    require(count > 0 && count <= kTogether && least <= kTogether, "engine: more tokens than go together");
+    ready(ids, count);
+    for (const Part& p : parts) make_room(p.sequence, p.first + p.count);
+    const int64_t rows = std::max(count, least);
+    chunk(ids, parts, rows, threads);
+    if (wanted == 0) return;
+    float* normed = normed_.grow(std::max(wanted, least) * s.hidden);
+    const float* x = x_.data();
+    int64_t to = 0;
+    for (const Part& p : parts) {
+        x += p.count * s.hidden;
+        if (p.wanted) ops().rms_norm(x - s.hidden, final_norm_.data(), s.hidden, s.epsilon, normed + to++ * s.hidden);
+    }
+    if (wanted >= least) return heads(normed, wanted, logits, threads);
+    float* room = padded_.grow(least * s.vocab);
+    heads(normed, least, room, threads);
+    std::copy_n(room, wanted * s.vocab, logits);
+}
+
+void Model::chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t count, int threads) {
     const Shape& s = shape_;
     float* x = x_.grow(kTogether * s.hidden);
-    for (int64_t t = 0; t < count; ++t) {
-        embedding_->decode(ids[t], x + t * s.hidden);
-        for (int64_t i = 0; i < s.hidden; ++i) x[t * s.hidden + i] *= s.embedding_scale;
-    }
+    int64_t t = 0;
+    for (const Part& p : parts)
+        for (int64_t end = t + p.count; t < end; ++t) {
+            embedding_->decode(ids[t], x + t * s.hidden);
+            for (int64_t i = 0; i < s.hidden; ++i) x[t * s.hidden + i] *= s.embedding_scale;
+        }
+    std::fill(x + t * s.hidden, x + count * s.hidden, 0.0f);
+    plan(parts);
     for (size_t i = 0; i < layers_.size(); ++i) {
-        attention(layers_[i], i, count, first, threads);
+        attention(layers_[i], i, parts, count, threads);
         feed_forward(layers_[i], count, threads);
     }
 }
 
-void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t first, int threads) {
+void Model::plan(const std::vector<Part>& parts) {
+    const Shape& s = shape_;
+    tasks_.clear();
+    work_ = 0;
+    int64_t row = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        const Part& p = parts[i];
+        const auto part = static_cast<int64_t>(i);
+        work_ += p.count * (p.first + p.count) * s.heads * s.head_size;
+        if (p.count == 1 && !p.prompt && cache(p.sequence).attends_alone()) {
+            for (int64_t h = 0; h < s.heads; ++h) tasks_.push_back({part, h, row, 1, true});
+        } else {
+            for (int64_t t = 0; t < p.count; t += kAttendTokens)
+                for (int64_t h = 0; h < s.kv_heads; ++h)
+                    tasks_.push_back({part, h, row + t, std::min(kAttendTokens, p.count - t), false});
+        }
+        row += p.count;
+    }
+    // The longest passes first.
+    auto length = [&](const Task& task) { return task.count * (parts[static_cast<size_t>(task.part)].first + task.token); };
+    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const Task& a, const Task& b) { return length(a) > length(b); });
+}
+
+void Model::attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads) {
     const Shape& s = shape_;
     const Ops& op = ops();
     const int64_t q_size = s.heads * s.head_size, kv_size = s.kv_heads * s.head_size;
@@ -144,37 +247,43 @@ void Model::attention(const Layer& layer, size_t index, int64_t count, int64_t f
 
     const int64_t half = s.head_size / 2;
     const auto rotation = static_cast<size_t>(layer.rotation);
-    for (int64_t t = 0; t < count; ++t) {
-        const int64_t at = first + t;
-        const float *cosine = cosines_[rotation].data() + at * half, *sine = sines_[rotation].data() + at * half;
-        auto turn = [&](float* head, const std::vector<float>& norm) {
-            if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
-            op.rope(head, cosine, sine, s.head_size);
-            cache_.turn(head);
-        };
-        for (int64_t h = 0; h < s.heads; ++h) turn(q + t * q_size + h * s.head_size, layer.q_norm);
-        for (int64_t h = 0; h < s.kv_heads; ++h) {
-            float* key = k + t * kv_size + h * s.head_size;
-            turn(key, layer.k_norm);
-            cache_.store(index, h, at, key, v + t * kv_size + h * s.head_size);
+    std::vector<int64_t> offset;  // rows before each part
+    int64_t row = 0;
+    for (const Part& p : parts) {
+        Cache& own = cache(p.sequence);
+        offset.push_back(row);
+        for (int64_t t = row; t < row + p.count; ++t) {
+            const int64_t at = p.first + t - row;
+            const float *cosine = cosines_[rotation].data() + at * half, *sine = sines_[rotation].data() + at * half;
+            auto turn = [&](float* head, const std::vector<float>& norm) {
+                if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
+                op.rope(head, cosine, sine, s.head_size);
+                own.turn(head);
+            };
+            for (int64_t h = 0; h < s.heads; ++h) turn(q + t * q_size + h * s.head_size, layer.q_norm);
+            for (int64_t h = 0; h < s.kv_heads; ++h) {
+                float* key = k + t * kv_size + h * s.head_size;
+                turn(key, layer.k_norm);
+                own.store(index, h, at, key, v + t * kv_size + h * s.head_size);
+            }
         }
+        row += p.count;
     }
 
-    const int64_t group = s.heads / s.kv_heads, blocks = (count + kAttendTokens - 1) / kAttendTokens;
-    auto task = [&](int64_t i) {
-        // The longest passes first.
-        const int64_t h = i % s.kv_heads, t = (blocks - 1 - i / s.kv_heads) * kAttendTokens;
-        const int64_t tokens = std::min(kAttendTokens, count - t), at = t * q_size + h * group * s.head_size;
-        cache_.attend(index, h, q + at, q_size, tokens, group, first + t, layer.window, s.score_scale, mixed + at, q_size);
+    const int64_t group = s.heads / s.kv_heads;
+    auto attend = [&](int64_t i) {
+        const Task& task = tasks_[static_cast<size_t>(i)];
+        const Part& p = parts[static_cast<size_t>(task.part)];
+        const Cache& own = cache(p.sequence);
+        const int64_t position = p.first + task.token - offset[static_cast<size_t>(task.part)];
+        const int64_t at = task.token * q_size + task.head * (task.alone ? 1 : group) * s.head_size;
+        if (task.alone)
+            own.attend_one(index, task.head / group, q + at, position, layer.window, s.score_scale, mixed + at);
+        else
+            own.attend(index, task.head, q + at, q_size, task.count, group, position, layer.window, s.score_scale, mixed + at,
+                       q_size);
     };
-    auto one = [&](int64_t h) {
-        const int64_t at = h * s.head_size;
-        cache_.attend_one(index, h / group, q + at, first, layer.window, s.score_scale, mixed + at);
-    };
-    const int64_t work = count * (first + count) * q_size;
-    const int workers = work < (1 << 16) ? 1 : threads;
-    if (count == 1 && cache_.attends_alone()) parallel_for(workers, s.heads, one);
-    else parallel_for(workers, s.kv_heads * blocks, task);
+    parallel_for(work_ < (1 << 16) ? 1 : threads, static_cast<int64_t>(tasks_.size()), attend);
 
     layer.o->multiply(mixed, count, out, s.hidden, threads);
     add_bias(out, layer.o_bias, count);

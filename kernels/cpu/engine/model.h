@@ -24,6 +24,13 @@ struct Layer {
     int rotation = 0;    // which of the model's tables of angles
 };
 
+// Tokens of one sequence that go through the layers together, at positions first..
+struct Part {
+    int64_t sequence, first, count;
+    bool prompt;  // numbers of a prompt do not depend on where it is cut: a single token of it goes the way of several
+    bool wanted;  // logits of the last token
+};
+
 class Model {
   public:
     Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache);
@@ -33,15 +40,33 @@ class Model {
 
     // Runs tokens at positions first.. and fills the logits of the last one, [vocab], or of all, [count, vocab].
     void run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads);
+    // Runs parts of different sequences in one pass over the weights, 128 tokens together at most; ids side by side. Fills a
+    // row of logits for each part that wants them. The rows of a product are at least `least`: where that is 4, every product
+    // is done by the kernels for several rows, and numbers of a sequence do not depend on what runs beside it.
+    void step(const int64_t* ids, const std::vector<Part>& parts, float* logits, int64_t least, int threads);
+    // The first `positions` of one sequence's cache become those of another.
+    void copy(int64_t from, int64_t to, int64_t positions);
+    // Frees what a sequence holds.
+    void release(int64_t sequence);
+    void set_sequences(int64_t count);
 
-    int64_t cache_bytes() const { return cache_.bytes(); }
+    int64_t cache_bytes() const;
     const Shape& shape() const { return shape_; }
 
   private:
-    void make_room(int64_t positions);
-    void chunk(const int64_t* ids, int64_t count, int64_t first, int threads);
-    void attention(const Layer& layer, size_t index, int64_t count, int64_t first, int threads);
+    struct Task {  // attention of some tokens of a part: of one query head where `alone`, else of those that share a key head
+        int64_t part, head, token, count;
+        bool alone;
+    };
+    void make_room(int64_t sequence, int64_t positions);
+    void ready(const int64_t* ids, int64_t count) const;
+    Cache& cache(int64_t sequence);
+    // count: rows of the products, those of the parts and padding.
+    void chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t count, int threads);
+    void plan(const std::vector<Part>& parts);
+    void attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads);
     void feed_forward(const Layer& layer, int64_t count, int threads);
+    void heads(const float* normed, int64_t count, float* logits, int threads);
 
     Shape shape_;
     Shared embedding_, head_;
@@ -49,7 +74,11 @@ class Model {
     std::vector<Layer> layers_;
     std::vector<std::vector<float>> frequencies_, cosines_, sines_;  // the tables: [positions][head_size / 2]
     int64_t turned_ = 0;  // positions the tables have angles for
-    Cache cache_;
+    CacheType cache_type_;
+    std::vector<Cache> caches_;  // of each sequence
+    std::vector<Task> tasks_;
+    int64_t work_ = 0;  // of all tasks
+    Buffer<float> padded_;
     Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_;
 };
 

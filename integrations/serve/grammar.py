@@ -1,0 +1,75 @@
+"""Output that follows a JSON schema, by llguidance: before each token the ones that can go on."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from nstf.integrations.serve.errors import ApiError, wrong
+
+Make = Callable[[], "Grammar"]
+
+
+class Grammar:
+    """The state of one answer. allowed: the address of a bit for each token. take: moves on. done: nothing may follow."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher = matcher
+        self._bits = array("I", bytes(4 * ((vocab + 31) // 32)))
+
+    @property
+    def done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> int:
+        self._matcher.unsafe_compute_mask_ptr(self._bits.buffer_info()[0], 4 * len(self._bits))
+        return self._bits.buffer_info()[0]
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Makes grammars for one tokenizer. Raises ApiError where the library is missing or a schema is not understood."""
+
+    def __init__(self, tokenizer_json: str, vocab: int, ends: list[int]) -> None:
+        self._stated = (tokenizer_json, vocab, ends)
+        self._tokenizer: Any = None
+
+    def _ready(self) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ApiError(
+                501,
+                "this server has no llguidance, which response_format needs; install nstf's extra `serve`",
+                "response_format",
+            ) from error
+        if self._tokenizer is None:
+            text, vocab, ends = self._stated
+            if not ends:
+                raise wrong(
+                    "response_format", "this model has no token that ends a text, which response_format needs"
+                )
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+        return llguidance
+
+    def of(self, schema: Any) -> Grammar:
+        """Of a JSON schema as parsed JSON; True for any object."""
+        library = self._ready()
+        stated = {"type": "object"} if schema is True else schema
+        try:
+            # Whitespace without end is what a small model likes best inside JSON.
+            grammar = library.LLMatcher.grammar_from_json_schema(
+                json.dumps(stated), overrides={"whitespace_flexible": False}
+            )
+            reason = library.LLMatcher.validate_grammar(grammar, self._tokenizer)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            raise wrong(
+                "response_format", f"the JSON schema is not supported: {' '.join(reason.split())[:300]}"
+            )
+        return Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])

@@ -1,0 +1,136 @@
+"use strict";
+// A chat over /v1/chat/completions. The conversation and the key live in this page only.
+const at = (id) => document.getElementById(id);
+const messages = [];
+let running = null; // the AbortController of the answer under way
+
+const headers = () => {
+  const key = at("key").value;
+  return key ? { Authorization: `Bearer ${key}` } : {};
+};
+
+function show(role, text, failed) {
+  const box = document.createElement("article");
+  box.className = failed ? "failed" : role;
+  const who = document.createElement("h2");
+  who.textContent = role === "user" ? "You" : failed ? "Error" : "Model";
+  const body = document.createElement("div");
+  body.textContent = text;
+  box.append(who, body);
+  at("log").append(box);
+  follow(true);
+  return body;
+}
+
+function follow(always) {
+  const log = at("log");
+  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 80) log.scrollTop = log.scrollHeight;
+}
+
+function busy(on) {
+  at("send").hidden = on;
+  at("stop").hidden = !on;
+}
+
+function request() {
+  const body = { messages: [...messages], stream: true, stream_options: { include_usage: true } };
+  const system = at("system").value.trim();
+  if (system) body.messages.unshift({ role: "system", content: system });
+  for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"]) {
+    const value = at(name).value;
+    if (value !== "") body[name] = Number(value);
+  }
+  return body;
+}
+
+// Calls `take` with the data of each event.
+async function events(response, take) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) if (part.startsWith("data: ")) take(part.slice(6));
+  }
+}
+
+async function answer() {
+  const started = performance.now();
+  running = new AbortController();
+  busy(true);
+  at("status").textContent = "The model is reading.";
+  let text = "", first = 0, usage = null, body = null;
+  const take = (data) => {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) usage = chunk.usage;
+    const piece = chunk.choices?.[0]?.delta?.content;
+    if (!piece) return;
+    if (!first) { first = performance.now(); at("status").textContent = "The model is writing."; }
+    text += piece;
+    body.textContent = text;
+    follow(false);
+  };
+  try {
+    const response = await fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers() },
+      body: JSON.stringify(request()),
+      signal: running.signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    body = show("assistant", "");
+    await events(response, take);
+    const seconds = (performance.now() - (first || started)) / 1000;
+    at("status").textContent = usage
+      ? `${usage.completion_tokens} tokens, ${(usage.completion_tokens / seconds).toFixed(1)} per second; first after ${((first - started) / 1000).toFixed(2)} s.`
+      : "";
+  } catch (error) {
+    const stopped = error.name === "AbortError";
+    at("status").textContent = stopped ? "Stopped." : "The answer failed.";
+    if (!stopped) show("assistant", error.message, true);
+  } finally {
+    if (text) messages.push({ role: "assistant", content: text });
+    else if (body) body.parentElement.remove();
+    running = null;
+    busy(false);
+    at("text").focus();
+  }
+}
+
+at("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = at("text").value.trim();
+  if (!text || running) return;
+  at("text").value = "";
+  if (messages.at(-1)?.role === "user") messages.pop(); // its answer failed
+  messages.push({ role: "user", content: text });
+  show("user", text);
+  answer();
+});
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    at("form").requestSubmit();
+  }
+});
+at("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+at("new").addEventListener("click", () => {
+  running?.abort();
+  messages.length = 0;
+  at("log").replaceChildren();
+  at("status").textContent = "";
+  at("text").focus();
+});
+fetch("v1/models", { headers: headers() })
+  .then((r) => (r.ok ? r.json() : null))
+  .then((found) => {
+    if (found) at("model").textContent = document.title = found.data[0].id;
+  })
+  .catch(() => { at("status").textContent = "The server does not answer."; });

@@ -1,0 +1,83 @@
+"""Prompts to token ids: the tokenizer of an artifact, its chat template, and the tokens that end a text or a turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+from nstf.errors import UnsupportedError
+from nstf.integrations.serve.errors import wrong
+from nstf.runtime.artifact import Artifact
+from nstf.runtime.loading import load_tokenizer
+
+# What chat models write at the end of a turn; many files name another token as the end of a text.
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|return|>",
+)
+
+
+class Prompts:
+    """Raises UnsupportedError for a file without a tokenizer that gives token ids by the `tokenizers` library."""
+
+    def __init__(self, artifact: Artifact, template: str | None = None) -> None:
+        """template: a chat template (Jinja) in the place of the file's own."""
+        self.own = load_tokenizer(artifact.path)
+        self.fast: Any = getattr(self.own, "backend_tokenizer", None)
+        if self.fast is None:
+            raise UnsupportedError(
+                f"{artifact.path}: its tokenizer has no tokenizer.json, which text in pieces needs"
+            )
+        if template is not None:
+            self.own.chat_template = template
+        self._lock = Lock()  # a tokenizer's settings change for the time of a call
+        self.ends = self._ends(artifact)
+        known = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items()}
+        self.turn_ends = self.ends | {known[t] for t in _TURN_ENDS if t in known}
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.own, "chat_template", None))
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of a text to continue."""
+        return self._ids(text)
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it."""
+        if not self.has_template:
+            raise wrong(
+                "messages",
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text = self.own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise wrong("messages", f"the model's chat template refuses these messages: {reason}") from error
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        with self._lock:
+            return list(self.own(text, **options)["input_ids"])
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, for logprobs."""
+        return str(self.fast.decode([token], skip_special_tokens=False))
+
+    def _ends(self, artifact: Artifact) -> frozenset[int]:
+        found: list[Any] = [getattr(self.own, "eos_token_id", None)]
+        for name in ("generation_config.json", "config.json"):
+            if name in artifact.file_names():
+                end = json.loads(artifact.file(name)).get("eos_token_id")
+                found += end if isinstance(end, list) else [end]
+        return frozenset(t for t in found if type(t) is int)

@@ -1,0 +1,257 @@
+"""Continuous batching on the CPU engine: a thread that decodes all running answers together, a token each a step.
+
+A new answer joins between two steps; its prompt is computed in pieces beside the others' tokens. What a sequence's cache
+holds is kept after its answer, and a later prompt that begins alike starts after the common part.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from ctypes import string_at
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Condition, Thread
+
+from nstf.integrations.serve.errors import ApiError
+from nstf.integrations.serve.metrics import Metrics
+from nstf.integrations.serve.output import Answer, TokenScore
+from nstf.runtime.engine import Engine
+from nstf.runtime.engine_batch import TOGETHER, Batch, Part
+from nstf.runtime.token_sampler import TokenSampler, log_shares
+
+_log = logging.getLogger("nstf")
+
+# Tokens of prompts in a step that also decodes: the others wait for them.
+BESIDE = 32
+_WORTH_KEEPING = 16  # tokens that are not computed again; the beginning of all chats is alike
+
+
+@dataclass
+class _Slot:
+    """A sequence of the engine: what its cache holds, and whose answer it works on."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    from_prompt: int = 0  # how many of them were computed as a prompt
+    answer: Answer | None = None
+    sampler: TokenSampler | None = None
+    used: int = 0  # when it last began an answer
+
+
+class Scheduler:
+    """Answers on one engine, `parallel` at a time and `queue` waiting."""
+
+    name = "CPU engine"
+
+    def __init__(
+        self,
+        engine: Engine,
+        parallel: int,
+        queue: int,
+        metrics: Metrics,
+        reproducible: bool = False,
+        prefix_reuse: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.context = engine.context
+        self.vocab = engine.vocab
+        self._batch = Batch(engine, parallel, reproducible)
+        self._slots = [_Slot(i) for i in range(parallel)]
+        self._queue_size = queue
+        self._waiting: deque[Answer] = deque()
+        self._reproducible = reproducible
+        self._reuse = prefix_reuse
+        self._metrics = metrics
+        self._changed = Condition()
+        self._stopping = False
+        self._clock = 0
+        metrics.gauges["running"] = lambda: sum(s.answer is not None for s in self._slots)
+        metrics.gauges["waiting"] = lambda: len(self._waiting)
+        metrics.gauges["cache_bytes"] = lambda: engine.cache_bytes
+        self._thread = Thread(target=self._loop, name="nstf-decode", daemon=True)
+        self._thread.start()
+
+    def submit(self, answer: Answer) -> None:
+        """Puts an answer into the queue. Raises ApiError (429) when the queue is full, 503 when the server stops."""
+        with self._changed:
+            if self._stopping:
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            free = sum(s.answer is None for s in self._slots)
+            if len(self._waiting) >= self._queue_size + free:
+                raise ApiError(
+                    429,
+                    f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; "
+                    "try again later",
+                    code="queue_full",
+                )
+            self._waiting.append(answer)
+            self._changed.notify()
+
+    def cancel(self, answer: Answer) -> None:
+        """Its client left: the answer leaves the queue, or its slot before the next step."""
+        with self._changed:
+            answer.left = True
+            if answer in self._waiting:
+                self._waiting.remove(answer)
+                answer.finished = True
+                self._metrics.add("cancelled_total")
+            self._changed.notify()
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Ends all answers and the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(wait_s)
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._stopping or self._waiting or any(s.answer for s in self._slots)):
+                    self._changed.wait()
+                self._drop_left()
+                if self._stopping:
+                    self._end_all()
+                    return
+                joining = self._admit()
+            for slot, answer in joining:
+                self._begin(slot, answer)
+            try:
+                self._step()
+            except Exception as error:  # the server goes on; those whose step it was are told
+                _log.exception("a step failed")
+                for slot in self._slots:
+                    self._forget(slot, f"decoding failed: {error}")
+
+    def _drop_left(self) -> None:
+        for slot in self._slots:
+            if slot.answer is not None and slot.answer.left:
+                slot.answer.finished = True
+                slot.answer = None
+                self._metrics.add("cancelled_total")
+
+    def _end_all(self) -> None:
+        for answer in [*self._waiting, *(s.answer for s in self._slots if s.answer)]:
+            answer.fail("the server is shutting down")
+        self._waiting.clear()
+        for slot in self._slots:
+            slot.answer = None
+
+    def _forget(self, slot: _Slot, message: str) -> None:
+        if slot.answer is not None:
+            slot.answer.fail(message)
+        slot.answer, slot.tokens, slot.from_prompt = None, [], 0
+        self._batch.release(slot.number)
+
+    def _admit(self) -> list[tuple[_Slot, Answer]]:
+        """Free slots for those who wait, in order; each takes the one whose cache begins most like its prompt."""
+        joining = []
+        free = [s for s in self._slots if s.answer is None]
+        while free and self._waiting:
+            answer = self._waiting.popleft()
+            slot = max(free, key=partial(self._worth, answer))
+            free.remove(slot)
+            slot.answer = answer
+            self._clock += 1
+            slot.used = self._clock
+            joining.append((slot, answer))
+        return joining
+
+    def _worth(self, answer: Answer, slot: _Slot) -> tuple[int, bool, int]:
+        """A slot for an answer: one with much of its prompt, else an empty one, else the one whose answer is the oldest."""
+        common = self._common(slot, answer)
+        return (common if common >= _WORTH_KEEPING else 0, not slot.tokens, -slot.used)
+
+    def _common(self, slot: _Slot, answer: Answer) -> int:
+        """Tokens of a prompt that a slot's cache holds; at most all but the last, whose logits are needed."""
+        if not self._reuse:
+            return 0
+        # Tokens of an answer went through attention alone, where sums have another order: their last bits may differ.
+        known = slot.from_prompt if self._reproducible else len(slot.tokens)
+        most = min(known, len(slot.tokens), len(answer.prompt) - 1)
+        return next((i for i in range(most) if slot.tokens[i] != answer.prompt[i]), most)
+
+    def _begin(self, slot: _Slot, answer: Answer) -> None:
+        common = self._common(slot, answer)
+        best = max(self._slots, key=lambda s: self._common(s, answer))
+        found = self._common(best, answer)
+        if best is not slot and found >= common + _WORTH_KEEPING:
+            try:
+                self._batch.copy(best.number, slot.number, found)
+                common = found
+            except MemoryError:
+                pass  # computed anew then
+        slot.tokens = list(answer.prompt[:common])
+        slot.from_prompt = common
+        slot.sampler = TokenSampler(answer.settings, answer.prompt)
+        answer.cached = common
+        self._metrics.add("prompt_tokens_total", len(answer.prompt))
+        self._metrics.add("cached_tokens_total", common)
+
+    def _step(self) -> None:
+        """One pass over the weights: the next token of each answer, and a piece of the prompts that are not done."""
+        running = [s for s in self._slots if s.answer is not None]
+        if not running:
+            return
+        decoding = [s for s in running if s.answer and len(s.tokens) >= len(s.answer.prompt)]
+        beginning = sorted((s for s in running if s not in decoding), key=lambda s: s.used)
+        parts, wanting = [], []
+        for slot in decoding:
+            assert slot.answer is not None
+            parts.append(Part(slot.number, len(slot.tokens), slot.answer.tokens[-1:]))
+            wanting.append(slot)
+        room = min(TOGETHER - len(parts), BESIDE if decoding else TOGETHER)
+        for slot in beginning:
+            assert slot.answer is not None
+            first = len(slot.tokens)
+            ids = slot.answer.prompt[first : first + room]
+            if not ids:
+                break
+            room -= len(ids)
+            last = first + len(ids) == len(slot.answer.prompt)
+            parts.append(Part(slot.number, first, ids, prompt=True, wanted=last))
+            if last:
+                wanting.append(slot)
+        addresses = self._batch.step(parts)
+        self._metrics.add("steps_total")
+        by_number = {s.number: s for s in running}
+        for part in parts:
+            slot = by_number[part.sequence]
+            slot.tokens.extend(part.ids)
+            if part.prompt:
+                slot.from_prompt = len(slot.tokens)
+        for slot, address in zip(wanting, addresses, strict=True):
+            self._next(slot, address)
+
+    def _next(self, slot: _Slot, address: int) -> None:
+        """Chooses and hands over the next token of a slot's answer."""
+        answer, sampler = slot.answer, slot.sampler
+        assert answer is not None and sampler is not None
+        try:
+            # Kept before the sampler changes them: OpenAI's numbers are of the model's own distribution.
+            kept = _copied(address, self.vocab) if answer.logprobs is not None else None
+            allowed = answer.grammar.allowed() if answer.grammar is not None else 0
+            token = sampler.choose(address, self.vocab, allowed)
+            if answer.grammar is not None:
+                answer.grammar.take(token)
+            score = None if kept is None else _score(kept, token, answer.logprobs or 0)
+            self._metrics.add("generated_tokens_total")
+            if not answer.take(token, score):
+                slot.answer = None
+        except Exception as error:
+            _log.exception("an answer failed")
+            answer.fail(f"the answer failed: {error}")
+            slot.answer = None
+
+
+def _copied(address: int, vocab: int) -> array[float]:
+    kept = array("f")
+    kept.frombytes(string_at(address, 4 * vocab))
+    return kept
+
+
+def _score(logits: array[float], token: int, count: int) -> TokenScore:
+    *top, (_, own) = log_shares(logits.buffer_info()[0], len(logits), count, token)
+    return TokenScore(token, own, tuple(top))

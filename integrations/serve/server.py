@@ -1,0 +1,73 @@
+"""Runs the application until a signal ends it: answers under way are completed, for some seconds."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from nstf.errors import NstfError
+from nstf.integrations.serve.app import App
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+GRACE_SECONDS = 10
+
+
+class _Server(uvicorn.Server):
+    """Ends with this function's return: uvicorn's own raises the signal again, which makes a failure of a clean end."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready(self.servers[0].sockets[0].getsockname()[1])
+
+
+def allowed_hosts(host: str, key: str | None) -> frozenset[str] | None:
+    """Names a request may be for: those of this machine, where only it reaches the server and no key is asked for."""
+    return _HOST_NAMES if host in LOOPBACK and key is None else None
+
+
+def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
+    """Serves until SIGINT or SIGTERM. ready: is called with the port when requests are taken. Raises NstfError where the
+    address cannot be had.
+    """
+    config = uvicorn.Config(
+        app.routes(),
+        host=host,
+        port=port,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=30,
+        lifespan="on",
+    )
+    server = _Server(config, ready)
+    try:
+        server.run()
+    except SystemExit as error:  # uvicorn's way of saying that it could not bind, after a line in its log
+        raise NstfError(
+            f"cannot listen on {host}:{port}; is the port in use? choose another with --port"
+        ) from error

@@ -1,0 +1,136 @@
+"""From a checked request to a running answer, whichever backend decodes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nstf.errors import UnsupportedError, UsageError
+from nstf.integrations.serve.errors import wrong
+from nstf.integrations.serve.grammar import Grammars
+from nstf.integrations.serve.metrics import Metrics
+from nstf.integrations.serve.output import Answer, Piece
+from nstf.integrations.serve.prompts import Prompts
+from nstf.integrations.serve.protocol import Request
+from nstf.runtime.artifact import Artifact, open_artifact
+
+
+class Backend(Protocol):
+    """What decodes answers."""
+
+    name: str
+    context: int
+    vocab: int
+
+    def submit(self, answer: Answer) -> None: ...
+    def cancel(self, answer: Answer) -> None: ...
+    def close(self, wait_s: float = 5.0) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """parallel: answers decoded together; queue: answers that wait. context: tokens of prompt and answer.
+
+    max_tokens: of one answer, None for as many as fit. reproducible: see runtime/engine_batch.py. device: as torch names it.
+    template: a chat template in the place of the file's own.
+    """
+
+    name: str
+    parallel: int = 8
+    queue: int = 32
+    context: int | None = None
+    max_tokens: int | None = None
+    threads: int | None = None
+    kv_cache: str = "float16"
+    exact: bool = False
+    reproducible: bool = False
+    prefix_reuse: bool = True
+    device: str = "cpu"
+    kernels: str | os.PathLike[str] | None = None
+    template: str | None = None
+
+
+class Service:
+    """An artifact that answers requests."""
+
+    def __init__(self, path: str | os.PathLike[str], options: ServeOptions) -> None:
+        """Raises CorruptError for a damaged file, UnsupportedError for one that generates no text, UsageError."""
+        self.options = options
+        self.metrics = Metrics()
+        self.note: str | None = None  # why the engine does not run the model
+        with open_artifact(path) as artifact:
+            self.prompts = Prompts(artifact, options.template)
+            self.backend: Backend = self._backend(artifact)
+        self.context = min(self.backend.context, options.context or self.backend.context)
+        self._grammars = Grammars(
+            self.prompts.fast.to_str(), self.backend.vocab, sorted(self.prompts.turn_ends)
+        )
+
+    def _backend(self, artifact: Artifact) -> Backend:
+        o = self.options
+        if o.device == "cpu":
+            from nstf.integrations.serve.scheduler import Scheduler
+            from nstf.runtime.engine import Engine
+
+            try:
+                engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache)
+            except UnsupportedError as error:
+                self.note = str(error)
+            else:
+                engine.threads = o.threads
+                return Scheduler(engine, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse)
+        if o.reproducible:
+            raise UsageError(
+                "--reproducible is for models that the CPU engine runs"
+                + (f": {self.note}" if self.note else "")
+            )
+        import torch
+
+        from nstf.integrations.serve.modules import ModulesBackend, context_of
+        from nstf.runtime.loading import load
+
+        if o.threads is not None:
+            torch.set_num_threads(o.threads)
+        model: Any = load(
+            artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels
+        )
+        return ModulesBackend(model, context_of(model.config), o.queue, self.metrics)
+
+    def begin(self, request: Request, emit: Callable[[Piece], None]) -> Answer:
+        """Tokenises a request and puts it into the queue. emit: gets pieces, from another thread. Raises ApiError."""
+        if request.messages is not None:
+            prompt, ends, field = self.prompts.chat(request.messages), self.prompts.turn_ends, "messages"
+        elif isinstance(request.prompt, str):
+            prompt, ends, field = self.prompts.text(request.prompt), self.prompts.ends, "prompt"
+        else:
+            prompt, ends, field = request.prompt, self.prompts.ends, "prompt"
+        if not prompt:
+            raise wrong(field, "the prompt has no tokens; give some text")
+        if min(prompt) < 0 or max(prompt) >= self.backend.vocab:
+            raise wrong(field, f"a token is outside the vocabulary of {self.backend.vocab}")
+        room = self.context - len(prompt)
+        if room < 1 or (request.most or 1) > room:
+            asked = f"the prompt has {len(prompt)} tokens" + (
+                f" and max_tokens is {request.most}" if request.most and room >= 1 else ""
+            )
+            raise wrong(
+                field, f"{asked}; this server's context is {self.context} tokens", "context_length_exceeded"
+            )
+        limit = self.options.max_tokens
+        if limit is not None and (request.most or 1) > limit:
+            raise wrong("max_tokens", f"max_tokens is {request.most}; this server allows {limit}")
+        grammar = None if request.schema is None else self._grammars.of(request.schema)
+        if grammar is not None:
+            ends = self.prompts.turn_ends  # those that the grammar allows at its end
+        answer = Answer(
+            prompt, request.most or min(room, limit or room), request.settings, ends, request.stops, self.prompts.fast, emit,
+            request.logprobs, grammar,
+        )  # fmt: skip
+        self.backend.submit(answer)
+        return answer
+
+    def close(self) -> None:
+        """Ends what is running."""
+        self.backend.close()

@@ -1,0 +1,70 @@
+"""Several sequences through the CPU engine together: one pass over the weights serves them all."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nstf.errors import UsageError
+from nstf.runtime.engine import Engine, usual_threads
+
+TOGETHER = 128  # tokens of a step
+LEAST_ROWS = 4  # rows from which every product is done by the kernels for several rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of one sequence in a step, at positions first..
+
+    prompt: they belong to a prompt that may be cut anywhere. wanted: logits of the last token are.
+    """
+
+    sequence: int
+    first: int
+    ids: Sequence[int]
+    prompt: bool = False
+    wanted: bool = True
+
+
+class Batch:
+    """The caches of several sequences of one engine. The engine's own sequence is number 0: use one or the other."""
+
+    def __init__(self, engine: Engine, sequences: int, reproducible: bool = False) -> None:
+        """reproducible: numbers of a sequence never depend on what runs beside it, to the last bit; the kernels for one to
+        three rows of activations, which are faster there and round differently, are not used then.
+        """
+        self.engine = engine
+        self.sequences = sequences
+        self._least = LEAST_ROWS if reproducible else 1
+        self._logits = array("f", bytes(4 * engine.vocab * sequences))
+        engine._engine.set_sequences(sequences)
+
+    def step(self, parts: Sequence[Part]) -> list[int]:
+        """Runs the parts; addresses of the logits, float32 [vocab], of those that want them, valid until the next step.
+
+        Raises UsageError for tokens that do not exist, sequences longer than the context and too many tokens.
+        """
+        ids = array("q")
+        for part in parts:
+            ids.extend(part.ids)
+            if not part.ids or part.first < 0 or part.first + len(part.ids) > self.engine.context:
+                raise UsageError(f"a part of a step does not fit the context of {self.engine.context}")
+        if not ids or len(ids) > TOGETHER:
+            raise UsageError(f"{len(ids)} tokens in one step; it takes 1 to {TOGETHER}")
+        if min(ids) < 0 or max(ids) >= self.engine.vocab:
+            raise UsageError(f"a token is outside the vocabulary of {self.engine.vocab}")
+        stated = [(p.sequence, p.first, len(p.ids), p.prompt, p.wanted) for p in parts]
+        start = self._logits.buffer_info()[0]
+        self.engine._engine.step(
+            ids.buffer_info()[0], stated, start, self._least, self.engine.threads or usual_threads()
+        )
+        return [start + 4 * self.engine.vocab * i for i in range(sum(p.wanted for p in parts))]
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        """The first positions of a sequence's cache become another's: a shared beginning is computed once."""
+        self.engine._engine.copy(source, target, positions)
+
+    def release(self, sequence: int) -> None:
+        """Frees the memory of a sequence's cache."""
+        self.engine._engine.release(sequence)

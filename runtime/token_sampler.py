@@ -1,0 +1,104 @@
+"""The choice of the next token on the CPU, without torch: what transformers' logits processors do, in their order.
+
+Repetition penalty, temperature, top-k, top-p, min-p; then a draw by the sampler's own generator, or the likeliest token.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nstf.errors import UsageError
+from nstf.kernels.cpu import ext
+
+
+@dataclass(frozen=True)
+class Settings:
+    """temperature: 0 takes the likeliest token. top_k: 0 for all. top_p: the likeliest tokens that have this share together.
+    min_p: tokens with at least this share of the likeliest one's. repetition_penalty: logits of tokens that occurred in
+    prompt or text are divided by it where positive, multiplied where negative. seed: None for another one each time.
+
+    Raises UsageError for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (self.temperature, 0 <= self.temperature <= 100, "0 to 100"),
+            "top_k": (self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) or more"),
+            "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
+            "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+        }  # fmt: skip
+        for name, (value, good, range_) in limits.items():
+            if not (math.isfinite(value) and good):
+                raise UsageError(f"{name} is {value}; it must be {range_}")
+        # A temperature near 0 would make infinities of logits in float32.
+        if 0 < self.temperature < 1e-4:
+            object.__setattr__(self, "temperature", 0.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the likeliest token of the logits as they are."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+
+class TokenSampler:
+    """Chooses the tokens of one sequence, one after the other."""
+
+    def __init__(self, settings: Settings, prompt: Sequence[int] = ()) -> None:
+        """prompt: tokens before the text, which the repetition penalty counts."""
+        self.settings = settings
+        self._random = random.Random(settings.seed)
+        self._known = set(prompt) if settings.repetition_penalty != 1 else set()
+        self._seen = array("q", sorted(self._known))
+
+    def scores(self, address: int, vocab: int, allowed: int = 0) -> None:
+        """Logits, float32 [vocab] at an address, become scores in place: minus infinity for what is not to be drawn.
+
+        allowed: the address of a bit for each token, 0 for all.
+        """
+        s = self.settings
+        seen = self._seen
+        greedy = s.temperature == 0
+        ext.filter_scores(
+            address,
+            vocab,
+            1.0 if greedy else s.temperature,
+            0 if greedy else s.top_k,
+            1.0 if greedy else s.top_p,
+            0.0 if greedy else s.min_p,
+            s.repetition_penalty,
+            seen.buffer_info()[0] if seen else 0,
+            len(seen),
+            allowed,
+        )
+
+    def choose(self, address: int, vocab: int, allowed: int = 0) -> int:
+        """The next token from logits, float32 [vocab] at an address, which it changes."""
+        if not self.settings.plain or allowed:
+            self.scores(address, vocab, allowed)
+        if self.settings.temperature == 0:
+            token = ext.best_token(address, vocab)
+        else:
+            token = ext.draw_token(address, vocab, self._random.random())
+            if token < 0:  # nothing but infinities and NaN
+                token = ext.best_token(address, vocab)
+        if self.settings.repetition_penalty != 1 and token not in self._known:
+            self._known.add(token)
+            self._seen.append(token)
+        return token
+
+
+def log_shares(address: int, vocab: int, count: int, token: int) -> list[tuple[int, float]]:
+    """The `count` likeliest tokens and then `token`, each with the logarithm of its probability by logits at an address."""
+    return ext.likeliest_tokens(address, vocab, count, token)

@@ -1,0 +1,420 @@
+"""The HTTP server over real connections: answers, streams, refusals, limits, clients that leave."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.serve.conftest import Served, until
+
+CHAT = "/v1/chat/completions"
+HELLO = {
+    "messages": [{"role": "user", "content": "Good morrow, my lord, what news from court today?"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
+
+
+@pytest.fixture
+def server(serve: Callable[..., Served]) -> Served:
+    return serve()
+
+
+def events(data: bytes) -> list[Any]:
+    lines = [e.removeprefix("data: ") for e in data.decode().split("\n\n") if e]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_chat_is_answered_whole_and_in_a_stream(server: Served) -> None:
+    status, found = server.json(CHAT, HELLO)
+    assert status == 200
+    choice = found["choices"][0]
+    assert (found["object"], found["model"], choice["message"]["role"]) == (
+        "chat.completion",
+        "tiny",
+        "assistant",
+    )
+    assert choice["finish_reason"] in ("stop", "length")
+    usage = found["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] <= 8
+    status, headers, data = server.call(
+        CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    chunks = events(data)
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
+    assert text == choice["message"]["content"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == choice["finish_reason"]
+    assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
+    # The second time all but the last token was there already.
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def test_a_text_is_what_the_engine_alone_generates(server: Served, artifact: Path) -> None:
+    from nstf.runtime.engine import Engine
+
+    prompts = server.service.prompts
+    tokens = Engine.open(artifact).generate(prompts.text("The house"), 20, prompts.ends)
+    expected = prompts.fast.decode(list(tokens))
+    _, found = server.json("/v1/completions", {"prompt": "The house", "max_tokens": 20, "temperature": 0})
+    assert found["choices"][0]["text"] == expected
+    ids = prompts.text("The house")
+    for prompt in (ids, [ids], ["The house"]):
+        body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
+        assert server.json("/v1/completions", body)[1]["choices"] == found["choices"]
+    _, _, data = server.call("/v1/completions", body | {"stream": True})
+    assert "".join(c["choices"][0]["text"] for c in events(data)) == found["choices"][0]["text"]
+
+
+def test_a_seed_repeats_a_draw_and_a_stop_string_ends_it(server: Served) -> None:
+    body = {
+        "prompt": "The house",
+        "max_tokens": 40,
+        "temperature": 1.0,
+        "seed": 7,
+        "top_p": 0.95,
+        "top_k": 50,
+        "min_p": 0.01,
+    }
+
+    def text(**changes: Any) -> str:
+        found = server.json("/v1/completions", body | changes)[1]["choices"][0]
+        return str(found["text"])
+
+    full = text()
+    assert text() == full
+    assert len({text(seed=s) for s in range(5)}) > 1
+    stop = full[len(full) // 2 : len(full) // 2 + 3]
+    _, found = server.json("/v1/completions", body | {"stop": [stop, "never this"]})
+    assert found["choices"][0]["text"] == full[: full.index(stop)]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert text(repetition_penalty=1.5) != full
+
+
+def test_logprobs_are_those_of_the_engine(server: Served, artifact: Path) -> None:
+    from nstf.runtime.engine import Engine
+
+    _, found = server.json(CHAT, HELLO | {"logprobs": True, "top_logprobs": 3, "max_tokens": 1})
+    own = found["choices"][0]["logprobs"]["content"][0]
+    engine = Engine.open(artifact)
+    expected = engine.forward(server.service.prompts.chat(HELLO["messages"])).log_softmax(0)
+    assert [t["logprob"] for t in own["top_logprobs"]] == pytest.approx(
+        expected.topk(3).values.tolist(), abs=1e-3
+    )
+    assert own["logprob"] == own["top_logprobs"][0]["logprob"]
+    _, found = server.json(
+        "/v1/completions", {"prompt": "A", "max_tokens": 3, "temperature": 0, "logprobs": 2}
+    )
+    scores = found["choices"][0]["logprobs"]
+    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["top_logprobs"])
+    assert scores["text_offset"][0] == 0
+
+
+def test_an_answer_follows_a_json_schema(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {
+            "colour": {"enum": ["red", "green"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(4):
+        body = HELLO | {"response_format": shape, "max_tokens": 60, "temperature": 1.0, "seed": seed}
+        status, found = server.json(CHAT, body)
+        assert status == 200, found
+        answer = json.loads(found["choices"][0]["message"]["content"])
+        assert answer["colour"] in ("red", "green") and 0 <= answer["count"] <= 99
+        assert found["choices"][0]["finish_reason"] == "stop"
+    shape["json_schema"] = {"name": "x", "schema": {"type": "nonsense"}}
+    status, found = server.json(CHAT, HELLO | {"response_format": shape})
+    assert (status, found["error"]["param"]) == (400, "response_format")
+
+
+def test_a_missing_llguidance_is_named(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    status, found = server.json(CHAT, HELLO | {"response_format": {"type": "json_object"}})
+    assert status == 501 and "llguidance" in found["error"]["message"]
+
+
+WRONG: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ({"n": 2}, "n"),
+    ({"n": True}, "n"),
+    ({"tools": [{}]}, "tools"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": 10**400}, None),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 1 << 70}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**6}, "messages"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"logit_bias": {"3": 1}}, "logit_bias"),
+    ({"colour": "red"}, "colour"),
+    ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+]
+
+
+def test_wrong_fields_are_named(server: Served) -> None:
+    for changes, param in WRONG:
+        status, found = server.json(CHAT, HELLO | changes)
+        assert status == 400, (changes, found)
+        assert found["error"]["type"] == "invalid_request_error" and found["error"]["message"]
+        if param is not None:
+            assert found["error"]["param"] == param, (changes, found)
+    for prompt in ("", [], [-1], [10**9], [[1], [2]], ["a", "b"], 3, None):
+        status, found = server.json("/v1/completions", {"prompt": prompt})
+        assert (status, found["error"]["param"]) == (400, "prompt"), prompt
+    status, found = server.json(CHAT, HELLO | {"model": "gpt-9"})
+    assert (status, found["error"]["code"]) == (404, "model_not_found")
+    assert server.json(CHAT, HELLO)[0] == 200
+
+
+def test_wrong_bodies_methods_and_addresses_get_openais_errors(server: Served) -> None:
+    for body in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"a": NaN}', b"[" * 100000):
+        status, _, data = server.call(CHAT, body)
+        assert status == 400 and json.loads(data)["error"]["message"], body[:20]
+    assert server.call(CHAT, b"{}", Content_Type="text/plain")[0] == 415
+    assert server.call(CHAT, b"x" * ((1 << 20) + 1))[0] == 413
+    for path, method, expected in [
+        ("/nothing", "GET", 404),
+        (CHAT, "GET", 405),
+        ("/v1/models/x", "GET", 404),
+    ]:
+        status, _, data = server.call(path, method=method)
+        assert status == expected and json.loads(data)["error"]["message"]
+
+
+def test_a_body_in_chunks_is_limited_too(server: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    parts = (b" " * 65536 for _ in range(20))
+    try:
+        connection.request("POST", CHAT, parts, {"Content-Type": "application/json"}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # closed before all was sent
+    finally:
+        connection.close()
+    assert server.json(CHAT, HELLO)[0] == 200
+
+
+def test_a_slow_body_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf.integrations.serve import app
+
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+        slow.sendall(head.encode() + b"{")
+        assert b" 408 " in slow.recv(1000)
+
+
+def test_a_key_is_asked_for(serve: Callable[..., Served]) -> None:
+    server = serve(key="secret-key")
+    for headers in (
+        {},
+        {"Authorization": "Bearer no"},
+        {"Authorization": "Basic secret-key"},
+        {"Authorization": "Bearer \xe9"},
+    ):
+        for path, body in ((CHAT, HELLO), ("/v1/models", None), ("/metrics", None)):
+            status, found = server.json(path, body, **headers)
+            assert (status, found["error"]["code"]) == (401, "invalid_api_key")
+    assert server.json(CHAT, HELLO, Authorization="Bearer secret-key")[0] == 200
+    assert server.json("/health")[0] == 200
+
+
+def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: Served) -> None:
+    assert server.call("/v1/models", Host="evil.example:8000")[0] == 403
+    assert server.call("/v1/models", Host=f"localhost:{server.port}")[0] == 200
+    # What a page may send without asking first is no JSON.
+    assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415
+
+
+def test_models_health_and_metrics(server: Served) -> None:
+    _, found = server.json("/v1/models")
+    assert [m["id"] for m in found["data"]] == ["tiny"]
+    assert server.json("/v1/models/tiny")[1]["context_length"] == 512
+    assert server.json("/health") == (200, {"status": "ok", "engine": "CPU engine"})
+    server.json(CHAT, HELLO)
+    text = server.call("/metrics")[2].decode()
+    assert 'nstf_requests_total{path="/v1/chat/completions",status="200"} 1' in text
+    assert "# TYPE nstf_first_token_seconds histogram" in text
+    assert 'nstf_first_token_seconds_bucket{le="+Inf"} 1' in text
+    assert "nstf_running 0" in text and server.metric("cache_bytes") > 0
+
+
+def begin(server: Served, body: dict[str, Any], path: str = "/v1/completions") -> http.client.HTTPConnection:
+    """A request under way whose answer nobody reads yet."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_ends_when_its_client_leaves(serve: Callable[..., Served], stream: bool) -> None:
+    server = serve(parallel=1)
+    slowly(server, 0.02)
+    left = begin(server, LONG | {"stream": stream})
+    until(lambda: server.metric("generated_tokens_total") > 2)
+    assert left.sock is not None
+    left.sock.close()
+    left.close()
+    until(lambda: server.metric("cancelled_total") == 1 and server.metric("running") == 0)
+    assert server.metric("generated_tokens_total") < 100
+    assert server.json(CHAT, HELLO)[0] == 200
+
+
+def slowly(server: Served, seconds: float) -> None:
+    """Makes every step of the engine take as long at least."""
+    before = server.service.backend._batch.step
+
+    def step(parts: Any) -> list[int]:
+        time.sleep(seconds)
+        found: list[int] = before(parts)
+        return found
+
+    server.service.backend._batch.step = step
+
+
+def test_a_full_queue_is_told_at_once(serve: Callable[..., Served]) -> None:
+    server = serve(parallel=1, queue=1)
+    slowly(server, 0.05)
+    first = begin(server, LONG)
+    until(lambda: server.metric("running") == 1)
+    second = begin(server, LONG)
+    until(lambda: server.metric("waiting") == 1)
+    status, headers, data = server.call(CHAT, HELLO)
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert json.loads(data)["error"]["code"] == "queue_full"
+    second.close()  # leaves the queue without having been begun
+    until(lambda: server.metric("waiting") == 0)
+    first.close()
+    until(lambda: server.metric("running") == 0)
+    assert server.json(CHAT, HELLO)[0] == 200
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_others(serve: Callable[..., Served]) -> None:
+    server = serve(parallel=2)
+    idle = begin(server, LONG | {"stream": True})
+    assert server.json(CHAT, HELLO)[0] == 200
+    until(lambda: server.metric("running") == 0)
+    assert idle.getresponse().read().endswith(b"[DONE]\n\n")
+    idle.close()
+
+
+def test_shutting_down_completes_what_is_quick_and_ends_the_rest(serve: Callable[..., Served]) -> None:
+    server = serve(parallel=2)
+    slowly(server, 0.05)
+    connection = begin(server, LONG | {"stream": True})
+    response = connection.getresponse()
+    until(lambda: server.metric("generated_tokens_total") > 1)
+    threading.Thread(target=server.service.close).start()
+    data = response.read()
+    assert b"shutting down" in data and b"[DONE]" not in data
+    connection.close()
+    status, found = server.json(CHAT, HELLO)
+    assert (status, found["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_failing_step_is_told_and_the_server_goes_on(server: Served) -> None:
+    batch = server.service.backend._batch
+    before = batch.step
+
+    def fail(parts: Any) -> list[int]:
+        batch.step = before
+        raise MemoryError("no room")
+
+    batch.step = fail
+    status, found = server.json(CHAT, HELLO)
+    assert (status, found["error"]["type"]) == (500, "server_error") and "no room" in found["error"][
+        "message"
+    ]
+    assert server.json(CHAT, HELLO)[0] == 200
+
+
+def test_a_model_without_a_template_says_so(serve: Callable[..., Served], tmp_path: Path) -> None:
+    from tests.integrations.serve.conftest import TEMPLATE, write_sample
+
+    path = write_sample(tmp_path / "plain.nstf", template=None)
+    status, found = serve(path=path).json(CHAT, HELLO)
+    assert status == 400 and "--chat-template" in found["error"]["message"]
+    given = serve(path=path, template=TEMPLATE)
+    assert given.json(CHAT, HELLO)[0] == 200
+    broken = serve(path=path, template="{{ raise_exception('no system here') }}")
+    status, found = broken.json(CHAT, HELLO)
+    assert status == 400 and "no system here" in found["error"]["message"]
+
+
+def test_limits_of_tokens(serve: Callable[..., Served]) -> None:
+    server = serve(context=64, max_tokens=10)
+    _, found = server.json("/v1/completions", {"prompt": "A", "temperature": 0})
+    assert found["usage"]["completion_tokens"] <= 10
+    status, found = server.json("/v1/completions", {"prompt": "A", "max_tokens": 11})
+    assert (status, found["error"]["param"]) == (400, "max_tokens")
+    status, found = server.json("/v1/completions", {"prompt": "word " * 100})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
+    from html.parser import HTMLParser
+
+    status, headers, data = server.call("/")
+    policy = headers["content-security-policy"]
+    assert status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Tags().feed(data.decode())
+    for tag, attributes in found:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), tag
+        for name in ("src", "href"):
+            value = attributes.get(name)
+            assert value is None or value == "data:," or server.call(f"/{value}")[0] == 200
+    scripts = [a for t, a in found if t == "script"]
+    assert scripts and all(a.get("src") for a in scripts)
+    ids = {a["id"] for _, a in found if "id" in a}
+    code = server.call("/chat.js")[2].decode()
+    assert "innerHTML" not in code
+    import re
+
+    assert set(re.findall(r'at\("(\w+)"\)', code)) <= ids
+    labels = {a.get("for") for t, a in found if t == "label"}
+    assert "text" in labels
