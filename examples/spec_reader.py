@@ -1,7 +1,6 @@
 """A reader of .nstf files written from docs/format.md alone, in plain Python and numpy: no torch, no nstf.
 
-Decodes dense, int, grid, trellis, rotated, permute, low_rank and add, which most conversions consist of, to float32.
-`python examples/spec_reader.py model.nstf [NAME]` lists the tensors, or decodes one.
+`python examples/spec_reader.py model.nstf [NAME]` lists the tensors or decodes one. Enough for most conversions.
 """
 
 import base64
@@ -147,6 +146,5 @@ def hadamard(x, block, seed, side):
 
 
 if __name__ == "__main__":
-    print(
-        Reader(sys.argv[1]).decode(sys.argv[2]) if sys.argv[2:] else json.dumps(Reader(sys.argv[1]).tensors)
-    )
+    reader = Reader(sys.argv[1])
+    print(reader.decode(sys.argv[2]) if sys.argv[2:] else json.dumps(reader.tensors))
