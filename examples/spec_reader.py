@@ -1,6 +1,6 @@
 """A reader of .nstf files written from docs/format.md alone, in plain Python and numpy: no torch, no nstf.
 
-`python examples/spec_reader.py model.nstf [NAME]` lists the tensors or decodes one. Enough for most conversions.
+`python examples/spec_reader.py FILE [NAME]` lists or decodes. Left out: shuffle, fp8, mxfp4, cp, tucker, tensor_train.
 """
 
 import base64
