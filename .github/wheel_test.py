@@ -23,7 +23,9 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "a.nstf"
     write_artifact(path, encoded, {}, {})
     with nstf.open(path, verify=True) as file:
-        assert {name: tensor.shape for name, tensor in file.tensors.items()} == dict.fromkeys(encoded, (64, 64))
+        assert {name: tensor.shape for name, tensor in file.tensors.items()} == dict.fromkeys(
+            encoded, (64, 64)
+        )
         for name in encoded:
             assert torch.equal(file.decode(name), decode(encoded[name]))
 print(f"nstf {nstf.__version__} works on Python {sys.version.split()[0]}, torch {torch.__version__}")

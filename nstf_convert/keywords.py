@@ -1,4 +1,4 @@
-"""The keyword arguments of `nstf.convert`, for type checkers: one for each field of ConvertOptions (a test compares them)."""
+"""The keywords of `nstf.convert`, for type checkers: one for each field of ConvertOptions (a test compares them)."""
 
 from pathlib import Path
 from typing import TypedDict
