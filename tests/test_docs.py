@@ -70,7 +70,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The reader's folder; measured speeds are kept there, and not among the user's."""
+    from nstf_convert.speed import cache
+
     monkeypatch.chdir(place)
+    monkeypatch.setattr(cache, "folder", lambda: place / "speeds")
     yield place
 
 
@@ -159,7 +163,9 @@ def run_commands(page: str) -> int:
             continue
         if "--to" in words and words[words.index("--to") + 1] not in DECODED_OR_ENCODED:
             continue
-        assert run([*short(words), "--quiet"]) == 0, f"{page}: {command}"
+        # The model has random weights: that a gate fails is an answer, too.
+        gated = words[0] == "eval" and any(w.startswith(("--min-", "--max-")) for w in words)
+        assert run([*short(words), "--quiet"]) in ((0, 4) if gated else (0,)), f"{page}: {command}"
         count += 1
     return count
 
@@ -195,6 +201,10 @@ def test_the_python_of_the_reference_runs(here: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_python_of_the_guide_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_commands("docs/guide.md") >= 25
+def test_the_python_of_the_guide_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_python("docs/guide.md") == 4
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_commands("docs/guide.md") >= 25
