@@ -79,17 +79,16 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     starts = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     context = question.context.rstrip()
     trailing = question.context[len(context) :]
-    first = [bos] if starts else []
+    first: list[int] = [bos] if starts else []
     prefix = first + _tokens(tokenizer, context) if context else first
     if not prefix:
-        eos = getattr(tokenizer, "eos_token_id", None)
-        prefix = [bos if bos is not None else eos]
-        if prefix == [None]:
+        start = bos if bos is not None else getattr(tokenizer, "eos_token_id", None)
+        if start is None:
             raise UsageError(
                 f"question {question.name}: the context is empty and the tokenizer has no token to begin with: "
                 "give a context"
             )
-        first = prefix
+        first = prefix = [start]
     pairs = []
     for choice in question.choices:
         whole = first + _tokens(tokenizer, context + trailing + choice)
@@ -168,7 +167,7 @@ def _score(model: LanguageModel, pairs: Sequence[Pair]) -> list[float]:
         values.append((wanted - logits.logsumexp(-1)).double().cpu())
         at += step
         step = max(1, BLOCK_ELEMENTS // logits.shape[1])
-    parts = torch.cat(values).split([p.scored for p in pairs])
+    parts = torch.split(torch.cat(values), [p.scored for p in pairs])
     return [float(part.sum()) for part in parts]
 
 
