@@ -76,10 +76,10 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     at the context's end go with the choice, as they do in running text. Raises UsageError for a choice that is too long.
     """
     bos = getattr(tokenizer, "bos_token_id", None)
-    starts = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    starts = tokenizer("a")["input_ids"][:1] == [bos]
     context = question.context.rstrip()
     trailing = question.context[len(context) :]
-    first: list[int] = [bos] if starts else []
+    first: list[int] = [bos] if bos is not None and starts else []
     prefix = first + _tokens(tokenizer, context) if context else first
     if not prefix:
         start = bos if bos is not None else getattr(tokenizer, "eos_token_id", None)
