@@ -8,24 +8,27 @@ STAMP  := $(VENV)/.installed
 OUT    ?= out
 # Tests run in as many processes as there are cores, 8 at most (about 1 GB each): make test JOBS=1 for one.
 JOBS   ?= auto
+# Where torch comes from; empty: the usual index. For the CPU build: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 SANITIZE := $(OUT)/sanitize
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow integrations fuzz soak sanitize lint format bench clean
+.PHONY: help install demo test slow integrations fuzz soak sanitize lint format bench wheel clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## the virtual environment with nstf and the tools of development
 
-# torch comes first and pinned: any looser request pulls the CUDA build, several GB, on some indexes.
+# torch comes first and pinned: any looser request pulls the CUDA build, several GB, on some indexes. From an index of its
+# own, since pip would look for everything else there too.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard $(foreach folder,kernels/cpu kernels/cpu/engine,$(folder)/*.cpp $(folder)/*.h))
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("error: $(PYTHON) is Python %d.%d; nstf needs 3.11 to 3.13: make PYTHON=python3.12 ..." % v)'
 	@test -x $(PY) || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing torch (once; a few minutes on a slow network)"
-	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 	@echo "== installing nstf and its tools"
 	@$(PIP) -e '.[dev]'
 	@touch $@
@@ -82,6 +85,10 @@ bench: $(STAMP) ## every measurement of benchmarks/README.md that needs no GPU; 
 	    --eval examples/data/heldout.txt --json $(OUT)/convert.json
 	@$(PY) benchmarks/structured.py --json $(OUT)/structured.json
 	@$(PY) benchmarks/minilm.py --json $(OUT)/minilm.json
+
+wheel: $(STAMP) ## the wheel and the source distribution, in dist/
+	@$(PIP) build
+	@$(PY) -m build --outdir dist
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist demo $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,16 +1,17 @@
 """The conversion side of nstf: command line, checkpoint readers, pipeline, planner, gates and reports.
 
-import nstf_convert
+import nstf
 
-result = nstf_convert.convert("./model", budget=0.5, dataset="docs/", output="model.nstf")
+result = nstf.convert("./model", budget=0.5, dataset="docs/", output="model.nstf")
 print(result.size_bytes, result.report["accuracy"]["final"])
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 if TYPE_CHECKING:
+    from nstf_convert.keywords import ConvertKeywords
     from nstf_convert.options import ConvertResult
 
 __all__ = ["convert"]
@@ -25,7 +26,7 @@ def convert(
     target_bpw: float | None = None,
     max_kl: float | None = None,
     dataset: str | Path | Sequence[str | Path] = (),
-    **options: Any,
+    **options: "Unpack[ConvertKeywords]",
 ) -> "ConvertResult":
     """Converts a model into one .nstf file that is never larger than the budget; gives back its path and report.
 
@@ -33,7 +34,7 @@ def convert(
     the current folder. Exactly one of: budget (share of the checkpoint's tensor bytes, 0..1), target_size (bytes of the
     file), target_bpw (bits per weight, the whole file counted), max_kl (mean KL divergence in nats on held-out text).
     dataset: texts to calibrate on. options: further fields of nstf_convert.options.ConvertOptions, such as
-    effort="fast", device="cpu", memory=6 << 30, force=True.
+    effort="fast", device="cpu", memory=6 << 30, force=True (docs/api.md lists them).
 
     Raises nstf.errors: UsageError, BudgetError (with the smallest size that can be), CorruptError, UnsupportedError.
     """
@@ -55,8 +56,9 @@ def convert(
         raise UsageError(f"unknown option {unknown[0]!r}: there are {', '.join(known)}")
     if path.resolve() == Path(model).resolve():
         raise UsageError(f"the output {path} is the input: give another name")
+    settings: dict[str, Any] = dict(options)
     chosen = ConvertOptions(
-        model=str(model), output=path, budget=Budget(*given[0]), datasets=tuple(map(str, texts)), **options
+        model=str(model), output=path, budget=Budget(*given[0]), datasets=tuple(map(str, texts)), **settings
     )
     from nstf_convert import pipeline
 

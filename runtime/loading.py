@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _log = logging.getLogger("nstf")
 
 _ATTENTION = ("full", "planned")
@@ -49,7 +52,7 @@ def load(
     kernels: str | os.PathLike[str] | None = None,
     kv_cache: str = "float16",
     mapped: bool = True,
-) -> nn.Module:
+) -> "PreTrainedModel":
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
     Its weights are not trained, but gradients pass through them: adapters (PEFT) train on it (docs/ecosystem.md).

@@ -101,3 +101,19 @@ def test_every_command_of_the_examples_exists_with_its_options(file: str, capsys
         shown = capsys.readouterr().out
         for option in options:
             assert re.search(rf"(?<!\S){re.escape(option)}\b", shown), f"nstf {command} has no {option}"
+
+
+def test_the_questions_are_those_that_their_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    from nstf_convert.gates.tasks import read_tasks
+
+    spec = spec_from_file_location("questions", EXAMPLES / "data" / "questions.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.questions((EXAMPLES / "data" / "heldout.txt").read_text("utf-8"))
+    found = read_tasks(EXAMPLES / "data" / "questions.jsonl")
+    assert [(q.name, q.task, q.context, list(q.choices), q.answer) for q in found] == [
+        (m["id"], m["task"], m["context"], m["choices"], m["answer"]) for m in made
+    ]
+    assert len(found) == 120 and {q.task for q in found} == {"ending", "order"}

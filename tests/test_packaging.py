@@ -66,6 +66,43 @@ def test_the_nstf_command_is_an_entry_point() -> None:
     assert callable(found[0].load())
 
 
+def test_the_classifiers_name_the_pythons_that_the_project_allows() -> None:
+    from packaging.specifiers import SpecifierSet
+
+    allowed = SpecifierSet(PROJECT["project"]["requires-python"])
+    named = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)}
+    assert named == {f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed} != set()
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8")
+    assert set(re.findall(r'"(3\.\d+)"', workflow)) == named
+    built = PROJECT["tool"]["cibuildwheel"]["build"]
+    assert {f"3.{name[3:5]}" for name in built} == named
+
+
+def test_the_workflow_that_publishes_names_the_repository_in_the_metadata(tmp_path: Path) -> None:
+    copy = tmp_path / "pyproject.toml"
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    command = [sys.executable, str(ROOT / ".github" / "add_urls.py"), str(copy), "https://host/owner/name/"]
+    assert subprocess.run(command).returncode == 0
+    changed = tomllib.loads(copy.read_text("utf-8"))
+    urls = changed["project"].pop("urls")
+    assert changed == PROJECT and urls["Source"] == "https://host/owner/name"
+    for name in ("Documentation", "Changelog"):
+        assert (ROOT / urls[name].partition("/blob/main/")[2]).is_file()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode != 0 and "already" in again.stderr
+
+
+def test_what_a_wheel_has_to_do_it_does_here() -> None:
+    from nstf.kernels.cpu import AVAILABLE
+
+    if not AVAILABLE:
+        pytest.skip("the extension was not built")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".github" / "wheel_test.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "works on Python" in done.stdout, done.stderr
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     assert PROJECT["project"]["version"] == nstf.__version__
     headings = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)

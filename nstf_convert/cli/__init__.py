@@ -32,6 +32,7 @@ SUMMARIES = {
     "inspect": "Show what an artifact holds.",
     "verify": "Check every byte of an artifact.",
     "eval": "Measure the accuracy and apply gates.",
+    "diff": "Compare two artifacts, or one with its original.",
     "generate": "Generate text with an artifact.",
     "chat": "Chat with an artifact in the terminal.",
     "serve": "Serve an artifact by OpenAI's API.",

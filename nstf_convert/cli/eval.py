@@ -10,6 +10,7 @@ import typer
 from nstf.errors import GateFailed, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.convert import accuracy_pairs
+from nstf_convert.cli.eval_tasks import measure_tasks, print_tasks
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs
 
@@ -17,15 +18,14 @@ if TYPE_CHECKING:
     from nstf_convert.gates.evaluate import Check
     from nstf_convert.measure import Accuracy, Similarity
 
-# Generous: 512-token windows of text have about 2,000 characters, of dense code or CJK fewer.
-CHARS_PER_TOKEN = 12
+TASKS = "Multiple choice"
 
 
 def eval(
     artifact: ArtifactPath,
     reference: Annotated[
-        str, typer.Option("--reference", "-r", help="The model the artifact was made from.")
-    ],
+        str | None, typer.Option("--reference", "-r", help="The model the artifact was made from.")
+    ] = None,
     dataset: Annotated[
         Path | None, typer.Option(help="Held-out text: .txt, .jsonl, .parquet or a folder.")
     ] = None,
@@ -38,6 +38,31 @@ def eval(
         float | None, typer.Option(help="Largest perplexity over the reference's.")
     ] = None,
     min_cosine: Annotated[float | None, typer.Option(help="Smallest cosine of outputs (encoders).")] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            help="Multiple-choice questions as JSON lines (context, choices, answer): accuracy by log-likelihood, and "
+            "with --reference the answers that flip.",
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many questions of --tasks.", rich_help_panel=TASKS)
+    ] = None,
+    min_accuracy: Annotated[
+        float | None,
+        typer.Option(help="Smallest share of questions answered right, 0 to 1.", rich_help_panel=TASKS),
+    ] = None,
+    min_accuracy_norm: Annotated[
+        float | None,
+        typer.Option(help="The same, choices compared by score per character.", rich_help_panel=TASKS),
+    ] = None,
+    max_flips: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest share of questions answered otherwise than by the reference.", rich_help_panel=TASKS
+        ),
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text, or inputs of an encoder.")] = 16,
     seq_len: options.SeqLen = 512,
     threads: options.Threads = None,
@@ -49,41 +74,81 @@ def eval(
     Example: nstf eval model.nstf --reference ./model --dataset held-out.txt --max-kl 0.01 --junit gates.xml
     """
     options.check_file(artifact)
-    options.check_model(reference)
+    if reference is not None:
+        options.check_model(reference)
+    check_asked(reference, dataset, tasks, limit, min_accuracy, min_accuracy_norm, max_flips)
     for option, value, high in (("--max-kl", max_kl, math.inf), ("--max-p99-kl", max_p99_kl, math.inf),
                                 ("--min-top1", min_top1, 1.0), ("--max-ppl-ratio", max_ppl_ratio, math.inf),
                                 ("--min-cosine", min_cosine, 1.0)):  # fmt: skip
         check_bound(option, value, high)
     if junit is not None and not junit.parent.is_dir():
         raise UsageError(f"--junit {junit}: the folder {junit.parent} does not exist")
-    from nstf_convert.gates.evaluate import Gates, check
+    from nstf_convert.gates.evaluate import Gates, TaskGates, check, check_tasks
     from nstf_convert.gates.junit import junit_xml, write_junit
 
     start = time.monotonic()
-    measured, protocol = measure(artifact, reference, dataset, windows, seq_len, threads)
+    checks: list[Check] = []
+    figures: dict[str, Any] = {}
     gates = Gates(max_kl, max_p99_kl, min_top1, max_ppl_ratio, min_cosine)
-    checks = check(gates, measured)
-    figures = measured.to_json()
+    result: dict[str, Any] = {"artifact": str(artifact), "reference": reference}
+    # Questions first: a bad line in their file is found before anything long begins.
+    if tasks is not None:
+        answered = measure_tasks(artifact, reference, tasks, limit, threads)
+        checks += check_tasks(TaskGates(min_accuracy, min_accuracy_norm, max_flips), answered.groups[""])
+        result["tasks"] = answered.to_json()
+        figures |= {f"tasks_{key}": value for key, value in answered.figures().items()}
+    if reference is not None and (tasks is None or dataset is not None or gates != Gates()):
+        measured, protocol = measure(artifact, reference, dataset, windows, seq_len, threads)
+        checks += check(gates, measured)
+        result |= {"measured": measured.to_json(), "protocol": protocol}
+        figures |= measured.to_json() | protocol
+    elif gates != Gates():
+        raise UsageError("gates on the divergence compare with a reference: name it with --reference")
     if junit is not None:
-        write_junit(junit, junit_xml(str(artifact), checks, figures | protocol, time.monotonic() - start))
+        write_junit(junit, junit_xml(str(artifact), checks, figures, time.monotonic() - start))
     if json:
         print_json(
-            {
-                "artifact": str(artifact),
-                "reference": reference,
-                "measured": figures,
-                "protocol": protocol,
-                "gates": [gate_json(c) for c in checks],
-                "passed": all(c.passed for c in checks),
-            }
+            result | {"gates": [gate_json(c) for c in checks], "passed": all(c.passed for c in checks)}
         )
     else:
-        print_pairs(f"{artifact} against {reference}", accuracy_pairs(figures))
+        if "measured" in result:
+            print_pairs(f"{artifact} against {reference}", accuracy_pairs(result["measured"]))
+        if tasks is not None:
+            print_tasks(answered)
         for c in checks:
             typer.echo(f"  {'pass' if c.passed else 'FAIL'}  {c.message()}")
     failed = [c.message() for c in checks if not c.passed]
     if failed:
         raise GateFailed(f"{len(failed)} of {len(checks)} gates failed: {'; '.join(failed)}")
+
+
+def check_asked(
+    reference: str | None,
+    dataset: Path | None,
+    tasks: Path | None,
+    limit: int | None,
+    min_accuracy: float | None,
+    min_accuracy_norm: float | None,
+    max_flips: float | None,
+) -> None:
+    """Raises UsageError for options that ask for nothing together, or that need another one."""
+    if reference is None and (tasks is None or dataset is not None):
+        raise UsageError(
+            "--reference is missing: name the model the artifact was made from, or give --tasks alone"
+        )
+    bounds = (
+        ("--min-accuracy", min_accuracy), ("--min-accuracy-norm", min_accuracy_norm), ("--max-flips", max_flips),
+    )  # fmt: skip
+    for option, value in bounds:
+        check_bound(option, value, 1.0)
+    if tasks is None:
+        for option, given in (*bounds, ("--limit", limit)):
+            if given is not None:
+                raise UsageError(f"{option} is about multiple choice: give the questions with --tasks FILE")
+    elif not tasks.is_file():
+        raise UsageError(f"--tasks: no such file: {tasks}")
+    if max_flips is not None and reference is None:
+        raise UsageError("--max-flips compares with the reference's answers: name it with --reference")
 
 
 def gate_json(check: "Check") -> dict[str, Any]:
@@ -111,62 +176,14 @@ def measure(
     """The figures and the protocol they were measured by. Raises NstfError of every kind."""
     import torch
 
-    from nstf.runtime.artifact import open_artifact
-    from nstf_convert.checkpoint import open_checkpoint
-    from nstf_convert.gates import evaluate as gates
-    from nstf_convert.streamed import StreamedModel
+    from nstf_convert.gates import measuring
+    from nstf_convert.gates.sides import open_side, warn_about_source
 
     if threads is not None:
         torch.set_num_threads(threads)
     # Gates decide what is shipped: a damaged file must not pass because the damage is small.
-    with open_artifact(artifact, verify=True) as opened, open_checkpoint(reference) as checkpoint:
-        if checkpoint.config is None:
+    with open_side(str(artifact), artifact=True) as test, open_side(reference) as before:
+        if before.config is None:
             raise UsageError(f"the reference {reference} has no config.json: it cannot be run")
-        warn_about_source(opened.manifest.provenance, checkpoint.fingerprint)
-        test, ref = StreamedModel.from_artifact(opened), StreamedModel.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(artifact)
-        text = None
-        if dataset is not None:
-            text = gates.read_text(dataset, CHARS_PER_TOKEN * seq_len * windows)
-        if ref.is_causal_lm:
-            if text is None:
-                raise UsageError("--dataset is missing: give held-out text such as --dataset held-out.txt")
-            if tokenizer is None:
-                raise UsageError(
-                    f"{artifact} holds no tokenizer: a language model cannot be measured on text"
-                )
-            batch = gates.text_windows(tokenizer, text, seq_len, windows)
-            protocol = {"kind": "language model", "windows": int(batch.shape[0]), "seq_len": seq_len,
-                        "scored_per_window": seq_len - 1 - seq_len // 2, "dataset": str(dataset)}  # fmt: skip
-            return gates.evaluate_language_model(ref, test, batch), protocol
-        if text is not None and tokenizer is not None:
-            inputs, kind = gates.text_batches(tokenizer, text, seq_len, windows), "text"
-        else:
-            inputs, kind = gates.synthetic_batches(checkpoint.config, windows, seed=0), "seeded noise"
-        protocol = {"kind": "encoder", "inputs": kind, "dataset": str(dataset) if text else None}
-        return gates.evaluate_encoder(ref, test, inputs), protocol
-
-
-def warn_about_source(provenance: Any, fingerprint: Any) -> None:
-    """Says so when the artifact was made from another model than the reference."""
-    import logging
-
-    recorded = provenance.get("checkpoint")
-    if recorded and recorded != fingerprint():
-        logging.getLogger(__name__).warning(
-            "the artifact was not made from this reference: fingerprints differ"
-        )
-
-
-def load_tokenizer(artifact: Path) -> Any:
-    """The artifact's tokenizer, or None when it holds none."""
-    from nstf.runtime.artifact import open_artifact
-
-    with open_artifact(artifact) as opened:
-        if not {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json"} & set(
-            opened.file_names()
-        ):
-            return None
-    import nstf.runtime
-
-    return nstf.runtime.load_tokenizer(artifact)
+        warn_about_source(test, before)
+        return measuring.measure(before, test, dataset, windows, seq_len)

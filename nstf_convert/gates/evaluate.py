@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nstf.errors import UsageError
 from nstf_convert.dataset import load_text
+from nstf_convert.gates.choices import Group
 from nstf_convert.measure import (
     Accuracy,
     LanguageModel,
@@ -49,6 +50,15 @@ class Gates:
 
 
 @dataclass(frozen=True)
+class TaskGates:
+    """Bounds on multiple choice; None is no gate. Shares of the questions, in [0, 1]."""
+
+    min_accuracy: float | None = None
+    min_accuracy_norm: float | None = None
+    max_flips: float | None = None
+
+
+@dataclass(frozen=True)
 class Check:
     """One gate applied: `value` against `bound`; `option` is the command line's name of it."""
 
@@ -60,7 +70,11 @@ class Check:
 
     def message(self) -> str:
         """What was found, for example `mean KLD 0.0312 nats is above 0.01 (--max-kl)`."""
-        relation = "within" if self.passed else "above" if self.option.startswith("--max") else "below"
+        upper = self.option.startswith("--max")
+        if self.passed:
+            relation = "within" if upper else "at least"
+        else:
+            relation = "above" if upper else "below"
         value = "not a number: it fails" if math.isnan(self.value) else f"{self.value:.6g} is {relation}"
         return f"{self.name} {value} {self.bound:g} ({self.option})"
 
@@ -72,6 +86,12 @@ _RULES = (
     ("--min-top1", "min_top1", "top-1 agreement", "top1"),
     ("--max-ppl-ratio", "max_ppl_ratio", "perplexity ratio", "ppl_ratio"),
     ("--min-cosine", "min_cosine", "smallest cosine similarity", "min_cosine"),
+)
+_TASK_RULES = (
+    # option, field of TaskGates, words, field of Group
+    ("--min-accuracy", "min_accuracy", "accuracy", "accuracy"),
+    ("--min-accuracy-norm", "min_accuracy_norm", "length-normalised accuracy", "accuracy_norm"),
+    ("--max-flips", "max_flips", "share of flipped answers", "flips"),
 )
 
 
@@ -89,9 +109,27 @@ def check(gates: Gates, measured: Accuracy | Similarity) -> list[Check]:
         if value is None:
             kind = "an encoder" if isinstance(measured, Similarity) else "a language model"
             raise UsageError(f"{option} does not apply to {kind}: remove it")
-        passed = value <= bound if option.startswith("--max") else value >= bound
-        checks.append(Check(words, option, value, bound, passed))
+        checks.append(_check(words, option, value, bound))
     return checks
+
+
+def check_tasks(gates: TaskGates, measured: Group) -> list[Check]:
+    """Every gate on multiple choice that was set, applied. Raises UsageError for --max-flips without a reference."""
+    checks = []
+    for option, gate, words, key in _TASK_RULES:
+        bound = getattr(gates, gate)
+        if bound is None:
+            continue
+        value = getattr(measured, key)
+        if value is None:
+            raise UsageError(f"{option} compares with the reference's answers: name it with --reference")
+        checks.append(_check(words, option, value, bound))
+    return checks
+
+
+def _check(words: str, option: str, value: float, bound: float) -> Check:
+    passed = value <= bound if option.startswith("--max") else value >= bound
+    return Check(words, option, value, bound, passed)
 
 
 def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windows: Tensor) -> Accuracy:
