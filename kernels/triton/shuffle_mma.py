@@ -1,0 +1,626 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
+"""Shuffle codes times up to 64 rows of activations on NVIDIA's matrix cores, which take the looked-up bytes as they are.
+
+A warp goes down the 256 rows of a segment for 64 columns at a time. Lane 4 g + t follows sixteen columns down the 32 rows
+of group g: what it looks up at a row, four columns a word, is an operand of m16n8k32 whose rows are rows r and r + 1 of
+the eight groups. So codes never change lanes, and all sums of the segment stay in registers.
+
+    up to 4 rows     bytes: the four look-ups of two tables of two halves are four products, which the matrix cores
+                     add up. Activations are whole numbers whose digits to the base of 256 take a column of B each (as in
+                     trellis_bytes.py): three digits for one or two rows, two for three and four.
+    5 to 64 rows     halves: levels are added, and become 16-bit floats beside a power of two (128 in bfloat16, 1024 in
+                     float16) by a byte shuffle. Activations are operands as they lie; what the power of two and the
+                     middle of the levels add is a multiple of their sum.
+
+Error: bytes, of activations in digits (2^-22 and 2^-14 of the largest in a program's columns), and sums are exact; halves,
+sums in float32.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.formats import shuffle
+from nstf.kernels.triton.launching import launch, multiples, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.operands import columns_of, over_warps
+from nstf.kernels.triton.shuffle import Prepared
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import sum_spec
+from nstf.kernels.triton.trellis import hardware_of
+from nstf.kernels.triton.trellis_bytes import _bytes, _mma
+
+LARGEST_BATCH = 64
+# Rows of activations whose digits fit the eight columns of B.
+LARGEST_BYTES = 4
+GROUPS = shuffle.SEGMENT // shuffle.GROUP
+
+
+@triton.jit
+def _upper(word, DOT: tl.constexpr, HARDWARE: tl.constexpr):
+    """The upper half of each word: by the multiplier where the unit for shifts has more to do."""
+    if DOT and HARDWARE == 1:
+        return tl.inline_asm_elementwise(
+            "dp2a.lo.u32.u32 $0, $1, $2, 0;", "=r,r,r", [word, 0x0100], tl.uint32, True, 1
+        )
+    else:
+        return word >> 16
+
+
+@triton.jit
+def _selectors(word, DOT: tl.constexpr, HARDWARE: tl.constexpr):
+    """What looks up eight symbols: the first four and the others in the lower half of a table, and in the upper half.
+
+    A symbol's highest bit asks `prmt` for the sign of an entry of the other half. Entries are below 128, so that is 0.
+    """
+    other = word ^ 0x88888888
+    return (word, _upper(word, DOT, HARDWARE), other, _upper(other, DOT, HARDWARE))
+
+
+@triton.jit
+def _look_up(low, high, selectors, HARDWARE: tl.constexpr):
+    """Four bytes of a half of a table: 0 for symbols of the other half."""
+    if HARDWARE == 1:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.uint32, True, 1
+        )
+    else:
+        found = selectors & 0
+        for i in tl.static_range(4):
+            symbol = (selectors >> (4 * i)) & 15
+            word = tl.where(symbol < 4, low, high)
+            entry = tl.where(symbol < 8, (word >> (symbol % 4 * 8)) & 0xFF, 0)
+            found |= entry << (8 * i)
+        return found
+
+
+@triton.jit
+def _levels(a, b, own, BYTES: tl.constexpr, HARDWARE: tl.constexpr):
+    """The levels of eight columns: words whose products are to be added (BYTES), or their sums; four columns each."""
+    first = _look_up(own[0], own[1], a[0], HARDWARE)
+    second = _look_up(own[0], own[1], a[1], HARDWARE)
+    first2 = _look_up(own[2], own[3], a[2], HARDWARE)
+    second2 = _look_up(own[2], own[3], a[3], HARDWARE)
+    first3 = _look_up(own[4], own[5], b[0], HARDWARE)
+    second3 = _look_up(own[4], own[5], b[1], HARDWARE)
+    first4 = _look_up(own[6], own[7], b[2], HARDWARE)
+    second4 = _look_up(own[6], own[7], b[3], HARDWARE)
+    if BYTES:
+        return (first, second, first2, second2, first3, second3, first4, second4)
+    else:
+        return (first + first2 + first3 + first4, second + second2 + second3 + second4)
+
+
+@triton.jit
+def _pair(levels, magic, UPPER: tl.constexpr, HARDWARE: tl.constexpr):
+    """Two of four levels as 16-bit floats beside a power of two, whose upper byte `magic` has."""
+    if HARDWARE == 1:
+        if UPPER:
+            return tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x4342;", "=r,r,r", [levels, magic], tl.uint32, True, 1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x4140;", "=r,r,r", [levels, magic], tl.uint32, True, 1
+            )
+    else:
+        two = levels >> (16 if UPPER else 0)
+        return (two & 0xFF) | ((two & 0xFF00) << 8) | ((magic & 0xFF) * 0x01000100)
+
+
+@triton.jit
+def _floats(word, HALF: tl.constexpr):
+    """[n] pairs of 16-bit floats -> [n, 2] float32."""
+    if HALF:
+        low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _mma_halves(a0, a1, a2, a3, b0, b1, c, S: tl.constexpr, HALF: tl.constexpr, HARDWARE: tl.constexpr):
+    """c + A @ B on operands of m16n8k16 as the lanes hold them: [32 S] words each, c: four float32."""
+    if HARDWARE == 1:
+        if HALF:
+            return tl.inline_asm_elementwise(
+                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+                (tl.float32, tl.float32, tl.float32, tl.float32),
+                True,
+                1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+                "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+                (tl.float32, tl.float32, tl.float32, tl.float32),
+                True,
+                1,
+            )
+    else:
+        left = tl.join(tl.join(_floats(a0, HALF), _floats(a2, HALF)), tl.join(_floats(a1, HALF), _floats(a3, HALF)))
+        left = tl.permute(tl.reshape(left, [S, 8, 4, 2, 2, 2]), (0, 5, 1, 4, 2, 3))
+        right = tl.reshape(tl.join(_floats(b0, HALF), _floats(b1, HALF)), [S, 8, 4, 2, 2])
+        right = tl.reshape(tl.permute(right, (0, 4, 2, 3, 1)), [S, 16, 8])
+        found = tl.dot(tl.reshape(left, [S, 16, 16]), right, input_precision="ieee")
+        found = tl.permute(tl.reshape(found, [S, 2, 8, 4, 2]), (0, 2, 3, 4, 1))
+        even, odd = tl.split(tl.reshape(found, [32 * S, 2, 2]))
+        c0, c1 = tl.split(even)
+        c2, c3 = tl.split(odd)
+        return c[0] + c0, c[1] + c1, c[2] + c2, c[3] + c3
+
+
+@triton.jit
+def _grown(
+    total, even, odd, xs,
+    P: tl.constexpr, W: tl.constexpr, NT: tl.constexpr, S: tl.constexpr, BYTES: tl.constexpr,
+    HALF: tl.constexpr, HARDWARE: tl.constexpr, magic,
+):  # fmt: skip
+    """The sums of the pair P of rows with the products of W words of columns added, for each tile of activations."""
+    grown = ()
+    for n in tl.static_range(NT):
+        acc = (
+            total[(P * NT + n) * 4],
+            total[(P * NT + n) * 4 + 1],
+            total[(P * NT + n) * 4 + 2],
+            total[(P * NT + n) * 4 + 3],
+        )
+        for w in tl.static_range(W):
+            if BYTES:
+                b0 = xs[(n * W + w) * 2]
+                b1 = xs[(n * W + w) * 2 + 1]
+                for i in tl.static_range(4):
+                    acc = _mma(
+                        even[8 * w + 2 * i], odd[8 * w + 2 * i], even[8 * w + 2 * i + 1], odd[8 * w + 2 * i + 1],
+                        b0, b1, acc, S, HARDWARE,
+                    )  # fmt: skip
+            else:
+                for h in tl.static_range(2):
+                    acc = _mma_halves(
+                        _pair(even[2 * w + h], magic, False, HARDWARE), _pair(odd[2 * w + h], magic, False, HARDWARE),
+                        _pair(even[2 * w + h], magic, True, HARDWARE), _pair(odd[2 * w + h], magic, True, HARDWARE),
+                        xs[(n * W + w) * 4 + 2 * h], xs[(n * W + w) * 4 + 2 * h + 1], acc, S, HALF, HARDWARE,
+                    )  # fmt: skip
+        grown = grown + (acc[0], acc[1], acc[2], acc[3])
+    return grown
+
+
+@triton.jit
+def _tables(table, lanes, AT: tl.constexpr):
+    """The eight words of both tables of a phase, in every thread: from uniform registers they are moved at every use.
+
+    lanes: zeros, which the compiler does not know.
+    """
+    four = tl.arange(0, 4)[None, :]
+    at = table.to(tl.pointer_type(tl.uint32)) + AT + lanes[:, None] + four
+    return columns_of(tl.load(at), 4) + columns_of(tl.load(at + 4), 4)
+
+
+@triton.jit
+def _words(at, W: tl.constexpr, ok, MASKED: tl.constexpr):
+    """W neighbouring words in each lane."""
+    if W == 2:
+        wide = at.to(tl.pointer_type(tl.uint64))
+        two = tl.load(wide, mask=ok, other=0) if MASKED else tl.load(wide)
+        return (two.to(tl.uint32), (two >> 32).to(tl.uint32))
+    else:
+        return (tl.load(at, mask=ok, other=0) if MASKED else tl.load(at),)
+
+
+@triton.jit
+def _step(words, W: tl.constexpr, DOT: tl.constexpr, HARDWARE: tl.constexpr):
+    found = ()
+    for w in tl.static_range(W):
+        found = found + _selectors(words[w], DOT, HARDWARE)
+    return found
+
+
+@triton.jit
+def _joined(one, other, W: tl.constexpr, DOT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Selectors of the exclusive or of two steps."""
+    found = ()
+    for w in tl.static_range(W):
+        found = found + _selectors(one[4 * w] ^ other[4 * w], DOT, HARDWARE)
+    return found
+
+
+@triton.jit
+def _row(
+    a, b, own, table, lanes,
+    R: tl.constexpr, PHASES: tl.constexpr, KEPT: tl.constexpr, W: tl.constexpr, BYTES: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The levels of row R at these selectors of both tables, for W words of columns."""
+    AT: tl.constexpr = (R % PHASES) * 8
+    # Tables of many phases do not fit the registers.
+    E: tl.constexpr = AT if KEPT else 0
+    here = own if KEPT else _tables(table, lanes, AT)
+    now = (
+        here[E], here[E + 1], here[E + 2], here[E + 3], here[E + 4], here[E + 5], here[E + 6], here[E + 7]
+    )  # fmt: skip
+    found = ()
+    for w in tl.static_range(W):
+        first = (a[4 * w], a[4 * w + 1], a[4 * w + 2], a[4 * w + 3])
+        second = (b[4 * w], b[4 * w + 1], b[4 * w + 2], b[4 * w + 3])
+        found = found + _levels(first, second, now, BYTES, HARDWARE)
+    return found
+
+
+@triton.jit(do_not_specialize=["batch"])
+def shuffle_bytes_digits_kernel(
+    x,  # [batch, cols]
+    digits,  # i32 [8, 8 chunks, 2]: of each column of B, four columns of the matrix a word
+    back,  # f32 [parts, 8]: what the sums of each column of B are to be multiplied with
+    cols,
+    chunks,
+    batch,
+    DIGITS: tl.constexpr,
+    PLACES: tl.constexpr,  # columns of B for a row of activations
+    PART: tl.constexpr,  # columns under one scale
+    WIDE: tl.constexpr,  # the next power of two
+    PDL: tl.constexpr,
+):
+    """The digits of a row of activations in one part of its columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    line = tl.program_id(1)
+    part = tl.program_id(0)
+    inside = tl.arange(0, WIDE // 8)
+    unit = part * (PART // 8) + inside
+    k = unit[:, None] * 8 + tl.arange(0, 8)[None, :]
+    ok = (k < cols) & (inside < PART // 8)[:, None] & (line < batch)
+    values = tl.load(x + line * cols + k, mask=ok, other=0.0).to(tl.float32)
+    # As whole numbers, of which a NaN is the largest.
+    exponent = tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True) >> 23, axis=1), axis=0)
+    TOP: tl.constexpr = 22 if DIGITS == 3 else 14
+    nan = tl.where(exponent == 255, float("nan"), 1.0)
+    exponent = tl.maximum(exponent, TOP)
+    up = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - (TOP - 1)) << 23).to(tl.float32, bitcast=True) * nan
+    # A sum with 1.5 * 2^23 has the number in its mantissa; carries make the digits below the highest signed.
+    CARRIES: tl.constexpr = 0x8080 if DIGITS == 3 else 0x80
+    number = (values * up + 12582912.0).to(tl.int32, bitcast=True) - (0x4B400000 - CARRIES)
+    number = number ^ CARRIES
+    ok = (inside < PART // 8) & (unit < chunks * 8)
+    for place in tl.static_range(PLACES):
+        digit = ((number >> (8 * place)) & 0xFF) if place < DIGITS else number * 0
+        moved = digit << ((tl.arange(0, 8) % 4) * 8)[None, :]
+        words = tl.sum(tl.reshape(moved, [WIDE // 8, 2, 4]), axis=2)
+        at = ((line * PLACES + place) * (chunks * 8) + unit)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(digits + at, words, mask=ok[:, None])
+        worth = down * (1 << (8 * place)) if place < DIGITS else down * 0.0
+        tl.store(back + part * 8 + line * PLACES + place, worth)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def shuffle_mma_kernel(
+    x,  # BYTES: the digits, u32 [8, 8 chunks, 2]; else activations in pairs, u32 [batch, 32 chunks]
+    back,  # BYTES: f32 [parts, 8]; else f32 [batch], the sums of the activations
+    words,  # u32 [groups, chunks, 2 q, 8]
+    scale,  # f32 [rows]: what a level is worth
+    table,  # u8 [phases, 2, 16]
+    y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
+    rows,
+    chunks,
+    batch,
+    Q: tl.constexpr,
+    FIRST: tl.constexpr,  # row of 32 that ends at each symbol
+    COUNT: tl.constexpr,  # rows that do
+    PHASES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BYTES: tl.constexpr,
+    HALF: tl.constexpr,  # float16, else bfloat16
+    PLACES: tl.constexpr,
+    NT: tl.constexpr,  # tiles of eight columns of B
+    ROWS: tl.constexpr,  # of each group: 32, 16, or 8 where the bits are even
+    W: tl.constexpr,  # words of a lane
+    S: tl.constexpr,  # warps, side by side along the columns
+    PER: tl.constexpr,  # chunks of a warp
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    PARTS: tl.constexpr = 32 // ROWS
+    KEPT: tl.constexpr = PHASES <= 2
+    STEPS: tl.constexpr = Q * ROWS // 16
+    COUNTED: tl.constexpr = (2 if BYTES else 4) * W
+    i = tl.arange(0, 32 * S)
+    warp = i // 32
+    g = i // 4 % 8
+    t = i % 4
+    part = tl.program_id(0) % PARTS
+    segment = tl.program_id(0) // PARTS
+    across = tl.program_id(1)
+    groups = (rows + 31) // 32
+    group = tl.minimum(segment * 8 + g, groups - 1)
+    begin = part * STEPS
+    goes_on = (g > 0) | (part > 0)
+    zero = (i > chunks + (1 << 20)).to(tl.int32)
+    own = _tables(table, zero, 0)
+    if KEPT and PHASES == 2:
+        own = own + _tables(table, zero, 8)
+    magic = zero.to(tl.uint32, bitcast=True) + (0x64646464 if HALF else 0x43434343)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = ()
+    for _ in tl.static_range(2 * ROWS * NT):
+        total = total + (tl.zeros([32 * S], tl.int32 if BYTES else tl.float32),)
+    # Twice the middle of the levels, 63, times the digits.
+    middle = ()
+    if BYTES:
+        middle = (tl.zeros([32 * S], tl.int32), tl.zeros([32 * S], tl.int32))
+        middle = middle + middle
+        all63 = tl.zeros([32 * S], tl.uint32) + 0x3F3F3F3F
+
+    for turn in range(PER * (2 // W)):
+        # With W = 2 a lane has two words of a chunk, with 1 one of either half.
+        chunk = (across * S + warp) * PER + turn // (2 // W)
+        place = t * W + (turn % (2 // W)) * 4
+        there = chunk < chunks
+        xs = ()
+        for n in tl.static_range(NT):
+            if BYTES:
+                place_x = (g * chunks + chunk) * 16 + place * 2
+            else:
+                line = (tl.program_id(2) * NT + n) * 8 + g
+                place_x = (line * chunks + chunk) * 32 + place * 4
+                there = (chunk < chunks) & (line < batch)
+            some = tl.load(x + place_x[:, None] + tl.arange(0, COUNTED)[None, :], mask=there[:, None], other=0)
+            xs = xs + columns_of(some, COUNTED)
+        if BYTES:
+            for w in tl.static_range(W):
+                middle = _mma(all63, all63, all63, all63, xs[2 * w], xs[2 * w + 1], middle, S, HARDWARE)
+        # Beyond the last column the activations are 0.
+        safe = tl.minimum(chunk, chunks - 1)
+        at = words + ((group * chunks + safe) * (2 * Q) + begin) * 8 + place
+        # Two steps before: of this group, or the last ones of the group above.
+        before = at - tl.where(part > 0, 16, (chunks * (2 * Q) - (2 * Q - 2)) * 8)
+        c = _step(_words(before, W, goes_on, True), W, DOT, HARDWARE)
+        b = _step(_words(before + 8, W, goes_on, True), W, DOT, HARDWARE)
+        grown = ()
+        even = ()
+        for s in tl.static_range(STEPS):
+            a = _step(_words(at + s * 8, W, goes_on, False), W, DOT, HARDWARE)
+            u = _joined(a, c, W, DOT, HARDWARE)
+            if COUNT[s] > 0:
+                level = _row(u, b, own, table, zero, FIRST[s], PHASES, KEPT, W, BYTES, HARDWARE)
+                if FIRST[s] % 2 == 0:
+                    even = level
+                else:
+                    grown = grown + _grown(
+                        total, even, level, xs, FIRST[s] // 2, W, NT, S, BYTES, HALF, HARDWARE, magic
+                    )
+            if COUNT[s] > 1:
+                v = _joined(a, b, W, DOT, HARDWARE)
+                level = _row(v, u, own, table, zero, FIRST[s] + 1, PHASES, KEPT, W, BYTES, HARDWARE)
+                if FIRST[s] % 2 == 1:
+                    even = level
+                else:
+                    grown = grown + _grown(
+                        total, even, level, xs, FIRST[s] // 2, W, NT, S, BYTES, HALF, HARDWARE, magic
+                    )
+            c = b
+            b = a
+        total = grown
+
+    LINES: tl.constexpr = 8 // PLACES
+    LEVELS: tl.constexpr = 5 if ROWS == 32 else 4 if ROWS == 16 else 3
+    lanes = tl.arange(0, 8)
+    for n in tl.static_range(NT):
+        if BYTES:
+            worth = tl.reshape(tl.load(back + across * 8 + lanes), [1, 1, 4, 2])
+            first, second = tl.split(tl.broadcast_to(worth, [S, 8, 4, 2]))
+            first = tl.reshape(first, [32 * S])
+            second = tl.reshape(second, [32 * S])
+        for side in tl.static_range(1 if BYTES else 2):
+            values = ()
+            for r in tl.static_range(ROWS):
+                if BYTES:
+                    # Halves of whole numbers: exact below 2^24, and rounded once above.
+                    one = (total[(r // 2 * NT + n) * 4 + r % 2 * 2] * 2 - middle[0]).to(tl.float32) * 0.5
+                    two = (total[(r // 2 * NT + n) * 4 + r % 2 * 2 + 1] * 2 - middle[1]).to(tl.float32) * 0.5
+                    values = values + (one * first + two * second,)
+                else:
+                    values = values + (total[(r // 2 * NT + n) * 4 + r % 2 * 2 + side],)
+            # Side by side: the first pairs differ in the highest bit of the row.
+            for level in tl.static_range(LEVELS):
+                pairs = ()
+                for j in tl.static_range(ROWS >> (level + 1)):
+                    pairs = pairs + (tl.join(values[j], values[j + (ROWS >> (level + 1))]),)
+                values = pairs
+            both = tl.permute(tl.reshape(values[0], [S, 8, 4, ROWS]), (0, 1, 3, 2))
+            if BYTES and LINES == 2:
+                # Its two lanes as if they were warps.
+                both = tl.permute(tl.reshape(both, [S, 8 * ROWS, 2, 2]), (0, 3, 1, 2))
+                out = over_warps(tl.reshape(both, [2 * S, 8 * ROWS, 2]), 2 * S, 8 * ROWS, 2)
+                line = tl.arange(0, 2)
+            else:
+                out = over_warps(tl.reshape(both, [S, 8 * ROWS, 4]), S, 8 * ROWS, 4)
+                line = tl.arange(0, 4)
+            inside = tl.arange(0, 8 * ROWS)
+            row = segment * 256 + inside // ROWS * 32 + part * ROWS + inside % ROWS
+            if not BYTES:
+                line = (tl.program_id(2) * NT + n) * 8 + line * 2 + side
+                sums = tl.load(back + line, mask=line < batch, other=0.0)
+                added = tl.where(across == 0, -(31.5 + (1024 if HALF else 128)), 0.0)
+                out += (sums * added)[None, :]
+            factor = tl.load(scale + row, mask=row < rows, other=0.0)
+            ok = (row < rows)[:, None] & (line < batch)[None, :]
+            where = (across * batch + line)[None, :] * rows + row[:, None]
+            tl.store(y + where, (out * factor[:, None]).to(y.dtype.element_ty), mask=ok)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program does: rows of each group, tiles of eight columns of B, words of a lane, warps, chunks of a warp, halves of
+    words by the multiplier, registers of a lane (0: as many as the compiler wants)."""
+
+    rows: int = 32
+    lines: int = 1
+    words: int = 2
+    warps: int = 4
+    per: int = 1
+    dot: bool = True
+    registers: int = 0
+
+
+def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether this kernel does so many rows of activations, which are `dtype`."""
+    if hardware_of(arch) == 2 or batch > LARGEST_BATCH:
+        return False
+    return batch <= LARGEST_BYTES or dtype in (torch.float16, torch.bfloat16)
+
+
+def tile_for(quarter_bits: int, rows: int, cols: int, batch: int, arch: str) -> Tile:
+    """The tile where none was measured."""
+    chunks = triton.cdiv(cols, shuffle.CHUNK)
+    if batch <= LARGEST_BYTES:
+        tile = Tile()
+    else:
+        lines = min(8 if quarter_bits % 2 == 0 else 4, triton.next_power_of_2(triton.cdiv(batch, 8)))
+        # Sums of so many tiles take 128 registers.
+        tile = Tile({1: 32, 2: 32, 4: 16, 8: 8}[lines], lines, 1 if lines > 4 else 2)
+    programs = triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows)
+    # Some four programs for each multiprocessor.
+    across = max(1, 4 * processors_of(arch) // programs)
+    per = max(1, triton.cdiv(chunks, across * tile.warps))
+    return replace(tile, per=per)
+
+
+def shuffle_mma_specs(
+    params: shuffle.Params,
+    rows: int,
+    cols: int,
+    batch: int,
+    inside: torch.dtype,
+    outside: torch.dtype,
+    arch: str,
+    tile: Tile | None = None,
+) -> list[KernelSpec]:
+    """The launches: the activations' digits (up to four rows), the product, and the sum of its parts.
+
+    inside: of the activations as they come, turned; outside: of the result.
+    """
+    q, count = params.quarter_bits, 16 // math.gcd(params.quarter_bits, 16)
+    tile = tile or tile_for(q, rows, cols, batch, arch)
+    few = batch <= LARGEST_BYTES
+    chunks = triton.cdiv(cols, shuffle.CHUNK)
+    split = triton.cdiv(chunks, tile.warps * tile.per)
+    end = shuffle.ends(q)[0]
+    limited = tile.registers > 0 and not triton.knobs.runtime.interpret
+    digits, places = (3, 4) if batch <= 2 else (2, 2)
+    sizes = {"rows": rows, "chunks": chunks}
+    part = tile.warps * tile.per * shuffle.CHUNK
+    first = KernelSpec(
+        name=f"shuffle_digits{digits}_{pointer_type(inside)[1:]}_{part}",
+        fn=shuffle_bytes_digits_kernel,
+        signature={
+            "x": pointer_type(inside),
+            "digits": "*i32",
+            "back": "*fp32",
+            "cols": "i32",
+            "chunks": "i32",
+            "batch": "i32",
+        },
+        constants={
+            "DIGITS": digits,
+            "PLACES": places,
+            "PART": part,
+            "WIDE": triton.next_power_of_2(part),
+            "PDL": overlaps(arch),
+        },
+        divisible=("x", "digits", "back", *multiples({"cols": cols, "chunks": chunks})),
+        num_warps=8,
+        num_stages=1,
+        options=overlap_options(arch),
+        batch=batch,
+        kind="shuffle_digits",
+        grid=(split, 8 // places, 1),
+    )
+    product = KernelSpec(
+        name=f"shuffle_mma{q}_{pointer_type(outside)[1:]}_{pointer_type(inside)[1:] if not few else digits}"
+        f"_{tile.rows}x{tile.lines}w{tile.words}s{tile.warps}p{tile.per}" + ("d" if tile.dot else "") + (f"r{tile.registers}" if limited else "") + ("_parts" if split > 1 else ""),
+        fn=shuffle_mma_kernel,
+        signature={
+            "x": "*u32",
+            "back": "*fp32",
+            "words": "*u32",
+            "scale": "*fp32",
+            "table": "*u8",
+            "y": "*fp32" if split > 1 else pointer_type(outside),
+            **dict.fromkeys(sizes, "i32"),
+            "batch": "i32",
+        },
+        constants={
+            "Q": q,
+            "FIRST": tuple(next((r for r in range(32) if end[r] >= t), 0) for t in range(2 * q)),
+            "COUNT": tuple(end.count(t) for t in range(2 * q)),
+            "PHASES": count,
+            "HARDWARE": hardware_of(arch),
+            "BYTES": few,
+            "HALF": inside == torch.float16,
+            "PLACES": places,
+            "NT": tile.lines,
+            "ROWS": tile.rows,
+            "W": tile.words,
+            "S": tile.warps,
+            "PER": tile.per,
+            "DOT": tile.dot,
+            "PDL": overlaps(arch),
+        },
+        divisible=("x", "back", "words", "scale", "table", "y", *multiples(sizes)),
+        num_warps=tile.warps,
+        num_stages=1,
+        options=overlap_options(arch) | ({"maxnreg": tile.registers} if limited else {}),
+        batch=batch,
+        kind="shuffle_gemm",
+        grid=(
+            triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows),
+            split,
+            1 if few else triton.cdiv(batch, 8 * tile.lines),
+        ),
+    )
+    made = [first, product] if few else [product]
+    return made if split == 1 else [*made, sum_spec(batch * rows, split, outside, arch)]
+
+
+def shuffle_mma(x: Tensor, prepared: Prepared, specs: list[KernelSpec], dtype: torch.dtype) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `dtype`, as the specs were made for."""
+    batch, device = len(x), x.device
+    chunks = triton.cdiv(prepared.cols, shuffle.CHUNK)
+    first = specs[0] if specs[0].kind == "shuffle_digits" else None
+    product = specs[0 if first is None else 1]
+    split = product.grid[1]
+    x = x.contiguous()
+    y = torch.empty(batch, prepared.rows, dtype=dtype, device=device)
+    if first is not None:
+        operand = torch.empty(8, chunks * 8, 2, dtype=torch.int32, device=device)
+        back = torch.empty(split, 8, device=device)
+        launch(first, x, operand, back, prepared.cols, chunks, batch)
+    else:
+        if prepared.cols % shuffle.CHUNK:
+            x = F.pad(x, (0, -prepared.cols % shuffle.CHUNK))
+        elif x.data_ptr() % 16:
+            x = x.clone()
+        operand, back = x.view(torch.int32), x.sum(dim=1, dtype=torch.float32)
+    parts = y
+    if split > 1:
+        parts = torch.empty(split, *y.shape, dtype=torch.float32, device=device)
+    arguments = (prepared.words.view(torch.uint32), prepared.scales, prepared.table, parts)
+    launch(product, operand.view(torch.uint32), back, *arguments, prepared.rows, chunks, batch)
+    if split > 1:
+        launch(specs[-1], parts, y, y.numel())
+    return y
