@@ -56,6 +56,7 @@ FORMATS = {
     "fp8 row": leaf("fp8"),
     "mxfp4": leaf("mxfp4"),
     "grid g64": leaf("grid", group=64),
+    **{f"shuffle {q / 4:g} bits": leaf("shuffle", quarter_bits=q) for q in (8, 12, 14, 16, 18)},
     **{f"trellis {q / 4:g} bits": leaf("trellis", quarter_bits=(q,)) for q in (4, 8, 10, 12, 16)},
     "rotated trellis 2 bits": Node(
         "rotated", format_of("rotated").Params(block_in=128), {"x": leaf("trellis", quarter_bits=(8,))}

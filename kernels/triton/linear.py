@@ -6,7 +6,7 @@
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
-    shuffle                  shuffle.py to 2 rows, twice to 4; decoded blocks above
+    shuffle                  NVIDIA: shuffle_mma.py to 64 rows; shuffle.py to 2 rows, twice to 4; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank                 low_rank.py up to eight rows, the library's two products above
     cp, tensor_train, tucker their two sides (factors.py) likewise; W itself where that is smaller
@@ -148,7 +148,10 @@ def _leaf_specs(
         return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
     if leaf.tree.kind == "shuffle":
         from nstf.kernels.triton.shuffle import shuffle_decode_spec, shuffle_specs
+        from nstf.kernels.triton.shuffle_mma import shuffle_mma_specs
 
+        if kernel == "shuffle_mma":
+            return shuffle_mma_specs(leaf.tree.params, out, width, batch, inside, outside, arch)
         if kernel == "shuffle_gemv":
             return shuffle_specs(leaf.tree.params, out, width, batch, inside, outside, dtype, arch)
         return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, _block(width)), inside, False)]
@@ -171,7 +174,7 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
-    from nstf.kernels.triton import hopper, skinny, trellis_gemm
+    from nstf.kernels.triton import hopper, shuffle_mma, skinny, trellis_gemm
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
@@ -181,6 +184,10 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
             return "halves"
         return "trellis_gemv" if batch <= TRELLIS_BATCH else "blocks"
     if leaf.tree.kind == "shuffle":
+        if shuffle_mma.suits(batch, dtype, arch):
+            return "shuffle_mma"
+        if shuffle_mma.suits(half, dtype, arch):
+            return "halves"
         return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "halves" if half <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
@@ -292,10 +299,13 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
 
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
+    from nstf.kernels.triton import shuffle_mma
+
     kernel = _kernel_of(leaf, batch, dtype, arch)
-    wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm") or (
-        kernel == "halves" and leaf.tree.kind in CODES
-    )
+    if kernel == "halves":
+        return _inside(leaf, _halves(batch)[0], dtype, arch)
+    wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm")
+    wide |= kernel == "shuffle_mma" and batch <= shuffle_mma.LARGEST_BYTES
     return torch.float32 if wide else dtype, kernel == "trellis_gemv"
 
 
@@ -321,6 +331,11 @@ def _leaf(
     if kernel == "trellis_gemv":
         turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
         return trellis_gemv(turned, prepare(encoded), out, arch)
+    if kernel == "shuffle_mma":
+        from nstf.kernels.triton import shuffle, shuffle_mma
+
+        made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
+        return shuffle_mma.shuffle_mma(x, shuffle.prepare(encoded), made, out)
     if kernel == "shuffle_gemv":
         from nstf.kernels.triton import shuffle
 

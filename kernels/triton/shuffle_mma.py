@@ -205,7 +205,7 @@ def _tables(table, lanes, AT: tl.constexpr):
     lanes: zeros, which the compiler does not know.
     """
     four = tl.arange(0, 4)[None, :]
-    at = table.to(tl.pointer_type(tl.uint32)) + AT + lanes[:, None] + four
+    at = table.to(tl.pointer_type(tl.uint32)) + AT + (lanes * 16)[:, None] + four
     return columns_of(tl.load(at), 4) + columns_of(tl.load(at + 4), 4)
 
 
@@ -258,64 +258,81 @@ def _row(
     return found
 
 
-@triton.jit(do_not_specialize=["batch"])
-def shuffle_bytes_digits_kernel(
-    x,  # [batch, cols]
-    digits,  # i32 [8, 8 chunks, 2]: of each column of B, four columns of the matrix a word
-    back,  # f32 [parts, 8]: what the sums of each column of B are to be multiplied with
-    cols,
-    chunks,
-    batch,
-    DIGITS: tl.constexpr,
-    PLACES: tl.constexpr,  # columns of B for a row of activations
-    PART: tl.constexpr,  # columns under one scale
-    WIDE: tl.constexpr,  # the next power of two
-    PDL: tl.constexpr,
+@triton.jit
+def _ask_for(
+    words, groups, chunk, chunks, begin, Q: tl.constexpr, STEPS: tl.constexpr, group, t, HARDWARE: tl.constexpr
 ):
-    """The digits of a row of activations in one part of its columns."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    line = tl.program_id(1)
-    part = tl.program_id(0)
-    inside = tl.arange(0, WIDE // 8)
-    unit = part * (PART // 8) + inside
-    k = unit[:, None] * 8 + tl.arange(0, 8)[None, :]
-    ok = (k < cols) & (inside < PART // 8)[:, None] & (line < batch)
-    values = tl.load(x + line * cols + k, mask=ok, other=0.0).to(tl.float32)
-    # As whole numbers, of which a NaN is the largest.
-    exponent = tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True) >> 23, axis=1), axis=0)
-    TOP: tl.constexpr = 22 if DIGITS == 3 else 14
-    nan = tl.where(exponent == 255, float("nan"), 1.0)
-    exponent = tl.maximum(exponent, TOP)
-    up = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
-    down = ((exponent - (TOP - 1)) << 23).to(tl.float32, bitcast=True) * nan
-    # A sum with 1.5 * 2^23 has the number in its mantissa; carries make the digits below the highest signed.
-    CARRIES: tl.constexpr = 0x8080 if DIGITS == 3 else 0x80
-    number = (values * up + 12582912.0).to(tl.int32, bitcast=True) - (0x4B400000 - CARRIES)
-    number = number ^ CARRIES
-    ok = (inside < PART // 8) & (unit < chunks * 8)
-    for place in tl.static_range(PLACES):
-        digit = ((number >> (8 * place)) & 0xFF) if place < DIGITS else number * 0
-        moved = digit << ((tl.arange(0, 8) % 4) * 8)[None, :]
-        words = tl.sum(tl.reshape(moved, [WIDE // 8, 2, 4]), axis=2)
-        at = ((line * PLACES + place) * (chunks * 8) + unit)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(digits + at, words, mask=ok[:, None])
-        worth = down * (1 << (8 * place)) if place < DIGITS else down * 0.0
-        tl.store(back + part * 8 + line * PLACES + place, worth)
+    """The steps of a chunk on their way to the second-level cache."""
+    if HARDWARE == 1:
+        LINES: tl.constexpr = (STEPS * 32 + 511) // 512
+        at = words + ((group * chunks + tl.minimum(chunk, chunks - 1)) * (2 * Q) + begin) * 8
+        for k in tl.static_range(LINES):
+            step = tl.minimum((t + 4 * k) * 4, STEPS - 1)
+            tl.inline_asm_elementwise(
+                "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+                "=r,l",
+                [(at + step * 8).to(tl.int64)],
+                tl.uint32,
+                False,
+                1,
+            )
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
+def _activations(x, line, k, batch, cols, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """COUNT times [n] float32: neighbours in a row of activations from column k on, in loads of 16 bytes."""
+    found = ()
+    for i in tl.static_range(COUNT // WIDE):
+        at = k[:, None] + (i * WIDE + tl.arange(0, WIDE))[None, :]
+        ok = (at < cols) & (line < batch)[:, None]
+        found = found + columns_of(tl.load(x + line[:, None] * cols + at, mask=ok, other=0.0).to(tl.float32), WIDE)
+    return found
+
+
+@triton.jit
+def _number(value, up, CARRIES: tl.constexpr):
+    """A whole number whose bytes are its digits; carries make those below the highest signed."""
+    # A sum with 1.5 * 2^23 has the number in its mantissa.
+    number = (value * up + 12582912.0).to(tl.int32, bitcast=True) - (0x4B400000 - CARRIES)
+    return (number ^ CARRIES).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _digit(n0, n1, n2, n3, which, HARDWARE: tl.constexpr):
+    """The digit `which` of four numbers, a byte each."""
+    if HARDWARE == 1:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            prmt.b32 a, $1, $2, $5;
+            prmt.b32 b, $3, $4, $5;
+            prmt.b32 $0, a, b, 0x5410;
+            }""",
+            "=r,r,r,r,r,r",
+            [n0, n1, n2, n3, which * 0x11 + 0x40],
+            tl.uint32,
+            True,
+            1,
+        )
+    else:
+        a = (n0 >> (which * 8)) & 0xFF
+        b = (n1 >> (which * 8)) & 0xFF
+        c = (n2 >> (which * 8)) & 0xFF
+        return a | (b << 8) | (c << 16) | (((n3 >> (which * 8)) & 0xFF) << 24)
+
+
+@triton.jit(do_not_specialize=["batch", "per"])
 def shuffle_mma_kernel(
-    x,  # BYTES: the digits, u32 [8, 8 chunks, 2]; else activations in pairs, u32 [batch, 32 chunks]
-    back,  # BYTES: f32 [parts, 8]; else f32 [batch], the sums of the activations
+    x,  # [batch, cols]; not BYTES: in pairs, u32 [batch, 32 chunks]
+    added,  # f32 [batch], the sums of the activations; BYTES: not read
     words,  # u32 [groups, chunks, 2 q, 8]
     scale,  # f32 [rows]: what a level is worth
     table,  # u8 [phases, 2, 16]
     y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
     rows,
-    chunks,
+    cols,
     batch,
+    per,  # chunks of a warp
     Q: tl.constexpr,
     FIRST: tl.constexpr,  # row of 32 that ends at each symbol
     COUNT: tl.constexpr,  # rows that do
@@ -323,19 +340,19 @@ def shuffle_mma_kernel(
     HARDWARE: tl.constexpr,
     BYTES: tl.constexpr,
     HALF: tl.constexpr,  # float16, else bfloat16
-    PLACES: tl.constexpr,
+    DIGITS: tl.constexpr,
+    PLACES: tl.constexpr,  # columns of B for a row of activations
     NT: tl.constexpr,  # tiles of eight columns of B
     ROWS: tl.constexpr,  # of each group: 32, 16, or 8 where the bits are even
     W: tl.constexpr,  # words of a lane
     S: tl.constexpr,  # warps, side by side along the columns
-    PER: tl.constexpr,  # chunks of a warp
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     PARTS: tl.constexpr = 32 // ROWS
     KEPT: tl.constexpr = PHASES <= 2
     STEPS: tl.constexpr = Q * ROWS // 16
-    COUNTED: tl.constexpr = (2 if BYTES else 4) * W
+    chunks = (cols + 63) // 64
     i = tl.arange(0, 32 * S)
     warp = i // 32
     g = i // 4 % 8
@@ -352,8 +369,12 @@ def shuffle_mma_kernel(
     if KEPT and PHASES == 2:
         own = own + _tables(table, zero, 8)
     magic = zero.to(tl.uint32, bitcast=True) + (0x64646464 if HALF else 0x43434343)
+    chunk0 = (across * S + warp) * per
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    # Codes do not depend on the launch in front.
+    _ask_for(words, groups, chunk0, chunks, begin, Q, STEPS, group, t, HARDWARE)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     total = ()
     for _ in tl.static_range(2 * ROWS * NT):
@@ -363,26 +384,55 @@ def shuffle_mma_kernel(
     if BYTES:
         middle = (tl.zeros([32 * S], tl.int32), tl.zeros([32 * S], tl.int32))
         middle = middle + middle
-        all63 = tl.zeros([32 * S], tl.uint32) + 0x3F3F3F3F
+        all63 = zero.to(tl.uint32, bitcast=True) + 0x3F3F3F3F
+        WIDE: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+        line = g // PLACES
+        which = (g % PLACES).to(tl.uint32)
+        most = tl.zeros([32 * S], tl.float32)
+        for turn in range(per):
+            values = _activations(x, line, (chunk0 + turn) * 64 + t * 16, batch, cols, 16, WIDE)
+            for j in tl.static_range(16):
+                most = tl.maximum(most, tl.abs(values[j]), propagate_nan=tl.PropagateNan.ALL)
+        # As whole numbers, of which a NaN is the largest.
+        exponent = tl.max(tl.reshape(most.to(tl.int32, bitcast=True) >> 23, [S, 8, 4]), axis=2)
+        TOP: tl.constexpr = 22 if DIGITS == 3 else 14
+        CARRIES: tl.constexpr = 0x8080 if DIGITS == 3 else 0x80
+        back = tl.where(exponent == 255, float("nan"), 1.0)
+        exponent = tl.maximum(exponent, TOP)
+        up = ((253 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+        up = tl.reshape(tl.broadcast_to(up[:, :, None], [S, 8, 4]), [32 * S])
+        worth = (tl.arange(0, 8) % PLACES)[None, :]
+        back *= ((exponent - (TOP - 1)) << 23).to(tl.float32, bitcast=True)
+        back *= tl.where(worth < DIGITS, (1 << (8 * worth)).to(tl.float32), 0.0)
 
-    for turn in range(PER * (2 // W)):
+    for turn in range(per * (2 // W)):
         # With W = 2 a lane has two words of a chunk, with 1 one of either half.
-        chunk = (across * S + warp) * PER + turn // (2 // W)
+        chunk = chunk0 + turn // (2 // W)
         place = t * W + (turn % (2 // W)) * 4
-        there = chunk < chunks
+        if turn % (2 // W) == 0:
+            _ask_for(words, groups, chunk + 1, chunks, begin, Q, STEPS, group, t, HARDWARE)
         xs = ()
-        for n in tl.static_range(NT):
-            if BYTES:
-                place_x = (g * chunks + chunk) * 16 + place * 2
-            else:
-                line = (tl.program_id(2) * NT + n) * 8 + g
-                place_x = (line * chunks + chunk) * 32 + place * 4
-                there = (chunk < chunks) & (line < batch)
-            some = tl.load(x + place_x[:, None] + tl.arange(0, COUNTED)[None, :], mask=there[:, None], other=0)
-            xs = xs + columns_of(some, COUNTED)
         if BYTES:
+            values = _activations(x, line, chunk * 64 + place * 8, batch, cols, 8 * W, WIDE)
+            numbers = ()
+            for j in tl.static_range(8 * W):
+                numbers = numbers + (_number(values[j], up, CARRIES),)
+            for j in tl.static_range(2 * W):
+                xs = xs + (
+                    _digit(
+                        numbers[4 * j], numbers[4 * j + 1], numbers[4 * j + 2], numbers[4 * j + 3], which, HARDWARE
+                    ),
+                )  # fmt: skip
             for w in tl.static_range(W):
                 middle = _mma(all63, all63, all63, all63, xs[2 * w], xs[2 * w + 1], middle, S, HARDWARE)
+        else:
+            for n in tl.static_range(NT):
+                own_line = (tl.program_id(2) * NT + n) * 8 + g
+                ok = (chunk < chunks) & (own_line < batch)
+                for w in tl.static_range(W):
+                    at_x = (own_line * chunks + chunk) * 32 + (place + w) * 4
+                    some = tl.load(x + at_x[:, None] + tl.arange(0, 4)[None, :], mask=ok[:, None], other=0)
+                    xs = xs + columns_of(some, 4)
         # Beyond the last column the activations are 0.
         safe = tl.minimum(chunk, chunks - 1)
         at = words + ((group * chunks + safe) * (2 * Q) + begin) * 8 + place
@@ -418,13 +468,12 @@ def shuffle_mma_kernel(
 
     LINES: tl.constexpr = 8 // PLACES
     LEVELS: tl.constexpr = 5 if ROWS == 32 else 4 if ROWS == 16 else 3
-    lanes = tl.arange(0, 8)
     for n in tl.static_range(NT):
         if BYTES:
-            worth = tl.reshape(tl.load(back + across * 8 + lanes), [1, 1, 4, 2])
-            first, second = tl.split(tl.broadcast_to(worth, [S, 8, 4, 2]))
-            first = tl.reshape(first, [32 * S])
-            second = tl.reshape(second, [32 * S])
+            # A lane has columns 2 t and 2 t + 1 of the sums.
+            first, second = tl.split(tl.reshape(back, [S, 1, 4, 2]))
+            first = tl.reshape(tl.broadcast_to(first, [S, 8, 4]), [32 * S])
+            second = tl.reshape(tl.broadcast_to(second, [S, 8, 4]), [32 * S])
         for side in tl.static_range(1 if BYTES else 2):
             values = ()
             for r in tl.static_range(ROWS):
@@ -454,9 +503,9 @@ def shuffle_mma_kernel(
             row = segment * 256 + inside // ROWS * 32 + part * ROWS + inside % ROWS
             if not BYTES:
                 line = (tl.program_id(2) * NT + n) * 8 + line * 2 + side
-                sums = tl.load(back + line, mask=line < batch, other=0.0)
-                added = tl.where(across == 0, -(31.5 + (1024 if HALF else 128)), 0.0)
-                out += (sums * added)[None, :]
+                # Once for all programs along the columns.
+                sums = tl.load(added + line, mask=(line < batch) & (across == 0), other=0.0)
+                out -= (sums * (31.5 + (1024 if HALF else 128)))[None, :]
             factor = tl.load(scale + row, mask=row < rows, other=0.0)
             ok = (row < rows)[:, None] & (line < batch)[None, :]
             where = (across * batch + line)[None, :] * rows + row[:, None]
@@ -479,7 +528,7 @@ class Tile:
 
 def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
     """Whether this kernel does so many rows of activations, which are `dtype`."""
-    if hardware_of(arch) == 2 or batch > LARGEST_BATCH:
+    if not arch.startswith("sm_") or batch > LARGEST_BATCH:
         return False
     return batch <= LARGEST_BYTES or dtype in (torch.float16, torch.bfloat16)
 
@@ -510,7 +559,7 @@ def shuffle_mma_specs(
     arch: str,
     tile: Tile | None = None,
 ) -> list[KernelSpec]:
-    """The launches: the activations' digits (up to four rows), the product, and the sum of its parts.
+    """The launches: the product, and the sum of its parts where programs share the columns.
 
     inside: of the activations as they come, turned; outside: of the result.
     """
@@ -522,47 +571,21 @@ def shuffle_mma_specs(
     end = shuffle.ends(q)[0]
     limited = tile.registers > 0 and not triton.knobs.runtime.interpret
     digits, places = (3, 4) if batch <= 2 else (2, 2)
-    sizes = {"rows": rows, "chunks": chunks}
-    part = tile.warps * tile.per * shuffle.CHUNK
-    first = KernelSpec(
-        name=f"shuffle_digits{digits}_{pointer_type(inside)[1:]}_{part}",
-        fn=shuffle_bytes_digits_kernel,
-        signature={
-            "x": pointer_type(inside),
-            "digits": "*i32",
-            "back": "*fp32",
-            "cols": "i32",
-            "chunks": "i32",
-            "batch": "i32",
-        },
-        constants={
-            "DIGITS": digits,
-            "PLACES": places,
-            "PART": part,
-            "WIDE": triton.next_power_of_2(part),
-            "PDL": overlaps(arch),
-        },
-        divisible=("x", "digits", "back", *multiples({"cols": cols, "chunks": chunks})),
-        num_warps=8,
-        num_stages=1,
-        options=overlap_options(arch),
-        batch=batch,
-        kind="shuffle_digits",
-        grid=(split, 8 // places, 1),
-    )
+    sizes = {"rows": rows, "cols": cols if few else chunks * shuffle.CHUNK}
     product = KernelSpec(
-        name=f"shuffle_mma{q}_{pointer_type(outside)[1:]}_{pointer_type(inside)[1:] if not few else digits}"
-        f"_{tile.rows}x{tile.lines}w{tile.words}s{tile.warps}p{tile.per}" + ("d" if tile.dot else "") + (f"r{tile.registers}" if limited else "") + ("_parts" if split > 1 else ""),
+        name=f"shuffle_mma{q}_{pointer_type(outside)[1:]}_{pointer_type(inside)[1:]}_{digits if few else 0}"
+        f"_{tile.rows}x{tile.lines}w{tile.words}s{tile.warps}" + ("d" if tile.dot else "") + (f"r{tile.registers}" if limited else "") + ("_parts" if split > 1 else ""),
         fn=shuffle_mma_kernel,
         signature={
-            "x": "*u32",
-            "back": "*fp32",
+            "x": pointer_type(inside) if few else "*u32",
+            "added": "*fp32",
             "words": "*u32",
             "scale": "*fp32",
             "table": "*u8",
             "y": "*fp32" if split > 1 else pointer_type(outside),
             **dict.fromkeys(sizes, "i32"),
             "batch": "i32",
+            "per": "i32",
         },
         constants={
             "Q": q,
@@ -572,16 +595,16 @@ def shuffle_mma_specs(
             "HARDWARE": hardware_of(arch),
             "BYTES": few,
             "HALF": inside == torch.float16,
+            "DIGITS": digits,
             "PLACES": places,
             "NT": tile.lines,
             "ROWS": tile.rows,
             "W": tile.words,
             "S": tile.warps,
-            "PER": tile.per,
             "DOT": tile.dot,
             "PDL": overlaps(arch),
         },
-        divisible=("x", "back", "words", "scale", "table", "y", *multiples(sizes)),
+        divisible=("x", "added", "words", "scale", "table", "y", *multiples(sizes)),
         num_warps=tile.warps,
         num_stages=1,
         options=overlap_options(arch) | ({"maxnreg": tile.registers} if limited else {}),
@@ -593,34 +616,27 @@ def shuffle_mma_specs(
             1 if few else triton.cdiv(batch, 8 * tile.lines),
         ),
     )
-    made = [first, product] if few else [product]
-    return made if split == 1 else [*made, sum_spec(batch * rows, split, outside, arch)]
+    return [product] if split == 1 else [product, sum_spec(batch * rows, split, outside, arch)]
 
 
 def shuffle_mma(x: Tensor, prepared: Prepared, specs: list[KernelSpec], dtype: torch.dtype) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `dtype`, as the specs were made for."""
-    batch, device = len(x), x.device
-    chunks = triton.cdiv(prepared.cols, shuffle.CHUNK)
-    first = specs[0] if specs[0].kind == "shuffle_digits" else None
-    product = specs[0 if first is None else 1]
-    split = product.grid[1]
+    batch, device, product = len(x), x.device, specs[0]
+    split, cols = product.grid[1], prepared.cols
+    per = triton.cdiv(triton.cdiv(cols, shuffle.CHUNK), split * product.num_warps)
     x = x.contiguous()
+    sums = prepared.scales  # stands for what is not read
+    if not product.constants["BYTES"]:
+        sums = x.sum(dim=1, dtype=torch.float32)
+        cols += -cols % shuffle.CHUNK
+        x = F.pad(x, (0, cols - prepared.cols)) if cols > prepared.cols else x
+        x = (x.clone() if x.data_ptr() % 16 else x).view(torch.uint32)
     y = torch.empty(batch, prepared.rows, dtype=dtype, device=device)
-    if first is not None:
-        operand = torch.empty(8, chunks * 8, 2, dtype=torch.int32, device=device)
-        back = torch.empty(split, 8, device=device)
-        launch(first, x, operand, back, prepared.cols, chunks, batch)
-    else:
-        if prepared.cols % shuffle.CHUNK:
-            x = F.pad(x, (0, -prepared.cols % shuffle.CHUNK))
-        elif x.data_ptr() % 16:
-            x = x.clone()
-        operand, back = x.view(torch.int32), x.sum(dim=1, dtype=torch.float32)
     parts = y
     if split > 1:
         parts = torch.empty(split, *y.shape, dtype=torch.float32, device=device)
-    arguments = (prepared.words.view(torch.uint32), prepared.scales, prepared.table, parts)
-    launch(product, operand.view(torch.uint32), back, *arguments, prepared.rows, chunks, batch)
+    words = prepared.words.view(torch.uint32)
+    launch(product, x, sums, words, prepared.scales, prepared.table, parts, prepared.rows, cols, batch, per)
     if split > 1:
-        launch(specs[-1], parts, y, y.numel())
+        launch(specs[1], parts, y, y.numel())
     return y
