@@ -1,6 +1,7 @@
-"""A whole model decoding on a GPU: an encoded model in captured graphs against bfloat16 in captured graphs and in torch.compile.
+"""A whole encoded model decoding on a GPU in captured graphs, against bfloat16 in captured graphs and in torch.compile.
 
-    python benchmarks/gpu_model.py [--preset 8b] [--format NAME] [--head NAME] [--batch 1] [--rounds 5] [--no-compile] [--json FILE]
+    python benchmarks/gpu_model.py [--preset 8b] [--format NAME] [--head NAME] [--batch 1] [--rounds 5]
+        [--no-compile] [--json FILE]
 
 The model has the shape of Llama-3 8B (or of a smaller one) and random weights, made on the device in a format of
 gpu_kernels.py (int4 in groups of 128 if none is named, `--head` for table and output layer), all matrices included; the
@@ -67,9 +68,7 @@ DTYPE = torch.bfloat16
 PROMPT = 128
 
 
-def models(
-    config: dict[str, Any], tree: Node, head: Node
-) -> tuple[Any, Callable[[], Any]]:
+def models(config: dict[str, Any], tree: Node, head: Node) -> tuple[Any, Callable[[], Any]]:
     """(the encoded model on the device, how to make the dense one of the same values). head: of table and output layer."""
     model: Any = build_skeleton(config, dtype=DTYPE)
     stored = {}

@@ -118,8 +118,7 @@ def agree(parts: Sequence[EncodedTensor]) -> bool:
 
 
 def _stack_shuffle(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]]:
-    """Shuffle leaves as one. Parts have scales of their own under a factor of their own: of the stack they are multiplied out,
-    and kept in float32."""
+    """Shuffle leaves as one, whose scales are multiplied out, in float32: those of a part are under a factor of its own."""
     first = parts[0]
     codes = torch.cat([p.arrays["codes"] for p in parts])
     scales = torch.cat([shuffle.read_scales(p.tree.params, dict(p.arrays)) for p in parts])

@@ -126,13 +126,12 @@ def _leaf_specs(
     leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
-    from nstf.kernels.triton import hopper
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.skinny import skinny_specs
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
-    from nstf.kernels.triton.tuner import measured_specs
+    from nstf.kernels.triton.tuner import chosen, specs_with
 
     out, width = leaf.shape
     kernel = _kernel_of(leaf, batch, dtype, arch)
@@ -147,7 +146,8 @@ def _leaf_specs(
             return trellis_specs(params, out, width, batch, outside, arch)
         return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
     if leaf.tree.kind == "shuffle":
-        from nstf.kernels.triton.shuffle import shuffle_decode_spec, shuffle_specs
+        from nstf.kernels.triton.shuffle import shuffle_specs
+        from nstf.kernels.triton.shuffle_decode import shuffle_decode_spec
         from nstf.kernels.triton.shuffle_mma import shuffle_mma_specs
 
         if kernel == "shuffle_mma":
@@ -162,10 +162,8 @@ def _leaf_specs(
         return skinny_specs(layout, batch, inside, arch, outside)
     if kernel == "gemv":
         return gemv_specs(layout, inside, arch, outside)
-    if kernel == "wgmma":
-        return hopper.wgmma_specs(layout, batch, inside, arch, outside)
-    if kernel == "gemm":
-        return measured_specs(layout, batch, inside, arch, outside)
+    if kernel in ("gemm", "wgmma"):
+        return specs_with(layout, batch, inside, arch, chosen(layout, batch, inside, arch), outside)
     return [decode_spec(layout, min(out, _block(width)), inside, False)]
 
 
@@ -174,7 +172,7 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
-    from nstf.kernels.triton import hopper, shuffle_mma, skinny, trellis_gemm
+    from nstf.kernels.triton import shuffle_mma, skinny, trellis_gemm, tuner
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
@@ -193,7 +191,7 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
     if layout is not None:
         if skinny.suits(layout, batch, dtype, arch):
             return "skinny"
-        if hopper.suits(layout, batch, dtype, arch):
+        if tuner.kernel_of(tuner.chosen(layout, batch, dtype, arch)) == "wgmma":
             return "wgmma"
         table = layout.mode == TABLE and batch > skinny.LARGEST_BATCH
         if table and skinny.suits(layout, half, dtype, arch):
@@ -234,10 +232,10 @@ def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torc
         prepared = prepare(encoded)
         return lambda rows, dtype: trellis_rows(prepared, rows, dtype, arch)
     if encoded.tree.kind == "shuffle":
-        from nstf.kernels.triton import shuffle
+        from nstf.kernels.triton import shuffle, shuffle_decode
 
         codes = shuffle.prepare(encoded)
-        return lambda rows, dtype: shuffle.shuffle_rows(codes, rows, dtype)
+        return lambda rows, dtype: shuffle_decode.shuffle_rows(codes, rows, dtype)
     packed = _packed(encoded)
     return lambda rows, dtype: decode_rows(packed, rows, dtype)
 
@@ -331,16 +329,12 @@ def _leaf(
     if kernel == "trellis_gemv":
         turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
         return trellis_gemv(turned, prepare(encoded), out, arch)
-    if kernel == "shuffle_mma":
+    if kernel.startswith("shuffle"):
         from nstf.kernels.triton import shuffle, shuffle_mma
 
+        run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
         made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
-        return shuffle_mma.shuffle_mma(x, shuffle.prepare(encoded), made, out)
-    if kernel == "shuffle_gemv":
-        from nstf.kernels.triton import shuffle
-
-        made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
-        return shuffle.shuffle_gemv(x, shuffle.prepare(encoded), made, out)
+        return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return _blocks(x, encoded, arch).to(out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
