@@ -58,7 +58,7 @@ def measured(name: str, shape: tuple[int, int], rows: int, count: int) -> dict[s
     def time(specs: list[KernelSpec], kernel: str) -> float | None:
         run = wgmma if kernel == "wgmma" else gemm
         try:
-            return 1e6 * seconds([lambda p=p: run(x, p, specs) for p in packed])  # type: ignore[misc]
+            return 1e6 * float(seconds([lambda p=p: run(x, p, specs) for p in packed]))  # type: ignore[misc]
         except launch_errors():  # more registers or local memory than the card has
             return None
 

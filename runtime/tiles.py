@@ -161,6 +161,7 @@ def _timer(matrix: EncodedTensor, rows: int, dtype: torch.dtype) -> Callable[...
     if matrix.tree.kind == "fp8":
         arrays["codes"] &= 0x77  # none that means NaN
     packed = pack_leaf(EncodedTensor(matrix.tree, matrix.shape, arrays))
+    assert packed is not None
     x = torch.randn(rows, matrix.shape[1], device="cuda").to(dtype)
 
     def seconds(name: str, specs: list[Any]) -> float:
