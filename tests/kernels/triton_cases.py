@@ -170,7 +170,6 @@ def cases() -> Iterator[Case]:
     yield Case("shuffle16", (40, 72), 6)
     yield Case("shuffle12", (40, 72), 1, "bfloat16", arch="gfx942")
     yield Case("shuffle16", (40, 72), 2, arch="gfx942")
-    yield Case("shuffle15", (40, 72), 1, "float16", arch="gfx1100")
     yield Case("rotated_shuffle", (64, 128), 2)
     yield Case("rotated_shuffle", (64, 128), 9, "float16")
     for name in (
