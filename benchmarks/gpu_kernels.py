@@ -1,15 +1,12 @@
 """Encoded matrices times activations on a GPU, against torch's own products: one run prints the tables.
 
-    python benchmarks/gpu_kernels.py [--quick] [--planner] [--json FILE]
+    python benchmarks/gpu_kernels.py [--quick] [--json FILE]
 
 A time is the median over replays of a captured graph that goes through enough copies of the matrix to exceed the
 second-level cache several times, divided by their number: weights always come from device memory, activations do not, as in
 a decoder, and the gaps between launches count. Compared are F.linear in bfloat16 on dense copies and
 `torch.ops.aten._weight_int4pack_mm` (where the device has it), in the same process. The share of bandwidth is that of a sum
 over a large array, measured first.
-
---planner measures tilings of the packed GEMM from all over the planner's order instead, and prints the rank correlation
-(Spearman) of predicted with measured time.
 """
 
 import argparse
@@ -56,6 +53,7 @@ FORMATS = {
     "fp8 row": leaf("fp8"),
     "mxfp4": leaf("mxfp4"),
     "grid g64": leaf("grid", group=64),
+    **{f"shuffle {q / 4:g} bits": leaf("shuffle", quarter_bits=q) for q in (8, 12, 14, 16, 18)},
     **{f"trellis {q / 4:g} bits": leaf("trellis", quarter_bits=(q,)) for q in (4, 8, 10, 12, 16)},
     "rotated trellis 2 bits": Node(
         "rotated", format_of("rotated").Params(block_in=128), {"x": leaf("trellis", quarter_bits=(8,))}
@@ -280,85 +278,15 @@ CORRECTED = [
     ((8192, 28672), (64,)),
 ]
 CHAINS = ("cp", "tucker", "tensor_train")
-PLANNED = [(shape, batch) for shape in ((4096, 4096), (14336, 4096), (28672, 8192)) for batch in (32, 256)]
-
-
-def spread_tilings(shape: tuple[int, int], batch: int, count: int = 16) -> list[Any]:
-    """Predictions from the first to the last of the planner's order for int4 in groups of 128, evenly apart."""
-    from nstf.kernels.triton import planner, tuner
-    from nstf.kernels.triton.packed import layout_of
-    from nstf.kernels.triton.spec import hollow
-
-    layout = layout_of(hollow(INT4, shape))
-    assert layout is not None
-    found = planner.plan(tuner.problem_of(layout, batch), _card(), 1 << 20, tuner.suits(layout))
-    return [found[i * (len(found) - 1) // (count - 1)] for i in range(count)]
-
-
-def planned_seconds(shape: tuple[int, int], batch: int, tiling: Any, most: int = 32) -> float:
-    """Time of the packed GEMM with a tiling of the planner."""
-    from nstf.kernels.triton import tuner
-    from nstf.kernels.triton.gemm import gemm
-    from nstf.kernels.triton.packed import pack_leaf
-
-    x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
-    matrices = [random_encoded(INT4, shape, i) for i in range(min(most, copies(shape[0] * shape[1] // 2)))]
-    packed = [p for p in map(pack_leaf, matrices) if p is not None]
-    specs = tuner.specs_with(packed[0].layout, batch, x.dtype, _card(), tiling)
-    return seconds([lambda p=p: gemm(x, p, specs) for p in packed])  # type: ignore[misc]
-
-
-def _card() -> Any:
-    from nstf.kernels.triton.architecture import architecture
-    from nstf.kernels.triton.linear import arch_of
-
-    return architecture(arch_of(torch.device("cuda:0")))
-
-
-def spearman(left: list[float], right: list[float]) -> float:
-    """Rank correlation of two lists: 1 when they order alike, 0 when the one says nothing of the other."""
-    ranks = [
-        torch.tensor(values, dtype=torch.float64).argsort().argsort().double() for values in (left, right)
-    ]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
-
-
-def planner_row(shape: tuple[int, int], batch: int) -> dict[str, Any]:
-    from triton.runtime.errors import OutOfResources
-
-    expected, measured, failed = [], [], 0
-    for prediction in spread_tilings(shape, batch):
-        try:
-            measured.append(planned_seconds(shape, batch, prediction.tiling))
-            expected.append(prediction.time_s)
-        except (OutOfResources, RuntimeError):  # more registers or local memory than the card has
-            failed += 1
-    rho = spearman(expected, measured)
-    slower = measured[0] / min(measured)
-    print(
-        f"planner, {shape[0]}x{shape[1]}, batch {batch}: {len(measured)} tilings, rank correlation {rho:.2f}; "
-        f"the first takes {slower:.2f} times the best of them ({min(measured) * 1e6:.1f} us)"
-        + (f"; {failed} failed" if failed else ""),
-        flush=True,
-    )
-    return {"shape": shape, "batch": batch, "spearman": rho, "first_of_best": slower}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the headline figures only")
-    parser.add_argument("--planner", action="store_true", help="the planner's order against measurement")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "gpu_kernels.py: torch sees no GPU; nothing was measured\n")
-    if options.planner:
-        planned = [planner_row(shape, batch) for shape, batch in PLANNED]
-        mean = sum(p["spearman"] for p in planned) / len(planned)
-        print(f"planner: mean rank correlation {mean:.2f}")
-        if options.json:
-            options.json.write_text(json.dumps(planned, indent=1) + "\n")
-        return
     read, base = bandwidth(), Baselines()
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"{device}; reads {read / 1e12:.2f} TB/s")

@@ -1,11 +1,13 @@
-"""A whole model decoding on a GPU: int4 in captured graphs against bfloat16 in captured graphs and in torch.compile.
+"""A whole encoded model decoding on a GPU in captured graphs, against bfloat16 in captured graphs and in torch.compile.
 
-    python benchmarks/gpu_model.py [--preset 8b] [--batch 1] [--rounds 5] [--no-compile] [--json FILE]
+    python benchmarks/gpu_model.py [--preset 8b] [--format NAME] [--head NAME] [--batch 1] [--rounds 5]
+        [--no-compile] [--json FILE]
 
-The model has the shape of Llama-3 8B (or of a smaller one) and random weights, made on the device as int4 in groups of
-128, all matrices included; the bfloat16 model has the same values. Compared, in rounds that alternate:
+The model has the shape of Llama-3 8B (or of a smaller one) and random weights, made on the device in a format of
+gpu_kernels.py (int4 in groups of 128 if none is named, `--head` for table and output layer), all matrices included; the
+bfloat16 model has the same values. Compared, in rounds that alternate:
 
-    int4 graph       what `model.generate` of a loaded artifact does: runtime/graph_decoder.py
+    coded graph      what `model.generate` of a loaded artifact does: runtime/graph_decoder.py
     bf16 graph       the same step with dense matrices (q, k, v and gate, up as one each): the strongest we know to make
     bf16 compile     transformers' model with its static cache, torch.compile(mode="reduce-overhead")
 
@@ -22,10 +24,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_kernels import INT4, bandwidth, random_encoded
+from gpu_kernels import FORMATS, bandwidth, random_encoded
 from torch import nn
 
-from nstf.kernels.formats import decode
+from nstf.kernels.formats import EncodedTensor, Node, decode
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.modules import attach
 from nstf.runtime.parameter import EncodedParameter
@@ -66,8 +68,8 @@ DTYPE = torch.bfloat16
 PROMPT = 128
 
 
-def models(config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """(the encoded model on the device, how to make the dense one of the same values)."""
+def models(config: dict[str, Any], tree: Node, head: Node) -> tuple[Any, Callable[[], Any]]:
+    """(the encoded model on the device, how to make the dense one of the same values). head: of table and output layer."""
     model: Any = build_skeleton(config, dtype=DTYPE)
     stored = {}
     for seed, (name, parameter) in enumerate(list(model.named_parameters())):
@@ -78,9 +80,14 @@ def models(config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
                 module, leaf, nn.Parameter(torch.ones(parameter.shape, dtype=DTYPE, device="cuda"), False)
             )
             continue
-        encoded = random_encoded(INT4, tuple(parameter.shape), seed)
-        # Symmetric codes have a root mean square of 4.6: weights of 0.02, as models begin with.
-        encoded.arrays["scale"].fill_(0.02 / 4.6)
+        own = head if name.endswith(("embed_tokens.weight", "lm_head.weight")) else tree
+        encoded = random_encoded(own, tuple(parameter.shape), seed)
+        some = decode(EncodedTensor(own, encoded.shape, encoded.arrays))[:256].std()
+        # Weights of 0.02, as models begin with.
+        for array in ("scale_super", "scale"):
+            if array in encoded.arrays:
+                encoded.arrays[array].mul_(0.02 / some)
+                break
         stored[name] = EncodedParameter(encoded, DTYPE)
         attach(module, leaf, stored[name])
 
@@ -165,6 +172,8 @@ def with_peak(call: Callable[[], object], before: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=sorted(PRESETS), default="8b")
+    parser.add_argument("--format", choices=FORMATS, default="int4 g128", help="of all matrices")
+    parser.add_argument("--head", choices=FORMATS, help="of table and output layer, where another")
     parser.add_argument("--batch", type=int, default=1, help="sequences that are decoded together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="tokens to decode in a round")
@@ -180,9 +189,9 @@ def main() -> None:
     config = LLAMA | PRESETS[options.preset]
     ids = torch.randint(0, config["vocab_size"], (options.batch, PROMPT), device="cuda")
     before = torch.cuda.memory_allocated()
-    model, make_dense = models(config)
-    contenders: dict[str, Any] = {"int4 graph": Captured(model)}
-    peaks = {"int4 graph": with_peak(lambda: contenders["int4 graph"].run(ids, options.tokens), before)}
+    model, make_dense = models(config, FORMATS[options.format], FORMATS[options.head or options.format])
+    contenders: dict[str, Any] = {"coded graph": Captured(model)}
+    peaks = {"coded graph": with_peak(lambda: contenders["coded graph"].run(ids, options.tokens), before)}
     before = torch.cuda.memory_allocated()
     dense = make_dense()
     contenders["bf16 graph"] = Captured(dense)
@@ -215,7 +224,7 @@ def report(
     """The table, and the JSON where it was asked for."""
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"{device}; reads {read / 1e12:.2f} TB/s; {options.preset}, batch {options.batch}")
-    print(f"{'':16}{'tokens/s':>10}{'ms':>8}{'GB/token':>10}{'of read':>9}{'peak GB':>9}{'int4 is':>9}")
+    print(f"{'':16}{'tokens/s':>10}{'ms':>8}{'GB/token':>10}{'of read':>9}{'peak GB':>9}{'coded is':>9}")
     rows = []
     for name, rate in medians.items():
         decoder = getattr(contenders[name], "decoder", contenders["bf16 graph"].decoder)
@@ -227,7 +236,7 @@ def report(
             "bytes_per_token": size,
             "bandwidth_share": size * rate / read,
             "peak_bytes": peaks.get(name),
-            "int4_times": medians["int4 graph"] / rate,
+            "coded_times": medians["coded graph"] / rate,
             "rounds": rates[name],
         }
         if isinstance(contenders[name], Captured) and options.batch == 1:
@@ -236,10 +245,10 @@ def report(
         peak = f"{peaks[name] / 1e9:9.2f}" if name in peaks else f"{'':9}"
         print(
             f"{name:16}{row['tokens_per_s']:10.1f}{row['ms']:8.3f}{size / 1e9:10.2f}"
-            f"{100 * row['bandwidth_share']:7.0f} %{peak}{row['int4_times']:8.2f}x"
+            f"{100 * row['bandwidth_share']:7.0f} %{peak}{row['coded_times']:8.2f}x"
         )
-    ratio = peaks["int4 graph"] / peaks["bf16 graph"]
-    print(f"peak memory, int4 over bf16: {ratio:.3f}")
+    ratio = peaks["coded graph"] / peaks["bf16 graph"]
+    print(f"peak memory, coded over bf16: {ratio:.3f}")
     for name, reason in failed.items():
         print(f"{name}: did not run ({reason})")
     if options.json:

@@ -4,14 +4,14 @@ The parts stay what they were, as views of the stack, so no codes are held twice
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.formats import EncodedTensor, shuffle
 from nstf.kernels.linear import linear
 from nstf.kernels.triton.packed import PackedCodes, layout_of
 from nstf.runtime.parameter import EncodedParameter
@@ -78,12 +78,14 @@ def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:
 def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]] | None:
     """(the rows of all parts in one matrix, the parts again as views of it), or None where they do not agree.
 
-    They agree when they are packed leaves of one tree, one width and one table; codes of 5 to 7 bits are several planes
-    and do not stack.
+    They agree when they are packed leaves of one tree, one width and one table, or shuffle leaves; codes of 5 to 7 bits are
+    several planes and do not stack.
     """
     first = parts[0]
     if not agree(parts):
         return None
+    if first.tree.kind == "shuffle":
+        return _stack_shuffle(parts)
     if any(
         not torch.equal(p.arrays[name], first.arrays[name])
         for p in parts
@@ -107,9 +109,28 @@ def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTe
 def agree(parts: Sequence[EncodedTensor]) -> bool:
     """Whether matrices stack, as far as their trees and shapes tell."""
     first = parts[0]
-    layouts = [layout_of(part) for part in parts]
     same = all(p.tree == first.tree and p.shape[1:] == first.shape[1:] for p in parts)
+    if first.tree.kind == "shuffle":
+        # Paths start anew at every segment of the stack.
+        return same and all(p.shape[0] % shuffle.SEGMENT == 0 for p in parts[:-1])
+    layouts = [layout_of(part) for part in parts]
     return same and all(layout is not None and len(layout.planes) == 1 for layout in layouts)
+
+
+def _stack_shuffle(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]]:
+    """Shuffle leaves as one, whose scales are multiplied out, in float32: those of a part are under a factor of its own."""
+    first = parts[0]
+    codes = torch.cat([p.arrays["codes"] for p in parts])
+    scales = torch.cat([shuffle.read_scales(p.tree.params, dict(p.arrays)) for p in parts])
+    rows = [p.shape[0] for p in parts]
+    tree = replace(first.tree, params=replace(first.tree.params, scale_bits=16))
+    arrays = {"codes": codes, "scale": scales, "scale_super": torch.ones(1, device=scales.device)}
+    whole = EncodedTensor(tree, (sum(rows), *first.shape[1:]), arrays)
+    views = torch.split(codes, [len(p.arrays["codes"]) for p in parts])
+    return whole, [
+        EncodedTensor(p.tree, p.shape, {**p.arrays, "codes": view})
+        for p, view in zip(parts, views, strict=True)
+    ]
 
 
 def _joined(name: str, arrays: list[Tensor]) -> Tensor:

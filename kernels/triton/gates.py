@@ -62,6 +62,17 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
         planes = tuple(int(plane) for plane in c["PLANES"])
         weights = int(c["BN"]) * 2 * int(c["LANES"]) * 16 // planes[-1]
         return Expected(matrix=True, weights=weights, weight_bytes=weights * sum(planes) / 8)
+    if kind == "shuffle_gemm":
+        # S warps with W words of eight columns in each of four lanes, down ROWS rows of eight groups.
+        weights = int(c["S"]) * int(c["ROWS"]) * 8 * 32 * int(c["W"])
+        limit = MOST_VECTOR if c["BYTES"] else None
+        # Four lanes take the 32 neighbouring bytes of a step between them.
+        return Expected(matrix=True, wide_loads=False, weights=weights, vector_per_weight=limit)
+    if kind == "shuffle_gemv":
+        # 32 columns a lane down 32 rows. Activations in two digits take products of their own.
+        one = c["B"] == 1 and c["DIGITS"] == 1
+        weights = int(c["LANES"]) * 32 * 32
+        return Expected(weights=weights, vector_per_weight=MOST_VECTOR if one else None)
     if kind == "attend":
         # Not every target has matrix instructions for float32.
         return Expected(matrix=spec.signature["keys"] != "*fp32")

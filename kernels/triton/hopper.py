@@ -36,14 +36,18 @@ _MIDDLE, _LARGE = 1 << 24, 1 << 25  # weights
 _FEW = 64 * _BN
 
 
-def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether to take this kernel: Hopper, 16-bit activations that its copy engine reads, groups of whole runs, and a
-    matrix and batch for which it is faster than gemm.py."""
+def possible(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether this kernel does it: Hopper, 16-bit activations that its copy engine reads, groups of whole runs."""
     if arch != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not available():
         return False
     if not (layout.whole or layout.group % RUN == 0) or layout.cols % 8:
         return False
-    if batch <= 16 or batch > LARGEST_BATCH:
+    return 16 < batch <= LARGEST_BATCH
+
+
+def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether to take this kernel unmeasured: a matrix and batch for which it was faster than gemm.py."""
+    if not possible(layout, batch, dtype, arch):
         return False
     weights, tall = layout.rows * layout.cols, layout.rows >= _TALL
     if batch > 64:
@@ -208,6 +212,11 @@ def _tile(layout: Layout, batch: int, arch: str, out: torch.dtype) -> dict[str, 
         # What the others take to write their sums, in columns: none where a chunk is longer (3, 5 and 7 bits).
         "LAG_COLUMNS": 256 if bm >= 128 and split > 1 else 0,
     }
+
+
+def has_whole_shares(layout: Layout, batch: int, arch: str, dtype: torch.dtype) -> bool:
+    """Whether programs of the kernel's own tile share tiles in whole numbers, and could have equal shares of all instead."""
+    return _tile(layout, batch, arch, dtype)["SPLIT"] > 0
 
 
 def _split(layout: Layout, batch: int, bm: int, programs: int) -> int:

@@ -6,7 +6,7 @@
     up to GEMM_BATCH rows    gemm.py, on matrix cores
     more                     decode.py a block of rows at a time, and the library's dense product
     trellis                  NVIDIA: trellis_bytes.py to 4 rows, trellis_gemm.py to 32; trellis.py to 8; decoded blocks above
-    shuffle                  shuffle.py to 2 rows, twice to 4; decoded blocks above
+    shuffle                  NVIDIA: shuffle_mma.py to 64 rows; shuffle.py to 2 rows, twice to 4; decoded blocks above
     rotated                  rotate.py before (and after) the product of what is stored
     low_rank                 low_rank.py up to eight rows, the library's two products above
     cp, tensor_train, tucker their two sides (factors.py) likewise; W itself where that is smaller
@@ -126,13 +126,12 @@ def _leaf_specs(
     leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
-    from nstf.kernels.triton import hopper
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.gemv import gemv_specs
     from nstf.kernels.triton.skinny import skinny_specs
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
-    from nstf.kernels.triton.tuner import measured_specs
+    from nstf.kernels.triton.tuner import chosen, specs_with
 
     out, width = leaf.shape
     kernel = _kernel_of(leaf, batch, dtype, arch)
@@ -147,8 +146,12 @@ def _leaf_specs(
             return trellis_specs(params, out, width, batch, outside, arch)
         return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
     if leaf.tree.kind == "shuffle":
-        from nstf.kernels.triton.shuffle import shuffle_decode_spec, shuffle_specs
+        from nstf.kernels.triton.shuffle import shuffle_specs
+        from nstf.kernels.triton.shuffle_decode import shuffle_decode_spec
+        from nstf.kernels.triton.shuffle_mma import shuffle_mma_specs
 
+        if kernel == "shuffle_mma":
+            return shuffle_mma_specs(leaf.tree.params, out, width, batch, inside, outside, arch)
         if kernel == "shuffle_gemv":
             return shuffle_specs(leaf.tree.params, out, width, batch, inside, outside, dtype, arch)
         return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, _block(width)), inside, False)]
@@ -159,10 +162,8 @@ def _leaf_specs(
         return skinny_specs(layout, batch, inside, arch, outside)
     if kernel == "gemv":
         return gemv_specs(layout, inside, arch, outside)
-    if kernel == "wgmma":
-        return hopper.wgmma_specs(layout, batch, inside, arch, outside)
-    if kernel == "gemm":
-        return measured_specs(layout, batch, inside, arch, outside)
+    if kernel in ("gemm", "wgmma"):
+        return specs_with(layout, batch, inside, arch, chosen(layout, batch, inside, arch), outside)
     return [decode_spec(layout, min(out, _block(width)), inside, False)]
 
 
@@ -171,7 +172,7 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
-    from nstf.kernels.triton import hopper, skinny, trellis_gemm
+    from nstf.kernels.triton import shuffle_mma, skinny, trellis_gemm, tuner
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
@@ -181,12 +182,16 @@ def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -
             return "halves"
         return "trellis_gemv" if batch <= TRELLIS_BATCH else "blocks"
     if leaf.tree.kind == "shuffle":
+        if shuffle_mma.suits(batch, dtype, arch):
+            return "shuffle_mma"
+        if shuffle_mma.suits(half, dtype, arch):
+            return "halves"
         return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "halves" if half <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
         if skinny.suits(layout, batch, dtype, arch):
             return "skinny"
-        if hopper.suits(layout, batch, dtype, arch):
+        if tuner.kernel_of(tuner.chosen(layout, batch, dtype, arch)) == "wgmma":
             return "wgmma"
         table = layout.mode == TABLE and batch > skinny.LARGEST_BATCH
         if table and skinny.suits(layout, half, dtype, arch):
@@ -227,10 +232,10 @@ def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torc
         prepared = prepare(encoded)
         return lambda rows, dtype: trellis_rows(prepared, rows, dtype, arch)
     if encoded.tree.kind == "shuffle":
-        from nstf.kernels.triton import shuffle
+        from nstf.kernels.triton import shuffle, shuffle_decode
 
         codes = shuffle.prepare(encoded)
-        return lambda rows, dtype: shuffle.shuffle_rows(codes, rows, dtype)
+        return lambda rows, dtype: shuffle_decode.shuffle_rows(codes, rows, dtype)
     packed = _packed(encoded)
     return lambda rows, dtype: decode_rows(packed, rows, dtype)
 
@@ -292,10 +297,13 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
 
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
+    from nstf.kernels.triton import shuffle_mma
+
     kernel = _kernel_of(leaf, batch, dtype, arch)
-    wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm") or (
-        kernel == "halves" and leaf.tree.kind in CODES
-    )
+    if kernel == "halves":
+        return _inside(leaf, _halves(batch)[0], dtype, arch)
+    wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm")
+    wide |= kernel == "shuffle_mma" and batch <= shuffle_mma.LARGEST_BYTES
     return torch.float32 if wide else dtype, kernel == "trellis_gemv"
 
 
@@ -321,11 +329,12 @@ def _leaf(
     if kernel == "trellis_gemv":
         turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
         return trellis_gemv(turned, prepare(encoded), out, arch)
-    if kernel == "shuffle_gemv":
-        from nstf.kernels.triton import shuffle
+    if kernel.startswith("shuffle"):
+        from nstf.kernels.triton import shuffle, shuffle_mma
 
+        run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
         made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
-        return shuffle.shuffle_gemv(x, shuffle.prepare(encoded), made, out)
+        return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return _blocks(x, encoded, arch).to(out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]

@@ -323,7 +323,7 @@ def over_warps(acc, S: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     # Halves that meet in a thread: tl.sum over warps goes through shuffles, and local memory all in one bank.
     if S == 1:
         return tl.reshape(acc, [R, N])
-    LEVELS: tl.constexpr = (S > 1) + (S > 2) + (S > 4) + (S > 8)
+    LEVELS: tl.constexpr = (S > 1) + (S > 2) + (S > 4) + (S > 8) + (S > 16)
     for level in tl.static_range(LEVELS):
         left, right = tl.split(tl.permute(tl.reshape(acc, [2, S >> (level + 1), R, N]), (1, 2, 3, 0)))
         acc = left + right

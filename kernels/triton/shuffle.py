@@ -1,15 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
-"""Shuffle codes times one or two rows of activations, and shuffle codes to dense rows, on a GPU.
+"""Shuffle codes times one or two rows of activations on AMD.
 
-A 32-bit word is a step of the paths of eight columns. A thread takes such columns down a group of 32 rows: the
-symbols of a step, exclusive or those two steps before, look up both tables for four columns at once, since the
-entries of a table are four words of bytes, and NVIDIA (prmt) and AMD (v_perm) have an instruction that picks bytes of
-two words by four selectors. The levels stay bytes, and are multiplied as such with activations of seven bits and, but
-for bfloat16, seven more, eight columns under one scale.
+A 32-bit word is a step of the paths of eight columns. A thread takes four of them down a group of 32 rows: the symbols of
+a step, exclusive or those two steps before, look up both tables for four columns at once, since the entries of a
+table are four words of bytes, and `v_perm` picks bytes of two words by four selectors. The levels stay bytes, and are
+multiplied as such with activations of seven bits and, but for bfloat16, seven more, 32 columns under one scale.
 
-The kernels read the stored order as it is.
+The kernels read the stored order as it is. NVIDIA's products are in shuffle_mma.py, decoded rows in shuffle_decode.py.
 """
 
 import math
@@ -32,74 +31,65 @@ from nstf.kernels.triton.launching import (
     overlaps,
     processors_of,
 )
+from nstf.kernels.triton.operands import columns_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
 from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit
-def _picked(high, low, selectors):
-    """AMD: of the eight bytes of two words those that the selectors name."""
-    return tl.inline_asm_elementwise(
-        "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [high, low, selectors], tl.uint32, True, 1
-    )
-
-
-@triton.jit
-def _halves(w, HARDWARE: tl.constexpr):
-    """The eight symbols of a word as look-ups take them, four and four: on NVIDIA the lower 16 bits and the others,
-    elsewhere bytes, the even columns and the odd ones."""
-    if HARDWARE == 1:
-        return w, w >> 16
-    return w & 0x0F0F0F0F, (w >> 4) & 0x0F0F0F0F
-
-
-@triton.jit
-def _looked_up(symbols, table, t0, t1, t2, t3, AT: tl.constexpr, HARDWARE: tl.constexpr):
-    """The entries at four symbols, a byte each. t0..t3: the 16 entries, which lie at 4 AT of `table`."""
-    if HARDWARE == 1:
-        # A symbol's highest bit asks for the sign of an entry of the other half. Entries are below 128, so that is 0.
+def _picked(high, low, selectors, HARDWARE: tl.constexpr):
+    """`v_perm`: of the eight bytes of two words those that the selectors name. 8 to 11 name the sign of byte 1, 3, 5 or 7,
+    as 0 or 255; 12 is 0, and what is above 255."""
+    if HARDWARE > 0:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x, p, t;
-            xor.b32 x, $1, 0x8888;
-            prmt.b32 p, $2, $3, $1;
-            prmt.b32 t, $4, $5, x;
-            add.u32 $0, p, t;
-            }""",
-            "=r,r,r,r,r,r",
-            [symbols, t0, t1, t2, t3],
-            tl.uint32,
-            True,
-            1,
+            "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [high, low, selectors], tl.uint32, True, 1
         )
-    if HARDWARE == 0:
-        out = tl.zeros_like(symbols)
-        for i in tl.static_range(4):
-            out |= tl.load(table + 4 * AT + ((symbols >> (8 * i)) & 15)).to(tl.uint32) << (8 * i)
-        return out
-    place = symbols & 0x07070707
-    low = _picked(t1, t0, place)
-    high = _picked(t3, t2, place)
-    # Of no bytes at all: 12 gives 0 and 13 gives 255.
-    upper = tl.inline_asm_elementwise(
-        "v_perm_b32 $0, 0, 0, $1", "=v,v", [((symbols >> 3) & 0x01010101) | 0x0C0C0C0C], tl.uint32, True, 1
+    else:
+        shift = (8 * tl.arange(0, 4))[None, :]
+        s = (selectors[:, None] >> shift) & 0xFF
+        at = tl.where(s < 8, s, (s * 2 + 1) % 8)
+        byte = (tl.where(at < 4, low[:, None], high[:, None]) >> (at % 4 * 8)) & 0xFF
+        sign = tl.where(s > 12, 0xFF, tl.where(s == 12, 0, (byte >> 7) * 0xFF))
+        return tl.sum(tl.where(s < 8, byte, sign).to(tl.uint32) << shift, axis=1)
+
+
+@triton.jit
+def _symbols(w):
+    """The eight symbols of a word, a byte each: even columns and odd ones, then both with the highest bit turned."""
+    even = w & 0x0F0F0F0F
+    odd = (w >> 4) & 0x0F0F0F0F
+    return (even, odd, even ^ 0x08080808, odd ^ 0x08080808)
+
+
+@triton.jit
+def _joined(one, other):
+    """The same of the exclusive or of two steps."""
+    return (one[0] ^ other[0], one[1] ^ other[1], one[0] ^ other[2], one[1] ^ other[3])
+
+
+@triton.jit
+def _levels(one, other, own, E: tl.constexpr, ODD: tl.constexpr, HARDWARE: tl.constexpr):
+    """Levels of the even (ODD = 0) or odd columns at these symbols of both tables, a byte each.
+
+    A symbol of the upper half of a table asks for 0 or 255 of the lower half, and the other way: what it asks for is
+    known, and entries that meet 255 are stored as their complement.
+    """
+    first = _picked(own[E + 1], own[E], one[ODD], HARDWARE) ^ _picked(
+        own[E + 3], own[E + 2], one[ODD + 2], HARDWARE
     )
-    return (high & upper) | (low & (upper ^ 0xFFFFFFFF))
+    second = _picked(own[E + 5], own[E + 4], other[ODD], HARDWARE)
+    return (second ^ _picked(own[E + 7], own[E + 6], other[ODD + 2], HARDWARE)) + first
 
 
 @triton.jit
 def _dot(levels, digits, onto, HARDWARE: tl.constexpr):
     """onto + the products of four levels and four signed digits."""
-    if HARDWARE == 1:
-        return tl.inline_asm_elementwise(
-            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [levels, digits, onto], tl.int32, True, 1
-        )
     if HARDWARE == 2:
         return tl.inline_asm_elementwise(
             "v_dot4_i32_i8 $0, $1, $2, $3", "=v,v,v,v", [levels, digits, onto], tl.int32, True, 1
         )
-    if HARDWARE == 3:
+    elif HARDWARE == 3:
         return tl.inline_asm_elementwise(
             "v_dot4_i32_iu8 $0, $1, $2, $3 neg_lo:[1,1,0]",
             "=v,v,v,v",
@@ -108,10 +98,11 @@ def _dot(levels, digits, onto, HARDWARE: tl.constexpr):
             True,
             1,
         )
-    for i in tl.static_range(4):
-        digit = (digits << (24 - 8 * i)) >> 24
-        onto += ((levels >> (8 * i)) & 0xFF).to(tl.int32) * digit
-    return onto
+    else:
+        for i in tl.static_range(4):
+            digit = (digits << (24 - 8 * i)) >> 24
+            onto += ((levels >> (8 * i)) & 0xFF).to(tl.int32) * digit
+        return onto
 
 
 @triton.jit
@@ -121,11 +112,12 @@ def _first_dot(levels, digits, HARDWARE: tl.constexpr):
         return tl.inline_asm_elementwise(
             "v_dot4_i32_i8 $0, $1, $2, 0", "=v,v,v", [levels, digits], tl.int32, True, 1
         )
-    if HARDWARE == 3:
+    elif HARDWARE == 3:
         return tl.inline_asm_elementwise(
             "v_dot4_i32_iu8 $0, $1, $2, 0 neg_lo:[1,1,0]", "=v,v,v", [levels, digits], tl.int32, True, 1
         )
-    return _dot(levels, digits, tl.zeros_like(digits), HARDWARE)
+    else:
+        return _dot(levels, digits, tl.zeros_like(digits), HARDWARE)
 
 
 @triton.jit
@@ -140,11 +132,15 @@ def _nearest(v):
 
 
 @triton.jit
+def _four(words, W: tl.constexpr):
+    """Those of word W of four."""
+    return (words[4 * W], words[4 * W + 1], words[4 * W + 2], words[4 * W + 3])
+
+
+@triton.jit
 def _row(
-    one0,
-    one1,
-    other0,
-    other1,
+    one,
+    other,
     table,
     zero,
     entries,
@@ -163,17 +159,19 @@ def _row(
     # Tables of many phases do not fit the registers.
     own = entries if KEPT else _entries(table, zero, AT, 8)
     E: tl.constexpr = AT if KEPT else 0
-    levels0 = _looked_up(one0, table, own[E], own[E + 1], own[E + 2], own[E + 3], AT, HARDWARE)
-    levels1 = _looked_up(one1, table, own[E], own[E + 1], own[E + 2], own[E + 3], AT, HARDWARE)
-    levels0 += _looked_up(other0, table, own[E + 4], own[E + 5], own[E + 6], own[E + 7], AT + 4, HARDWARE)
-    levels1 += _looked_up(other1, table, own[E + 4], own[E + 5], own[E + 6], own[E + 7], AT + 4, HARDWARE)
+    levels = ()
+    for w in tl.static_range(4):
+        for i in tl.static_range(2):
+            levels = levels + (_levels(_four(one, w), _four(other, w), own, E, i, HARDWARE),)
     grown = ()
     for line in tl.static_range(B):
-        dot = _first_dot(levels0, digits[2 * DIGITS * line], HARDWARE)
-        dot = _dot(levels1, digits[2 * DIGITS * line + 1], dot, HARDWARE)
+        dot = _first_dot(levels[0], digits[8 * DIGITS * line], HARDWARE)
+        for i in tl.static_range(1, 8):
+            dot = _dot(levels[i], digits[8 * DIGITS * line + i], dot, HARDWARE)
         if DIGITS == 2:
-            dot = _dot(levels0, digits[2 * DIGITS * line + 2], dot * 254, HARDWARE)
-            dot = _dot(levels1, digits[2 * DIGITS * line + 3], dot, HARDWARE)
+            dot *= 254
+            for i in tl.static_range(8):
+                dot = _dot(levels[i], digits[8 * DIGITS * line + 8 + i], dot, HARDWARE)
         grown = grown + (total[R * B + line] + dot.to(tl.float32) * scales[line],)
     return grown
 
@@ -188,18 +186,36 @@ def _entries(table, zero, AT: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _step(at, ok, MASKED: tl.constexpr):
+    """A step of the paths of 32 columns: four words in each lane, as symbols."""
+    at = at[:, None] + tl.arange(0, 4)[None, :]
+    if MASKED:
+        words = columns_of(tl.load(at, mask=ok[:, None], other=0), 4)
+    else:
+        words = columns_of(tl.load(at), 4)
+    return _symbols(words[0]) + _symbols(words[1]) + _symbols(words[2]) + _symbols(words[3])
+
+
+@triton.jit
+def _steps_joined(a, c):
+    found = ()
+    for w in tl.static_range(4):
+        found = found + _joined(_four(a, w), _four(c, w))
+    return found
+
+
+@triton.jit
 def shuffle_digits_kernel(
     x,  # [batch, cols]
-    digits,  # i32 [batch, 2 * DIGITS, units]: four columns a word
-    scales,  # f32 [batch, 2, units]: what a digit is worth, and the sum of the eight activations
+    digits,  # i32 [batch, 8 * DIGITS, units]: four columns a word
+    scales,  # f32 [batch, 2, units]: what a digit is worth, and the sum of the 32 activations
     cols,
     units,
-    HARDWARE: tl.constexpr,
     DIGITS: tl.constexpr,
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Eight activations under one scale as signed digits, in the order in which look-ups give eight levels."""
+    """32 activations under one scale as signed digits, in the order in which look-ups give levels."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -207,8 +223,8 @@ def shuffle_digits_kernel(
     unit = tl.program_id(0) * LANES + tl.arange(0, LANES)
     v = ()
     most = tl.zeros([LANES], tl.float32)
-    for j in tl.static_range(8):
-        k = unit * 8 + j
+    for j in tl.static_range(32):
+        k = unit * 32 + j
         some = tl.load(x + line * cols + k, mask=k < cols, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(some), propagate_nan=tl.PropagateNan.ALL)
         v = v + (some,)
@@ -216,7 +232,7 @@ def shuffle_digits_kernel(
     q = ()
     rest = ()
     total = tl.zeros([LANES], tl.int32)
-    for j in tl.static_range(8):
+    for j in tl.static_range(32):
         scaled = v[j] * inverse
         digit = _nearest(scaled)
         fine = digit
@@ -229,26 +245,25 @@ def shuffle_digits_kernel(
         rest = rest + (fine,)
     one = most * (1.0 / 127.0 if DIGITS == 1 else 1.0 / 127.0 / 254.0)
     ok = unit < units
-    at = digits + line * 2 * DIGITS * units + unit
+    at = digits + line * 8 * DIGITS * units + unit
     for kind in tl.static_range(DIGITS):
         d = q if kind == 0 else rest
-        if HARDWARE == 1:
-            tl.store(at + (2 * kind) * units, _packed(d[0], d[1], d[2], d[3]), mask=ok)
-            tl.store(at + (2 * kind + 1) * units, _packed(d[4], d[5], d[6], d[7]), mask=ok)
-        else:
-            tl.store(at + (2 * kind) * units, _packed(d[0], d[2], d[4], d[6]), mask=ok)
-            tl.store(at + (2 * kind + 1) * units, _packed(d[1], d[3], d[5], d[7]), mask=ok)
+        for w in tl.static_range(4):
+            even = _packed(d[8 * w], d[8 * w + 2], d[8 * w + 4], d[8 * w + 6])
+            odd = _packed(d[8 * w + 1], d[8 * w + 3], d[8 * w + 5], d[8 * w + 7])
+            tl.store(at + (8 * kind + 2 * w) * units, even, mask=ok)
+            tl.store(at + (8 * kind + 2 * w + 1) * units, odd, mask=ok)
     tl.store(scales + line * 2 * units + unit, one, mask=ok)
     tl.store(scales + (line * 2 + 1) * units + unit, total.to(tl.float32) * one, mask=ok)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def shuffle_gemv_kernel(
-    digits,  # i32 [batch, 2 * DIGITS, units]
-    parts,  # f32 [batch, 2, units]: scales and sums of eight activations
+    digits,  # i32 [batch, 8 * DIGITS, units]
+    parts,  # f32 [batch, 2, units]: scales and sums of 32 activations
     words,  # u32 [groups, chunks, 2 q, 8]
     scale,  # f32 [rows]: what a level is worth
-    table,  # u8 [phases, 2, 16]
+    table,  # u8 [phases, 2, 16], all but entries 4 and 12 as their complement
     y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
     rows,
     cols,
@@ -260,7 +275,7 @@ def shuffle_gemv_kernel(
     HARDWARE: tl.constexpr,
     DIGITS: tl.constexpr,
     B: tl.constexpr,
-    LANES: tl.constexpr,  # threads along the columns, eight of them each
+    LANES: tl.constexpr,  # threads along the columns, 32 of them each
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -272,7 +287,7 @@ def shuffle_gemv_kernel(
     group = tl.program_id(0)
     lane = tl.arange(0, LANES)
     chunks = (cols + 63) // 64
-    units = chunks * 8
+    units = chunks * 2
     zero = (lane > cols + 4096).to(tl.int32)  # in every thread, which the compiler does not know
     entries = _entries(table, zero, 0, 8 * PHASES if KEPT else 8)
     goes_on = (group % 8 != 0) & (lane >= 0)
@@ -290,39 +305,33 @@ def shuffle_gemv_kernel(
         sums = ()
         for line in tl.static_range(B):
             ok = there & (line < batch)
-            for i in tl.static_range(2 * DIGITS):
-                found = found + (tl.load(digits + (line * 2 * DIGITS + i) * units + unit, mask=ok, other=0),)
+            for i in tl.static_range(8 * DIGITS):
+                found = found + (tl.load(digits + (line * 8 * DIGITS + i) * units + unit, mask=ok, other=0),)
             scales = scales + (tl.load(parts + line * 2 * units + unit, mask=ok, other=0.0),)
             sums = sums + (lost[line] + tl.load(parts + (line * 2 + 1) * units + unit, mask=ok, other=0.0),)
         lost = sums
         # The symbols of the group, and the two before.
         # Without a mask: beyond the last column digits are 0.
         unit = tl.minimum(unit, units - 1)
-        at = words + ((group * chunks + unit // 8) * (2 * Q)) * 8 + unit % 8
+        at = words + ((group * chunks + unit // 2) * (2 * Q)) * 8 + unit % 2 * 4
         before = at - (chunks * (2 * Q) - (2 * Q - 2)) * 8
-        c0, c1 = _halves(tl.load(before, mask=goes_on, other=0), HARDWARE)
-        b0, b1 = _halves(tl.load(before + 8, mask=goes_on, other=0), HARDWARE)
+        c = _step(before, goes_on, True)
+        b = _step(before + 8, goes_on, True)
         grown = ()
         for t in tl.static_range(2 * Q):
-            a0, a1 = _halves(tl.load(at + t * 8), HARDWARE)
-            u0 = a0 ^ c0
-            u1 = a1 ^ c1
+            a = _step(at + t * 8, goes_on, False)
+            u = _steps_joined(a, c)
             if COUNT[t] > 0:
                 grown = grown + _row(
-                    u0, u1, b0, b1, table, zero, entries, found, scales, total,
-                    FIRST[t], PHASES, KEPT, HARDWARE, DIGITS, B,
+                    u, b, table, zero, entries, found, scales, total, FIRST[t], PHASES, KEPT, HARDWARE, DIGITS, B
                 )  # fmt: skip
             if COUNT[t] > 1:
-                v0 = a0 ^ b0
-                v1 = a1 ^ b1
                 grown = grown + _row(
-                    v0, v1, u0, u1, table, zero, entries, found, scales, total,
+                    _steps_joined(a, b), u, table, zero, entries, found, scales, total,
                     FIRST[t] + 1, PHASES, KEPT, HARDWARE, DIGITS, B,
                 )  # fmt: skip
-            c0 = b0
-            c1 = b1
-            b0 = a0
-            b1 = a1
+            c = b
+            b = a
         total = grown
     own = tl.arange(0, 32)
     row = group * 32 + own
@@ -336,75 +345,14 @@ def shuffle_gemv_kernel(
         tl.store(y + place, out.to(y.dtype.element_ty), mask=(row < rows) & (line < batch))
 
 
-@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["ids"])
-def shuffle_decode_kernel(
-    ids,  # i64 [count]
-    words,  # u32 [groups, chunks, 2 q, 8]
-    scale,  # f32 [rows]: what a level is worth
-    table,  # u8 [phases, 2, 16]
-    y,  # [count, cols]
-    first,
-    count,
-    rows,
-    cols,
-    Q: tl.constexpr,
-    PHASES: tl.constexpr,
-    INDEXED: tl.constexpr,
-    BN: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Rows of W: y[i] = W[ids[i]], or W[first + i]. Ids out of range give rows of NaN."""
-    at = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
-    unit = (tl.program_id(1) * LANES + tl.arange(0, LANES))[None, :]
-    chunks = (cols + 63) // 64
-    wanted = at < count
-    if INDEXED:
-        row = tl.load(ids + at, mask=wanted, other=0).to(tl.int32)
-    else:
-        row = first + at
-    known = (row >= 0) & (row < rows)
-    row = tl.where(known & wanted, row, 0)
-    factor = tl.where(known, tl.load(scale + row), float("nan"))
-    group = row // 32
-    r = row % 32
-    end = ((r + 1) * Q + 15) // 16 - 1
-    second = (r > 0) & ((r * Q + 15) // 16 - 1 == end)
-    inside = wanted & (unit < chunks * 8)
-    symbols = ()
-    for back in tl.static_range(3):
-        t = end - back
-        previous = (t < 0).to(tl.int32)
-        g = group - previous
-        place = ((g * chunks + unit // 8) * (2 * Q) + t + previous * (2 * Q)) * 8 + unit % 8
-        there = inside & ((t >= 0) | (group % 8 != 0))
-        symbols = symbols + (tl.load(words + place, mask=there, other=0),)
-    a, b, c = symbols
-    one = tl.where(second, a ^ b, a ^ c)
-    other = tl.where(second, a ^ c, b)
-    entries = table + (r % PHASES) * 32
-    values = ()
-    for j in tl.static_range(8):
-        level = tl.load(entries + ((one >> (4 * j)) & 15)).to(tl.float32)
-        level += tl.load(entries + 16 + ((other >> (4 * j)) & 15)).to(tl.float32)
-        values = values + ((level - 31.5) * factor,)
-    # Side by side: the first pairs differ in the highest bit of the column.
-    for level in tl.static_range(3):
-        joined = ()
-        for j in tl.static_range(4 >> level):
-            joined = joined + (tl.join(values[j], values[j + (4 >> level)]),)
-        values = joined
-    k = (tl.program_id(1) * LANES * 8 + tl.arange(0, LANES * 8))[None, :]
-    out = tl.reshape(values[0], [BN, LANES * 8])
-    tl.store(y + at.to(tl.int64) * cols + k, out.to(y.dtype.element_ty), mask=wanted & (k < cols))
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """words: u32; table: u8; scales: what a level is worth, f32 [rows]."""
+    """words: u32; table: u8; complement: it as `v_perm` wants it (`_levels`); scales: what a level is worth, f32 [rows]."""
 
     params: shuffle.Params
     words: Tensor
     table: Tensor
+    complement: Tensor
     scales: Tensor
     rows: int
     cols: int
@@ -417,14 +365,19 @@ def prepare(encoded: EncodedTensor) -> Prepared:
     rows, cols = matrix_shape(encoded.shape, params.lead)
     codes = arrays["codes"]
     flat = codes.reshape(-1) if codes.data_ptr() % 16 == 0 else codes.clone().reshape(-1)
-    table = shuffle.tables(params.quarter_bits, codes.device).reshape(-1)
-    return Prepared(params, flat.view(torch.int32), table, shuffle.unit_scales(params, arrays), rows, cols)
+    tables = shuffle.tables(params.quarter_bits, codes.device)
+    complement = tables ^ 0xFF
+    complement[..., [4, 12]] ^= 0xFF
+    scales = shuffle.unit_scales(params, arrays)
+    return Prepared(
+        params, flat.view(torch.int32), tables.reshape(-1), complement.reshape(-1), scales, rows, cols
+    )
 
 
 def _hardware_of(arch: str) -> int:
-    """Whose instructions: 0 the interpreter, 1 NVIDIA, 2 AMD's CDNA, 3 its RDNA, which has another dot product."""
+    """Whose instructions: 0 plain arithmetic (the interpreter), 2 AMD's CDNA, 3 its RDNA, which has another dot product."""
     found = hardware_of(arch)
-    return 3 if found == 2 and arch.startswith("gfx1") else found
+    return 3 if found == 2 and arch.startswith("gfx1") else 2 if found == 2 else 0
 
 
 def _sizes(params: shuffle.Params) -> tuple[int, int]:
@@ -448,14 +401,13 @@ def shuffle_specs(
     """
     q, phases = _sizes(params)
     b = triton.next_power_of_2(batch)
-    units = -(-cols // shuffle.CHUNK) * 8
+    units = -(-cols // shuffle.CHUNK) * 2
     groups = -(-rows // shuffle.GROUP)
     # A warp to a program: sums over its threads need no barrier. Eight programs to a processor, of two turns at least.
     lanes = min(triton.next_power_of_2(units), lanes_of(arch))
     split = max(1, min(triton.cdiv(units, 2 * lanes), triton.cdiv(8 * processors_of(arch), groups)))
     sizes, end = {"rows": rows, "cols": cols}, shuffle.ends(q)[0]
     common = {
-        "HARDWARE": _hardware_of(arch),
         "DIGITS": 1 if dtype == torch.bfloat16 else 2,
         "PDL": overlaps(arch),
     }
@@ -493,6 +445,7 @@ def shuffle_specs(
         },
         constants={
             **common,
+            "HARDWARE": _hardware_of(arch),
             "Q": q,
             "FIRST": tuple(next((r for r in range(32) if end[r] >= t), 0) for t in range(2 * q)),
             "COUNT": tuple(end.count(t) for t in range(2 * q)),
@@ -516,62 +469,17 @@ def shuffle_specs(
 def shuffle_gemv(x: Tensor, prepared: Prepared, specs: list[KernelSpec], dtype: torch.dtype) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `dtype`. batch: 1 or 2; specs: of `shuffle_specs`."""
     batch, device = len(x), x.device
-    units = -(-prepared.cols // shuffle.CHUNK) * 8
+    units = -(-prepared.cols // shuffle.CHUNK) * 2
     y = torch.empty(batch, prepared.rows, dtype=dtype, device=device)
-    words = 2 * specs[0].constants["DIGITS"]
+    words = 8 * specs[0].constants["DIGITS"]
     digits = torch.empty(batch, words, units, dtype=torch.int32, device=device)
     scales = torch.empty(batch, 2, units, device=device)
     launch(specs[0], x.contiguous(), digits, scales, prepared.cols, units)
     parts = y
     if len(specs) > 2:
         parts = torch.empty(specs[-1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=device)
-    arguments = (prepared.words.view(torch.uint32), prepared.scales, prepared.table, parts)
+    arguments = (prepared.words.view(torch.uint32), prepared.scales, prepared.complement, parts)
     launch(specs[1], digits, scales, *arguments, prepared.rows, prepared.cols, batch)
     if len(specs) > 2:
         launch(specs[-1], parts, y, y.numel())
     return y
-
-
-def shuffle_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-    """decode(W)[rows] as `dtype`, [n, cols]. rows: a slice with start and stop, or int64 [n] on the device."""
-    indexed = isinstance(rows, Tensor)
-    first, count = (0, len(rows)) if isinstance(rows, Tensor) else (rows.start, rows.stop - rows.start)
-    y = torch.empty(count, prepared.cols, dtype=dtype, device=prepared.scales.device)
-    if count:
-        spec = shuffle_decode_spec(prepared.params, prepared.rows, prepared.cols, count, dtype, indexed)
-        ids = rows.contiguous() if isinstance(rows, Tensor) else prepared.words.view(torch.int64)
-        arguments = (prepared.words.view(torch.uint32), prepared.scales, prepared.table, y)
-        launch(spec, ids, *arguments, first, count, prepared.rows, prepared.cols)
-    return y
-
-
-def shuffle_decode_spec(
-    params: shuffle.Params, rows: int, cols: int, count: int, dtype: torch.dtype, indexed: bool
-) -> KernelSpec:
-    """The launch that decodes `count` rows."""
-    q, phases = _sizes(params)
-    bn = min(32, triton.next_power_of_2(count))
-    units = -(-cols // shuffle.CHUNK) * 8
-    sizes = {"rows": rows, "cols": cols}
-    what = "embed" if indexed else "decode"
-    return KernelSpec(
-        name=f"shuffle{q}_{what}_{pointer_type(dtype)[1:]}_{bn}",
-        fn=shuffle_decode_kernel,
-        signature={
-            "ids": "*i64",
-            "words": "*u32",
-            "scale": "*fp32",
-            "table": "*u8",
-            "y": pointer_type(dtype),
-            "first": "i32",
-            "count": "i32",
-            **dict.fromkeys(sizes, "i32"),
-        },
-        constants={"Q": q, "PHASES": phases, "INDEXED": indexed, "BN": bn, "LANES": 16},
-        divisible=("words", "scale", "table", "y", *multiples(sizes)),
-        num_warps=4,
-        num_stages=1,
-        batch=count,
-        kind=f"shuffle_{what}",
-        grid=(triton.cdiv(count, bn), triton.cdiv(units, 16), 1),
-    )

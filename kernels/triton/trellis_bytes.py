@@ -45,7 +45,7 @@ def _bytes(word, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _mma(a0, a1, a2, a3, b0, b1, c, S: tl.constexpr, HARDWARE: tl.constexpr):
+def mma_bytes(a0, a1, a2, a3, b0, b1, c, S: tl.constexpr, HARDWARE: tl.constexpr):
     """c + A @ B on operands as the lanes hold them: [32 S] words each, c: four. A: unsigned bytes, B: signed."""
     if HARDWARE == 1:
         return tl.inline_asm_elementwise(
@@ -181,7 +181,7 @@ def trellis_bytes_kernel(
     half = (zero + middle).to(tl.uint32, bitcast=True)
     start = (zero, zero, zero, zero)
     for n in tl.static_range(8 * GROUPS):
-        start = _mma(half, half, half, half, xs[2 * n], xs[2 * n + 1], start, S, HARDWARE)
+        start = mma_bytes(half, half, half, half, xs[2 * n], xs[2 * n + 1], start, S, HARDWARE)
     # All its rows are the same.
     start = (-start[0], -start[1], -start[0], -start[1])
     # A lane has columns 2 t and 2 t + 1 of the sums.
@@ -202,7 +202,9 @@ def trellis_bytes_kernel(
                     a1 = _product(bits, 2 * e + 16, QUARTER, False, HARDWARE)
                     a2 = _product(bits, 2 * e + 1, QUARTER, DOTS > 1, HARDWARE)
                     a3 = _product(bits, 2 * e + 17, QUARTER, False, HARDWARE)
-                    acc = _mma(a0, a1, a2, a3, xs[16 * c + 2 * e], xs[16 * c + 2 * e + 1], acc, S, HARDWARE)
+                    acc = mma_bytes(
+                        a0, a1, a2, a3, xs[16 * c + 2 * e], xs[16 * c + 2 * e + 1], acc, S, HARDWARE
+                    )
                 # Into the registers that have just become free.
                 later = later + (pair_words(ahead, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),)
             upper = acc[0].to(tl.float32) * first + acc[1].to(tl.float32) * second

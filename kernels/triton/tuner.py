@@ -1,123 +1,153 @@
-"""The planner's short list for the packed GEMM (gemm.py), and the measurement of it on a GPU.
+"""The tile of a packed product with 17 rows of activations and more: a first choice, and a short list to be timed on a card.
 
-The kernel's own choice of a tile (`gemm_specs` without `tile`) is always measured too, so that tuning never ends with
-something slower than what runs without it.
+The first choice is a table from sweeps on an H200 (hopper.py, gemm_tile.py) and, for AMD, from code objects (gemm_tile.py):
+what runs without a measurement. `tune` times it and a few that differ from it in one thing, and remembers the best by
+(architecture, rows up to the next power of two, shape, format). A name stands for each, so that a remembered one is never
+a tile that these kernels do not do.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from nstf.kernels.triton.architecture import Architecture, architecture
+from nstf.kernels.triton import hopper, launch_errors
 from nstf.kernels.triton.gemm import gemm_specs
+from nstf.kernels.triton.gemm_tile import tile_for
 from nstf.kernels.triton.packed import FLOAT, RUN, TABLE, Layout
-from nstf.kernels.triton.planner import Problem, Tiling, TuningCache, lds_bytes, plan, tune
 from nstf.kernels.triton.spec import KernelSpec
 
-# Vector instructions to make a 16-bit number of a stored weight in gemm.py, without what does not depend on the number
-# of weights: counted in the code objects for gfx942 (batch 16). Tables of values take loads too.
-DECODE = {"int": 2.5, "fp": 3.0, "grid": 4.3}
+CACHE_VERSION = 2
+# gemm.py with its own tile, and with another number of parts of the columns, narrower tiles and fewer rows of activations
+# in them; wgmma.py with its own tile, and with equal shares of all programs where it has whole ones.
+OWN, NAMES = "gemm", ("gemm", "more parts", "fewer parts", "narrower", "fewer rows", "wgmma", "equal shares")
+_MOST_PARTS = 16
 
 
-def problem_of(layout: Layout, batch: int) -> Problem:
-    """The planner's problem of a packed matrix: stored bits with scales and zero points, and the cost of decoding."""
+def key(layout: Layout, batch: int, target: str) -> str:
+    """What a measurement is kept under."""
     kind = "grid" if layout.mode == TABLE else "fp" if layout.mode == FLOAT else "int"
-    scale_bits = 8 if layout.scales else 32 if layout.wide_scales else 16
-    bits = layout.bits + (scale_bits + (0 if layout.symmetric else layout.bits)) / layout.group
     name = f"{kind}{layout.bits}{'' if layout.symmetric else 'z'}g{layout.group}"
-    return Problem(batch, layout.rows, layout.cols, bits, DECODE[kind], name, depth=_depth(layout))
+    return f"{target}/{1 << (batch - 1).bit_length()}x{layout.rows}x{layout.cols}/{name}"
 
 
-def tile_of(tiling: Tiling, problem: Problem) -> dict[str, int]:
-    """The tiling in gemm.py's words."""
-    return {
-        "BM": tiling.block_m,
-        "BN": tiling.block_n,
-        "SPLIT": tiling.split_k,
-        "WARPS": tiling.waves,
-        "STAGES": tiling.stages,
-        "WALK": tiling.walked(problem),
-        "BESIDE": tiling.group,
-        "DIES": tiling.xcds,
-    }
+@dataclass
+class TuningCache:
+    """Measured tiles by `key`: (name, seconds)."""
+
+    entries: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Canonical JSON: the same entries give the same bytes."""
+        rows = {key: {"tile": name, "time_s": s} for key, (name, s) in self.entries.items()}
+        return json.dumps({"version": CACHE_VERSION, "entries": rows}, sort_keys=True, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "TuningCache":
+        """The cache of a JSON text. Raises ValueError that says what is wrong with it."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or set(data) != {"version", "entries"}:
+            raise ValueError("not a tuning cache: its keys must be version and entries")
+        if data["version"] != CACHE_VERSION:
+            raise ValueError(
+                f"a tuning cache of version {data['version']!r:.20}; this nstf reads {CACHE_VERSION}"
+            )
+        if not isinstance(data["entries"], dict):
+            raise ValueError("not a tuning cache: its entries must be an object")
+        return cls({str(key): _entry(str(key), value) for key, value in data["entries"].items()})
 
 
-# The tiles that were measured on the cards of this process, from files beside artifacts.
+def _entry(key: str, value: Any) -> tuple[str, float]:
+    if not isinstance(value, dict) or set(value) != {"tile", "time_s"}:
+        raise ValueError(f"entry {key[:60]!r}: its keys must be tile and time_s")
+    name, seconds = value["tile"], value["time_s"]
+    if name not in NAMES:
+        raise ValueError(f"entry {key[:60]!r} is no tile of these kernels: {name!r:.30}")
+    if type(seconds) is not float or not seconds > 0:
+        raise ValueError(f"entry {key[:60]!r}: a time that is not positive")
+    return name, seconds
+
+
+# The tiles that were measured on the cards of this process.
 _MEASURED = TuningCache()
 
 
 def use_measured(cache: TuningCache, target: str) -> int:
-    """From now on products on `target` run with the tiles of a cache; how many of its entries those are.
-
-    Raises ValueError for a tile that no tuner writes, with its key: such a file was not made by one.
-    """
+    """From now on products on `target` run with the tiles of a cache; how many of its entries those are."""
     known = {key: entry for key, entry in cache.entries.items() if key.startswith(f"{target}/")}
-    for key, (tiling, _) in known.items():
-        sizes = (tiling.block_m, tiling.block_n, tiling.split_k, tiling.waves)
-        powers = all(size and size & (size - 1) == 0 for size in sizes)
-        if not powers or not (
-            16 <= min(sizes[:2]) and max(sizes[:2]) <= 256 and sizes[2] <= 64 and sizes[3] <= 16
-        ):
-            raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
-        if not (1 <= tiling.stages <= 8 and 1 <= tiling.group <= 64 and 1 <= tiling.xcds <= 64):
-            raise ValueError(f"entry {key[:60]!r} is no tile of these kernels")
     _MEASURED.entries |= known
     return len(known)
 
 
-def measured_specs(
-    layout: Layout, batch: int, dtype: torch.dtype, target: str, out: torch.dtype | None = None
-) -> list[KernelSpec]:
-    """The launches of the packed GEMM: with the tile that was measured for this product, or the kernel's own."""
+def short_list(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> list[str]:
+    """Names of the tiles to time for a product, the first choice first; at most seven."""
+    first = first_choice(layout, batch, dtype, arch)
+    found = [first]
+    for name in NAMES:
+        if name != first and _makes(name, layout, batch, dtype, arch) is not None:
+            found.append(name)
+    return found
+
+
+def first_choice(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> str:
+    """What runs where nothing was measured."""
+    return "wgmma" if hopper.suits(layout, batch, dtype, arch) else OWN
+
+
+def chosen(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> str:
+    """The name of the tile that a product runs with: the measured one, or the first choice."""
     # Tiles are measured with 16-bit activations; others take another share of local memory.
     if _MEASURED.entries and dtype.itemsize == 2:
-        tiling = _MEASURED.get(problem_of(layout, batch), target)
-        row = architecture(target)
-        fits = (
-            tiling is not None
-            and lds_bytes(problem_of(layout, batch), tiling, row) <= row.lds_bytes_per_group
-        )
-        if tiling is not None and fits and suits(layout)(tiling):
-            return specs_with(layout, batch, dtype, row, tiling, out)
-    return gemm_specs(layout, batch, dtype, target, out=out)
+        name, _ = _MEASURED.entries.get(key(layout, batch, arch), ("", 0.0))
+        if name and _makes(name, layout, batch, dtype, arch) is not None:
+            return name
+    return first_choice(layout, batch, dtype, arch)
+
+
+def kernel_of(name: str) -> str:
+    """`gemm` or `wgmma`."""
+    return "wgmma" if name in ("wgmma", "equal shares") else "gemm"
 
 
 def specs_with(
     layout: Layout,
     batch: int,
     dtype: torch.dtype,
-    row: Architecture,
-    tiling: Tiling,
+    arch: str,
+    name: str,
     out: torch.dtype | None = None,
 ) -> list[KernelSpec]:
-    """The launches of a tiling, with AMD's options where it has matrix instructions."""
-    tile = tile_of(tiling, problem_of(layout, batch))
-    made = gemm_specs(layout, batch, dtype, row.target, tile, out)
-    if row.backend != "hip":
-        return made
-    options = {"kpack": tiling.kpack, "waves_per_eu": tiling.waves_per_eu}
-    if tiling.nonkdim:
-        options["matrix_instr_nonkdim"] = tiling.nonkdim
-    return [replace(spec, options=options) if spec.kind == "gemm" else spec for spec in made]
+    """The launches of a tile. Raises ValueError where the product has none of this name."""
+    changes = _makes(name, layout, batch, dtype, arch)
+    if changes is None:
+        raise ValueError(f"{layout.rows} x {layout.cols} for {batch} rows has no tile {name!r} on {arch}")
+    if kernel_of(name) == "wgmma":
+        return hopper.wgmma_specs(layout, batch, dtype, arch, out, changes)
+    return gemm_specs(layout, batch, dtype, arch, changes, out)
 
 
-def suits(layout: Layout) -> Callable[[Tiling], bool]:
-    """Which tilings gemm.py does: on matrix cores, and as deep as a chunk of codes."""
-    return lambda tiling: tiling.matrix and tiling.block_k == _depth(layout)
-
-
-def _depth(layout: Layout) -> int:
-    """Columns of a chunk of the narrowest plane."""
-    return RUN * (16 // min(bits for bits, _ in layout.planes))
-
-
-def proposals(
-    layout: Layout, batch: int, dtype: torch.dtype, row: Architecture, count: int = 4
-) -> list[tuple[Tiling, list[KernelSpec]]]:
-    """The short list with its launches, best first. Raises ValueError for a batch of 1: gemv.py has no tiles."""
-    found = plan(problem_of(layout, batch), row, count, suits(layout))
-    return [(x.tiling, specs_with(layout, batch, dtype, row, x.tiling)) for x in found]
+def _makes(name: str, layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> dict[str, int] | None:
+    """How a tile differs from its kernel's own, or None where there is no such."""
+    if kernel_of(name) == "wgmma":
+        if not hopper.possible(layout, batch, dtype, arch):
+            return None
+        if name == "wgmma":
+            return {}
+        return {"SPLIT": 0, "LAG_COLUMNS": 0} if hopper.has_whole_shares(layout, batch, arch, dtype) else None
+    if name == OWN:
+        return {}
+    own = tile_for(layout, batch, dtype, arch)
+    chunks = layout.padded // (RUN * (16 // min(b for b, _ in layout.planes)))
+    parts = min(own["SPLIT"], chunks)
+    if name == "more parts":
+        return {"SPLIT": 2 * parts} if 2 * parts <= min(_MOST_PARTS, chunks // 2) else None
+    if name == "fewer parts":
+        return {"SPLIT": parts // 2} if parts > 1 else None
+    if name == "narrower":
+        return {"BN": own["BN"] // 2} if own["BN"] >= 64 else None
+    return {"BM": own["BM"] // 2} if own["BM"] >= 32 and own["WALK"] == 1 else None
 
 
 def tune_gemm(
@@ -126,28 +156,26 @@ def tune_gemm(
     dtype: torch.dtype,
     target: str,
     cache: TuningCache,
-    seconds: Callable[[list[KernelSpec]], float],
-    count: int = 4,
-) -> Tiling | None:
-    """The tiling that measured best (`specs_with` makes its launches), remembered in `cache`, or None for the kernel's own.
+    seconds: Callable[[str, list[KernelSpec]], float],
+) -> str:
+    """The name of the tile that is remembered, or measures best; then it is remembered in `cache`.
 
-    seconds: runs launches on the GPU and gives their time (`triton.testing.do_bench`); it may raise RuntimeError
-    for what the card cannot run.
+    seconds: runs the launches of a tile (its name goes with them) on the GPU and gives their time; one that fails
+    (out of registers or local memory on this card, or in the compiler) is passed over. Raises RuntimeError from the
+    last failure when all do.
     """
-    row, problem = architecture(target), problem_of(layout, batch)
-    if (known := cache.get(problem, target)) is not None:
-        return known
-    tried = TuningCache()
-    best = tune(
-        problem,
-        row,
-        lambda tiling: seconds(specs_with(layout, batch, dtype, row, tiling)),
-        tried,
-        count,
-        suits(layout),
-    )
-    time_s = tried.entries[problem.key(target)][1]
-    if time_s >= seconds(gemm_specs(layout, batch, dtype, target)):
-        return None
-    cache.put(problem, target, best, time_s)
+    at = key(layout, batch, target)
+    if at in cache.entries:
+        return cache.entries[at][0]
+    times: dict[str, float] = {}
+    failed: Exception | None = None
+    for name in short_list(layout, batch, dtype, target):
+        try:
+            times[name] = seconds(name, specs_with(layout, batch, dtype, target, name))
+        except launch_errors() as error:
+            failed = error
+    if not times:
+        raise RuntimeError(f"no tile for {at} ran") from failed
+    best = min(times, key=lambda name: times[name])
+    cache.entries[at] = (best, times[best])
     return best

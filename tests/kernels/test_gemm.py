@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import gemm_cases
 
-from nstf.kernels.triton import planner, tuner
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.packed import Layout, layout_of
@@ -94,27 +93,3 @@ def test_dear_codes_are_decoded_once_on_cdna(samples: ModuleType) -> None:
     assert gemm_specs(layout(samples, 4096), 256, torch.float16, "gfx942")[0].constants["WALK"] == 1
     table = gemm_specs(layout(samples, 4096, group=64, kind="grid"), 256, torch.float16, "gfx942")[0]
     assert (table.constants["WALK"], table.grid[1]) == (2, 2)
-
-
-@pytest.mark.parametrize("batch", [129, 200, 256])
-def test_a_measured_walk_is_launched_as_one(
-    batch: int, samples: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = layout(samples, 4096, bits=3, group=32)
-    problem = tuner.problem_of(made, 256)
-    walk = planner.Tiling("weight", True, 64, 64, 160, 2, waves=4, stages=1, nonkdim=16, kpack=2, xcds=8)
-    monkeypatch.setattr(tuner, "_MEASURED", planner.TuningCache())
-    cache = planner.TuningCache({problem.key("gfx942"): (walk, 1e-5)})
-    assert tuner.use_measured(planner.TuningCache.from_json(cache.to_json()), "gfx942") == 1
-    spec = tuner.measured_specs(made, batch, torch.float16, "gfx942")[0]
-    constants = {name: spec.constants[name] for name in ("BM", "WALK", "SPLIT", "DIES", "BESIDE")}
-    assert constants == {"BM": 64, "WALK": 4, "SPLIT": 2, "DIES": 8, "BESIDE": 1}
-    assert spec.grid == (64, 1, 2) and spec.options["matrix_instr_nonkdim"] == 16
-
-
-@pytest.mark.parametrize("damage", [{"group": 0}, {"xcds": 0}, {"xcds": 4096}, {"block_m": 48}])
-def test_a_tile_that_no_tuner_writes_is_refused(damage: dict[str, int]) -> None:
-    tiling = planner.Tiling("output", True, **{"block_m": 64, "block_n": 64, "block_k": 128, **damage})
-    cache = planner.TuningCache({"gfx942/256x64x64/int4g128": (tiling, 1e-5)})
-    with pytest.raises(ValueError, match="no tile of these kernels"):
-        tuner.use_measured(cache, "gfx942")

@@ -103,12 +103,14 @@ class Case(NamedTuple):
     rows: bool = False
     nan: bool = False
     processors: int = 0
+    arch: str = ""  # whose kernels the interpreter runs, where not NVIDIA's
 
     @property
     def name(self) -> str:
         kind = "rows" if self.rows else self.dtype
         kind += "-nan" if self.nan else ""
         kind += f"-{self.processors} processor" if self.processors else ""
+        kind += f"-{self.arch}" if self.arch else ""
         return f"{self.tree}-{self.shape[0]}x{self.shape[1]}-{self.batch}-{kind}"
 
     @property
@@ -160,6 +162,14 @@ def cases() -> Iterator[Case]:
     yield Case("shuffle12", (40, 72), 1, "bfloat16")
     yield Case("shuffle16", (40, 520), 4, "float16", nan=True)
     yield Case("shuffle16", (40, 72), 12)
+    # shuffle_mma.py: parts of the columns, all numbers of tiles of activations; 130 rows of them take two products.
+    yield Case("shuffle8", (40, 1100), 2, "bfloat16")
+    yield Case("shuffle15", (40, 72), 20, "bfloat16")
+    yield Case("shuffle12", (40, 72), 60, "float16")
+    yield Case("shuffle16", (40, 72), 70, "bfloat16")
+    yield Case("shuffle16", (40, 72), 6)
+    yield Case("shuffle12", (40, 72), 1, "bfloat16", arch="gfx942")
+    yield Case("shuffle16", (40, 72), 2, arch="gfx942")
     yield Case("rotated_shuffle", (64, 128), 2)
     yield Case("rotated_shuffle", (64, 128), 9, "float16")
     for name in (
@@ -215,16 +225,18 @@ def launches_of(case: Case) -> list[Any]:
     from nstf.kernels.triton.spec import specs_for
 
     with card(case):
-        return specs_for(TREES[case.tree], case.shape, case.batch, getattr(torch, case.dtype))
+        arch = case.arch or "sm_90"
+        return specs_for(TREES[case.tree], case.shape, case.batch, getattr(torch, case.dtype), arch)
 
 
 @contextmanager
 def card(case: Case) -> Iterator[None]:
     """Specs made from now on are for a card with the processors of the case."""
-    from nstf.kernels.triton import corrected
+    from nstf.kernels.triton import corrected, linear
 
     few = patch.object(corrected, "processors_of", lambda arch: case.processors)
-    with few if case.processors else nullcontext():
+    other = patch.object(linear, "arch_of", lambda device: case.arch)
+    with few if case.processors else nullcontext(), other if case.arch else nullcontext():
         yield
 
 
@@ -237,6 +249,7 @@ def features(case: Case) -> set[object]:
     name = case.tree.rstrip("0123456789") if case.tree.startswith(("shuffle", "trellis")) else case.tree
     few = "one" if case.batch == 1 else "few" if case.batch <= 8 else "many"
     found: set[object] = {case.tree, (kinds[0], name), ("nan", case.nan), ("processors", case.processors)}
+    found.add(("arch", case.arch))
     return found | {(kind, what) for kind in kinds for what in (case.dtype, few)}
 
 
@@ -310,6 +323,8 @@ def main(part: int) -> None:
         low_rank,
         rotate,
         shuffle,
+        shuffle_decode,
+        shuffle_mma,
         skinny,
         trellis,
         trellis_gemm,
@@ -326,7 +341,10 @@ def main(part: int) -> None:
             single.append(spec.name)
         plain(spec, *arguments)
 
-    patched = (corrected, decode_module, gemm, gemv, low_rank, rotate, shuffle, skinny, trellis, trellis_gemm)
+    patched = (
+        *(corrected, decode_module, gemm, gemv, low_rank, rotate, shuffle, shuffle_decode, shuffle_mma),
+        *(skinny, trellis, trellis_gemm),
+    )
     for module in patched:
         module.launch = launch  # type: ignore[attr-defined]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]

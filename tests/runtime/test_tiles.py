@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 import nstf.runtime
 from nstf.errors import NstfError
-from nstf.kernels.triton import linear, planner, tuner
-from nstf.kernels.triton.architecture import architecture
+from nstf.kernels.triton import linear, tuner
 from nstf.kernels.triton.packed import layout_of
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.tiles import tiles_path, tune, use_tiles
@@ -28,22 +27,17 @@ def forgotten() -> Iterator[None]:
     tuner._MEASURED.entries.clear()
 
 
-def tiling(layout: Any, rows: int, target: str) -> planner.Tiling:
-    return tuner.proposals(layout, rows, torch.float16, architecture(target), 1)[0][0]
-
-
 def test_a_product_runs_with_the_tile_that_was_measured(tiny: ModuleType, tmp_path: Path) -> None:
     encoded = tiny.random_encoded(tiny.leaf("int", bits=4, group=32), (512, 512))
     layout, path = layout_of(encoded), tmp_path / "m.nstf"
     assert layout is not None
     own = linear.specs(encoded, 64, torch.float16, "gfx942")
-    cache, best = planner.TuningCache(), tiling(layout, 64, "gfx942")
-    cache.put(tuner.problem_of(layout, 64), "gfx942", best, 1e-5)
+    cache = tuner.TuningCache({tuner.key(layout, 64, "gfx942"): ("narrower", 1e-5)})
     tiles_path(path, "gfx942").write_text(cache.to_json())
     assert use_tiles(path, "gfx950") == 0 and linear.specs(encoded, 64, torch.float16, "gfx942") == own
     assert use_tiles(path, "gfx942") == 1
     found = linear.specs(encoded, 64, torch.float16, "gfx942")
-    wanted = tuner.specs_with(layout, 64, torch.float16, architecture("gfx942"), best)
+    wanted = tuner.specs_with(layout, 64, torch.float16, "gfx942", "narrower")
     assert [s.name for s in found] == [s.name for s in wanted] and found != own
     assert linear.specs(encoded, 300, torch.float16, "gfx942")[0].kind == "decode"
     assert linear.specs(encoded, 64, torch.float16, "gfx950")[0].name != found[0].name
@@ -53,8 +47,8 @@ def test_a_product_runs_with_the_tile_that_was_measured(tiny: ModuleType, tmp_pa
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ('{"version": 9, "entries": {}}', "version 9; this nstf reads 1"),
-        ('{"version": 1, "entries": {}}', "none is for gfx942"),
+        ('{"version": 9, "entries": {}}', "version 9; this nstf reads 2"),
+        ('{"version": 2, "entries": {}}', "none is for gfx942"),
         ("tile", "is no tile of these kernels"),
         ("foreign", "none is for gfx942"),
     ],
@@ -66,10 +60,8 @@ def test_a_damaged_or_a_foreign_file_is_left_alone(
     assert layout is not None
     if text in ("tile", "foreign"):
         target = "gfx942" if text == "tile" else "gfx1100"
-        good = tiling(layout, 64, target)
-        changed = planner.Tiling(**good.to_json() | ({"block_n": 96} if text == "tile" else {}))
-        cache = planner.TuningCache()
-        cache.put(tuner.problem_of(layout, 64), target, changed, 1e-5)
+        name = "block_n 96" if text == "tile" else "narrower"
+        cache = tuner.TuningCache({tuner.key(layout, 64, target): (name, 1e-5)})
         text = cache.to_json()
     path = tiles_path(tmp_path / "m.nstf", "gfx942")
     path.write_text(text)
