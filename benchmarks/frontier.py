@@ -2,12 +2,12 @@
 
     python benchmarks/frontier.py MODEL --dataset calibration.txt --eval docs=eval.txt:123652- --eval drama=eval.txt:0-20700
 
-llama.cpp's files (--types) set the bytes. For every instruction set of --isas, `nstf convert MODEL --target-size BYTES --target T`
-writes ours with no other option (options that this script does not know are handed on). llama.cpp comes from the sdist pinned in
-peers/llama_cpp.py and is built once for every instruction set, a quarter of an hour each, so that both sides run what a
-processor with no more than that would run. Each round runs all files of an instruction set once; rates are medians over
-rounds. KLD is that of the weights, expanded to float32, as in quality.py: nats on up to --windows windows of 512 tokens of
-each text.
+llama.cpp's files (--types) set the bytes. For every instruction set of --isas, `nstf convert MODEL --target-size BYTES
+--target T` writes ours with no other option (options that this script does not know are handed on). llama.cpp comes from the
+sdist pinned in peers/llama_cpp.py and is built once for every instruction set, a quarter of an hour each, so that both sides
+run what a processor with no more than that would run. Each round runs all files of an instruction set once; rates are
+medians over rounds. KLD is that of the weights, expanded to float32, as in quality.py: nats on up to --windows windows
+of 512 tokens of each text.
 
 --parts: any of `files`, `kld`, `speed`, `start` (time to the first token of a new process). Files and KLD lie in --cache and
 are not made again: parts can be run one after the other, and a run that was stopped goes on. `speed` and `start` are
@@ -165,8 +165,7 @@ def measure_speed(args: argparse.Namespace, work: Work, results: Results) -> Non
 
 
 def measure_start(args: argparse.Namespace, work: Work, results: Results) -> None:
-    """Seconds from the start of a process to its first token. Ours runs with this machine's own kernels: a new process chooses
-    them."""
+    """Seconds from the start of a process to its first token. Ours has this machine's own kernels: a new process chooses."""
     isa = args.isas[-1]
     _, simple = peer_tools(args, isa)
     text = cpu_engine.PROMPT_TEXT

@@ -8,8 +8,9 @@ Parts: `conversions`, KLD, time and memory of the sample LLaMA at 0.5 and 0.3 of
 speed of a Llama of 36 M random weights in int4. `default`, the speed of the sample LLaMA at 0.3 of its bytes as
 `nstf convert --target T` writes it without further options, for each instruction set that this machine runs: a change
 of formats, prices or kernels that makes the default file slow shows here. The products of the same shapes in float32 by
-torch are the reference of the same run, turn by turn. Times are kept as ratios to such a reference, so that a slower machine
-changes them little, and are processor time, so that a busy neighbour changes them little. Smaller is better for every figure.
+torch are the reference of the same run, turn by turn. Times are kept as ratios to such a reference, so that a slower
+machine changes them little, and are processor time, so that a busy neighbour changes them little. Smaller is better for
+every figure.
 """
 
 import argparse

@@ -59,7 +59,7 @@ class Token:
         return None if other is None else 1.0 / max(products_seconds + other, 0.5 * products_seconds)
 
     def run(self, target: Target, products_seconds: float, stored: Stored) -> float | None:
-        """`rate`, found by running random matrices of these formats where the target is here and the engine runs the model."""
+        """`rate`, by running random matrices of these formats where the target is here and the engine runs the model."""
         if (
             not (target.is_cpu and target.here)
             or not self._config
