@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KV_CACHES = ("float16", "int8")
 _PREFIXES = ("", "language_model.", "model.language_model.")
-_MATRICES = {
+MATRICES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
@@ -259,11 +259,11 @@ def _build(
     known = {embedding, head, f"{root}norm.weight"}
     for i in range(config.shape["layers"]):
         at = f"{root}layers.{i}."
-        layer: dict[str, Any] = {key: matrix(f"{at}{path}.weight") for key, path in _MATRICES.items()}
-        known |= {f"{at}{path}.weight" for path in _MATRICES.values()}
+        layer: dict[str, Any] = {key: matrix(f"{at}{path}.weight") for key, path in MATRICES.items()}
+        known |= {f"{at}{path}.weight" for path in MATRICES.values()}
         for key in config.biases:
-            layer[f"{key}_bias"] = vector(f"{at}{_MATRICES[key]}.bias")
-            known.add(f"{at}{_MATRICES[key]}.bias")
+            layer[f"{key}_bias"] = vector(f"{at}{MATRICES[key]}.bias")
+            known.add(f"{at}{MATRICES[key]}.bias")
         for key, name in _norms(config).items():
             layer[key] = norm(f"{at}{name}.weight")
             known.add(f"{at}{name}.weight")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
-from nstf.kernels.formats import EncodedTensor, array_specs
+from nstf.kernels.formats import EncodedTensor, Node, array_specs
 from nstf_convert.speed.atoms import Atom
 
 ROUNDS = 5
@@ -37,13 +37,15 @@ class Pool:
 
     def encoded(self, atom: Atom) -> EncodedTensor:
         """A matrix with random codes and plausible scales."""
-        node, shape = atom.node, (atom.rows, atom.cols)
-        specs = array_specs(node, shape)
+        return self.filled(atom.node, (atom.rows, atom.cols))
+
+    def filled(self, node: Node, shape: tuple[int, ...]) -> EncodedTensor:
+        """The same of any tree."""
         arrays = {}
-        for name, spec in specs.items():
+        for name, spec in array_specs(node, shape).items():
             if spec.dtype == torch.uint8:
                 arrays[name] = self._take(spec.size_bytes).reshape(spec.shape)
-                if atom.leaf.kind == "fp8":
+                if _holds_fp8(node):
                     arrays[name] = arrays[name] & 0x77  # none that means NaN
             else:
                 arrays[name] = torch.rand(spec.shape, generator=_generator()).add_(0.5).to(spec.dtype)
@@ -61,6 +63,10 @@ class Pool:
         found = self._bytes[self._at : self._at + count]
         self._at += -(-count // 64) * 64
         return found
+
+
+def _holds_fp8(node: Node) -> bool:
+    return node.kind == "fp8" or any(_holds_fp8(child) for child in node.children.values())
 
 
 def pool_bytes(size_bytes: int) -> int:

@@ -1,7 +1,9 @@
 """Tokens a second: what a token takes beside its products with matrices, found by running the model's shape.
 
 The C++ engine is built from random 4-bit matrices of the model's shapes and decodes a few tokens. What it takes beyond
-the prices of these matrices is attention, norms and the start of every product, which no format changes.
+the prices of these matrices is attention, norms and the start of every product. The planner takes that as the same for all
+formats. Of a plan that is made, the engine runs the very formats: a sum of products that were each timed alone, and at its
+best, is too low where a product takes microseconds, its threads meet other programs, and kernels alternate.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from nstf.errors import NstfError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix
 from nstf.kernels.formats import Node, integer
-from nstf_convert.speed.atoms import atoms_of
+from nstf.kernels.formats.tree import Shape
 from nstf_convert.speed.measure import Pool, clock_for, typical, using
 from nstf_convert.speed.prices import Prices
 from nstf_convert.speed.targets import Target
@@ -33,6 +35,10 @@ SLOW_SECONDS = 0.25
 # What attention, norms and launches add to the products where nothing was run [a].
 OTHER_SHARE = 0.08
 _FOUR_BITS = Node("int", integer.Params(bits=4, group=32, symmetric=True, scale_bits=8))
+
+
+# A matrix of the model as the engine knows it, (layer, "q") and so on or (0, "head"), and how it is stored.
+Stored = Mapping[tuple[int, str], tuple[Node, Shape]]
 
 
 class Token:
@@ -51,6 +57,20 @@ class Token:
             return 1.0 / (products_seconds * (1 + OTHER_SHARE))
         other = self._beside(target)
         return None if other is None else 1.0 / max(products_seconds + other, 0.5 * products_seconds)
+
+    def run(self, target: Target, products_seconds: float, stored: Stored) -> float | None:
+        """`rate`, by running random matrices of these formats where the target is here and the engine runs the model."""
+        if (
+            not (target.is_cpu and target.here)
+            or not self._config
+            or not 0 < products_seconds <= SLOW_SECONDS
+        ):
+            return self.rate(target, products_seconds)
+        try:
+            return 1.0 / self._seconds(target, stored)
+        except (NstfError, KeyError, ValueError, RuntimeError, MemoryError) as error:
+            log.debug("the engine does not run this plan, whose products are added up: %s", error)
+            return self.rate(target, products_seconds)
 
     def products(self, target: Target, rate: float) -> float:
         """The seconds that products may take at a rate of tokens a second; the inverse of `rate`."""
@@ -82,9 +102,17 @@ class Token:
         )
         if priced > SLOW_SECONDS:
             return OTHER_SHARE * float(priced)
+        plain = {(i, name): (_FOUR_BITS, of) for i in range(shape["layers"]) for name, of in wanted.items()}
+        return self._seconds(target, plain | {(0, "head"): (_FOUR_BITS, _head(shape))}) - float(priced)
+
+    def _seconds(self, target: Target, stored: Stored) -> float:
+        """What the engine takes for a token with these matrices."""
+        from nstf.runtime.engine_config import completed, read_config
+
+        config = read_config(completed(dict(self._config or {})))
         with using(target.isa):
-            engine = _engine(config, Pool(self._prices.size_bytes))
-        return seconds_of_token(engine, shape, self._threads) - float(priced)
+            engine = _engine(config, Pool(self._prices.size_bytes), stored)
+        return seconds_of_token(engine, config.shape, self._threads)
 
     def _at(self, target: Target, shape: tuple[int, int]) -> float:
         at = self._prices.targets.index(target)
@@ -105,18 +133,17 @@ def _shapes(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def _engine(config: Any, pool: Pool) -> Any:
-    """The engine with random weights, of the shapes that the config states."""
+def _engine(config: Any, pool: Pool, stored: Stored) -> Any:
+    """The engine with random weights, of the shapes that the config states. Raises KeyError for a matrix that is missing."""
     shape = config.shape
 
-    def matrix(of: tuple[int, int]) -> Any:
-        ((atom, _),) = atoms_of(_FOUR_BITS, of, 1)
-        return compile_matrix(pool.encoded(atom))
+    def matrix(layer: int, name: str) -> Any:
+        return compile_matrix(pool.filled(*stored[layer, name]))
 
     def ones(count: int) -> array[float]:
         return array("f", [1.0]) * count
 
-    head = matrix(_head(shape))
+    head = matrix(0, "head")
     engine = ext.Engine(shape, head, head, ones(shape["hidden"]), False)
     for frequencies in config.rotations:
         engine.add_rotation(frequencies)
@@ -127,7 +154,7 @@ def _engine(config: Any, pool: Pool) -> Any:
         norms |= {"q_norm": shape["head_size"], "k_norm": shape["head_size"]}
     sizes = _shapes(shape)
     for i in range(shape["layers"]):
-        layer = {name: matrix(of) for name, of in sizes.items()}
+        layer = {name: matrix(i, name) for name in sizes}
         layer |= {name: ones(count) for name, count in norms.items()}
         layer |= {f"{key}_bias": ones(sizes[key][0]) for key in config.biases}
         engine.add_layer(layer | {"window": config.windows[i], "rotation": config.rotation_of[i]})

@@ -4,6 +4,9 @@
 
 #include "each.h"
 
+#undef NSTF_WORDS
+#define NSTF_WORDS (!NSTF_VNNI)
+
 using Bytes = __m256i;
 using Ints = __m256i;
 using Narrow = __m256i;
@@ -60,6 +63,8 @@ inline __m256i in_turn(__m256i sum) {
     return sum;
 }
 inline Ints add_ints(Ints a, Ints b) { return in_turn(_mm256_add_epi32(a, b)); }
+inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+inline Ints set_int(int32_t i) { return _mm256_set1_epi32(i); }
 #if NSTF_VNNI
 inline Ints widened(Narrow v) { return v; }
 template <bool WIDE>
@@ -82,6 +87,21 @@ template <bool WIDE>
 inline Narrow more(Narrow sum, Bytes w, Bytes x) {
     return in_turn(_mm256_add_epi16(sum, first<WIDE>(w, x)));
 }
+#endif
+#if NSTF_WORDS
+// Codes as 16 bits: those at even places, and at odd ones. Activations in the same order: of each four 0, 2, 1, 3.
+inline Bytes even_bytes(Bytes v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+inline Bytes odd_bytes(Bytes v) { return _mm256_srai_epi16(v, 8); }
+inline void store_words(const int8_t* codes, int16_t* words) {
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    for (int i = 0; i < kChunk; i += 16)
+        store_bytes(words + i, _mm256_cvtepi8_epi16(
+                                   _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)), order)));
+}
+// Products of levels and activations, added four at a time; sizes: of the levels, without signs.
+inline Ints signed_products(Bytes sizes, Bytes w, Bytes x) { return widened(_mm256_maddubs_epi16(sizes, _mm256_sign_epi8(x, w))); }
+inline Bytes two_words(const int16_t* p) { return four_bytes(reinterpret_cast<const int8_t*>(p)); }
+inline Ints pairs(Bytes w, Bytes x) { return _mm256_madd_epi16(w, x); }
 #endif
 // How many sums of two products of codes of `bits` bits 16 bits hold.
 inline constexpr int run_of(int bits) {
@@ -145,17 +165,26 @@ struct Levels {  // a table of 16 values, rounded to int8
     static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
     static constexpr int BYTES = 32;
     Nibbles codes;
-    __m256i table;
+    __m256i table, sizes;
     explicit Levels(const PackedMatrix& w) : codes(w) {
         alignas(16) uint8_t rounded[16];
         round_table(w, SIGNED ? 0 : 128, rounded);
         table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(rounded)));
+        sizes = _mm256_abs_epi8(table);
     }
     static int64_t bytes(int) { return 32; }
     static constexpr int run() { return run_of(8); }
     void operator()(const uint8_t* p, Bytes* out) const {
         codes(p, out);
         each<2>([&](auto i) __attribute__((always_inline)) { out[i] = _mm256_shuffle_epi8(table, out[i]); });
+    }
+    // The sizes of the levels are looked up too: Zen has no vpabsb beside multiplications, but shuffles.
+    void with_sizes(const uint8_t* p, Bytes* out, Bytes* size) const {
+        codes(p, out);
+        each<2>([&](auto i) __attribute__((always_inline)) {
+            size[i] = _mm256_shuffle_epi8(sizes, out[i]);
+            out[i] = _mm256_shuffle_epi8(table, out[i]);
+        });
     }
 };
 struct EightBits {
@@ -185,3 +214,40 @@ struct OddBits {
 #include "transpose_avx2.h"
 
 #include "int8_quantise.h"
+
+// A block of 32 activations with one scale: the codes in their order, the scale, and the sum of all.
+inline Bytes quantise_block(const float* x, float* scale, float* sum) {
+    const Floats no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    Floats v[4], top = zero_floats();
+    for (int i = 0; i < 4; ++i) {
+        v[i] = load(x + 8 * i);
+        top = _mm256_max_ps(top, _mm256_and_ps(v[i], no_sign));
+    }
+    top = _mm256_max_ps(top, _mm256_permute2f128_ps(top, top, 1));
+    top = _mm256_max_ps(top, _mm256_permute_ps(top, 0x4e));
+    top = _mm256_max_ps(top, _mm256_permute_ps(top, 0xb1));
+    const float largest = _mm256_cvtss_f32(top);
+    const Floats inverse = set(largest > 1e-30f ? 127.0f / largest : 0.0f);
+    Ints q[4];
+    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(mul(v[i], inverse));
+    *scale = largest * (1.0f / 127);
+    *sum = *scale * sum_of(to_floats(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]))));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+template <bool EVEN_ODD>
+inline void quantise(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
+    if (fine) return quantise_plainly<EVEN_ODD>(x, fine, codes, scales, sums);
+    for (int h = 0; h < 2; ++h) {
+        const Bytes block = quantise_block(x + h * kBlock, scales + h, sums + h);
+        if (!EVEN_ODD) {
+            store_bytes(codes + h * kBlock, block);
+            continue;
+        }
+        const __m256i apart = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+        const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(block, apart), 0xd8);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + h * 16), _mm256_castsi256_si128(halves));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + 32 + h * 16), _mm256_extracti128_si256(halves, 1));
+    }
+}

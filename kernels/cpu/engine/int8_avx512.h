@@ -3,6 +3,9 @@
 
 #include "each.h"
 
+#undef NSTF_WORDS
+#define NSTF_WORDS 0
+
 using Bytes = __m512i;
 using Ints = __m512i;
 using Narrow = __m512i;
@@ -50,6 +53,8 @@ inline Bytes four_bytes(const int8_t* p) {
     return _mm512_set1_epi32(four);
 }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+inline Ints set_int(int32_t i) { return _mm512_set1_epi32(i); }
 inline Ints widened(Narrow v) { return v; }
 template <bool WIDE>
 inline Narrow first(Bytes w, Bytes x) {

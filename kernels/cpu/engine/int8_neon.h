@@ -3,6 +3,9 @@
 
 #include "each.h"
 
+#undef NSTF_WORDS
+#define NSTF_WORDS 0
+
 using Bytes = int8x16_t;
 using Ints = int32x4_t;
 using Floats = float32x4_t;
@@ -55,6 +58,8 @@ inline Bytes four_bytes(const int8_t* p) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 inline Ints add_ints(Ints a, Ints b) { return vaddq_s32(a, b); }
+inline Ints sub_ints(Ints a, Ints b) { return vsubq_s32(a, b); }
+inline Ints set_int(int32_t i) { return vdupq_n_s32(i); }
 #if NSTF_DOT
 using Narrow = int32x4_t;
 inline Ints widened(Narrow v) { return v; }
@@ -190,3 +195,8 @@ inline void transpose(int8x16_t* v) {
 }
 
 #include "int8_quantise.h"
+
+template <bool EVEN_ODD>
+inline void quantise(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
+    quantise_plainly<EVEN_ODD>(x, fine, codes, scales, sums);
+}

@@ -5,7 +5,7 @@
 // set has vectors of its own for each, else for each eight columns (the even and the odd ones are in the same lane); not fine:
 // one a block.
 template <bool EVEN_ODD>
-inline void quantise(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
+inline void quantise_plainly(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
     alignas(64) float scale[8], inverse[8];
     alignas(64) int32_t q[kChunk];

@@ -13,9 +13,8 @@
 // then the odd ones. WIDE codes take eight bits. first, more, widened: sums of products, of which run() may be added before they
 // are widened to Ints.
 
-constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
-
 #include "int8_scales.h"
+#include "int8_several.h"
 
 template <class Codes>
 class PackedInt8 : public Leaf {
@@ -36,40 +35,17 @@ class PackedInt8 : public Leaf {
     void decode_rows(int64_t first, int64_t count, float* out) const override { view_.decode(w_, first, count, out, 1); }
     std::string kernel() const override { return std::string("packed int8 x int8, ") + name(SELF); }
 
-    void reserve(const float*, int64_t batch, Input& in) const override {
-        in.batch = batch;
-        in.stride = chunks_ * kChunk;
-        in.scales_stride = batch < kSeveral ? chunks_ * FINE : blocks_;
-        in.sums_stride = padded_;
-        in.codes.grow(batch * in.stride);
-        in.scales.grow(batch * in.scales_stride);
-        in.sums.grow(batch * in.sums_stride);
-    }
-
+    void reserve(const float*, int64_t batch, Input& in) const override { reserve_input<Codes::EVEN_ODD>(cols, batch, in); }
     void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
-        const bool fine = in.batch < kSeveral;
-        alignas(64) float last[kChunk] = {};  // a chunk that is not whole
-        const int64_t rest = cols % kChunk;
-        for (int64_t b = first; b < end; ++b) {
-            float* sums = in.sums.data() + b * in.sums_stride;
-            std::fill_n(sums, in.sums_stride, 0.0f);
-            for (int64_t c = 0; c < chunks_; ++c) {
-                const float* from = x + b * cols + c * kChunk;
-                if ((c + 1) * kChunk > cols) {
-                    std::copy_n(from, rest, last);
-                    from = last;
-                }
-                quantise<Codes::EVEN_ODD>(from, fine, in.codes.data() + b * in.stride + c * kChunk,
-                                          in.scales.data() + b * in.scales_stride + c * (fine ? FINE : 2), sums + 2 * c);
-            }
-        }
+        prepare_input<Codes::EVEN_ODD>(x, cols, first, end, in);
     }
 
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         Room& room = Room::mine(*this);
         if (batch >= kSeveral) {
+            const int32_t* middles = batch_middles(in, batch, room);
             for (int64_t r = first; r < end; r += kPanel)
-                panel(in, batch, r, static_cast<int>(std::min<int64_t>(kPanel, end - r)), room, y, stride);
+                panel(in, middles, batch, r, static_cast<int>(std::min<int64_t>(kPanel, end - r)), room, y, stride);
             return;
         }
         // The first bytes, after which every row fetches what comes later.
@@ -82,15 +58,16 @@ class PackedInt8 : public Leaf {
   private:
     // What is taken off codes of eight bits so that they are signed bytes.
     static constexpr int MOVED = Codes::WIDE && SIGNED ? 128 : 0;
-    // Vectors of sums of a chunk: with the even columns in one half and the odd ones in the other, parts of the same columns' scale
-    // are added.
-    static constexpr int SUMS = Codes::EVEN_ODD && PARTS > 1 ? PARTS / 2 : PARTS;
-    static constexpr int FINE = SUMS * LANES;  // scales of a chunk of one row of activations, a lane each
+    // Whether several rows of activations meet codes of 16 bits, and what such a code takes.
+    static constexpr bool WORDS = NSTF_WORDS && Codes::WIDE;
+    static constexpr int CODE_BYTES = WORDS ? 2 : 1;
+    static constexpr int SUMS = CHUNK_SUMS<Codes::EVEN_ODD>, FINE = CHUNK_SCALES<Codes::EVEN_ODD>;
 
     // What a thread works in: scales and zero points of up to 16 rows by group, sums of activations, and copies of the last rows.
     struct Room {
         Buffer<float> scales, zeros, sums;
         Buffer<uint8_t> copies, panel, small;
+        Buffer<int32_t> middles;
         static Room& mine(const PackedInt8& m) {
             thread_local Room room;
             room.scales.grow(kPanel * m.padded_);
@@ -203,12 +180,22 @@ class PackedInt8 : public Leaf {
                 const int64_t g0 = SAME ? 2 * c : group_of[2 * c], g1 = SAME ? 2 * c + 1 : group_of[2 * c + 1];
                 each<R>([&](auto i) __attribute__((always_inline)) {
                     Bytes w[PARTS];
-                    unpack(codes[i] + c * chunk_bytes, w);
                     const float* s = scales + i * padded;
-                    each<SUMS>([&](auto k) __attribute__((always_inline)) {
+                    const auto add = [&](auto k, Ints found) __attribute__((always_inline)) {
                         const Floats scale = mul(by[k], block_scales<Codes::EVEN_ODD>(s + g0, s + g1, k));
-                        total[i] = fma(to_floats(products(w, x, k)), scale, total[i]);
-                    });
+                        total[i] = fma(to_floats(found), scale, total[i]);
+                    };
+#if NSTF_WORDS
+                    if constexpr (Codes::TABLE) {
+                        Bytes sizes[PARTS];
+                        unpack.with_sizes(codes[i] + c * chunk_bytes, w, sizes);
+                        add(std::integral_constant<int, 0>{}, add_ints(signed_products(sizes[0], w[0], x[0]),
+                                                                       signed_products(sizes[1], w[1], x[1])));
+                        return;
+                    }
+#endif
+                    unpack(codes[i] + c * chunk_bytes, w);
+                    each<SUMS>([&](auto k) __attribute__((always_inline)) { add(k, products(w, x, k)); });
                 });
             }
             // Without zero points of its own, the middle of a format is that of every group.
@@ -241,10 +228,24 @@ class PackedInt8 : public Leaf {
         }
     }
 
+    // What the middle of the format adds to the sums of products of each block: [batch][blocks]; null where zero points, or none, are
+    // taken off. Sums of activations are whole numbers times their scale.
+    const int32_t* batch_middles(const Input& in, int64_t batch, Room& room) const {
+        if (w_.zeros != nullptr || centre_ == 0) return nullptr;
+        int32_t* out = room.middles.grow(batch * blocks_);
+        for (int64_t b = 0; b < batch; ++b) {
+            const float *sums = in.sums.data() + b * in.sums_stride, *by = in.scales.data() + b * in.scales_stride;
+            for (int64_t j = 0; j < blocks_; ++j)
+                out[b * blocks_ + j] = static_cast<int32_t>(centre_ * std::nearbyint(by[j] > 0 ? sums[j] / by[j] : 0.0f));
+        }
+        return out;
+    }
+
     // `count` rows of codes for all activations.
-    void panel(const Input& in, int64_t batch, int64_t r, int count, Room& room, float* y, int64_t stride) const {
-        uint8_t* panel = room.panel.grow(chunks_ * 1024 + blocks_ * 128);  // [word of four codes][16 rows]
-        float* scales = reinterpret_cast<float*>(panel + chunks_ * 1024);  // [block][16], then the zero points
+    void panel(const Input& in, const int32_t* middles, int64_t batch, int64_t r, int count, Room& room, float* y,
+               int64_t stride) const {
+        uint8_t* panel = room.panel.grow(chunks_ * 1024 * CODE_BYTES + blocks_ * 128);
+        float* scales = reinterpret_cast<float*>(panel + chunks_ * 1024 * CODE_BYTES);  // [block][16], then the zero points
         float* zeros = scales + blocks_ * kPanel;
         const uint8_t* rows[kPanel];
         for (int i = 0; i < kPanel; ++i) {
@@ -262,19 +263,27 @@ class PackedInt8 : public Leaf {
                 }
                 for (int p = 0; p < PARTS; ++p) {
                     transpose(v[p]);
-                    for (int i = 0; i < LANES; ++i)
-                        store_bytes(panel + c * 1024 + (p * LANES + i) * 64 + h * 4 * LANES, v[p][i]);
+                    uint8_t* to = panel + CODE_BYTES * (c * 1024 + p * LANES * 64) + h * 4 * LANES;
+                    for (int i = 0; i < LANES; ++i) {
+#if NSTF_WORDS
+                        if (WORDS) {
+                            store_bytes(to + 128 * i, even_bytes(v[p][i]));
+                            store_bytes(to + 128 * i + 64, odd_bytes(v[p][i]));
+                            continue;
+                        }
+#endif
+                        store_bytes(to + 64 * i, v[p][i]);
+                    }
                 }
             }
         for (int64_t j = 0; j < blocks_; ++j)
             for (int i = 0; i < kPanel; ++i) {
                 const int64_t g = i * padded_ + group_of_[static_cast<size_t>(j)];
-                const float scale = factor_ * room.scales.data()[g];
-                scales[j * kPanel + i] = scale;
-                zeros[j * kPanel + i] = w_.zeros == nullptr ? centre_ * scale : factor_ * room.zeros.data()[g];
+                scales[j * kPanel + i] = factor_ * room.scales.data()[g];
+                if (w_.zeros != nullptr) zeros[j * kPanel + i] = factor_ * room.zeros.data()[g];
             }
         for (int i = 0; i < count; i += LANES * BLOCKS) {
-            const Panel part = {panel + 4 * i, scales + i, zeros + i, count - i};
+            const Panel part = {panel + 4 * i, scales + i, zeros + i, middles, count - i};
             float* to = y + r + i;
             switch (codes_.run()) {
                 case 8: all_tokens<8>(in, batch, part, to, stride); break;
@@ -288,59 +297,68 @@ class PackedInt8 : public Leaf {
     struct Panel {  // some rows of one
         const uint8_t* codes;
         const float *scales, *zeros;
+        const int32_t* middles;
         int count;
     };
+    // What is taken off the sums of products of a block.
+    enum class Lost { kNothing, kMiddle, kZeros };
 
     template <int RUN>
     void all_tokens(const Input& in, int64_t batch, const Panel& panel, float* y, int64_t stride) const {
+        if (w_.zeros != nullptr) all_tokens<RUN, Lost::kZeros>(in, batch, panel, y, stride);
+        else if (panel.middles != nullptr) all_tokens<RUN, Lost::kMiddle>(in, batch, panel, y, stride);
+        else all_tokens<RUN, Lost::kNothing>(in, batch, panel, y, stride);
+    }
+    template <int RUN, Lost LOST>
+    void all_tokens(const Input& in, int64_t batch, const Panel& panel, float* y, int64_t stride) const {
         int64_t b = 0;
-        for (; b + TOKENS <= batch; b += TOKENS) tokens<TOKENS, RUN>(in, b, panel, y + b * stride, stride);
+        for (; b + TOKENS <= batch; b += TOKENS) tokens<TOKENS, RUN, LOST>(in, b, panel, y + b * stride, stride);
         if (TOKENS > 4)
-            for (; b + 4 <= batch; b += 4) tokens<4, RUN>(in, b, panel, y + b * stride, stride);
-        for (; b < batch; ++b) tokens<1, RUN>(in, b, panel, y + b * stride, stride);
+            for (; b + 4 <= batch; b += 4) tokens<4, RUN, LOST>(in, b, panel, y + b * stride, stride);
+        for (; b < batch; ++b) tokens<1, RUN, LOST>(in, b, panel, y + b * stride, stride);
     }
 
-    template <int T, int RUN>
+    template <int T, int RUN, Lost LOST>
     void tokens(const Input& in, int64_t b, const Panel& panel, float* y, int64_t stride) const {
-        const int8_t* q[T];
-        const float *by[T], *sums[T];
+        const float *by = in.scales.data() + b * in.scales_stride, *sums = in.sums.data() + b * in.sums_stride;
+        const int64_t by_stride = in.scales_stride, sums_stride = in.sums_stride, blocks = blocks_;
+        const int32_t* middles = panel.middles + b * blocks;
+        using Code = std::conditional_t<WORDS, int16_t, int8_t>;
+        const Code* q = nullptr;
+        if constexpr (WORDS) q = in.wide.data();
+        else q = in.codes.data();
+        const Rows<T, Code> rows(q + b * in.stride, in.stride);
         Floats total[T][BLOCKS];
-        for (int t = 0; t < T; ++t) {
-            q[t] = in.codes.data() + (b + t) * in.stride;
-            by[t] = in.scales.data() + (b + t) * in.scales_stride;
-            sums[t] = in.sums.data() + (b + t) * in.sums_stride;
-            for (Floats& v : total[t]) v = zero_floats();
-        }
-        for (int64_t j = 0; j < blocks_; ++j) {
-            const int half = static_cast<int>(j % 2);
-            Ints sum[T][BLOCKS];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i += RUN) {
-                Narrow part[T][BLOCKS];
-#pragma GCC unroll 8
-                for (int k = i; k < i + RUN; ++k) {
-                    // The words of this block among the 16 of its chunk.
-                    const int64_t d = Codes::EVEN_ODD ? (k & 3) + 4 * half + (k >> 2) * 8 : k + 8 * half;
-                    Bytes w[BLOCKS];
-                    for (int h = 0; h < BLOCKS; ++h) w[h] = load_bytes(panel.codes + j / 2 * 1024 + d * 64 + h * 4 * LANES);
-                    for (int t = 0; t < T; ++t) {
-                        const Bytes x = four_bytes(q[t] + j / 2 * kChunk + d * 4);
-                        for (int h = 0; h < BLOCKS; ++h)
-                            part[t][h] = k == i ? first<Codes::WIDE>(w[h], x) : more<Codes::WIDE>(part[t][h], w[h], x);
-                    }
+        each<T>([&](auto t) __attribute__((always_inline)) {
+            each<BLOCKS>([&](auto h) __attribute__((always_inline)) { total[t][h] = zero_floats(); });
+        });
+        for (int64_t c = 0; c < chunks_; ++c)
+            each<2>([&](auto half) __attribute__((always_inline)) {
+                const int64_t j = 2 * c + half, word = c * 16 + half * SECOND<Codes::EVEN_ODD>;  // the block's first one
+                Sums<T> sum;
+#if NSTF_WORDS
+                if constexpr (WORDS) {
+                    block_of_words<T, Codes::EVEN_ODD>(reinterpret_cast<const int16_t*>(panel.codes) + word * 64, rows, word * 4, sum);
+                } else
+#endif
+                {
+                    block_of_bytes<T, RUN, Codes::WIDE, Codes::EVEN_ODD>(panel.codes + word * 64, rows, word * 4, sum);
                 }
-                for (int t = 0; t < T; ++t)
-                    for (int h = 0; h < BLOCKS; ++h)
-                        sum[t][h] = i == 0 ? widened(part[t][h]) : add_ints(sum[t][h], widened(part[t][h]));
-            }
-            for (int h = 0; h < BLOCKS; ++h) {
-                const Floats s = load(panel.scales + j * kPanel + h * LANES), z = load(panel.zeros + j * kPanel + h * LANES);
-                for (int t = 0; t < T; ++t) {
-                    total[t][h] = fma(mul(to_floats(sum[t][h]), set(by[t][j])), s, total[t][h]);
-                    total[t][h] = negative_fma(z, set(sums[t][j]), total[t][h]);
-                }
-            }
-        }
+                Floats s[BLOCKS], z[BLOCKS];
+                each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
+                    s[h] = load(panel.scales + j * kPanel + h * LANES);
+                    if (LOST == Lost::kZeros) z[h] = load(panel.zeros + j * kPanel + h * LANES);
+                });
+                each<T>([&](auto t) __attribute__((always_inline)) {
+                    const Floats scale = set(by[t * by_stride + j]);
+                    each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
+                        Ints found = sum[t][h];
+                        if (LOST == Lost::kMiddle) found = sub_ints(found, set_int(middles[t * blocks + j]));
+                        total[t][h] = fma(to_floats(found), mul(scale, s[h]), total[t][h]);
+                        if (LOST == Lost::kZeros) total[t][h] = negative_fma(z[h], set(sums[t * sums_stride + j]), total[t][h]);
+                    });
+                });
+            });
         for (int t = 0; t < T; ++t)
             for (int h = 0; h < BLOCKS; ++h)
                 if (const int count = std::min(LANES, panel.count - h * LANES); count > 0)

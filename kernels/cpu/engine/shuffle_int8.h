@@ -8,8 +8,9 @@
 // Levels are at most 63, so that products of two of them with two activations each fit 16 bits. Activations are those of packed
 // codes of four bits, even columns first (packed_int8.h).
 
-constexpr int PARTS = 16 / LANES, ROW_BLOCKS = kPanel / LANES;
-constexpr int SUMS = PARTS > 1 ? PARTS / 2 : PARTS, FINE = SUMS * LANES;
+#include "int8_several.h"
+
+constexpr int SUMS = CHUNK_SUMS<true>, FINE = CHUNK_SCALES<true>;
 constexpr int RUN = run_of(6);
 
 struct Symbols {  // of a step
@@ -70,32 +71,11 @@ class ShuffleInt8 : public Shuffle {
     // As PackedInt8 has them: leaves of one key share their activations.
     void reserve(const float* x, int64_t batch, Input& in) const override {
         if (exact_) return Shuffle::reserve(x, batch, in);
-        in.batch = batch;
-        in.stride = chunks_ * kChunk;
-        in.scales_stride = batch < kSeveral ? chunks_ * FINE : blocks_;
-        in.sums_stride = padded_;
-        in.codes.grow(batch * in.stride);
-        in.scales.grow(batch * in.scales_stride);
-        in.sums.grow(batch * in.sums_stride);
+        reserve_input<true>(cols, batch, in);
     }
     void prepare(const float* x, int64_t first, int64_t end, Input& in) const override {
         if (exact_) return;
-        const bool fine = in.batch < kSeveral;
-        alignas(64) float last[kChunk] = {};  // a chunk that is not whole
-        const int64_t rest = cols % kChunk;
-        for (int64_t b = first; b < end; ++b) {
-            float* sums = in.sums.data() + b * in.sums_stride;
-            std::fill_n(sums, in.sums_stride, 0.0f);
-            for (int64_t c = 0; c < chunks_; ++c) {
-                const float* from = x + b * cols + c * kChunk;
-                if ((c + 1) * kChunk > cols) {
-                    std::copy_n(from, rest, last);
-                    from = last;
-                }
-                quantise<true>(from, fine, in.codes.data() + b * in.stride + c * kChunk,
-                               in.scales.data() + b * in.scales_stride + c * (fine ? FINE : 2), sums + 2 * c);
-            }
-        }
+        prepare_input<true>(x, cols, first, end, in);
     }
 
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
@@ -205,38 +185,25 @@ class ShuffleInt8 : public Shuffle {
 
     template <int T>
     void tokens(const Input& in, int64_t b, const uint8_t* rows, int64_t r, int count, float* y, int64_t stride) const {
-        const int8_t* q[T];
-        const float* by[T];
+        const float* by = in.scales.data() + b * in.scales_stride;
+        const int64_t by_stride = in.scales_stride;
+        const Rows<T, int8_t> activations(in.codes.data() + b * in.stride, in.stride);
         Floats total[T][BLOCKS];
-        for (int t = 0; t < T; ++t) {
-            q[t] = in.codes.data() + (b + t) * in.stride;
-            by[t] = in.scales.data() + (b + t) * in.scales_stride;
-            for (Floats& v : total[t]) v = zero_floats();
-        }
-        for (int64_t j = 0; j < blocks_; ++j) {
-            const int half = static_cast<int>(j % 2);
-            Ints sum[T][BLOCKS];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i += RUN) {
-                Narrow part[T][BLOCKS];
-#pragma GCC unroll 8
-                for (int k = i; k < i + RUN; ++k) {
-                    const int64_t d = (k & 3) + 4 * half + (k >> 2) * 8;  // the words of this block among the 16 of its chunk
-                    Bytes w[BLOCKS];
-                    for (int h = 0; h < BLOCKS; ++h) w[h] = load_bytes(rows + j / 2 * 1024 + d * 64 + h * 4 * LANES);
-                    for (int t = 0; t < T; ++t) {
-                        const Bytes x = four_bytes(q[t] + j / 2 * kChunk + d * 4);
-                        for (int h = 0; h < BLOCKS; ++h)
-                            part[t][h] = k == i ? first<false>(w[h], x) : more<false>(part[t][h], w[h], x);
-                    }
-                }
-                for (int t = 0; t < T; ++t)
-                    for (int h = 0; h < BLOCKS; ++h)
-                        sum[t][h] = i == 0 ? widened(part[t][h]) : add_ints(sum[t][h], widened(part[t][h]));
-            }
-            for (int t = 0; t < T; ++t)
-                for (int h = 0; h < BLOCKS; ++h) total[t][h] = fma(to_floats(sum[t][h]), set(by[t][j]), total[t][h]);
-        }
+        each<T>([&](auto t) __attribute__((always_inline)) {
+            each<BLOCKS>([&](auto h) __attribute__((always_inline)) { total[t][h] = zero_floats(); });
+        });
+        for (int64_t c = 0; c < chunks_; ++c)
+            each<2>([&](auto half) __attribute__((always_inline)) {
+                const int64_t word = c * 16 + half * SECOND<true>;  // the block's first one
+                Sums<T> sum;
+                block_of_bytes<T, RUN, false, true>(rows + word * 64, activations, word * 4, sum);
+                each<T>([&](auto t) __attribute__((always_inline)) {
+                    const Floats scale = set(by[t * by_stride + 2 * c + half]);
+                    each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
+                        total[t][h] = fma(to_floats(sum[t][h]), scale, total[t][h]);
+                    });
+                });
+            });
         for (int t = 0; t < T; ++t) {
             const float* sums = in.sums.data() + (b + t) * in.sums_stride;
             float lost = 0;

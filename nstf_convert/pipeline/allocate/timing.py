@@ -6,12 +6,14 @@ of the targets, so that no target pays for another. A mean would let a file be s
 """
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nstf.errors import BudgetError
 from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.runtime.engine import MATRICES
 from nstf.runtime.stacking import agree
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.outcome import Planned
@@ -27,6 +29,8 @@ from nstf_convert.speed.token import Token
 # Formats whose file of the same size is the yardstick of `balance`, and the least share of its speed.
 PLAIN = ("int_grid", "grid16")
 BALANCE = 0.9
+# A name within a layer.
+_LAYER = re.compile(r"\blayers\.(\d+)\.(.*)$")
 # Rows of activations that stand for a prompt.
 PREFILL = 128
 # The common measure of several targets.
@@ -154,8 +158,19 @@ class Timing:
 
     def rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:
         """Predicted tokens a second by target; None where the model's other work is not known."""
-        pairs = zip(self.targets, self.totals(mix), strict=True)
-        return tuple(self.token.rate(target, seconds) for target, seconds in pairs)
+        pairs, stored = zip(self.targets, self.totals(mix), strict=True), self._in_engine(mix)
+        return tuple(self.token.run(target, seconds, stored) for target, seconds in pairs)
+
+    def _in_engine(self, mix: Mapping[str, Recipe]) -> dict[tuple[int, str], tuple[Node, tuple[int, ...]]]:
+        """How the matrices that the CPU's engine knows are stored, by layer and name; other models have none."""
+        slots = {f"{inner}.weight": slot for slot, inner in MATRICES.items()}
+        found = {}
+        for name, unit in self.session.units.items():
+            at = _LAYER.search(name)
+            slot = (int(at[1]), slots.get(at[2], "")) if at else (0, "head" if "head" in unit.uses else "")
+            if slot[1] and len(unit.shape) == 2:
+                found[slot] = self._stored(unit, mix.get(name))[:2]
+        return found
 
     def prefill_rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:
         """Tokens of a prompt a second, as far as products decide, by target; None where the target is not here."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nstf.errors import BudgetError, UsageError
+from nstf.kernels.cpu.engine_matrix import available
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf_convert.pipeline import convert, frontier, plan
 from nstf_convert.pipeline.allocate import bounds
@@ -12,6 +13,7 @@ from nstf_convert.pipeline.allocate.plan import uniforms
 from nstf_convert.pipeline.allocate.timing import PLAIN, Timing, only, uses_of
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.mix import tree_of
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -21,7 +23,7 @@ from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import TooSlow
 from nstf_convert.report import frontier as drawn
 from nstf_convert.report.speed import pairs
-from nstf_convert.speed import cache, measure, model, targets
+from nstf_convert.speed import cache, measure, model, targets, token
 from nstf_convert.speed.token import Token
 
 FORMATS = ("int_grid", "grid16", "shuffle", "trellis")
@@ -40,6 +42,7 @@ def modelled(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "speeds")
     monkeypatch.setattr(model, "CPUS", {n: replace(c, start_s=1e-12) for n, c in model.CPUS.items()})
     monkeypatch.setattr(Token, "_beside", lambda self, target: 1e-9)
+    monkeypatch.setattr(Token, "run", lambda self, target, seconds, stored: self.rate(target, seconds))
 
 
 @pytest.fixture
@@ -221,6 +224,39 @@ def test_a_written_file_is_timed_where_its_target_is_here(options) -> None:
     if ours["prices"] == "measured":
         assert ours["measured_rate"] > 0 and ours["predicted_rate"] > 0
         assert any("measured" in text for _, text in pairs(report["speed"]))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The trees of the matrices that were compiled to predict a speed."""
+    found = []
+    kept = token.compile_matrix
+    monkeypatch.setattr(token, "compile_matrix", lambda e: found.append((e.tree, e.shape)) or kept(e))
+    return found
+
+
+@pytest.mark.skipif(not available(), reason="the CPU engine was not built")
+def test_the_speed_of_a_plan_is_that_of_the_engine_with_its_formats(options, tmp_path, compiled) -> None:
+    chosen = options(("ratio", 0.4), formats=FORMATS, work_dir=tmp_path / "work", target="cpu", prefer="size")
+    with Session(chosen, Stages()) as session:
+        table = build_table(session, method_families(chosen.formats), lambda unit: None)
+        timing = Timing(session, 1 << 17)
+        mix = (
+            Run(session, Meta(session, None), table, method_families(chosen.formats), timing).plan(50_000).mix
+        )
+        (rate,) = timing.rates(mix)
+        assert rate is not None and rate > 0
+        used = [u for u in session.units.values() if len(u.shape) == 2 and uses_of(u, session.config)]
+        stored = [(tree_of(u, mix.get(u.name)), u.shape) for u in used]
+        assert sorted(map(str, compiled)) == sorted(map(str, stored))
+        assert len({str(tree) for tree, _ in compiled}) > 1
+
+
+def test_a_model_that_the_engine_does_not_run_has_its_products_added_up(run, compiled, monkeypatch) -> None:
+    monkeypatch.undo()
+    timing = run.timing
+    monkeypatch.setattr(timing.token, "rate", lambda target, seconds: 1.0 / seconds)
+    assert timing.token.run(timing.targets[0], 1e-3, {}) == pytest.approx(1e3)
 
 
 def test_the_frontier_trades_bytes_speed_and_loss(options, modelled) -> None:
