@@ -47,7 +47,7 @@ def round_columns(
     add to the targets of those after it.
     """
     rows = len(target)
-    values = _values(quarter_bits, tables)
+    values = row_values(quarter_bits, tables)
     costs = costs_of(importance, quarter_bits)
     rounded, errors = torch.empty_like(target), torch.empty_like(target)
     steps = 2 * quarter_bits
@@ -70,7 +70,7 @@ def round_columns(
     return rounded, symbols[..., ::2] | symbols[..., 1::2] << 4
 
 
-def _values(quarter_bits: int, tables: Tensor) -> Tensor:
+def row_values(quarter_bits: int, tables: Tensor) -> Tensor:
     """The value of (a, c, b) in each row of a group: float32 [32, 16, 16, 16]."""
     a, c, b = torch.meshgrid(*[torch.arange(16, device=tables.device)] * 3, indexing="ij")
     first = tables[:, 0][:, a ^ c] + tables[:, 1][:, b]
