@@ -1,8 +1,12 @@
-"""Rounding to shuffle codes: the compiled search, or torch's where there is none. Both give the same codes."""
+"""Rounding to shuffle codes: the compiled search on a CPU, Triton's on a GPU, or torch's where there is neither.
+
+All give the same codes, but for the last bits of a GPU's float sums.
+"""
 
 import torch
 from torch import Tensor
 
+from nstf.kernels import triton
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import shuffle
 from nstf.kernels.torch import shuffle_search
@@ -18,10 +22,14 @@ def round_columns(
     feedback: Tensor | None,
     quarter_bits: int,
 ) -> tuple[Tensor, Tensor]:
-    """(rounded [rows, 16] like `target`, codes u8 [rows / 32, 2 q, 8] on the CPU): see kernels/torch/shuffle_search.py.
+    """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) where the targets are: see kernels/torch/shuffle_search.py.
 
-    The search runs on the CPU with torch's number of threads, whatever device the targets are on.
+    On a CPU it takes torch's number of threads.
     """
+    if target.is_cuda and triton.AVAILABLE:
+        from nstf.kernels.triton import shuffle_search as on_gpu
+
+        return on_gpu.round_columns(target, weight, level, importance, feedback, quarter_bits)
     device, tables = target.device, shuffle_search.float_tables(quarter_bits)
     wanted, weight, level, importance = (
         t.to("cpu", torch.float32).contiguous() for t in (target, weight, level, importance)
@@ -29,11 +37,11 @@ def round_columns(
     own = torch.zeros(BLOCK, BLOCK) if feedback is None else feedback.to("cpu", torch.float32).contiguous()
     if not hasattr(ext, "shuffle_round"):
         found = shuffle_search.round_columns(wanted, weight, level, importance, own, quarter_bits, tables)
-        return found[0].to(device), found[1]
+        return found[0].to(device), found[1].to(device)
     rows = len(wanted)
     rounded = torch.empty(rows, BLOCK)
     codes = torch.empty(rows // shuffle.GROUP, 2 * quarter_bits, BLOCK // 2, dtype=torch.uint8)
     costs = shuffle_search.costs_of(importance, quarter_bits)
     threads = torch.get_num_threads()
     ext.shuffle_round(wanted, weight, level, costs, own, quarter_bits, tables, rounded, codes, threads)
-    return rounded.to(device), codes
+    return rounded.to(device), codes.to(device)

@@ -93,8 +93,7 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
 def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
     """`weight` (any floating dtype) as an encoded tensor; the arrays are on the CPU.
 
-    Paths are searched on the CPU, the rest is done where the weight is. Raises ValueError on weights or statistics that do
-    not fit.
+    All work is done where the weight is. Raises ValueError on weights or statistics that do not fit.
     """
     stats = stats or Stats()
     matrix = matrix_view(weight, params.lead)
@@ -121,7 +120,7 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
             values = rotated.to_basis(_basis(params), values)
         padded = torch.nn.functional.pad(values, (0, -cols % BLOCK, 0, -len(values) % form.GROUP))
         codes, rounded = _search(padded, scale[some], row_weight[some], metric, q)
-        found.append(codes)
+        found.append(codes.cpu())
         gains.append(_refit(padded[: len(values)], rounded[: len(values)], metric))
     arrays = {"codes": torch.cat(found), **form.store_scales(leaf, (scale * torch.cat(gains)).cpu() * unit)}
     prefix = "x" if params.block else ""
@@ -173,7 +172,7 @@ def _shared(energy: Tensor) -> Tensor:
 def _search(
     values: Tensor, scale: Tensor, row_weight: Tensor, metric: _Metric | None, q: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes as the format stores them, on the CPU, and the rounded values, like `values` [rows, cols] (both padded).
+    """Codes as the format stores them and the rounded values, like `values` [rows, cols] (both padded).
 
     LDLQ column by column: what columns of spans before have lost is fed back in one product, and inside a block of 16 by
     the search itself.
@@ -185,7 +184,7 @@ def _search(
     )
     importance = torch.nn.functional.pad(importance.clamp_max(_MOST), (0, rows - len(scale)))
     chunks = -(-cols // form.CHUNK)
-    codes = torch.zeros(rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8)
+    codes = values.new_zeros(rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8)
     feedback = None if metric is None else metric.feedback
 
     rounded = torch.empty_like(values)

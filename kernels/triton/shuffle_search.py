@@ -96,7 +96,7 @@ def _round_columns(
         wanted = tl.load(target + own * target_stride + column, inside, 0.0)
         for i in range(column):
             wanted += tl.load(errors + i * SEGMENT + own) * tl.load(feedback + i * feedback_stride + column)
-        x = tl.where(own_level > 0, wanted / own_level, 0.0)
+        x = tl.where(own_level > 0, wanted / tl.where(own_level > 0, own_level, 1.0), 0.0)
         tl.store(scaled + own, tl.minimum(tl.maximum(x, low), high))
         tl.debug_barrier()
 
@@ -133,22 +133,22 @@ def _round_columns(
 
         now = tl.load(stops + lane, lane < blocks, 0)
         for i in range(BLOCK_STEPS):
-            t = lane * BLOCK_STEPS + BLOCK_STEPS - 1 - i
-            there = t < path_steps
-            c = tl.load(oldest + t * 256 + now, there, 0).to(tl.int32)
-            group = t // steps
-            step = t - group * steps
-            tl.store(symbols + t * COLUMNS + column, (now >> 4).to(tl.uint8), there)
+            at_step = lane * BLOCK_STEPS + BLOCK_STEPS - 1 - i
+            there = at_step < path_steps
+            c = tl.load(oldest + at_step * 256 + now, there, 0).to(tl.int32)
+            own_group = at_step // steps
+            own_step = at_step - own_group * steps
+            tl.store(symbols + at_step * COLUMNS + column, (now >> 4).to(tl.uint8), there)
             for n in tl.static_range(2):
-                row = tl.load(ending + step * 2 + n, there, -1)
-                ends = there & (row >= 0)
-                at = group * GROUP + row
-                kind = tl.load(kinds + row, ends, 0)
+                own_row = tl.load(ending + own_step * 2 + n, there, -1)
+                ends = there & (own_row >= 0)
+                own_at = own_group * GROUP + own_row
+                kind = tl.load(kinds + own_row, ends, 0)
                 value = tl.load(values + kind * 4096 + now * 16 + c, ends, 0.0)
-                value = value * tl.load(level + at, ends, 0.0)
-                tl.store(rounded + at * COLUMNS + column, value, ends)
-                lost = tl.load(weight + at * weight_stride + column, ends, 0.0) - value
-                tl.store(errors + column * SEGMENT + at, lost, ends)
+                value = value * tl.load(level + own_at, ends, 0.0)
+                tl.store(rounded + own_at * COLUMNS + column, value, ends)
+                lost = tl.load(weight + own_at * weight_stride + column, ends, 0.0) - value
+                tl.store(errors + column * SEGMENT + own_at, lost, ends)
             now = tl.where(there, (now & 15) * 16 + c, now)
         tl.debug_barrier()
 
