@@ -21,6 +21,7 @@ class ConvertKeywords(TypedDict, total=False):
     threads: int | None
     work_dir: Path | str | None
     formats: tuple[str, ...] | str | None
+    engine: str | None
     prefix: bool | None
     search: bool | None
     search_minutes: float | None

@@ -249,7 +249,7 @@ def shuffle_mma_kernel(
 class Tile:
     """What a program does: rows of each group, tiles of eight columns of B, words of a lane, warps, chunks of a warp."""
 
-    rows: int = 32
+    rows: int = 16
     lines: int = 1
     words: int = 2
     warps: int = 4
@@ -266,18 +266,18 @@ def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
 
 
 def tile_for(quarter_bits: int, rows: int, cols: int, batch: int, arch: str) -> Tile:
-    """The tile where none was measured."""
+    """The tile of a sweep over four shapes on an H200 (docs/gpu_speed.md): within 6 % of the best of each."""
     chunks = triton.cdiv(cols, shuffle.CHUNK)
     if batch <= LARGEST_BYTES:
-        tile = Tile()
+        tile, programs_each, least = Tile(), 4, 1
     else:
         lines = min(8 if quarter_bits % 2 == 0 else 4, triton.next_power_of_2(triton.cdiv(batch, 8)))
         # Sums of so many tiles take 128 registers.
-        tile = Tile({1: 32, 2: 32, 4: 16, 8: 8}[lines], lines, 1 if lines > 4 else 2)
+        tile = Tile(16 if lines < 4 else 8, lines, 2 if lines < 4 else 1)
+        programs_each, least = (2 if lines > 4 else 8), 2
     programs = triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows)
-    # Some four programs for each multiprocessor.
-    across = max(1, 4 * processors_of(arch) // programs)
-    per = max(1, triton.cdiv(chunks, across * tile.warps))
+    across = max(1, programs_each * processors_of(arch) // programs)
+    per = max(least, triton.cdiv(chunks, across * tile.warps))
     return replace(tile, per=per)
 
 

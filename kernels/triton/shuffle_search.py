@@ -25,6 +25,16 @@ BLOCK_STEPS = 16
 # Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19.
 NORMALISE = 8
 _WARPS = 8
+CONSTANTS = {
+    "COLUMNS": reference.BLOCK,
+    "SEGMENT": shuffle.SEGMENT,
+    "GROUP": shuffle.GROUP,
+    "STEPS_MOST": STEPS_MOST,
+    "BLOCK_STEPS": BLOCK_STEPS,
+    "NORMALISE": NORMALISE,
+    "FARTHEST": reference.FARTHEST,
+    "MOST": reference.MOST,
+}
 
 
 @triton.jit(
@@ -190,14 +200,7 @@ def round_columns(
         target.stride(0),
         weight.stride(0),
         feedback.stride(0),
-        COLUMNS=reference.BLOCK,
-        SEGMENT=shuffle.SEGMENT,
-        GROUP=shuffle.GROUP,
-        STEPS_MOST=STEPS_MOST,
-        BLOCK_STEPS=BLOCK_STEPS,
-        NORMALISE=NORMALISE,
-        FARTHEST=reference.FARTHEST,
-        MOST=reference.MOST,
+        **CONSTANTS,
         num_warps=_WARPS,
     )
     return rounded, symbols[..., ::2] | symbols[..., 1::2] << 4

@@ -53,10 +53,10 @@ _CYCLES = {
 _INT = {2: 5.3, 3: 7.4, 4: 4.7, 5: 8.0, 6: 8.4, 7: 10.0, 8: 8.0}
 # Small groups and zero points on top of them [h].
 _SMALL_GROUP, _ZEROS = 1.0, 0.8
-# Other formats on sm_90 [h]; shuffle [n].
-_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 6.0, "sums": 6.8, "trellis": 21.0, "float": 2.0}
-# What AMD's code takes of sm_90's: int4 2.9 instructions a weight beside NVIDIA's matrix cores, shuffle 5.4 and 5.0 [n].
-_AMD, _AMD_SHUFFLE = 1.25, 1.75
+# Other formats on sm_90 [h].
+_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 7.5, "sums": 6.8, "trellis": 21.0, "float": 2.0}
+# What AMD's code takes of sm_90's: by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
+_AMD, _AMD_SHUFFLE = 1.25, 0.8
 # Trellis values up to so many quarter bits are sums of bytes.
 _MOST_SUMMED = 12
 

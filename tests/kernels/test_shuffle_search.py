@@ -1,0 +1,87 @@
+"""The GPU's search of shuffle codes: interpreted on a CPU, compiled for several targets, and run where there is a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nstf.kernels.formats import shuffle  # noqa: E402
+from nstf.kernels.torch import shuffle_search as reference  # noqa: E402
+from nstf.kernels.triton import shuffle_search as on_gpu  # noqa: E402
+
+# Steps with two rows and with one; with one and with none.
+CASES = [(9, 32), (18, 32)]
+# A whole segment and part of another; 8 groups of one path.
+LONG = [(8, 288), (16, 512), (13, 96)]
+
+INTERPRETED = """
+import json, sys
+from tests.kernels.test_shuffle_search import agree
+for q, rows in json.loads(sys.argv[1]):
+    agree(q, rows, "cpu", least=1.0)
+"""
+
+
+def agree(quarter_bits: int, rows: int, device: str, least: float) -> None:
+    """The kernel's codes and values are the reference's, but for a share of 1 - least of the codes."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, 16, generator=generator)
+    target = weight + 0.1 * torch.randn(rows, 16, generator=generator)
+    level = shuffle.STEPS[quarter_bits] * (0.5 + torch.rand(rows, generator=generator))
+    level[3] = 0  # a row of zeros
+    importance = 2 * torch.rand(rows, generator=generator)
+    feedback = 0.3 * torch.randn(16, 16, generator=generator).triu(1)
+    given = [t.to(device) for t in (target, weight, level, importance, feedback)]
+    rounded, codes = on_gpu.round_columns(*given, quarter_bits)
+    tables = reference.float_tables(quarter_bits)
+    expected, paths = reference.round_columns(target, weight, level, importance, feedback, quarter_bits, tables)
+    assert rounded.device.type == codes.device.type == device
+    same = float((codes.cpu() == paths).float().mean())
+    assert same >= least, (quarter_bits, rows, same)
+    if least == 1.0:
+        assert torch.equal(rounded.cpu(), expected)
+    assert torch.allclose((rounded.cpu() - target).square().mean(), (expected - target).square().mean(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tuple[int, int]]) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", INTERPRETED, str([list(c) for c in cases])]
+    done = subprocess.run(
+        program, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent.parent
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_90", "gfx942", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gfx90a", "gfx1100"))]
+)
+def test_the_kernel_compiles_for(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = on_gpu._round_columns
+    types = {n: "*u8" for n in ("symbols", "oldest", "starts")} | {n: "*i32" for n in ("kinds", "ending", "stops")}
+    types |= {n: "i32" for n in ("rows", "steps", "target_stride", "weight_stride", "feedback_stride")}
+    types |= {"low": "fp32", "high": "fp32"}
+    signature = {
+        p.name: "constexpr" if p.is_constexpr else types.get(p.name, "*fp32") for p in kernel.params
+    }
+    source = ASTSource(kernel, signature, constexprs=on_gpu.CONSTANTS)
+    nvidia = target.startswith("sm_")
+    lanes = 64 if target.startswith("gfx9") else 32
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, lanes)
+    made = triton.compile(source, target=gpu, options={"num_warps": 8})
+    assert len(made.asm["cubin" if nvidia else "hsaco"]) > 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("quarter_bits", "rows"), CASES + LONG)
+def test_a_gpu_gives_the_codes_of_the_reference(quarter_bits: int, rows: int) -> None:
+    agree(quarter_bits, rows, "cuda", least=0.97)
