@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from nstf_convert.cli import SUMMARIES, application, run
+from nstf_convert.cli import application, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/guide.md", "docs/api.md")
@@ -85,7 +85,10 @@ def test_the_readme_is_short() -> None:
 def test_every_link_and_picture_leads_somewhere() -> None:
     pages = [
         ROOT / "README.md",
-        *(ROOT / "docs" / f"{n}.md" for n in ("guide", "api", "architecture", "format", "figures", "serve", "exports")),
+        *(
+            ROOT / "docs" / f"{n}.md"
+            for n in ("guide", "api", "architecture", "format", "figures", "serve", "exports")
+        ),
     ]
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):

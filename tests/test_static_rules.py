@@ -9,7 +9,7 @@ FOLDERS = ("nstf_convert", "runtime", "kernels", "analyzers", "decomposers", "qu
 # The one file that may call torch.load, always with weights_only=True.
 LOADS = "nstf_convert/checkpoint/torch_bin.py"
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "input"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def files() -> Iterator[tuple[str, ast.Module]]:
@@ -94,9 +94,7 @@ def test_the_rules_see_what_they_forbid() -> None:
 
 
 # Who imports a module whose name is no literal: each takes it from a list of our own, as its tests show.
-DYNAMIC = {
-    "kernels/lazy.py", "kernels/registry.py",
-}  # fmt: skip
+DYNAMIC = {"kernels/lazy.py", "kernels/registry.py", "nstf_convert/nstf/__init__.py"}
 
 
 def test_nothing_is_imported_by_a_name_made_from_data() -> None:

@@ -273,7 +273,9 @@ def tile_for(quarter_bits: int, rows: int, cols: int, batch: int, arch: str) -> 
     else:
         lines = min(8 if quarter_bits % 2 == 0 else 4, triton.next_power_of_2(triton.cdiv(batch, 8)))
         # Sums of so many tiles take 128 registers.
-        tile = Tile(16 if lines < 4 else 8, lines, 2 if lines < 4 else 1)
+        # 8 rows are a whole number of steps at even rates only.
+        few_rows = lines >= 4 and quarter_bits % 2 == 0
+        tile = Tile(8, lines, 1) if few_rows else Tile(16, lines, 2)
         programs_each, least = (2 if lines > 4 else 8), 2
     programs = triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows)
     across = max(1, programs_each * processors_of(arch) // programs)

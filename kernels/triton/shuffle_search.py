@@ -3,8 +3,8 @@
 
 A program (one thread block) owns a segment of 256 rows and rounds its 16 columns one after another. At a step of a path it
 holds all 16 x 16 x 16 ways (newest symbol a, the one before b, the oldest c) and takes the least over c. A way is one
-integer: its cost, c, and the state in which its path stood 16 steps ago. That state comes along for nothing, and shortens the
-way back: first from one block of 16 steps to the one before, then all blocks at a time.
+integer: its cost, c, and the state in which its path stood 16 steps ago. That state comes along for nothing, and shortens
+the way back: first from one block of 16 steps to the one before, then all blocks at a time.
 
 At 4 bits a weight costs 4096 ways of five instructions. What bounds the time is that steps follow each other: matrices of
 many rows keep more of the GPU busy than those of many columns.
@@ -164,7 +164,12 @@ def _round_columns(
 
 
 def round_columns(
-    target: Tensor, weight: Tensor, level: Tensor, importance: Tensor, feedback: Tensor | None, quarter_bits: int
+    target: Tensor,
+    weight: Tensor,
+    level: Tensor,
+    importance: Tensor,
+    feedback: Tensor | None,
+    quarter_bits: int,
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) on the targets' GPU: see kernels/torch/shuffle_search.py."""
     rows, device = len(target), target.device

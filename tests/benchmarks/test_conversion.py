@@ -165,25 +165,25 @@ def test_the_guard_measures_what_the_engine_takes_beside_products_in_float32(
     small = guard.SPEED_MODEL | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     monkeypatch.setattr(guard, "SPEED_MODEL", small | {"intermediate_size": 256, "num_hidden_layers": 1})
     monkeypatch.setattr(guard, "ROUNDS", 2)
-    found = guard.speeds(tmp_path)
+    found = guard.kernel_speeds(tmp_path)
     assert found.keys() == {"int4 prefill", "int4 decode"}
     assert all(0.0 < value < 1000.0 for value in found.values())
     assert all(guard.tolerance(name) > 1.0 for name in found)
 
 
-def test_the_guard_says_which_figure_got_worse_and_fails_then_and_update_keeps_it(
+def test_the_guard_says_which_figure_got_worse_and_fails_then_and_keeps_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guard = pytest.importorskip("guard")
     kept = tmp_path / "kept.json"
     figures = {"0.5 KLD": 0.01}
-    monkeypatch.setattr(guard, "speeds", lambda folder: {})
     monkeypatch.setattr(guard, "conversions", lambda folder: figures)
-    monkeypatch.setattr(sys, "argv", ["guard.py", "--update", "--kept", str(kept)])
+    given = ["guard.py", "--parts", "conversions", "--kept", str(kept)]
+    monkeypatch.setattr(sys, "argv", [*given, "--keep"])
     guard.main()
     assert list(json.loads(kept.read_text()).values()) == [figures]
     figures["0.5 KLD"] = 0.02
-    monkeypatch.setattr(sys, "argv", ["guard.py", "--kept", str(kept)])
+    monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as stopped:
         guard.main()
     assert stopped.value.code == 1

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nstf.kernels.formats import shuffle  # noqa: E402
-from nstf.kernels.torch import shuffle_search as reference  # noqa: E402
-from nstf.kernels.triton import shuffle_search as on_gpu  # noqa: E402
+from nstf.kernels.formats import shuffle
+from nstf.kernels.torch import shuffle_search as reference
+from nstf.kernels.triton import shuffle_search as on_gpu
 
 # Steps with two rows and with one; with one and with none.
 CASES = [(9, 32), (18, 32)]
@@ -38,13 +38,17 @@ def agree(quarter_bits: int, rows: int, device: str, least: float) -> None:
     given = [t.to(device) for t in (target, weight, level, importance, feedback)]
     rounded, codes = on_gpu.round_columns(*given, quarter_bits)
     tables = reference.float_tables(quarter_bits)
-    expected, paths = reference.round_columns(target, weight, level, importance, feedback, quarter_bits, tables)
+    expected, paths = reference.round_columns(
+        target, weight, level, importance, feedback, quarter_bits, tables
+    )
     assert rounded.device.type == codes.device.type == device
     same = float((codes.cpu() == paths).float().mean())
     assert same >= least, (quarter_bits, rows, same)
     if least == 1.0:
         assert torch.equal(rounded.cpu(), expected)
-    assert torch.allclose((rounded.cpu() - target).square().mean(), (expected - target).square().mean(), rtol=1e-3)
+    assert torch.allclose(
+        (rounded.cpu() - target).square().mean(), (expected - target).square().mean(), rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
@@ -67,12 +71,12 @@ def test_the_kernel_compiles_for(target: str, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = on_gpu._round_columns
-    types = {n: "*u8" for n in ("symbols", "oldest", "starts")} | {n: "*i32" for n in ("kinds", "ending", "stops")}
-    types |= {n: "i32" for n in ("rows", "steps", "target_stride", "weight_stride", "feedback_stride")}
+    types = dict.fromkeys(("symbols", "oldest", "starts"), "*u8") | dict.fromkeys(
+        ("kinds", "ending", "stops"), "*i32"
+    )
+    types |= dict.fromkeys(("rows", "steps", "target_stride", "weight_stride", "feedback_stride"), "i32")
     types |= {"low": "fp32", "high": "fp32"}
-    signature = {
-        p.name: "constexpr" if p.is_constexpr else types.get(p.name, "*fp32") for p in kernel.params
-    }
+    signature = {p.name: "constexpr" if p.is_constexpr else types.get(p.name, "*fp32") for p in kernel.params}
     source = ASTSource(kernel, signature, constexprs=on_gpu.CONSTANTS)
     nvidia = target.startswith("sm_")
     lanes = 64 if target.startswith("gfx9") else 32

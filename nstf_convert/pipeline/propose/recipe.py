@@ -85,7 +85,9 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
     if recipe.method == "add":
         # The correction takes the directions that matter most first; what is left has a smaller range to round.
         correction = encode(recipe.parts["correction"], weight, stats, lead)
-        base = encode(recipe.parts["base"], weight - decode(correction).to(weight.device).reshape(shape), stats, lead)
+        base = encode(
+            recipe.parts["base"], weight - decode(correction).to(weight.device).reshape(shape), stats, lead
+        )
         arrays = {join("x", k): a for k, a in base.arrays.items()} | {
             join("y", k): a for k, a in correction.arrays.items()
         }
