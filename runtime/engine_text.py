@@ -135,8 +135,7 @@ def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     """The tokens that end a text, and the file's settings of a draw, with transformers' in the place of missing ones."""
     if "generation_config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
-    settings = artifact.object("generation_config.json")
-    check_generation(settings, artifact.path)
+    settings = check_generation(artifact.object("generation_config.json"), artifact.path)
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT and v is not None)
     if others:
         raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")

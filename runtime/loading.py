@@ -352,8 +352,7 @@ def _set_generation_config(model: Any, artifact: Artifact) -> None:
         return
     from transformers import GenerationConfig
 
-    stated = artifact.object("generation_config.json")
-    check_generation(stated, artifact.path)
+    stated = check_generation(artifact.object("generation_config.json"), artifact.path)
     try:
         model.generation_config = GenerationConfig.from_dict(stated)
     except (ValueError, TypeError, AttributeError) as error:

@@ -202,6 +202,9 @@ def _parameters_on_meta(limits: Limits | None) -> Iterator[None]:
             raise ValueError(
                 f"it has more than {limits.parameters} parameters, and the file {limits.tensors} tensors"
             )
+        # Some constructors fill a table over all positions in a loop afterwards.
+        if limits is not None and param is not None and max(param.shape, default=0) > limits.size:
+            raise ValueError(f"it has a parameter of shape {list(param.shape)}, beyond the file's tensors")
         original(self, name, param)
         # A parameter that is on meta already stays the same object: that is how tied weights are recognised.
         if param is not None and param.device.type != "meta":

@@ -111,6 +111,8 @@ def check_other(command: str) -> None:
     """make has the target, pip the extras; curl is about the server."""
     words = shlex.split(command)
     assert words[0] in ("make", "pip", "curl"), command
+    if words[0] == "curl":
+        assert "Content-Type: application/json" in words, "the server takes JSON only"
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ class ApiError(Exception):
             "error": {
                 "message": str(self),
                 "type": kinds.get(self.status, usual),
-                "param": self.param,
+                "param": self.param and self.param.encode("utf-8", "replace").decode(),
                 "code": self.code,
             }
         }

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
 
 Make = Callable[[], "Grammar"]
@@ -28,7 +29,9 @@ class Grammar:
         return self._bits.buffer_info()[0]
 
     def take(self, token: int) -> None:
-        self._matcher.consume_token(token)
+        if not self._matcher.consume_token(token) or self._matcher.is_error():
+            reason = " ".join(str(self._matcher.get_error()).split())[:200]
+            raise NstfError(f"the answer could not follow the schema ({reason})")
 
 
 class Grammars:

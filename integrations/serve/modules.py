@@ -34,6 +34,11 @@ class ModulesBackend:
         if not getattr(model, "can_generate", lambda: False)():
             raise UnsupportedError(f"{type(model).__name__} does not generate text")
         self.model = model
+        # What a request does not say is what the API says, not what the file says; ends come with each call.
+        own = model.generation_config
+        model.generation_config = type(own)(
+            bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        )
         self.context = context
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self._queue_size = queue
@@ -58,16 +63,24 @@ class ModulesBackend:
                 "response_format", "response_format needs the CPU engine, which does not run this model"
             )
         with self._changed:
-            if self._stopping:
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            if len(self._waiting) >= self._queue_size + (self._running is None):
-                raise ApiError(
-                    429,
-                    f"the server is busy: one answer is running and {self._queue_size} are waiting; try again later",
-                    code="queue_full",
-                )
+            self._check_room()
             self._waiting.append(answer)
             self._changed.notify()
+
+    def check_room(self) -> None:
+        """Raises what `submit` would raise now."""
+        with self._changed:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        if self._stopping:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if len(self._waiting) >= self._queue_size + (self._running is None):
+            raise ApiError(
+                429,
+                f"the server is busy: one answer is running and {self._queue_size} are waiting; try again later",
+                code="queue_full",
+            )
 
     def cancel(self, answer: Answer) -> None:
         """Its client left: the answer leaves the queue, or ends after the token that is being computed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -41,6 +42,11 @@ class Prompts:
         self.ends = self._ends(artifact)
         known = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items()}
         self.turn_ends = self.ends | {known[t] for t in _TURN_ENDS if t in known}
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for: an upper bound, marks of bytes counted as characters."""
+        return max(map(len, self.fast.get_vocab()), default=1)
 
     @property
     def has_template(self) -> bool:

@@ -7,13 +7,15 @@ holds is kept after its answer, and a later prompt that begins alike starts afte
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections import deque
-from ctypes import string_at
+from ctypes import c_float, string_at
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread
 
+from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, TokenScore
@@ -76,18 +78,26 @@ class Scheduler:
     def submit(self, answer: Answer) -> None:
         """Puts an answer into the queue. Raises ApiError (429) when the queue is full, 503 when the server stops."""
         with self._changed:
-            if self._stopping:
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            free = sum(s.answer is None for s in self._slots)
-            if len(self._waiting) >= self._queue_size + free:
-                raise ApiError(
-                    429,
-                    f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; "
-                    "try again later",
-                    code="queue_full",
-                )
+            self._check_room()
             self._waiting.append(answer)
             self._changed.notify()
+
+    def check_room(self) -> None:
+        """Raises what `submit` would raise now."""
+        with self._changed:
+            self._check_room()
+
+    def _check_room(self) -> None:
+        if self._stopping:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        free = sum(s.answer is None for s in self._slots)
+        if len(self._waiting) >= self._queue_size + free:
+            raise ApiError(
+                429,
+                f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; "
+                "try again later",
+                code="queue_full",
+            )
 
     def cancel(self, answer: Answer) -> None:
         """Its client left: the answer leaves the queue, or its slot before the next step."""
@@ -116,9 +126,9 @@ class Scheduler:
                     self._end_all()
                     return
                 joining = self._admit()
-            for slot, answer in joining:
-                self._begin(slot, answer)
             try:
+                for slot, answer in joining:
+                    self._begin(slot, answer)
                 self._step()
             except Exception as error:  # the server goes on; those whose step it was are told
                 _log.exception("a step failed")
@@ -162,7 +172,9 @@ class Scheduler:
     def _worth(self, answer: Answer, slot: _Slot) -> tuple[int, bool, int]:
         """A slot for an answer: one with much of its prompt, else an empty one, else the one whose answer is the oldest."""
         common = self._common(slot, answer)
-        return (common if common >= _WORTH_KEEPING else 0, not slot.tokens, -slot.used)
+        # A conversation that goes another way soon keeps its place: an empty slot takes a copy of what is common.
+        goes_on = len(slot.tokens) - common < max(common, _WORTH_KEEPING)
+        return (common if goes_on and common >= _WORTH_KEEPING else 0, not slot.tokens, -slot.used)
 
     def _common(self, slot: _Slot, answer: Answer) -> int:
         """Tokens of a prompt that a slot's cache holds; at most all but the last, whose logits are needed."""
@@ -234,6 +246,8 @@ class Scheduler:
             kept = _copied(address, self.vocab) if answer.logprobs is not None else None
             allowed = answer.grammar.allowed() if answer.grammar is not None else 0
             token = sampler.choose(address, self.vocab, allowed)
+            if math.isnan(c_float.from_address(address + 4 * token).value):
+                raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
             if answer.grammar is not None:
                 answer.grammar.take(token)
             score = None if kept is None else _score(kept, token, answer.logprobs or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import threading
@@ -22,9 +23,11 @@ GRACE_SECONDS = 10
 class _Server(uvicorn.Server):
     """Ends with this function's return: uvicorn's own raises the signal again, which makes a failure of a clean end."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[int], None], close: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._close = ready, close
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -37,6 +40,15 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Answers under way have GRACE_SECONDS; then each is ended with an error, while its connection still stands."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(GRACE_SECONDS, lambda: loop.run_in_executor(None, self._close))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -60,11 +72,11 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS + 5,
         timeout_keep_alive=30,
         lifespan="on",
     )
-    server = _Server(config, ready)
+    server = _Server(config, ready, app.service.close)
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way of saying that it could not bind, after a line in its log

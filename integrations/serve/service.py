@@ -24,6 +24,7 @@ class Backend(Protocol):
     context: int
     vocab: int
 
+    def check_room(self) -> None: ...
     def submit(self, answer: Answer) -> None: ...
     def cancel(self, answer: Answer) -> None: ...
     def close(self, wait_s: float = 5.0) -> None: ...
@@ -50,6 +51,14 @@ class ServeOptions:
     device: str = "cpu"
     kernels: str | os.PathLike[str] | None = None
     template: str | None = None
+
+
+def _characters(part: Any) -> int:
+    """Characters of a message or of a prompt, or the tokens of one."""
+    if isinstance(part, dict):
+        content = part.get("content")
+        return len(content) if isinstance(content, str) else 0
+    return len(part)
 
 
 class Service:
@@ -100,6 +109,14 @@ class Service:
 
     def begin(self, request: Request, emit: Callable[[Piece], None]) -> Answer:
         """Tokenises a request and puts it into the queue. emit: gets pieces, from another thread. Raises ApiError."""
+        self.backend.check_room()  # before any work: a full queue is said at once
+        longest = self.prompts.longest_token * self.context
+        if sum(map(_characters, request.messages or [request.prompt])) > longest:
+            raise wrong(
+                "prompt" if request.messages is None else "messages",
+                f"the prompt is longer than this server's context of {self.context} tokens",
+                "context_length_exceeded",
+            )
         if request.messages is not None:
             prompt, ends, field = self.prompts.chat(request.messages), self.prompts.turn_ends, "messages"
         elif isinstance(request.prompt, str):

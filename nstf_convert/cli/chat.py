@@ -61,7 +61,7 @@ def chat(
     service = Service(
         artifact,
         ServeOptions(
-            artifact.stem, parallel=1, queue=0, threads=threads, kv_cache=kv_cache, exact=exact, device=device,
+            artifact.stem, parallel=1, queue=1, threads=threads, kv_cache=kv_cache, exact=exact, device=device,
             template=template,
         ),
     )  # fmt: skip

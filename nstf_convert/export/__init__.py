@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nstf.errors import UsageError
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf_convert.export import writing
 from nstf_convert.export.plan import ExportPlan
@@ -59,6 +60,9 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
     """
     writing.check_destination(request.output, request.overwrite)
+    output, own = request.output.resolve(), path.resolve()
+    if output == own or output in own.parents:
+        raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
     with open_artifact(path, verify=True) as artifact:
         found = plan(artifact, request)
         if planned is not None:
@@ -67,8 +71,11 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
         writing.check_space(request.output, found.size_bytes)
         single = request.output.suffix == SINGLE.get(request.target)
         stem = request.output.stem if single else _stem(request.output.name)
-        with writing.staged(request.output, single) as folder:
+        with writing.staged(request.output, single, request.overwrite) as folder:
             _write(artifact, found, request, folder, stem)
+            if single:  # tokenizer and config would take the place of neighbours of these names
+                for file in [f for f in folder.iterdir() if not f.name.startswith(f"{stem}.")]:
+                    file.unlink()
             (folder / (f"{stem}.README.md" if single else "README.md")).write_text(
                 _card(artifact, found, request, stem)
             )

@@ -1,6 +1,5 @@
 """`--to gguf`: one file for llama.cpp and what is built on it."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,11 @@ def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]
         raise NstfError("--to gguf needs the package gguf; run `pip install gguf`") from error
     if "config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path} has no config.json: --to gguf writes language models")
-    config = json.loads(artifact.file("config.json"))
-    name, architecture = names.architecture_of(config)
+    from nstf.runtime.engine_config import completed
+
+    stated = artifact.config()
+    name, architecture = names.architecture_of(stated)
+    config = dict(completed(stated))  # older files say rope_scaling and rope_theta
     # A tied head is left out: llama.cpp takes the table, as transformers does.
     stored = [n for n in artifact.names() if not (n == "lm_head.weight" and artifact.stored_name(n) != n)]
     return config, name, names.placed(name, architecture, config, stored)

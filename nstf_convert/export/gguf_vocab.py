@@ -80,10 +80,14 @@ def _write_tokens(
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [5] * vocab_size  # unused
     for token, i in data["model"]["vocab"].items():
+        if i >= vocab_size:
+            raise UnsupportedError(f"--to gguf: token {token[:40]!r} has id {i}, the table {vocab_size} rows")
         tokens[i] = token
         is_byte = by_merge is not None and len(token) == 6 and token.startswith("<0x") and token[-1] == ">"
         types[i] = BYTE if is_byte else NORMAL
     for entry in data.get("added_tokens", []):
+        if entry["id"] >= vocab_size:
+            continue  # no row of the table: the model cannot read it
         tokens[entry["id"]] = entry["content"]
         types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
     unknown = data["model"].get("unk_token")
@@ -97,7 +101,7 @@ def _write_tokens(
 
 def _write_sentencepiece(writer: Any, data: dict[str, Any], vocab_size: int) -> None:
     """A tokenizer that came from SentencePiece: its merges become the scores that llama.cpp merges by."""
-    prepends = "prepend" in json.dumps([data.get("normalizer"), data.get("pre_tokenizer")]).lower()
+    prepends = any(map(_prepends, [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]))
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(data["model"]["merges"]):
         left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
@@ -106,6 +110,22 @@ def _write_sentencepiece(writer: Any, data: dict[str, Any], vocab_size: int) -> 
     writer.add_tokenizer_pre("default")
     _write_tokens(writer, data, vocab_size, ranks)
     writer.add_add_space_prefix(prepends)
+
+
+def _steps(stage: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    if not isinstance(stage, dict):
+        return []
+    inner = stage.get("normalizers") or stage.get("pretokenizers")
+    return [step for part in inner for step in _steps(part)] if inner else [stage]
+
+
+def _prepends(step: dict[str, Any]) -> bool:
+    """Whether a step puts a blank before the text."""
+    if step.get("type") == "Metaspace":
+        scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+        return bool(scheme != "never")
+    return step.get("type") == "Prepend"
 
 
 def _merge(merge: Any) -> str:

@@ -1,6 +1,5 @@
 """`--to onnx`: a language model that ONNX Runtime runs: `<name>.onnx`, its side file of weights, tokenizer and config."""
 
-import json
 from pathlib import Path
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
@@ -58,8 +57,11 @@ def _config(artifact: Artifact) -> dict[str, object]:
         raise UnsupportedError(
             f"{artifact.path} has no config.json: give the .onnx it was converted from with --source"
         )
-    found: dict[str, object] = json.loads(artifact.file("config.json"))
-    return found
+    from nstf.runtime.engine_config import completed
+
+    stated = artifact.config()
+    # Older files say rope_scaling and rope_theta. Types that are not written are refused by `check`.
+    return dict(completed(stated) if stated.get("model_type") in onnx_graph.MODEL_TYPES else stated)
 
 
 def _names(artifact: Artifact) -> list[str]:

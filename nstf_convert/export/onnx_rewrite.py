@@ -76,6 +76,9 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
         else:
             value = decode(encoded, getattr(torch, _dtype(tensor)))
             tensor.CopyFrom(_constant(item.name, value))
+    replaced = {item.name for item in plan.items if "bit" in item.there}
+    for value in [v for v in model.graph.input if v.name in replaced]:
+        model.graph.input.remove(value)  # older files list initialisers as inputs, too
     for node in reversed(nodes):
         model.graph.node.insert(0, node)
     path = folder / f"{stem}.onnx"

@@ -13,6 +13,8 @@ from pathlib import Path
 from nstf.errors import NstfError, UsageError
 
 Files = list[tuple[str, int]]
+# The tag by which a card is known as ours (card.py).
+MARK = "- nstf"
 
 
 def check_destination(output: Path, overwrite: bool) -> None:
@@ -26,9 +28,15 @@ def check_destination(output: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UsageError(f"the output {output} exists: give a new or empty folder, or --overwrite")
-    # A folder of something else is never removed for a slip of the keyboard.
-    if output.is_dir() and not (output / "config.json").exists() and not list(output.glob("*.gguf")):
-        raise UsageError(f"the output {output} is a folder that is no model: give another -o")
+    # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
+    if output.is_dir() and not _is_export(output):
+        raise UsageError(f"the output {output} is a folder that is no export of nstf: give another -o")
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether the folder has a model card of ours."""
+    card = folder / "README.md"
+    return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def check_space(output: Path, size_bytes: int) -> None:
@@ -43,10 +51,11 @@ def check_space(output: Path, size_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def staged(output: Path, single_file: bool = False) -> Iterator[Path]:
+def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> Iterator[Path]:
     """A hidden folder that becomes `output` when the block ends well, and vanishes when it does not.
 
-    single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all.
+    single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all. Raises UsageError
+    where one of them is there already, without overwrite.
     """
     output = output.absolute()
     partial = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
@@ -58,6 +67,9 @@ def staged(output: Path, single_file: bool = False) -> Iterator[Path]:
                 _sync(file)
         _sync(partial)
         if single_file:
+            taken = [f.name for f in sorted(partial.iterdir()) if output.with_name(f.name).exists()]
+            if taken and not overwrite:
+                raise UsageError(f"{output.with_name(taken[0])} exists: give another -o, or --overwrite")
             for file in sorted(partial.iterdir(), key=lambda f: f.name == output.name):
                 file.replace(output.with_name(file.name))
             partial.rmdir()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
-from nstf.kernels.formats import EncodedTensor, Node, array_specs
+from nstf.kernels.formats import EncodedTensor, Node, array_specs, bitpack, trellis
 from nstf_convert.speed.atoms import Atom
 
 ROUNDS = 5
@@ -43,7 +43,9 @@ class Pool:
         """The same of any tree."""
         arrays = {}
         for name, spec in array_specs(node, shape).items():
-            if spec.dtype == torch.uint8:
+            if name.rpartition(".")[2] == "section":
+                arrays[name] = _sections(node, name)
+            elif spec.dtype == torch.uint8:
                 arrays[name] = self._take(spec.size_bytes).reshape(spec.shape)
                 if _holds_fp8(node):
                     arrays[name] = arrays[name] & 0x77  # none that means NaN
@@ -63,6 +65,15 @@ class Pool:
         found = self._bytes[self._at : self._at + count]
         self._at += -(-count // 64) * 64
         return found
+
+
+def _sections(node: Node, name: str) -> Tensor:
+    """The numbers of the sections of a trellis leaf's rows, one section after the other, as the format packs them."""
+    for child in name.split(".")[:-1]:
+        node = node.children[child]
+    rows = node.params.rows
+    numbers = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.uint8), torch.tensor(rows))
+    return bitpack.pack(numbers[None], trellis.section_bits(node.params))[0]
 
 
 def _holds_fp8(node: Node) -> bool:

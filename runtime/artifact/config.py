@@ -66,6 +66,11 @@ class Limits:
         return 4 * self.tensors + LEAST_COUNT
 
     @property
+    def size(self) -> int:
+        """Of one dimension of a parameter or of what makes one."""
+        return max(LEAST_SIZE, 8 * self.dimension)
+
+    @property
     def buffer_elements(self) -> int:
         """Elements of any tensor that a constructor may fill."""
         return max(LEAST_BUFFER, self.elements)
@@ -130,14 +135,14 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
 def _most(path: str, limits: Limits) -> float:
     """The largest number that may stand under a key."""
     words = set(re.split(r"[^a-z0-9]+", path.rpartition(".")[2].lower()))
-    if words & {"layers", "layer"} and not words & {"id", "ids", "dim", "size"}:
+    if words & {"layers", "layer"} and not words & {"id", "ids", "dim", "size", "theta", "rate"}:
         return max(LEAST_COUNT, limits.tensors)
     if "labels" in words:
         return min(MAX_LABELS, max(LEAST_COUNT, limits.dimension))
-    if words & _COUNTS and not words & {"dim", "size"}:
+    if words & _COUNTS and not words & {"dim", "size", "theta", "rate"}:
         return limits.count
     if words & _SIZES and not words & _FREE:
-        return max(LEAST_SIZE, 8 * limits.dimension)
+        return limits.size
     return MAX_INTEGER if words & (_COUNTS | _SIZES) else MAX_NUMBER
 
 
@@ -165,8 +170,17 @@ _SWITCHES = frozenset(
 _LONGEST = 1 << 40
 
 
-def check_generation(stated: Config, where: object) -> None:
-    """Raises CorruptError for a generation_config.json with values of another type than `generate` can use."""
+def _is_whole(value: Any) -> bool:
+    """A whole number within reason; -1 stands for "off" in some files, and 50.0 for 50."""
+    return type(value) in (int, float) and -1 <= value <= _LONGEST and value == int(value)
+
+
+def check_generation(stated: Config, where: object) -> dict[str, Any]:
+    """The settings that say something: whole numbers as such, none that are off.
+
+    Raises CorruptError for a generation_config.json with values of another type than `generate` can use.
+    """
+    found: dict[str, Any] = {}
     for key, value in stated.items():
         if value is None:
             continue
@@ -175,7 +189,7 @@ def check_generation(stated: Config, where: object) -> None:
             tokens = value if isinstance(value, list) else [value]
             if any(type(t) is not int or not -1 <= t <= MAX_INTEGER for t in tokens):
                 wanted = "a token, or a list of tokens"
-        elif key in _INTEGERS and (type(value) is not int or not 0 <= value <= _LONGEST):
+        elif key in _INTEGERS and not _is_whole(value):
             wanted = "a whole number"
         elif key in _NUMBERS and (type(value) not in (int, float) or not abs(value) < math.inf):
             wanted = "a number"
@@ -186,3 +200,8 @@ def check_generation(stated: Config, where: object) -> None:
                 f"{where}: its generation_config.json says {key} is {short(value)}, expected {wanted}; "
                 "the file is damaged, fetch or convert it again"
             )
+        if key not in _INTEGERS:
+            found[key] = value
+        elif value >= 0:
+            found[key] = int(value)
+    return found

@@ -148,3 +148,27 @@ def test_control_characters_of_a_file_do_not_reach_a_message(made: Callable[...,
     with pytest.raises(NstfError) as caught:
         load(path)
     assert str(caught.value).isprintable() and "x1b[31m" in str(caught.value)
+
+
+def test_settings_that_say_off_or_are_whole_are_taken(made: Callable[..., Path]) -> None:
+    path = made(LLAMA, generation_config=b'{"eos_token_id": 2, "top_k": -1, "max_new_tokens": 8.0}')
+    model: Any = load(path)
+    assert model.generation_config.max_new_tokens == 8 and model.generation_config.top_k != -1
+    Engine.open(path)
+
+
+def test_a_table_over_more_positions_than_the_file_holds_is_not_filled() -> None:
+    # It would be filled by a loop in Python: minutes, and gigabytes.
+    from nstf.runtime.artifact.config import Limits
+    from nstf.runtime.skeleton import build_skeleton
+
+    config = {
+        "model_type": "distilbert", "architectures": ["DistilBertModel"], "dim": 8, "n_heads": 2, "n_layers": 1,
+        "hidden_dim": 16, "vocab_size": 30, "max_position_embeddings": 10**7, "sinusoidal_pos_embds": True,
+    }  # fmt: skip
+    with pytest.raises(NstfError, match="beyond the file's tensors"):
+        build_skeleton(config, limits=Limits(20, 64, 100_000))
+
+
+def test_lists_of_settings_by_layer_are_not_taken_for_layers(made: Callable[..., Path]) -> None:
+    load(made({**LLAMA, "layer_rope_theta": [1e7, 5e5]}))

@@ -1,6 +1,7 @@
 """Keys and values that float16 does not hold: the engine's cache divides them by a power of two, and stays finite."""
 
 import json
+from ctypes import c_float
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import torch
 
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine import Engine
+from nstf.runtime.engine_batch import Batch, Part
 
 IDS = torch.tensor([[5, 9, 3, 77, 12, 40, 8, 61, 2, 33, 71, 19, 28, 90, 4, 55, 66, 7, 11]])
 
@@ -64,3 +66,26 @@ def test_a_text_after_one_that_overflowed_is_as_if_it_were_the_first(
     used.forward([9, 9, 9])
     used.reset()
     assert torch.equal(used.forward([3, 5, 7]), fresh.forward([3, 5, 7]))
+
+
+def test_a_copied_beginning_brings_what_its_keys_and_values_were_divided_by(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    model = tiny.new_model("LlamaForCausalLM")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight *= 1e6
+            layer.self_attn.o_proj.weight /= 1e6
+    tensors = {n: tiny.dense(p) for n, p in model.named_parameters()}
+    path = tmp_path / "m.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(model)).encode()})
+    batch = Batch(Engine.open(path, exact=True), 2, reproducible=True)
+    ids = IDS[0].tolist()
+
+    def last(sequence: int, first: int) -> list[float]:
+        (address,) = batch.step([Part(sequence, first, ids[first:], prompt=True)])
+        return (c_float * 100).from_address(address)[:100]
+
+    expected = last(0, 0)
+    batch.copy(0, 1, 12)
+    assert last(1, 12) == expected

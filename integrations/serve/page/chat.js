@@ -1,7 +1,7 @@
 "use strict";
 // A chat over /v1/chat/completions. The conversation and the key live in this page only.
 const at = (id) => document.getElementById(id);
-const messages = [];
+let messages = [];
 let running = null; // the AbortController of the answer under way
 
 const headers = () => {
@@ -46,17 +46,24 @@ function request() {
 // Calls `take` with the data of each event.
 async function events(response, take) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let rest = "", ended = false;
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) {
+      if (!ended) throw new Error("The answer was cut off.");
+      return;
+    }
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) if (part.startsWith("data: ")) take(part.slice(6));
+    for (const part of parts) {
+      if (part.startsWith("data: [DONE]")) ended = true;
+      if (part.startsWith("data: ")) take(part.slice(6));
+    }
   }
 }
 
 async function answer() {
+  const conversation = messages; // "New chat" starts another one meanwhile
   const started = performance.now();
   running = new AbortController();
   busy(true);
@@ -93,7 +100,7 @@ async function answer() {
     at("status").textContent = stopped ? "Stopped." : "The answer failed.";
     if (!stopped) show("assistant", error.message, true);
   } finally {
-    if (text) messages.push({ role: "assistant", content: text });
+    if (text) conversation.push({ role: "assistant", content: text });
     else if (body) body.parentElement.remove();
     running = null;
     busy(false);
@@ -123,7 +130,7 @@ document.addEventListener("keydown", (event) => {
 });
 at("new").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  messages = [];
   at("log").replaceChildren();
   at("status").textContent = "";
   at("text").focus();

@@ -92,6 +92,9 @@ void Cache::copy(const Cache& from, int64_t positions, int64_t context) {
         if (type_ == CacheType::kHalf) {
             one(to.keys, own.keys, head_size_);
             one(to.values, own.values, head_size_);
+            // What they were divided by. Those of the target's earlier text must not stay either.
+            to.key_unit = own.key_unit;
+            to.value_unit = own.value_unit;
         } else {
             one(to.key_codes, own.key_codes, head_size_);
             one(to.value_codes, own.value_codes, head_size_);

@@ -235,8 +235,12 @@ class PackedInt8 : public Leaf {
         int32_t* out = room.middles.grow(batch * blocks_);
         for (int64_t b = 0; b < batch; ++b) {
             const float *sums = in.sums.data() + b * in.sums_stride, *by = in.scales.data() + b * in.scales_stride;
-            for (int64_t j = 0; j < blocks_; ++j)
-                out[b * blocks_ + j] = static_cast<int32_t>(centre_ * std::nearbyint(by[j] > 0 ? sums[j] / by[j] : 0.0f));
+            for (int64_t j = 0; j < blocks_; ++j) {
+                // At most 127 times the block's length; NaN or infinite activations make their result NaN elsewhere.
+                const float whole = by[j] > 0 ? sums[j] / by[j] : 0.0f;
+                out[b * blocks_ + j] =
+                    std::fabs(whole) < 8192.0f ? static_cast<int32_t>(centre_ * std::nearbyint(whole)) : 0;
+            }
         }
         return out;
     }
@@ -322,7 +326,7 @@ class PackedInt8 : public Leaf {
     void tokens(const Input& in, int64_t b, const Panel& panel, float* y, int64_t stride) const {
         const float *by = in.scales.data() + b * in.scales_stride, *sums = in.sums.data() + b * in.sums_stride;
         const int64_t by_stride = in.scales_stride, sums_stride = in.sums_stride, blocks = blocks_;
-        const int32_t* middles = panel.middles + b * blocks;
+        const int32_t* middles = LOST == Lost::kMiddle ? panel.middles + b * blocks : nullptr;
         using Code = std::conditional_t<WORDS, int16_t, int8_t>;
         const Code* q = nullptr;
         if constexpr (WORDS) q = in.wide.data();

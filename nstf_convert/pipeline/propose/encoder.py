@@ -285,7 +285,7 @@ def working_bytes(unit: Unit) -> int:
     Of a large table this is some rows at a time; the whole is there as the checkpoint gives it, and encoded, twice over
     while its parts are joined.
     """
-    some = min(unit.elements, LARGE_TABLE) if unit.lead == 1 else unit.elements
+    some = LARGE_TABLE if unit.large_table else unit.elements
     return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * _matrix(unit)[1] ** 2
 
 

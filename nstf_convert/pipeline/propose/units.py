@@ -53,10 +53,15 @@ class Unit:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def large_table(self) -> bool:
+        """Whether it is a table that is encoded some rows at a time; what reads activations is taken whole."""
+        return self.lead == 1 and self.elements > LARGE_TABLE and "embedding" in self.uses
+
     def inner(self, weight: Tensor) -> Tensor:
         """The tensor to encode, contiguous, from the model's: float32, of a large table whatever the checkpoint has, whose
         values are the same."""
-        if self.elements <= LARGE_TABLE or self.lead != 1 or weight.dtype == torch.float64:
+        if not self.large_table or weight.dtype == torch.float64:
             weight = weight.to(torch.float32)
         if self.permute is not None:
             inverse = sorted(range(len(self.permute)), key=self.permute.__getitem__)

@@ -177,3 +177,16 @@ def test_no_more_than_the_queue_takes_is_accepted(schedulers: Any, tokenizer: An
     assert caught.value.status == 429
     gate.set()
     assert readers[0].tokens and readers[1].tokens
+
+
+def test_two_conversations_with_the_same_beginning_keep_their_own_places(
+    schedulers: Any, tokenizer: Any
+) -> None:
+    scheduler = schedulers(4)
+    system = (prompts(20)[3] * 100)[:30]
+    one, other = [*system, *range(1, 101)], [*system, *range(200, 300)]
+    for prompt, cached in ((one, 0), (other, 30), ([*one, 7], 130), ([*other, 7], 130)):
+        reader = Reader(tokenizer, prompt, 2)
+        scheduler.submit(reader.answer)
+        assert reader.tokens and reader.answer.cached >= cached
+        until(lambda: all(s.answer is None for s in scheduler._slots))

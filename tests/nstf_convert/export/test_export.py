@@ -10,7 +10,7 @@ import torch
 
 from nstf_convert import export as exports
 from nstf_convert.cli import run
-from nstf_convert.export import writing
+from nstf_convert.export import gguf_vocab, writing
 from nstf_convert.export.card import card
 from nstf_convert.export.gguf_vocab import splitting
 
@@ -198,3 +198,66 @@ def test_every_recipe_for_an_engine_is_exact_there(tiny: ModuleType, tmp_path: P
             plan = exports.plan(opened, exports.Request(engine, tmp_path / "x"))
         assert [i.kind for i in plan.items if i.sources == (name,)] == ["exact"], recipe
     assert len(wanted) >= 4
+
+
+def test_neither_the_artifact_nor_another_model_is_replaced(
+    artifact: Path, tmp_path: Path, capsys: Any
+) -> None:
+    for output in (artifact, artifact.parent):
+        assert run(["export", str(artifact), "-o", str(output), "--overwrite"]) == 2
+        assert artifact.is_file()
+    # The original, say: it has a config.json, and no card of ours.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert run(["export", str(artifact), "-o", str(tmp_path / "model"), "--overwrite"]) == 2
+    assert "no export of nstf" in capsys.readouterr().err
+    # What lies beside a single file is not replaced unasked, and nothing of another name is written.
+    (tmp_path / "m.README.md").write_text("mine")
+    words = ["export", str(artifact), "--to", "onnx", "-o", str(tmp_path / "m.onnx")]
+    assert run(words) == 2 and (tmp_path / "m.README.md").read_text() == "mine"
+    (tmp_path / "config.json").write_text("mine")
+    assert run([*words, "--overwrite"]) == 0
+    assert (tmp_path / "config.json").read_text() == "mine"
+    names = {p.name for p in tmp_path.iterdir() if p.is_file()}
+    assert names == {"config.json", "m.README.md", "m.onnx", "m.onnx.data"}
+
+
+def test_the_spelling_of_older_configs_is_read(artifact: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from nstf.runtime.artifact import open_artifact, write_artifact
+
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    with open_artifact(artifact) as opened:
+        config = opened.config()
+        config = {k: v for k, v in config.items() if k != "rope_parameters"}
+        files = {n: opened.file(n) for n in opened.file_names()}
+        tensors = {n: opened.encoded(n) for n in opened.names()}
+        for name, stated in (("llama3", scaling), ("yarn", {"rope_type": "yarn", "factor": 2.0})):
+            files["config.json"] = json.dumps(
+                {**config, "rope_theta": 500.0, "rope_scaling": stated}
+            ).encode()
+            write_artifact(tmp_path / f"{name}.nstf", tensors, files)
+    words = ["export", str(tmp_path / "llama3.nstf"), "--to", "gguf", "-o", str(tmp_path / "m.gguf")]
+    assert run(words) == 0
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert "rope_freqs.weight" in {t.name for t in reader.tensors}
+    assert float(reader.fields["llama.rope.freq_base"].contents()) == 500.0
+    for target in ("gguf", "onnx"):
+        assert run(["export", str(tmp_path / "yarn.nstf"), "--to", target, "-o", str(tmp_path / "y")]) == 6
+
+
+@pytest.mark.parametrize(
+    ("step", "prepends"),
+    [
+        ({"type": "Prepend", "prepend": "_"}, True),
+        ({"type": "Metaspace", "prepend_scheme": "never"}, False),
+        ({"type": "Metaspace", "add_prefix_space": True}, True),
+        ({"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "Metaspace"}]}, True),
+        (None, False),
+    ],
+)
+def test_a_blank_before_a_text_is_seen(step: Any, prepends: bool) -> None:
+    assert any(map(gguf_vocab._prepends, gguf_vocab._steps(step))) == prepends

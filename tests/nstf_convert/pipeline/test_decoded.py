@@ -82,3 +82,11 @@ def test_a_large_table_takes_little_more_than_itself() -> None:
     assert working_bytes(table) < 2.6 * 2**30
     small = Unit("small.weight", (576, 576), "bfloat16", "linear")
     assert working_bytes(small) == 24 * 576 * 576 + 48 * 576 * 576
+
+
+def test_a_large_matrix_that_reads_activations_is_expanded(monkeypatch) -> None:
+    # Front to back works on the whole of it in float32: a mixed product would fail, and its memory is counted.
+    monkeypatch.setattr(units, "LARGE_TABLE", 1000)
+    head = Unit("head.weight", (160, 64), "bfloat16", "head", uses=("head",))
+    assert not head.large_table and head.inner(torch.zeros(160, 64).bfloat16()).dtype == torch.float32
+    assert working_bytes(head) == 24 * 160 * 64 + 48 * 64 * 64

@@ -213,3 +213,12 @@ def test_names_of_targets() -> None:
         model.seconds(targets.parse([other], False)[0], next(atoms_of(tree_of(INT4, SHAPE, 1), SHAPE, 1))[0])
         > 0
     )
+
+
+def test_random_bytes_that_stand_for_a_trellis_of_several_rates_are_one() -> None:
+    # Else the engine refuses the plan's matrices, and the speed of a plan is never measured.
+    leaf = tree_of(Recipe("trellis", {"quarter_bits": [12, 16, 20], "rows": [16, 32, 16]}), SHAPE, 1)
+    filled = measure.Pool(1 << 20).filled(leaf, SHAPE)
+    assert any(name.endswith("section") for name in filled.arrays)
+    if available():
+        measure.compile_matrix(filled)
