@@ -7,7 +7,7 @@ import pytest
 from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
-from nstf.kernels.formats import Node, dense, fp8, integer, mxfp4
+from nstf.kernels.formats import Node, dense, fp8, integer, mxfp4, trellis
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
 from nstf_convert.speed import cache, measure, model, targets
 from nstf_convert.speed.atoms import LARGEST, atoms_of
@@ -217,7 +217,7 @@ def test_names_of_targets() -> None:
 
 def test_random_bytes_that_stand_for_a_trellis_of_several_rates_are_one() -> None:
     # Else the engine refuses the plan's matrices, and the speed of a plan is never measured.
-    leaf = tree_of(Recipe("trellis", {"quarter_bits": [12, 16, 20], "rows": [16, 32, 16]}), SHAPE, 1)
+    leaf = Node(trellis.KIND, trellis.Params((12, 16, 20), (16, 32, 16)))
     filled = measure.Pool(1 << 20).filled(leaf, SHAPE)
     assert any(name.endswith("section") for name in filled.arrays)
     if available():
