@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,7 +111,8 @@ class Service:
         """Tokenises a request and puts it into the queue. emit: gets pieces, from another thread. Raises ApiError."""
         self.backend.check_room()  # before any work: a full queue is said at once
         longest = self.prompts.longest_token * self.context
-        if sum(map(_characters, request.messages or [request.prompt])) > longest:
+        parts: Sequence[Any] = request.messages if request.messages is not None else [request.prompt]
+        if sum(_characters(part) for part in parts) > longest:
             raise wrong(
                 "prompt" if request.messages is None else "messages",
                 f"the prompt is longer than this server's context of {self.context} tokens",
