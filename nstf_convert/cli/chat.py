@@ -104,19 +104,18 @@ class Conversation:
         while True:
             try:
                 line = input("> " if self._terminal else "")
+                if line.strip() == "/exit":
+                    return
+                if line.startswith("/"):
+                    self._command(line.strip())
+                elif line.strip():
+                    self._reply(line)
             except EOFError:
                 if self._terminal:
                     typer.echo("")
                 return
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # at the prompt, or just as an answer ended
                 sys.stderr.write("\n/exit or Ctrl-D ends\n")
-                continue
-            if line.strip() == "/exit":
-                return
-            if line.startswith("/"):
-                self._command(line.strip())
-            elif line.strip():
-                self._reply(line)
 
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
