@@ -15,13 +15,14 @@ import math
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
+from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
 from nstf.kernels.lazy import torch
 
@@ -299,3 +300,55 @@ def decode_tuned(
 ) -> Tensor:
     """`decode` with the row scales of `values`, differentiable in them."""
     return scaled(values["scale"][:, None], fixed["units"], 0).reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Tiles of 16. Of several sections every cut must leave whole tiles in each, which `cut` checks."""
+    if axis < params.lead:
+        # The rows of a section are any: cuts that fit them may be anywhere.
+        return 1 if params.rows else row_grain(shape, params.lead, axis, SIDE)
+    return column_grain(shape, params.lead, axis, SIDE)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The tiles of the part. Raises FormatError where a section's tiles would be divided."""
+    rows, cols = matrix_shape(shape, params.lead)
+    part = MatrixCut(shape, params.lead, span)
+    if not part.by_rows:
+        first, last = part.columns
+        codes = [
+            c[:, first // SIDE : tiles(last)].reshape(-1) for c, _, _ in sections(params, arrays, rows, cols)
+        ]
+        return params, {**arrays, "codes": torch.cat(codes)}
+    taken = part.rows(torch.arange(rows, device=arrays["codes"].device))
+    wanted = torch.zeros(rows, dtype=torch.bool, device=taken.device)
+    wanted[taken] = True
+    codes, kept, number = [], [], torch.empty_like(taken)
+    for one, q, members in sections(params, arrays, rows, cols):
+        mine = wanted[members]
+        if not bool(mine.any()):
+            continue
+        padded = torch.nn.functional.pad(mine, (0, -len(mine) % SIDE), value=False).view(-1, SIDE)
+        some = padded.any(1)
+        filled = padded.sum(1)
+        # Only the last tile that is taken may have rows to spare, and only those that the whole section's had.
+        short = filled[some][:-1] < SIDE
+        last = int(some.nonzero()[-1])
+        if bool(short.any()) or int(filled[last]) < min(SIDE, len(mine) - last * SIDE):
+            raise FormatError(
+                f"trellis: a cut from {span.start} to {span.stop} of axis {span.axis} divides tiles of {SIDE} rows"
+            )
+        number[torch.searchsorted(taken, members[mine])] = len(kept)
+        kept.append((q, int(mine.sum())))
+        codes.append(one[some].reshape(-1))
+    out = {"codes": torch.cat(codes), "scale_super": arrays["scale_super"]}
+    scales = "scale_codes" if params.scale_bits == 8 else "scale"
+    out[scales] = part.rows(arrays[scales])
+    several = len(kept) > 1
+    sizes = tuple(n for _, n in kept) if several else ()
+    fresh = replace(params, quarter_bits=tuple(q for q, _ in kept), rows=sizes)
+    if several:
+        out["section"] = bitpack.pack(number.to(torch.uint8)[None], section_bits(fresh))[0]
+    return fresh, out
