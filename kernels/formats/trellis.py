@@ -316,39 +316,51 @@ def cut(
     """The tiles of the part. Raises FormatError where a section's tiles would be divided."""
     rows, cols = matrix_shape(shape, params.lead)
     part = MatrixCut(shape, params.lead, span)
-    if not part.by_rows:
-        first, last = part.columns
-        codes = [
-            c[:, first // SIDE : tiles(last)].reshape(-1) for c, _, _ in sections(params, arrays, rows, cols)
-        ]
-        return params, {**arrays, "codes": torch.cat(codes)}
+    if part.by_rows:
+        return _cut_rows(params, arrays, rows, cols, part)
+    first, last = part.columns
+    parts = [
+        c[:, first // SIDE : tiles(last)].reshape(-1) for c, _, _ in sections(params, arrays, rows, cols)
+    ]
+    return params, {**arrays, "codes": torch.cat(parts)}
+
+
+def _cut_rows(
+    params: Params, arrays: dict[str, Tensor], rows: int, cols: int, part: MatrixCut
+) -> tuple[Params, dict[str, Tensor]]:
     taken = part.rows(torch.arange(rows, device=arrays["codes"].device))
     wanted = torch.zeros(rows, dtype=torch.bool, device=taken.device)
     wanted[taken] = True
-    codes, kept, number = [], [], torch.empty_like(taken)
-    for one, q, members in sections(params, arrays, rows, cols):
+    codes, rates, sizes, number = [], [], [], torch.empty_like(taken)
+    for tiled, q, members in sections(params, arrays, rows, cols):
         mine = wanted[members]
-        if not bool(mine.any()):
-            continue
-        padded = torch.nn.functional.pad(mine, (0, -len(mine) % SIDE), value=False).view(-1, SIDE)
-        some = padded.any(1)
-        filled = padded.sum(1)
-        # Only the last tile that is taken may have rows to spare, and only those that the whole section's had.
-        short = filled[some][:-1] < SIDE
-        last = int(some.nonzero()[-1])
-        if bool(short.any()) or int(filled[last]) < min(SIDE, len(mine) - last * SIDE):
-            raise FormatError(
-                f"trellis: a cut from {span.start} to {span.stop} of axis {span.axis} divides tiles of {SIDE} rows"
-            )
-        number[torch.searchsorted(taken, members[mine])] = len(kept)
-        kept.append((q, int(mine.sum())))
-        codes.append(one[some].reshape(-1))
-    out = {"codes": torch.cat(codes), "scale_super": arrays["scale_super"]}
+        if bool(mine.any()):
+            number[torch.searchsorted(taken, members[mine])] = len(rates)
+            codes.append(tiled[_whole_tiles(mine)].reshape(-1))
+            rates.append(q)
+            sizes.append(int(mine.sum()))
+    fresh = replace(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
     scales = "scale_codes" if params.scale_bits == 8 else "scale"
-    out[scales] = part.rows(arrays[scales])
-    several = len(kept) > 1
-    sizes = tuple(n for _, n in kept) if several else ()
-    fresh = replace(params, quarter_bits=tuple(q for q, _ in kept), rows=sizes)
-    if several:
+    out = {
+        "codes": torch.cat(codes),
+        "scale_super": arrays["scale_super"],
+        scales: part.rows(arrays[scales]),
+    }
+    if fresh.rows:
         out["section"] = bitpack.pack(number.to(torch.uint8)[None], section_bits(fresh))[0]
     return fresh, out
+
+
+def _whole_tiles(mine: Tensor) -> Tensor:
+    """Which tiles of a section hold the rows that are taken: bool [rows of the section] -> bool [tiles].
+
+    Raises FormatError where a tile holds others, too, or one before the last is not full.
+    """
+    filled = torch.nn.functional.pad(mine, (0, -len(mine) % SIDE), value=False).view(-1, SIDE).sum(1)
+    taken = filled > 0
+    last = int(taken.nonzero()[-1])
+    if bool((filled[:last][taken[:last]] < SIDE).any()) or int(filled[last]) < min(
+        SIDE, len(mine) - last * SIDE
+    ):
+        raise FormatError(f"trellis: a cut of its rows there divides tiles of {SIDE} rows of a section")
+    return taken
