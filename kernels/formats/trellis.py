@@ -331,7 +331,10 @@ def _cut_rows(
     taken = part.rows(torch.arange(rows, device=arrays["codes"].device))
     wanted = torch.zeros(rows, dtype=torch.bool, device=taken.device)
     wanted[taken] = True
-    codes, rates, sizes, number = [], [], [], torch.empty_like(taken)
+    codes: list[Tensor] = []
+    rates: list[int] = []
+    sizes: list[int] = []
+    number = torch.empty_like(taken)
     for tiled, q, members in sections(params, arrays, rows, cols):
         mine = wanted[members]
         if bool(mine.any()):
