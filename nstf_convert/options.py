@@ -100,6 +100,12 @@ class ConvertOptions:
         None, "Decode at least this fast: 1.5 (times the fastest single format at these bytes) or 300tok/s.", SPEED,
         metavar="SPEED",
     )  # fmt: skip
+    tp: tuple[int, ...] | None = option(
+        None,
+        "Only what so many ranks can each hold a part of, for tensor parallelism: 2,4,8.",
+        SPEED,
+        metavar="N,...",
+    )
     device: str = option(
         "auto",
         "Where to work: auto (a GPU if there is one), cpu, cuda, cuda:1, or several GPUs: cuda:0,1.",
@@ -176,6 +182,8 @@ class ConvertOptions:
             from nstf_convert.speed import targets
 
             targets.check(self.target)
+        if self.tp is not None:
+            object.__setattr__(self, "tp", _ranks(self.tp))
         _ = self.speed_asked  # raises for what is no speed
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
@@ -268,6 +276,18 @@ class ConvertOptions:
     @property
     def heals(self) -> bool:
         return self.heal_minutes > 0.0 or bool(self.heal_steps)
+
+
+def _ranks(stated: Any) -> tuple[int, ...]:
+    """Numbers of ranks, from `2,4,8` too. Raises UsageError."""
+    words = stated.split(",") if isinstance(stated, str) else stated
+    try:
+        found = tuple(sorted({int(word) for word in words}))
+    except (TypeError, ValueError):
+        found = ()
+    if not found or found[0] < 2 or found[-1] > 1024:
+        raise UsageError(f"--tp {str(stated)[:40]!r}: give numbers of ranks from 2 to 1024, such as 2,4,8")
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ every rank has the rest. Rows of attention are cut at whole heads, and ranks bey
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact
 
 MAX_RANKS = 1024
+PADDED_VOCABULARY = 64
 _AXES = {"colwise": 0, "colwise_rep": 0, "rowwise": 1, "rowwise_rep": 1}
 _EXPERTS = (
     "packed_colwise",
@@ -49,19 +49,43 @@ class Parts:
     problem: str | None = None
 
 
-def tensor_parts(artifact: Artifact, ranks: int) -> dict[str, Parts]:
-    """The parts of every stored tensor for a number of ranks, from the header (and the row numbers of trellis sections).
+class Division:
+    """What each of `ranks` ranks holds of a model. config: the content of its config.json.
 
-    Raises UsageError for a senseless number, UnsupportedError for a model without a config or a plan.
+    Raises UsageError for a senseless number of ranks, UnsupportedError for a model that transformers has no plan for.
     """
-    if not 1 <= ranks <= MAX_RANKS:
-        raise UsageError(f"{ranks} ranks: give 1 to {MAX_RANKS}")
+
+    def __init__(self, config: Mapping[str, Any], ranks: int) -> None:
+        if not 1 <= ranks <= MAX_RANKS:
+            raise UsageError(f"{ranks} ranks: give 1 to {MAX_RANKS}")
+        read = _config(config)
+        self.ranks, self._plan, self._heads = ranks, _plan(read), _heads(read)
+
+    def spans(self, name: str, tree: Node, shape: tuple[int, ...]) -> tuple[Span, ...] | None:
+        """The part of every rank; None: each holds all of it. Raises FormatError where a tensor cannot be divided so."""
+        axis = axis_of(name, self._plan)
+        if axis is None or self.ranks == 1 or axis >= len(shape):
+            return None
+        return tuple(_spans(name, tree, shape, axis, self._heads, self.ranks))
+
+    def holds(self, name: str, tree: Node, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor stored so can surely be divided: rows of trellis sections are any, so that they cannot."""
+        try:
+            found = self.spans(name, tree, shape)
+        except FormatError:
+            return False
+        return found is None or found[0].axis == 1 or not _has_sections(tree)
+
+
+def tensor_parts(artifact: Artifact, ranks: int) -> dict[str, Parts]:
+    """The parts of every tensor of a file, from its header (and the row numbers of trellis sections).
+
+    Raises what `Division` raises, and UnsupportedError for a file without a config.
+    """
     if "config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path} has no config.json, which says how its layers work together")
-    config = _config(artifact.config())
-    plan = _plan(config)
-    heads = _heads(config)
-    return {name: _parts(artifact, name, plan, heads, ranks) for name in artifact.names()}
+    division = Division(artifact.config(), ranks)
+    return {name: _parts(artifact, name, division) for name in artifact.names()}
 
 
 def _config(stated: Mapping[str, Any]) -> Any:
@@ -107,42 +131,50 @@ def axis_of(name: str, plan: Mapping[str, str]) -> int | None:
     return None
 
 
-def _parts(artifact: Artifact, name: str, plan: Mapping[str, str], heads: Heads, ranks: int) -> Parts:
-    record, axis = artifact.record(name), axis_of(name, plan)
-    if axis is None or ranks == 1 or axis >= len(record.shape):
-        return Parts(None)
+def _parts(artifact: Artifact, name: str, division: Division) -> Parts:
+    record = artifact.record(name)
     try:
-        found = _spans(name, record.tree, record.shape, axis, heads, ranks)
-        if _has_sections(record.tree):
+        found = division.spans(name, record.tree, record.shape)
+        if found is not None and _has_sections(record.tree):
             encoded: EncodedTensor = artifact.encoded(name)
             for span in found:
                 shard(encoded, span)
     except FormatError as error:
         return Parts(None, str(error))
-    return Parts(tuple(found))
+    return Parts(found)
 
 
 def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Heads, ranks: int) -> list[Span]:
-    step = grain(tree, shape, axis)
+    step, size = grain(tree, shape, axis), shape[axis]
     if step is None:
         raise FormatError(f"{tree.kind} of shape {list(shape)} cannot be cut along axis {axis}")
     owner = name.rpartition(".")[0].rpartition(".")[2]
-    if owner in ("k_proj", "v_proj") and ranks > heads.kv:
-        if ranks % heads.kv:
-            raise FormatError(f"{heads.kv} KV heads cannot be shared by {ranks} ranks evenly")
-        each = spans(shape[axis], axis, heads.kv, math.lcm(step, heads.size))
-        return [each[rank * heads.kv // ranks] for rank in range(ranks)]
+    if owner in ("embed_tokens", "lm_head"):
+        # Engines pad the vocabulary to multiples of 64 and give every rank as many rows; only the last has fewer.
+        part = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY // ranks
+        if part * ranks >= size > part * (ranks - 1) and part % step == 0:
+            return [Span(axis, rank * part, min(size, (rank + 1) * part)) for rank in range(ranks)]
+        return spans(size, axis, ranks, step)
     if owner in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        own = heads.kv if owner in ("k_proj", "v_proj") else heads.query
         if heads.query % ranks:
             raise FormatError(f"{heads.query} query heads cannot be divided by {ranks} ranks")
-        own = heads.kv if owner in ("k_proj", "v_proj") else heads.query
+        if own < ranks and ranks % own == 0:
+            each = _even(heads.size * own, axis, own, step)
+            return [each[rank * own // ranks] for rank in range(ranks)]  # ranks share KV heads
         if own % ranks:
             raise FormatError(f"{own} KV heads cannot be divided by {ranks} ranks")
-        size = own // ranks * heads.size
-        if size % step:
-            raise FormatError(f"{own // ranks} heads are {size} positions, which is no multiple of {step}")
-        return [Span(axis, rank * size, (rank + 1) * size) for rank in range(ranks)]
-    return spans(shape[axis], axis, ranks, step)
+    return _even(size, axis, ranks, step)
+
+
+def _even(size: int, axis: int, ranks: int, step: int) -> list[Span]:
+    """Parts of one size: what one layer gives is what the next one takes."""
+    part = size // ranks
+    if size % ranks:
+        raise FormatError(f"{size} positions cannot be divided by {ranks} ranks evenly")
+    if part % step:
+        raise FormatError(f"parts of {part} positions are no multiple of {step}")
+    return [Span(axis, rank * part, (rank + 1) * part) for rank in range(ranks)]
 
 
 def _has_sections(tree: Node) -> bool:

@@ -159,6 +159,12 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
     from nstf_convert.report import resources, speed
 
     pairs += speed.pairs(report.get("speed"))
+    if divided := report.get("tensor_parallel"):
+        times = divided["expected_loss"] / max(divided["expected_loss_free"], 1e-30)
+        ranks = ", ".join(str(n) for n in divided["ranks"])
+        pairs.append(
+            ("can be divided among", f"{ranks} ranks; expected loss {times:.3f} times a free plan's")
+        )
     pairs += resources.pairs(report.get("resources") or {})
     print_pairs(f"wrote {output}", pairs)
     sections = file.get("sections", [])

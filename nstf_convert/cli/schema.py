@@ -17,6 +17,7 @@ _TYPES = {
     "datasets": list[str] | None,
     "formats": str | None,
     "target": str | None,
+    "tp": str | None,
     "memory": str | None,
     "gpu_memory": str | None,
 }

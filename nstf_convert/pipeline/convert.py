@@ -15,6 +15,7 @@ from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.allocate.division import Divisions
 from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.calibrate.attention import attention_plan
 from nstf_convert.pipeline.header import Meta
@@ -76,9 +77,13 @@ def frontier(options: ConvertOptions) -> dict[str, Any]:
 
 def _propose(session: Session, attention: bool) -> Run:
     """The run with its table of candidates."""
-    allowed = _allowed(session.options)
+    allowed, ranks = _allowed(session.options), session.options.tp
+    divisions = None if ranks is None else Divisions(session.config or {}, session.units, ranks)
     with session.stages.stage("candidates"):
         table = build_table(session, allowed, counter(session))
+    free = None
+    if divisions is not None:
+        free, table = table, divisions.table(table, session.units)
     timing = Timing(session, _expected_bytes(session))
     if session.options.target or session.options.bounds_time:
         table = timing.held(table)
@@ -86,7 +91,7 @@ def _propose(session: Session, attention: bool) -> Run:
         with session.stages.stage("measure kernels"):
             timing.prepare(table)
     found = attention_plan(session) if attention and session.model is not None else None
-    return Run(session, Meta(session, found), table, allowed, timing)
+    return Run(session, Meta(session, found), table, allowed, timing, divisions=divisions, free=free)
 
 
 def _expected_bytes(session: Session) -> int:

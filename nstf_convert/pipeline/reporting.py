@@ -82,6 +82,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         families=families.compare(_priced(run, final)),
         resources=resources(session),
         speed=speed(run, final),
+        tensor_parallel=run.cost_of_division(size_bytes),
     )
 
 

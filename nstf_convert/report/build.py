@@ -31,6 +31,7 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
      "speed": {"prefer", "min_speed", "bound": why, "bound_seconds", "threads",
                "targets": [{"target", "isa", "prices": "measured" | "modelled", "products_seconds", "predicted_rate",
                             "predicted_prefill_rate", "measured_rate"}]} | null,
+     "tensor_parallel": {"ranks", "expected_loss", "expected_loss_free"}, with --tp alone,
      "roofline": {...} | null}
 
 A conversion without a stated bound takes standard amounts of memory; `memory_short`: less was free, fewer windows
@@ -178,6 +179,7 @@ def build(
     families: Sequence[Mapping[str, Any]] = (),
     resources: Mapping[str, Any] | None = None,
     speed: Mapping[str, Any] | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """The report. budget: {"kind", "value", "bytes"}; size_bytes: of the whole file; files_bytes: of config,
@@ -206,6 +208,7 @@ def build(
             "stages": [asdict(stage) for stage in stages],
             "resources": resources,
             "speed": speed,
+            **({} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}),
             "roofline": roofline,
         }
     )

@@ -74,8 +74,8 @@ def test_what_cannot_be_divided_is_named(stored: Callable[..., Path]) -> None:
         found = tensor_parts(artifact, 4)
         assert found["model.layers.0.mlp.down_proj.weight"].problem is None  # 256 columns
         problem = found["model.layers.0.self_attn.o_proj.weight"].problem
-        assert problem == "2 heads are 32 positions, which is no multiple of 64"
-        with pytest.raises(UnsupportedError, match=r"o_proj\.weight cannot be divided: 2 heads"):
+        assert problem == "parts of 32 positions are no multiple of 64"
+        with pytest.raises(UnsupportedError, match=r"o_proj\.weight cannot be divided: parts of 32"):
             part(
                 artifact,
                 "model.layers.0.self_attn.o_proj.weight",
@@ -87,6 +87,19 @@ def test_what_cannot_be_divided_is_named(stored: Callable[..., Path]) -> None:
         )
         with pytest.raises(UsageError, match="1 to 1024"):
             tensor_parts(artifact, 0)
+
+
+@pytest.mark.parametrize(("rows", "ranks", "parts"), [
+    (1000, 2, [512, 488]), (100, 4, [32, 32, 32, 4]), (96, 8, [12] * 8),
+])  # fmt: skip
+def test_tables_are_divided_as_engines_pad_them_where_all_get_rows(
+    rows: int, ranks: int, parts: list[int]
+) -> None:
+    from nstf.runtime.tensor_parallel import Division
+
+    division = Division(LLAMA, ranks)
+    found = division.spans("model.embed_tokens.weight", Node("dense", Dense("float32")), (rows, 128))
+    assert found is not None and [span.size for span in found] == parts
 
 
 def test_experts_are_divided_by_experts() -> None:

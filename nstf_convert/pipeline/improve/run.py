@@ -8,6 +8,7 @@ from typing import Any
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.allocate.division import Divisions
 from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
@@ -39,7 +40,8 @@ class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
     with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count.
-    stopped: single formats that were given up early."""
+    stopped: single formats that were given up early. divisions: what ranks allow, where the file is to be divided among
+    some; free: the table without that."""
 
     session: Session
     meta: Meta
@@ -51,6 +53,8 @@ class Run:
     with_hybrids: set[str] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
+    divisions: Divisions | None = None
+    free: Table | None = None
 
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
@@ -71,6 +75,8 @@ class Run:
                 )
                 self.with_hybrids |= found.keys()
                 for name, more in found.items():
+                    if self.divisions is not None:
+                        more = self.divisions.kept(session.units[name], more)
                     self.table = self.table.with_more(name, more)
             planned = self.planned(budget_bytes, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
@@ -87,10 +93,26 @@ class Run:
 
     def planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
         """A plan of the table as it is now, within the bound on time where there is one."""
+        return self._planned(self.table, budget_bytes, weights, exact)
+
+    def cost_of_division(self, budget_bytes: int) -> dict[str, Any] | None:
+        """What dividing the file among ranks costs: the expected losses of quick plans with and without it, in nats."""
+        if self.free is None:
+            return None
+        plain, free = (self._planned(table, budget_bytes, None, False) for table in (self.table, self.free))
+        return {
+            "ranks": list(self.session.options.tp or ()),
+            "expected_loss": plain.expected_loss,
+            "expected_loss_free": free.expected_loss,
+        }
+
+    def _planned(
+        self, table: Table, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
+    ) -> Planned:
         widest = self.meta.widest()
         if self.timing is None or not self.timing.bounds_time:
-            return plans.plan_mix(self.session, self.table, budget_bytes, widest, weights, exact)
-        return bounds.plan(self.timing, self.table, budget_bytes, widest, weights, exact)
+            return plans.plan_mix(self.session, table, budget_bytes, widest, weights, exact)
+        return bounds.plan(self.timing, table, budget_bytes, widest, weights, exact)
 
     def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
         """Whether a mix keeps the bound on time that holds at a budget."""
