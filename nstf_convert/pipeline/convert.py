@@ -12,13 +12,13 @@ from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
-from nstf_convert.attention import plan as attention
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.timing import Timing
+from nstf_convert.pipeline.attention import plan as attention
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
@@ -106,9 +106,9 @@ def _plans_attention(session: Session) -> bool:
     try:
         if not attention.is_plannable(session):
             raise UnsupportedError("the model is no language model that was calibrated on text")
-        attention.find_profile(session)
+        attention.prepare(session)
     except (UnsupportedError, UsageError) as error:
-        if asked or isinstance(error, UsageError) and options.context is not None:
+        if asked or (isinstance(error, UsageError) and options.context is not None):
             raise type(error)(f"no plan for the KV cache: {error}") from error
         log.warning("no attention plan: %s", error)
         return False

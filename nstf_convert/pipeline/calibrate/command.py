@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf_convert.attention.plan import write_with_profile
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.attention.plan import write_with_profile
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import sync_folder

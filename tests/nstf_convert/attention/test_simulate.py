@@ -1,5 +1,6 @@
 """The measuring pass against the masked reference, over generated plans."""
 
+import itertools
 import random
 
 import pytest
@@ -9,8 +10,12 @@ from torch import Tensor
 from nstf.errors import UnsupportedError
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
 from nstf.runtime.kv_formats import PLAIN, KVFormat, reference_attention
-from nstf_convert.attention import simulate
+from nstf_convert.pipeline.attention import simulate
 
+FORMATS = [
+    PLAIN,
+    *(KVFormat(*form) for form in itertools.product((8, 4, 2), ("channel", "token"), (False, True))),
+]
 FULL = HeadPlan("full", {}, 0, 0.0, 1.0)
 
 
@@ -24,10 +29,7 @@ def generated(chance: random.Random) -> LayerPlan:
     heads: list[HeadPlan] = []
     groups = []
     for _ in range(2):
-        formats = [
-            chance.choice([PLAIN, KVFormat(chance.choice((8, 4, 2)), chance.choice(("channel", "token")), chance.random() < 0.5)])
-            for _ in range(2)
-        ]  # fmt: skip
+        formats = [chance.choice(FORMATS) for _ in range(2)]
         sink, window = chance.choice((0, 3, 64)), chance.choice((1, 40, 130, 600))
         band = HeadPlan(
             "streaming", {"sink": sink, "window": window}, chance.choice((0, sink + window)), 0.0, 1.0

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from nstf.errors import BudgetError
 from nstf.runtime.attention_plan import LayerPlan
 from nstf.runtime.kv_formats import PLAIN, group_bytes
-from nstf_convert.attention.measured import Loss
-from nstf_convert.attention.options import (
+from nstf_convert.pipeline.attention.measured import Loss
+from nstf_convert.pipeline.attention.options import (
     KINDS,
     Choice,
     choices,
@@ -25,9 +25,8 @@ from nstf_convert.attention.options import (
     thinnings,
     uniforms,
 )
-from nstf_convert.attention.profile import Profile
-from nstf_convert.planner.allocation import Infeasible, allocate
-from nstf_convert.planner.hull import Option
+from nstf_convert.pipeline.attention.profile import Profile
+from nstf_convert.planner.allocation import allocate
 
 log = logging.getLogger("nstf")
 
@@ -54,6 +53,19 @@ class Chosen:
     is_uniform: bool = False
     rivals: list[tuple[str, float, float]] = field(default_factory=list)
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
+    """Raises BudgetError when not even the smallest options of all groups keep the budget; nothing is measured."""
+    units = priced(choices(profile), head_dim, profile.context, (1.0,) * len(KINDS))
+    smallest = sum(min(option.size_bytes for option in unit) for unit in units)
+    dense = len(units) * profile.context * head_dim * 4
+    if smallest > int(budget * dense):
+        raise BudgetError(
+            f"no plan takes {budget:g} of the KV cache at {profile.context} tokens: the smallest takes "
+            f"{smallest / dense:.3f}; give at least --kv-budget {smallest / dense + 0.0005:.3f}",
+            smallest,
+        )
 
 
 class _Chooser:
@@ -154,15 +166,8 @@ def choose(
 
 def _within(chooser: _Chooser, budget: float) -> Chosen:
     budget_bytes = int(budget * chooser.dense_bytes)
-    try:
-        first = chooser.within(budget_bytes)
-    except Infeasible as error:
-        least = error.smallest_bytes / chooser.dense_bytes
-        raise BudgetError(
-            f"no plan takes {budget:g} of the KV cache at {chooser.profile.context} tokens: the smallest "
-            f"takes {least:.3f}; give at least --kv-budget {least + 0.0005:.3f}",
-            error.smallest_bytes,
-        ) from error
+    check_budget(chooser.profile, chooser.head_dim, budget)
+    first = chooser.within(budget_bytes)
     best = chooser.measured(first)
     chooser.correct(first)
     second = chooser.within(budget_bytes)
@@ -192,7 +197,7 @@ def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
             best = found
         if found.loss.upper <= 0 or CLOSE * allowed <= found.loss.upper <= allowed:
             break
-        target = min(target * 0.97 * allowed / found.loss.upper, 30 * target)
+        target *= min(0.97 * _room(found.loss, allowed), FACTOR)
     if best is None:
         plain = [next(c for c in unit if c.group.keys == c.group.values == PLAIN and not c.group.recent)
                  for unit in chooser.options]  # fmt: skip
@@ -205,7 +210,12 @@ def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
     """The expected loss at which the measured one would be `allowed`, going by the ratio of a measured plan."""
     budget = int(found.share * chooser.dense_bytes) + 1
     expected = allocate(chooser.prices, budget, exact=False).loss
-    return expected * allowed / found.loss.upper
+    return expected * _room(found.loss, allowed)
+
+
+def _room(loss: Loss, allowed: float) -> float:
+    """By which factor the mean loss may change for its upper bound to be the allowance, with the error as it is."""
+    return max(allowed - (loss.upper - loss.mean), 0.1 * allowed) / max(loss.mean, 1e-12)
 
 
 def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nstf.runtime.attention_plan import LayerPlan
-from nstf_convert.attention import simulate
 from nstf_convert.measure import compare
+from nstf_convert.pipeline.attention import simulate
 from nstf_convert.streamed import StreamedModel
 
 # Neighbouring tokens are correlated; means over this many are about independent.
@@ -42,11 +42,11 @@ class Measure:
     def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
         """The mean KLD over the second half of every context, where most of it lies behind a token."""
         self.evaluations += 1
-        return summarised([kl[len(kl) // 2 :] for kl in self.divergences(layers)])
+        return summarised(self.divergences(layers, 0.5))
 
     @torch.no_grad()
-    def divergences(self, layers: Sequence[LayerPlan], every: int = 1) -> list[Tensor]:
-        """KL(dense || planned) in nats of every context, [T - 1] float64 (only the second half unless `whole`)."""
+    def divergences(self, layers: Sequence[LayerPlan], start: float = 0.0) -> list[Tensor]:
+        """KL(dense || planned) in nats of every context, float64, of the positions from the share `start` of it on."""
         if not self._dense:
             self._dense = [self._hidden(ids, simulate.dense) for ids in self.contexts]
         found = []
@@ -59,7 +59,7 @@ class Measure:
                         self.model.logits(planned[i : i + ROWS]),
                         ids[i : i + ROWS],
                     ).kl
-                    for i in range(0, len(ids), ROWS)
+                    for i in range(int(start * len(ids)), len(ids), ROWS)
                 ]
             found.append(torch.cat(parts).cpu())
         return found
@@ -71,7 +71,7 @@ class Measure:
 
 def summarised(parts: Sequence[Tensor]) -> Loss:
     """The mean over all tokens, with a standard error from the means of segments of 128."""
-    means = torch.cat([torch.stack([p.mean() for p in kl.split(SEGMENT)]) for kl in parts])
+    means = torch.cat([torch.stack([p.mean() for p in torch.split(kl, SEGMENT)]) for kl in parts])
     mean = float(torch.cat(list(parts)).mean())
     return Loss(mean, float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0)
 

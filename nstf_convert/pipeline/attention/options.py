@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
 from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes
-from nstf_convert.attention.profile import FORMATS, SINK, SPARSE_FROM, STRIDE, THRESHOLDS, Profile
+from nstf_convert.pipeline.attention.profile import FORMATS, SINK, SPARSE_FROM, STRIDE, THRESHOLDS, Profile
 from nstf_convert.planner.hull import Option
 
 FULL = HeadPlan("full", {}, 0, 0.0, 1.0)

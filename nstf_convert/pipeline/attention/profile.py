@@ -19,7 +19,7 @@ from torch import Tensor
 from nstf.analyzers.sensitivity import checkpoint_layers
 from nstf.analyzers.turnstile import layer_list
 from nstf.runtime.kv_formats import BLOCK, PAGE, KVFormat, chosen_blocks, predicted_mass, stored
-from nstf_convert.attention import simulate
+from nstf_convert.pipeline.attention import simulate
 from nstf_convert.pipeline.calibrate.gradients import gradient_from_logits
 from nstf_convert.pipeline.products import fast_products
 from nstf_convert.streamed import StreamedModel
@@ -105,9 +105,9 @@ def output_gradients(
         if out.requires_grad:
 
             def keep(gradient: Tensor) -> None:
-                found[layer] = gradient[:, rows].float().unflatten(1, (len(blocks), BLOCK))
+                found[layer] = gradient[:, rows].float().reshape(len(gradient), len(blocks), BLOCK, -1)
 
-            out.register_hook(keep)
+            out.register_hook(keep)  # type: ignore[no-untyped-call]
         return out
 
     embedding = model.module.get_input_embeddings()
@@ -224,7 +224,7 @@ class _Scorer:
 
     def _values(self, weights: Tensor, old: Tensor, gradient: Tensor) -> Tensor:
         moved = (weights * old) @ self.value_errors[: weights.shape[-1]]
-        products = moved.unflatten(-1, (len(FORMATS), -1)) * gradient[..., None, :]
+        products = moved.reshape(*gradient.shape[:2], len(FORMATS), -1) * gradient[..., None, :]
         return _loss(products.sum(-1).sum(0).T)
 
 
@@ -237,7 +237,8 @@ def _restricted(weights: Tensor, kept: Tensor, value: Tensor, out: Tensor) -> tu
 
 def _loss(product: Tensor) -> Tensor:
     """1/2 E[(g d)^2] over the last axis, the queries."""
-    return 0.5 * product.double().square().mean(-1)
+    mean: Tensor = product.double().square().mean(-1)
+    return 0.5 * mean
 
 
 def _relative(moved: Tensor, out: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf_convert.attention import simulate
+from nstf_convert.pipeline.attention import simulate
 from nstf_convert.streamed import StreamedModel
 
 NAMES = ("Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jacob")

@@ -134,8 +134,8 @@ def _heads(
     attend = nn.functional.scaled_dot_product_attention
     total = query.shape[1]
     if is_plain and band is None and sparse is None:
-        wide = [t[None].expand(query.shape[0], -1, -1)[None] for t in near]
-        return attend(query[None], *wide, is_causal=True, scale=scale)[0]
+        keys, values = (t.expand(query.shape[0], -1, -1)[None] for t in near)
+        return attend(query[None], keys, values, is_causal=True, scale=scale)[0]
     out = query.new_empty(*query.shape[:2], near[1].shape[-1])
     for start in range(0, total, CHUNK):
         end = min(start + CHUNK, total)
@@ -159,8 +159,9 @@ def _heads(
             ]
             out[:, start:end] = torch.stack(rows)
             continue
-        wide = [t[None].expand(query.shape[0], -1, -1)[None] for t in (keys, values)]
-        out[:, start:end] = attend(query[None, :, start:end], *wide, attn_mask=seen, scale=scale)[0]
+        keys, values = (t.expand(query.shape[0], -1, -1)[None] for t in (keys, values))
+        part = query[None, :, start:end]
+        out[:, start:end] = attend(part, keys, values, attn_mask=seen, scale=scale)[0]
     return out
 
 

@@ -9,18 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime.attention_plan import AttentionPlan, LengthResult, PlanKLD
-from nstf_convert.attention import simulate
-from nstf_convert.attention.choose import Chosen, choose
-from nstf_convert.attention.contexts import Contexts, contexts
-from nstf_convert.attention.measured import Measure, by_length, summarised
-from nstf_convert.attention.profile import Profile, profile
-from nstf_convert.attention.retrieval import compared, haystack
 from nstf_convert.dataset import load_text
+from nstf_convert.pipeline.attention import simulate
+from nstf_convert.pipeline.attention.choose import Chosen, check_budget, choose
+from nstf_convert.pipeline.attention.contexts import Contexts, contexts
+from nstf_convert.pipeline.attention.measured import Measure, by_length, summarised
+from nstf_convert.pipeline.attention.profile import Profile, profile
+from nstf_convert.pipeline.attention.retrieval import compared, haystack
 from nstf_convert.pipeline.calibrate import text as texts
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
@@ -140,6 +139,22 @@ def widest(session: Session) -> dict[str, Any]:
     }
 
 
+def prepare(session: Session) -> None:
+    """The profile, before the long steps, so that a mistake in what was asked for shows at once.
+
+    Raises UsageError and UnsupportedError as `find_profile`, BudgetError when nothing is as small as the budget.
+    """
+    found = find_profile(session)
+    if session.options.kv_budget is not None:
+        check_budget(found.profile, head_size(session.reference()), session.options.kv_budget)
+
+
+def head_size(model: StreamedModel) -> int:
+    """Channels of an attention head."""
+    config: Any = model.module.config.get_text_config(decoder=True)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[str, Any]]:
     """(the plan, what else the report says) for the weights of `model`, which are those that are stored.
 
@@ -151,8 +166,7 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
     if options.kv_budget is None and allowed is None:
         allowed = ALLOWED
     with session.stages.stage("attention plan"):
-        config: Any = model.module.config.get_text_config(decoder=True)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        head_dim = head_size(model)
         model.settle()
         measure = Measure(model, found.contexts.choose)
         chosen = choose(found.profile, head_dim, measure, options.kv_budget, allowed)
