@@ -29,7 +29,7 @@ from nstf_convert.streamed import StreamedModel
 log = logging.getLogger("nstf")
 
 # Tokens of a context when none is asked for, where the model and the text have as many.
-CONTEXT = 4096
+CONTEXT = 2048
 # Nats per token that a plan may cost when neither a budget nor an allowance is given.
 ALLOWED = 0.001
 # Passkeys (one a context) and contexts of NEEDLES needles that a conversion asks for.

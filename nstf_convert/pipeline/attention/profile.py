@@ -237,12 +237,13 @@ def _restricted(weights: Tensor, kept: Tensor, value: Tensor, out: Tensor) -> tu
 
 def _loss(product: Tensor) -> Tensor:
     """1/2 E[(g d)^2] over the last axis, the queries."""
-    mean: Tensor = product.double().square().mean(-1)
-    return 0.5 * mean
+    half_mean: Tensor = 0.5 * product.double().square().mean(-1)
+    return half_mean
 
 
 def _relative(moved: Tensor, out: Tensor) -> Tensor:
-    return moved.norm(dim=(1, 2)) / out.norm(dim=(1, 2)).clamp_min(1e-30)
+    ratio: Tensor = moved.norm(dim=(1, 2)) / out.norm(dim=(1, 2)).clamp_min(1e-30)
+    return ratio
 
 
 def _stack(parts: list[Tensor], like: Tensor, shape: tuple[int, ...]) -> Tensor:
