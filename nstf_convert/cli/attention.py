@@ -44,6 +44,20 @@ def kv_summary(stored: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def chosen_pairs(reported: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """The plan of a conversion's report as lines of text, without its layers: what it lost to, what it costs."""
+    plan = {name: value for name, value in reported.items() if name != "choice"}
+    pairs = kv_pairs({**kv_summary(plan), "layers": []})
+    choice = reported.get("choice") or {}
+    for rival in choice.get("rivals", ()):
+        kept = "; kept, since the plan was not better" if choice["is_uniform"] else ""
+        words = f"KLD {rival['kld']:.3g}, {rival['share']:.3f} of dense 16 bits{kept}"
+        pairs.append((f"all groups {rival['setting']}", words))
+    if choice.get("note"):
+        pairs.append(("contexts", choice["note"]))
+    return pairs
+
+
 def kv_pairs(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     """The same as lines of text."""
     size, dense = found["size_bytes"], found["dense_bytes"]

@@ -13,7 +13,7 @@ from nstf.errors import BudgetError, UsageError
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.attention_plan import parse_plan
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
-from nstf_convert.cli.attention import kv_pairs, kv_summary
+from nstf_convert.cli.attention import chosen_pairs, kv_pairs, kv_summary
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import calibrate, convert
@@ -56,6 +56,9 @@ def test_a_file_holds_a_plan_within_the_budget(options: Make, long: dict[str, An
     )
     assert str(lines["layer 1"]).startswith(f"{kv_summary(stored)['layers'][1]['size_bytes']} bytes: ")
     assert str(lines["at 512 tokens"]).startswith("KLD ")
+    told = dict(chosen_pairs(report))
+    assert told["KV cache"] == lines["KV cache"]
+    assert sum(name.startswith("all groups keys") for name in told) == 2
 
 
 def test_a_calibration_brings_its_profile_along(options: Make, long: dict[str, Any], tmp_path: Path) -> None:
