@@ -70,10 +70,12 @@ class Measure:
 
 
 def summarised(parts: Sequence[Tensor]) -> Loss:
-    """The mean over all tokens, with a standard error from the means of segments of 128."""
-    means = torch.cat([torch.stack([p.mean() for p in torch.split(kl, SEGMENT)]) for kl in parts])
-    mean = float(torch.cat(list(parts)).mean())
-    return Loss(mean, float(means.std()) / math.sqrt(len(means)) if len(means) > 1 else 0.0)
+    """The mean over all tokens. Its standard error is from the means of segments of 128 or, where that is larger, of
+    whole contexts: documents differ by more than their tokens say."""
+    segments = torch.cat([torch.stack([p.mean() for p in torch.split(kl, SEGMENT)]) for kl in parts])
+    whole = torch.stack([kl.mean() for kl in parts])
+    errors = [float(m.std()) / math.sqrt(len(m)) for m in (segments, whole) if len(m) > 1]
+    return Loss(float(torch.cat(list(parts)).mean()), max(errors, default=0.0))
 
 
 def by_length(parts: Sequence[Tensor], context: int) -> list[tuple[int, float]]:

@@ -181,6 +181,8 @@ def test_measured_losses_are_means_with_errors_of_segments() -> None:
     loss = summarised([torch.tensor([0.0] * 128 + [1.0] * 128, dtype=torch.float64)])
     assert loss.mean == 0.5 and loss.error == pytest.approx(0.5)
     assert loss.upper == pytest.approx(0.5 + 1.645 * 0.5)
+    apart = summarised([torch.zeros(1280, dtype=torch.float64), torch.ones(1280, dtype=torch.float64)])
+    assert apart.mean == 0.5 and apart.error == pytest.approx(0.5)
     assert Loss(float("nan"), 0.0).upper == float("inf")
     rising = torch.arange(1024, dtype=torch.float64)
     assert by_length([rising], 1024) == [(256, 191.5), (512, 383.5), (1024, 767.5)]

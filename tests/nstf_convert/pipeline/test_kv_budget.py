@@ -33,7 +33,13 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rng = random.Random(1)
     text = root / "long.txt"
     text.write_text(" ".join(rng.choice(WORDS) for _ in range(3000)))
-    return {"model": str(root / "model"), "datasets": (str(text),), "attention_plan": None}
+    return {
+        "model": str(root / "model"),
+        "datasets": (str(text),),
+        "attention_plan": None,
+        "effort": "fast",
+        "formats": ("int",),
+    }
 
 
 def test_a_file_holds_a_plan_within_the_budget(options: Make, long: dict[str, Any]) -> None:
