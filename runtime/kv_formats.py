@@ -115,9 +115,14 @@ def _ungrouped(x: Tensor, fmt: KVFormat, shape: torch.Size) -> Tensor:
     return x.reshape(shape)
 
 
+def in_16_bits(x: Tensor) -> Tensor:
+    """x as float16 holds it, float32; what is beyond its range becomes its largest number."""
+    return x.float().clamp(-_HALF_MAX, _HALF_MAX).half().float()
+
+
 def stored(x: Tensor, fmt: KVFormat) -> Tensor:
     """x [.., T, D] as pages read back, float32: whole pages in their stored form, the rest in 16 bits."""
-    plain = x.half().float()
+    plain = in_16_bits(x)
     whole = x.shape[-2] // PAGE * PAGE
     if fmt.bits == 16 or not whole:
         return plain
@@ -232,7 +237,7 @@ def reference_attention(
     per_group = heads // len(layer.groups)
     out = query.new_zeros(heads, count, value.shape[-1], dtype=torch.float32)
     for index, group in enumerate(layer.groups):
-        plain_key, plain_value = key[index].half().float(), value[index].half().float()
+        plain_key, plain_value = in_16_bits(key[index]), in_16_bits(value[index])
         far_key, far_value = stored(key[index], group.keys), stored(value[index], group.values)
         for head in range(index * per_group, (index + 1) * per_group):
             q = query[head].float()

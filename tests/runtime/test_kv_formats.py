@@ -75,6 +75,8 @@ def test_numbers_beyond_float16_stay_finite() -> None:
     x = random(PAGE, 32) * 1e6
     for fmt in FORMATS:
         assert bool(dequantise_page(quantise_page(x, fmt), fmt).isfinite().all())
+        assert bool(stored(x, fmt).isfinite().all())
+    assert float(stored(x, PLAIN).abs().max()) == 65504
 
 
 def test_rotation_is_its_own_inverse_and_keeps_products() -> None:

@@ -57,7 +57,7 @@ class Measure:
                     compare(
                         self.model.logits(dense[i : i + ROWS]),
                         self.model.logits(planned[i : i + ROWS]),
-                        ids[i : i + ROWS],
+                        ids[i : i + ROWS].to(dense.device),
                     ).kl
                     for i in range(int(start * len(ids)), len(ids), ROWS)
                 ]

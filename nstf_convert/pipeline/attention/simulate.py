@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.attention_plan import LayerPlan
-from nstf.runtime.kv_formats import BLOCK, PAGE, PLAIN, chosen_blocks, predicted_mass, stored
+from nstf.runtime.kv_formats import BLOCK, PAGE, PLAIN, chosen_blocks, in_16_bits, predicted_mass, stored
 
 NAME = "nstf_simulated"
 # Queries that are attended to at a time: whole pages, and whole blocks of block-sparse heads.
@@ -100,7 +100,7 @@ def planned(query: Tensor, key: Tensor, value: Tensor, layer: LayerPlan, scale: 
     parts = []
     for index, group in enumerate(layer.groups):
         heads = range(index * per_group, (index + 1) * per_group)
-        near = key[index].half().to(key.dtype), value[index].half().to(value.dtype)
+        near = in_16_bits(key[index]).to(key.dtype), in_16_bits(value[index]).to(value.dtype)
         is_plain = group.keys == PLAIN and group.values == PLAIN
         far = (
             near
@@ -139,7 +139,7 @@ def _heads(
     out = query.new_empty(*query.shape[:2], near[1].shape[-1])
     for start in range(0, total, CHUNK):
         end = min(start + CHUNK, total)
-        columns = _columns(start, end, band)
+        columns = _columns(start, end, band).to(query.device)
         # Keys before `border` are read in their stored form by all queries of the chunk, those from there on in both.
         border = max(start // PAGE - 1, 0) * PAGE
         twice = columns[columns >= border]
@@ -190,7 +190,8 @@ def _kept(
     """[R, blocks of queries, blocks of keys] bool: what the whole blocks of queries of a chunk compute."""
     threshold, stride, min_length = rule
     count = -(-query.shape[1] // BLOCK)
-    kept = torch.ones(query.shape[0], count, start // BLOCK + count, dtype=torch.bool)
+    shape = query.shape[0], count, start // BLOCK + count
+    kept = torch.ones(shape, dtype=torch.bool, device=query.device)
     for block in range(query.shape[1] // BLOCK):
         first = start + block * BLOCK
         if first + 1 < min_length:
