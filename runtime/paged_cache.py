@@ -218,6 +218,7 @@ class LayerCache:
         position: Tensor,
         scale: float,
         epsilon: float,
+        tile: dict[str, int] | None = None,
     ) -> Tensor:
         """Attention of one token of each sequence, [batch, heads size]; its key and value go into the cache.
 
@@ -233,7 +234,7 @@ class LayerCache:
             kernels.append(pages, qkv, bias, gains, angles, position, pool.room, shape, scale, epsilon)
         for pages, segment in zip(self.stores, plan.segments, strict=True):
             kernels.decode(
-                pages, self.rules, segment.masked, position, pool.room, out, shape, self.arch, pool.context
+                pages, self.rules, segment.masked, position, pool.room, out, shape, self.arch, pool.context, tile
             )
         return out
 

@@ -136,7 +136,8 @@ def prefill_kernel(
     total = tl.zeros([128], tl.float32)
     top = tl.full([128], float("-inf"), tl.float32)
     n = tl.arange(0, 64)
-    last = tile * 2  # the first page that the masked loop takes
+    last = tile * 2  # the first page that the last loop takes
+    lowest = 0  # no query sees a key between the sinks and this
 
     if LISTS:
         place = which * tiles + tile - start // 128
@@ -205,7 +206,9 @@ def prefill_kernel(
                 base_k = far_k
                 base_v = far_v
         inside = this - tl.where(is_far, 0, near_start)
+        # Keys that no query sees may be of pages that were not fetched: anything, NaN too.
         ok = (inside >= 0) & (inside < tl.where(is_far, far_rows, near_rows))
+        ok = ok & ((this >= lowest) | (this < sink))
         acc, total, top = _masked_block(
             acc, total, top, query, base_k, base_v, inside, visible & ok[None, :], ok, scale, d, 64, SIZE, WIDE
         )
