@@ -106,6 +106,7 @@ def prefill_kernel(
     LISTS: tl.constexpr,
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits
+    EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -135,7 +136,7 @@ def prefill_kernel(
     acc = tl.zeros([128, SIZE], tl.float32)
     total = tl.zeros([128], tl.float32)
     top = tl.full([128], float("-inf"), tl.float32)
-    n = tl.arange(0, 64)
+    n = tl.arange(0, EDGE)
     last = tile * 2  # the first page that the last loop takes
     lowest = 0  # no query sees a key between the sinks and this
 
@@ -173,12 +174,13 @@ def prefill_kernel(
             sinks = tl.minimum((sink + 63) // 64, page)
             begin = tl.minimum((highest + TILE - 1) // TILE * TILE, last * 64)
             edge = sinks + (begin + 63) // 64 - page
-            for i in range(0, edge):
-                this = tl.where(i < sinks, i, page + i - sinks) * 64 + n
+            for j in range(0, edge * (64 // EDGE)):
+                i = j // (64 // EDGE)
+                this = tl.where(i < sinks, i, page + i - sinks) * 64 + j % (64 // EDGE) * EDGE + n
                 visible = (this[None, :] < sink) | (this[None, :] >= low[:, None])
                 visible = visible & (this < begin)[None, :] & here[:, None]
                 acc, total, top = _masked_block(
-                    acc, total, top, query, far_k, far_v, this, visible, this < begin, scale, d, 64, SIZE, WIDE
+                    acc, total, top, query, far_k, far_v, this, visible, this < begin, scale, d, EDGE, SIZE, WIDE
                 )
             if edge > 0:
                 # A row that has seen nothing yet starts from a number.
@@ -192,10 +194,11 @@ def prefill_kernel(
     mine = at // 64
     from_far = 0 if SAME else tl.maximum(tile * 2 - last, 0)
     near_page = last if SAME else tl.maximum(tile * 2 - 1, last)
-    for i in range(0, from_far + tile * 2 + 2 - near_page):
+    for j in range(0, (from_far + tile * 2 + 2 - near_page) * (64 // EDGE)):
+        i = j // (64 // EDGE)
         is_far = i < from_far
         page = tl.where(is_far, last + i, near_page + i - from_far)
-        this = page * 64 + n
+        this = page * 64 + j % (64 // EDGE) * EDGE + n
         visible = ((this[None, :] < sink) | (this[None, :] >= low[:, None])) & (this[None, :] <= at[:, None])
         visible = visible & here[:, None]
         base_k = near_k
@@ -210,7 +213,7 @@ def prefill_kernel(
         ok = (inside >= 0) & (inside < tl.where(is_far, far_rows, near_rows))
         ok = ok & ((this >= lowest) | (this < sink))
         acc, total, top = _masked_block(
-            acc, total, top, query, base_k, base_v, inside, visible & ok[None, :], ok, scale, d, 64, SIZE, WIDE
+            acc, total, top, query, base_k, base_v, inside, visible & ok[None, :], ok, scale, d, EDGE, SIZE, WIDE
         )
 
     into = out + ((line * count + row).to(tl.int64) * heads + head)[:, None] * SIZE + d[None, :]
@@ -243,6 +246,7 @@ def prefill_spec(
         "LISTS": lists,
         "BANDS": bands,
         "SAME": same,
+        "EDGE": tile["EDGE"],
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
@@ -264,11 +268,11 @@ def prefill_spec(
 def _tile(size: int, arch: str) -> dict[str, int]:
     """Keys at a time, warps and stages. Not tuned on a card yet: what compiles without spills and fits local memory."""
     if arch.startswith("sm_"):
-        return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2}
+        return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):
-        return {"TILE": 32, "WARPS": 8, "STAGES": 1}
+        return {"TILE": 32, "WARPS": 16, "STAGES": 1, "EDGE": 32}
     lds = architecture(arch).lds_bytes_per_group
-    return {"TILE": 64 if size <= 128 or lds > 65536 else 32, "WARPS": 4 if size <= 64 else 8, "STAGES": 1}
+    return {"TILE": 64 if size <= 128 or lds > 65536 else 32, "WARPS": 4 if size <= 64 else 8, "STAGES": 1, "EDGE": 32}
 
 
 def prefill(
