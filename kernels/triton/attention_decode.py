@@ -230,21 +230,19 @@ def _group(pair: int, size: int, bits: int) -> int:
 
 
 @triton.jit
-def _words_of(words, at, SKIP: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
-    """Columns BLOCK B .. of the words [64, W] of a page."""
-    n = tl.arange(0, 64)
+def _words_of(words, at, n, SKIP: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, B: tl.constexpr):
+    """Columns BLOCK B .. of the words [64, W] of a page, of positions n."""
     return tl.load(words + at * 4 + SKIP // 4 + n[:, None] * W + (BLOCK * B + tl.arange(0, B))[None, :])
 
 
 @triton.jit
 def _far_scores(
-    queries, words, halves, wide, at,
+    queries, words, halves, wide, at, n,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, CHANNEL: tl.constexpr, RUNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [ROWS, 64] of a stored page; queries: by run, as they are multiplied."""
-    n = tl.arange(0, 64)
-    scores = tl.zeros([ROWS, 64], tl.float32)
+    """Scores [ROWS, n] of positions n of a stored page; queries: by run, as they are multiplied."""
+    scores = tl.zeros([ROWS, n.shape[0]], tl.float32)
     if BITS == 16:
         page = tl.load(wide + at * 8 + n[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
         if WIDE:
@@ -260,7 +258,7 @@ def _far_scores(
         for G in tl.static_range(0 if CHANNEL else GROUPS):
             steps = steps + (_scales(pairs, n * GROUPS + G, (64 + n) * GROUPS + G, BITS),)
         for RUN in tl.static_range(RUNS):
-            code = _words_of(words, at, 0, 0 if W < 8 else RUN // FIELDS, W, B)
+            code = _words_of(words, at, n, 0, 0 if W < 8 else RUN // FIELDS, W, B)
             numbers = _quads(code, RUN, BITS) if W < 8 else _pairs(code, RUN % FIELDS, BITS)
             if CHANNEL:
                 c = _key_channel(RUN, SIZE, BITS)
@@ -275,12 +273,11 @@ def _far_scores(
 
 @triton.jit
 def _add_far_values(
-    parts, weights, fade, words, halves, wide, at,
+    parts, weights, fade, words, halves, wide, at, n,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, CHANNEL: tl.constexpr, RUNS: tl.constexpr,
     SKIP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The runs of the sum, faded, and weights [ROWS, 64] times a stored page."""
-    n = tl.arange(0, 64)
+    """The runs of the sum, faded, and weights [ROWS, n] times positions n of a stored page."""
     found = ()
     if BITS == 16:
         page = tl.load(wide + at * 8 + SKIP // 2 + n[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
@@ -299,7 +296,7 @@ def _add_far_values(
         for G in tl.static_range(0 if CHANNEL else GROUPS):
             steps = steps + (_scales(pairs, n * GROUPS + G, (64 + n) * GROUPS + G, BITS),)
         for RUN in tl.static_range(RUNS):
-            code = _words_of(words, at, SKIP, 0 if W < 8 else RUN // SPLIT // FIELDS, W, B)
+            code = _words_of(words, at, n, SKIP, 0 if W < 8 else RUN // SPLIT // FIELDS, W, B)
             if W < 8:
                 numbers = _quads(code, RUN, BITS)
             elif SPLIT == 1:
@@ -372,6 +369,7 @@ def decode_kernel(
     MASKED: tl.constexpr,  # whether a rule hides anything
     MOST: tl.constexpr,
     EACH: tl.constexpr,  # pages of a program before another one helps
+    STEP: tl.constexpr,  # positions at a time: 64 or 32
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     GENERATION: tl.constexpr,
 ):
@@ -384,7 +382,7 @@ def decode_kernel(
     at = tl.load(position + line * LINES).to(tl.int32)
     page = at // 64
     g = tl.arange(0, ROWS)
-    n = tl.arange(0, 64)
+    steps = 64 // STEP
     rows = number * GROUP + tl.minimum(g, GROUP - 1)
     sinks = tl.load(rules + rows * 3)
     windows = tl.load(rules + rows * 3 + 1)
@@ -413,11 +411,13 @@ def decode_kernel(
     for RUN in tl.static_range(V_RUNS):
         c = _value_channel(RUN, SIZE, V_BITS)
         acc = acc + (tl.zeros([ROWS, c.shape[0]], tl.float32),)
-    for tile in range(split, far, active):
+    for step in range(0, (far - split + active - 1) // active * steps):
+        tile = split + step // steps * active
+        n = step % steps * STEP + tl.arange(0, STEP)
         this = tl.where(tile < front, tile, first + tile - front)
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
         scores = _far_scores(
-            queries, words, halves, wide, place, ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, WIDE
+            queries, words, halves, wide, place, n, ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, WIDE
         )
         if MASKED:
             scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
@@ -428,7 +428,7 @@ def decode_kernel(
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, axis=1)
         acc = _add_far_values(
-            acc, weights, fade, words, halves, wide, place,
+            acc, weights, fade, words, halves, wide, place, n,
             ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, WIDE,
         )  # fmt: skip
         top = higher
@@ -438,7 +438,10 @@ def decode_kernel(
     lane = (line * KEPT + head) * 128
     whole = _short(tl.load(mine + all_channels[None, :]), DTYPE, WIDE)
     # One or two pages: nothing to load ahead, and the local memory is the other loop's.
-    for tile in tl.range(far + (split + active - far % active) % active, pages, active, num_stages=1):
+    begin = far + (split + active - far % active) % active
+    for step in tl.range(0, (pages - begin + active - 1) // active * steps, num_stages=1):
+        tile = begin + step // steps * active
+        n = step % steps * STEP + tl.arange(0, STEP)
         this = tl.where(tile < front, tile, first + tile - front)
         known = this * 64 + n <= at
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
@@ -640,6 +643,7 @@ def decode_spec(
         "MASKED": masked,
         "MOST": MOST_SPLITS,
         "EACH": tile["EACH"],
+        "STEP": tile["STEP"],
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "GENERATION": generation(arch),
     }
@@ -666,9 +670,11 @@ def _tile(forms: Forms, arch: str) -> dict[str, int]:
     warps = 4 if forms.values.bits == 16 else 1
     if forms.size > 128:
         warps *= 2
-    if arch.startswith(("gfx11", "gfx12")):
+    small = arch.startswith(("gfx11", "gfx12"))
+    if small:
         warps *= 2
-    return {"WARPS": warps, "STAGES": 2, "EACH": 2, "RESIDENT": max(2, 8 // warps)}
+    step = 32 if small or forms.size > 128 or 8 in (forms.keys.bits, forms.values.bits) else 64
+    return {"WARPS": warps, "STAGES": 2, "EACH": 2, "STEP": step, "RESIDENT": max(2, 8 // warps)}
 
 
 

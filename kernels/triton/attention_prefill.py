@@ -270,7 +270,8 @@ def _tile(size: int, arch: str) -> dict[str, int]:
     if arch.startswith("sm_"):
         return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):
-        return {"TILE": 32, "WARPS": 16, "STAGES": 1, "EDGE": 32}
+        keys = 16 if size > 64 else 32
+        return {"TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
     lds = architecture(arch).lds_bytes_per_group
     return {"TILE": 64 if size <= 128 or lds > 65536 else 32, "WARPS": 4 if size <= 64 else 8, "STAGES": 1, "EDGE": 32}
 
