@@ -106,7 +106,7 @@ def _grouped(x: Tensor, fmt: KVFormat) -> Tensor:
     """[.., 64, D] so that the last axis holds what shares a scale: [.., 1, D, 64] or [.., 64, D / group, group]."""
     if fmt.by == "channel":
         return x.transpose(-1, -2)[..., None, :, :]
-    return x.unflatten(-1, (-1, token_group(x.shape[-1])))
+    return x.reshape(*x.shape[:-1], -1, token_group(x.shape[-1]))
 
 
 def _ungrouped(x: Tensor, fmt: KVFormat, shape: torch.Size) -> Tensor:
@@ -121,7 +121,7 @@ def stored(x: Tensor, fmt: KVFormat) -> Tensor:
     whole = x.shape[-2] // PAGE * PAGE
     if fmt.bits == 16 or not whole:
         return plain
-    pages = plain[..., :whole, :].unflatten(-2, (-1, PAGE))
+    pages = plain[..., :whole, :].reshape(*x.shape[:-2], -1, PAGE, x.shape[-1])
     back = dequantise_page(quantise_page(pages, fmt), fmt).flatten(-3, -2)
     return torch.cat([back, plain[..., whole:, :]], dim=-2)
 
@@ -191,7 +191,8 @@ def predicted_mass(query: Tensor, key: Tensor, *, scale: float, stride: int) -> 
     turned = query.float().view(heads, count // stride, stride, size).flip(2).flatten(2)
     groups = key.float().reshape(-1, stride * size)
     scores = turned @ groups.T * (scale / stride)
-    mass = scores.softmax(-1).unflatten(-1, (-1, BLOCK // stride)).sum(-1).mean(1)
+    shares = scores.softmax(-1).reshape(*scores.shape[:-1], -1, BLOCK // stride)
+    mass: Tensor = shares.sum(-1).mean(1)
     return mass / mass.sum(-1, keepdim=True)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nstf_convert.cli import options
+from nstf_convert.cli.attention import kv_pairs, kv_summary
 from nstf_convert.cli.convert import accuracy_pairs
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.plan import number
@@ -28,6 +29,9 @@ def inspect(
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Rows of activations the kernels are chosen for.")] = 1,
     device: Annotated[str, typer.Option(help="Device the kernels are chosen for.")] = "cpu",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Also say whether N ranks can share it.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Print the plan of an artifact: encoding, bits, bytes and expected loss of every tensor.
@@ -41,11 +45,13 @@ def inspect(
         rows = [describe_tensor(opened, name, device if kernels else None, batch) for name in opened.names()]
         summary = summarise(opened, rows)
         engine = engine_kernels(opened) if kernels and device == "cpu" else None
+        parallel = None if tp is None else divided(opened, tp)
     if engine is not None:
         for row in rows:
             row["engine"] = engine.get(row["tensor"], "-")
     if json:
-        print_json({"summary": summary, "tensors": rows})
+        extra = {} if parallel is None else {"tensor_parallel": {"ranks": tp, "problems": parallel}}
+        print_json({"summary": summary, "tensors": rows, **extra})
         return
     columns = ["tensor", "role", "encoding", "shape", "nominal", "on disk", "bytes", "loss"]
     left = 4
@@ -60,6 +66,19 @@ def inspect(
     show_summary(artifact, summary)
     if engine is not None:
         typer.echo(ENGINE_NOTE if engine else "the CPU engine does not run this model; its modules do")
+    if parallel is not None:
+        if not parallel:
+            typer.echo(f"every tensor can be divided among {tp} ranks")
+        for name, problem in parallel.items():
+            typer.echo(f"{name} cannot be divided among {tp} ranks: {problem}")
+
+
+def divided(artifact: "Artifact", ranks: int) -> dict[str, str]:
+    """Why tensors cannot be divided among so many ranks, by name; {} where all can."""
+    from nstf.runtime.tensor_parallel import tensor_parts
+
+    parts = tensor_parts(artifact, ranks)
+    return {name: found.problem for name, found in parts.items() if found.problem is not None}
 
 
 def engine_kernels(artifact: "Artifact") -> dict[str, str]:
@@ -135,6 +154,7 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
         "accuracy": manifest.report.get("accuracy"),
         "provenance": dict(manifest.provenance),
         "attention_plan": bool(manifest.attention),
+        "kv_cache": kv_summary(manifest.attention) if manifest.attention else None,
     }
 
 
@@ -156,6 +176,8 @@ def show_summary(path: Path, summary: dict[str, Any]) -> None:
     pairs += accuracy_pairs(accuracy.get("final") if isinstance(accuracy, dict) else None)
     pairs += [(k, v) for k, v in sorted(summary["provenance"].items()) if isinstance(v, str | int | float)]
     pairs.append(("attention plan", "inside" if summary["attention_plan"] else "none"))
+    if summary["kv_cache"] is not None:
+        pairs += kv_pairs(summary["kv_cache"])
     pairs.append(("files", ", ".join(summary["files"]) or "none"))
     print_pairs(str(path), pairs)
 
