@@ -2,8 +2,8 @@
 
     python benchmarks/attention_gpu.py [--quick] [--only dense,bands,blocks,decode,tune] [--json FILE]
 
-Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence. All figures come from one run, so that
-they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of a graph
+Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence. All figures come from one run, so
+that they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of a graph
 of several steps over caches that together exceed the second-level cache (decode). torch's side is the fastest of the SDPA
 backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of tiles, warps and stages first, and uses the
 best of each kernel.
@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,7 +75,7 @@ def seconds(call: Callable[[], object], most_s: float = 1.5) -> float:
         call()
         event.record()
     torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
+    return median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3
 
 
 def graph_seconds(calls: list[Callable[[], object]]) -> float:
@@ -132,7 +133,9 @@ def clustered(count: int) -> tuple[Tensor, Tensor, Tensor]:
     centres = normal(KV_HEADS, blocks, SIZE)
     k += centres.repeat_interleave(128, dim=1)
     for _ in range(3):
-        wanted = (torch.rand(blocks, generator=generator, device="cuda") * torch.arange(blocks, device="cuda")).long()
+        wanted = (
+            torch.rand(blocks, generator=generator, device="cuda") * torch.arange(blocks, device="cuda")
+        ).long()
         aim = centres[:, wanted].repeat_interleave(HEADS // KV_HEADS, dim=0)
         q += (0.7 * aim).repeat_interleave(128, dim=1)
     return q, k, v
@@ -156,7 +159,12 @@ def band_flops(count: int, sink: int, window: int) -> float:
 
 
 def run_prefill(
-    q: Tensor, k: Tensor, v: Tensor, rule: tuple[int, int, int] | None, lists: Any, tile: dict[str, int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: tuple[int, int, int] | None,
+    lists: Any,
+    tile: dict[str, int] | None,
 ) -> Callable[[], Tensor]:
     out = torch.empty(1, q.shape[1], HEADS, SIZE, device="cuda", dtype=q.dtype)
     members = pairs()
@@ -186,7 +194,10 @@ def dense_row(count: int, tile: dict[str, int] | None) -> dict[str, Any]:
 
 def band_row(count: int, sink: int, window: int, dense: dict[str, Any], tile: Any) -> dict[str, Any]:
     q, k, v = clustered(count)
-    time_s, flops = seconds(run_prefill(q, k, v, (sink, window, 0), None, tile)), band_flops(count, sink, window)
+    time_s, flops = (
+        seconds(run_prefill(q, k, v, (sink, window, 0), None, tile)),
+        band_flops(count, sink, window),
+    )
     ideal_s = flops / (dense["flops"] / dense["time_s"])
     print(
         f"sink {sink} + window {window}, {count}: {time_s * 1e3:.2f} ms, {time_s / ideal_s:.2f} times its arithmetic at "
@@ -232,7 +243,9 @@ def block_row(count: int, density: float, dense: dict[str, Any], tiles: dict[str
             "of_dense_rate": rate / dense_rate, "over_sdpa": dense["sdpa_s"] / both}  # fmt: skip
 
 
-def caches(count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | None) -> tuple[list[Any], int]:
+def caches(
+    count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | None
+) -> tuple[list[Any], int]:
     """(steps of decoding over caches of random codes, bytes each must read)."""
     layer = LayerPlan(
         (HeadPlan("full", {}, 0, 0.0, 1.0),) * HEADS, (GroupPlan(0, 0, 0, keys, values),) * KV_HEADS
@@ -254,14 +267,18 @@ def caches(count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | 
         pages = count // 64
         bytes_each = pool.page_bytes * max(pages - 2, 0) + 2 * 64 * KV_HEADS * SIZE * 4
 
-        def step(cache: LayerCache = cache, qkv: Tensor = qkv, angles: Any = angles, at: Tensor = position) -> Tensor:
+        def step(
+            cache: LayerCache = cache, qkv: Tensor = qkv, angles: Any = angles, at: Tensor = position
+        ) -> Tensor:
             return cache.decode(qkv, None, None, angles, at, SCALE, 1e-6, tile)
 
         steps.append(step)
     return steps, bytes_each
 
 
-def decode_row(count: int, name: str, keys: KVFormat, values: KVFormat, sdpa_s: float, read: float, tile: Any) -> Any:
+def decode_row(
+    count: int, name: str, keys: KVFormat, values: KVFormat, sdpa_s: float, read: float, tile: Any
+) -> Any:
     steps, size = caches(count, keys, values, tile)
     time_s = graph_seconds(steps)
     print(

@@ -107,7 +107,9 @@ def new_cache(model: nn.Module, batch: int = 1, padded: bool = False) -> Planned
     state = getattr(model, _STATE, None)
     if state is None:
         raise ValueError("this model has no attention plan: call apply_plan first")
-    device, dtype = next(((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), (None, None))
+    device, dtype = next(
+        ((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), (None, None)
+    )
     if device is not None and dtype is not None and _runs_kernels(state[0], device, dtype) and not padded:
         context = int(_text_config(model).max_position_embeddings)
         return PagedCache(PagePool(compiled_plan(state[0]), batch, context, dtype, device))
@@ -147,7 +149,9 @@ def planned_attention(
     layer: PlannedLayer | PagedLayer | None = getattr(key, TAG, None)
     if isinstance(layer, PagedLayer):
         if attention_mask is not None:
-            raise UnsupportedError("the paged KV cache takes no padding; make it with new_cache(model, padded=True)")
+            raise UnsupportedError(
+                "the paged KV cache takes no padding; make it with new_cache(model, padded=True)"
+            )
         return layer.attend(query, key, value, scale), None
     total = key.shape[2] if layer is None else layer.seen
     rows = _rows(attention_mask, total, cached=layer is not None)

@@ -58,7 +58,9 @@ def attend_stored(
         is_far = torch.arange(len(at), device=query.device) < end
         old = position[:, None] // PAGE - at // PAGE >= 2
         seen = (at <= position[:, None]) & (old == is_far)
-        keys, values = (torch.cat([f[:, :end], n[:, border:high]], dim=1) for f, n in zip(far, near, strict=True))
+        keys, values = (
+            torch.cat([f[:, :end], n[:, border:high]], dim=1) for f, n in zip(far, near, strict=True)
+        )
         rows = query[:, low - start : high - start]
         mask = _patterns(seen, rows, keys, at, position, is_far, index, plans, scale, high - low == BLOCK)
         parts.append(
@@ -95,7 +97,8 @@ def _patterns(
             # As the first query of the block reads them, in order of position.
             read = torch.where(is_far, at < first - PAGE, at >= max(first - PAGE, 0))
             keep = chosen_blocks(
-                predicted_mass(rows[head][None], keys[index[head]][read], scale=scale, stride=stride)[0], threshold
+                predicted_mass(rows[head][None], keys[index[head]][read], scale=scale, stride=stride)[0],
+                threshold,
             )
             mask = seen & keep[at // BLOCK]
         found.append(mask)

@@ -1,7 +1,7 @@
 """Captured decoding by an attention plan: the step of graph_decoder.py over pages, rings and quantised caches.
 
-The cache is a `PagePool`: its table of pages is read by the graph, so that a graph is right for any length, and growing needs
-no capture. Prompts run in chunks of CHUNK tokens through transformers' modules with planned attention, over the same pages.
+The cache is a `PagePool`: its table of pages is read by the graph, so that a graph is right for any length, and growing
+needs no capture. Prompts run in chunks of CHUNK tokens through transformers' modules with planned attention, over the same pages.
 """
 
 from collections.abc import Callable

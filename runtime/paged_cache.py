@@ -85,9 +85,7 @@ def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
                 else:
                     dense.append((head, place))
         by_stride = tuple((stride, tuple(pairs)) for stride, pairs in sorted(sparse.items()))
-        segments.append(
-            Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded))
-        )
+        segments.append(Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded)))
     return PlannedHeads(layer, size, tuple(segments))
 
 
@@ -108,7 +106,7 @@ class PagePool:
         device: torch.device,
     ) -> None:
         """Raises UnsupportedError for dtypes that are not of 16 bits."""
-        from nstf.kernels.triton.attention_decode import scratch
+        from nstf.kernels.triton.attention_append import scratch
         from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages
 
         if dtype not in (torch.float16, torch.bfloat16):
@@ -139,7 +137,9 @@ class PagePool:
                     sinks, ring = segment.places
                     memory = self._memory(batch * (sinks + ring) * units)
                     self._fixed.append(memory)
-                    table = torch.arange(batch * (sinks + ring), device=device) * units + self._from_base(memory)
+                    table = torch.arange(batch * (sinks + ring), device=device) * units + self._from_base(
+                        memory
+                    )
                     found.append(
                         Pages(forms, self.base, table.view(batch, -1), 0, *near, members, sinks, ring)
                     )
@@ -225,16 +225,26 @@ class LayerCache:
         qkv: [batch, (heads + 2 KV) size], as the projections give it. position: int64 [1] on the device. Room must be
         reserved. Can be captured, and replayed for any position.
         """
-        from nstf.kernels.triton import attention_decode as kernels
+        from nstf.kernels.triton.attention_append import append
+        from nstf.kernels.triton.attention_decode import decode
 
         plan, pool = self.plan, self.pool
         shape = plan.heads, plan.kv_heads
         out = torch.empty(len(qkv), plan.heads * plan.size, dtype=qkv.dtype, device=qkv.device)
         for pages in self.stores:
-            kernels.append(pages, qkv, bias, gains, angles, position, pool.room, shape, scale, epsilon)
+            append(pages, qkv, bias, gains, angles, position, pool.room, shape, scale, epsilon)
         for pages, segment in zip(self.stores, plan.segments, strict=True):
-            kernels.decode(
-                pages, self.rules, segment.masked, position, pool.room, out, shape, self.arch, pool.context, tile
+            decode(
+                pages,
+                self.rules,
+                segment.masked,
+                position,
+                pool.room,
+                out,
+                shape,
+                self.arch,
+                pool.context,
+                tile,
             )
         return out
 
@@ -256,7 +266,15 @@ class LayerCache:
         return out
 
     def _prefill(
-        self, pages: Any, segment: Segment, q: Tensor, k: Tensor, v: Tensor, out: Tensor, start: int, scale: float
+        self,
+        pages: Any,
+        segment: Segment,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        start: int,
+        scale: float,
     ) -> None:
         from nstf.kernels.triton import attention_predict
         from nstf.kernels.triton.attention_prefill import prefill
@@ -271,7 +289,17 @@ class LayerCache:
         for pairs, bands in ((segment.dense, False), (segment.banded, True)):
             if pairs:
                 prefill(
-                    q, far, near, out, self._pairs[pairs], self.rules, start, near_start, scale, self.arch, bands
+                    q,
+                    far,
+                    near,
+                    out,
+                    self._pairs[pairs],
+                    self.rules,
+                    start,
+                    near_start,
+                    scale,
+                    self.arch,
+                    bands,
                 )
         for stride, pairs in segment.sparse:
             members, (thresholds, lengths) = self._pairs[pairs], self._sparse[pairs]
@@ -366,7 +394,9 @@ class LayerCache:
                 fetch(source, values, far[values], 0, min(begin, count), count)
                 if form.bits == 16 and start % PAGE and start // PAGE < count:
                     at = start // PAGE * PAGE
-                    far[values][:, :, at : at + PAGE] = ends[values][:, :, at - near_start : at - near_start + PAGE]
+                    far[values][:, :, at : at + PAGE] = ends[values][
+                        :, :, at - near_start : at - near_start + PAGE
+                    ]
             store(pages, k, v, start)
             return far, (ends[0], ends[1]), near_start
         store(pages, k, v, start)

@@ -14,7 +14,9 @@ from nstf.errors import UnsupportedError
 from nstf.runtime.paged_cache import LayerCache, PagePool
 from nstf.runtime.ring_cache import TAG
 
-_NO_ROLLBACK = "the paged KV cache cannot be rolled back or reordered: run the model without the attention plan"
+_NO_ROLLBACK = (
+    "the paged KV cache cannot be rolled back or reordered: run the model without the attention plan"
+)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -112,7 +112,14 @@ def place_of(table, line, places, page, sink, ring, offset, head, RECORD: tl.con
 def turned_by_hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """x [ROWS, SIZE] times the orthonormal Hadamard matrix, f32."""
     BITS: tl.constexpr = (
-        (SIZE > 1) + (SIZE > 2) + (SIZE > 4) + (SIZE > 8) + (SIZE > 16) + (SIZE > 32) + (SIZE > 64) + (SIZE > 128)
+        (SIZE > 1)
+        + (SIZE > 2)
+        + (SIZE > 4)
+        + (SIZE > 8)
+        + (SIZE > 16)
+        + (SIZE > 32)
+        + (SIZE > 64)
+        + (SIZE > 128)
     )
     for _ in tl.static_range(BITS):
         # The highest bit of the channel is transformed and becomes the lowest; after BITS turns all are back.

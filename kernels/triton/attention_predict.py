@@ -2,7 +2,7 @@
 """Which key blocks a block of 128 queries computes: antidiagonal sums (XAttention, Xu et al. 2025) as a matrix product.
 
 The definition is runtime/kv_formats.py's `predicted_mass` and `chosen_blocks`. Groups of `stride` queries in reverse order
-times groups of `stride` keys are a product with inner dimension stride x size, 1 / (2 stride) of the work of attention's two.
+times groups of `stride` keys are a product with inner dimension stride x size: 1 / (2 stride) of attention's work.
 The kernel leaves, for each group of queries and block of keys, the logarithm of the sum of exponentials; the softmax over
 blocks, the mean over groups and the choice are a few torch functions of fixed shapes (they can be captured).
 """
@@ -64,7 +64,11 @@ def sums_kernel(
     from_q = q + head.to(tl.int64) * head_stride
     from_far = far + kv.to(tl.int64) * far_rows * SIZE
     from_near = near + kv.to(tl.int64) * near_head_stride
-    row = from_q + (tl.minimum(m, groups - 1) * STRIDE + STRIDE - 1).to(tl.int64)[:, None] * row_stride + d[None, :]
+    row = (
+        from_q
+        + (tl.minimum(m, groups - 1) * STRIDE + STRIDE - 1).to(tl.int64)[:, None] * row_stride
+        + d[None, :]
+    )
     # A group of keys lies in one page: a query reads all of it in one form.
     mine = first + m // PER
     old = (u * STRIDE)[None, :] < mine[:, None] * 128 - 64
@@ -72,7 +76,7 @@ def sums_kernel(
     any_new = (key_block + N // PER) * 128 > (first + begin // PER) * 128 - 64
     acc = tl.zeros([M, N], tl.float32)
     # Places that are not there stand for others, whose sums are not looked at.
-    for r in range(0, tl.where(any_old, STRIDE, 0)):
+    for r in range(tl.where(any_old, STRIDE, 0)):
         x = tl.load(row - r * row_stride)
         at = tl.minimum(u * STRIDE + r, far_rows - 1)
         y = tl.load(from_far + at.to(tl.int64)[:, None] * SIZE + d[None, :])
@@ -210,6 +214,8 @@ def predict(
         mass = (mass / mass.sum(-1, keepdim=True)).view(kept, blocks, -1, seen).mean(2)
         diagonal = at[first:seen]
         chosen = choose(mass, diagonal, thresholds)
-        chosen |= ((diagonal * BLOCK + 1)[:, None] < lengths[:, None, None]) & (at[:seen] <= diagonal[:, None])
+        chosen |= ((diagonal * BLOCK + 1)[:, None] < lengths[:, None, None]) & (
+            at[:seen] <= diagonal[:, None]
+        )
         keep[:, first - begin : seen - begin, :seen] = chosen
     return listed(keep)

@@ -123,7 +123,9 @@ def prefill_kernel(
     row = at - start
     here = (row >= 0) & (row < count)
     from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
-    query = tl.load(from_q + row.to(tl.int64)[:, None] * row_stride + d[None, :], mask=here[:, None], other=0.0)
+    query = tl.load(
+        from_q + row.to(tl.int64)[:, None] * row_stride + d[None, :], mask=here[:, None], other=0.0
+    )
     if WIDE:
         query = query.to(tl.float32)
     far_lane = (line * far_heads + kv).to(tl.int64) * far_rows * SIZE
@@ -148,7 +150,7 @@ def prefill_kernel(
             # The block before the diagonal's has pages that are read in two ways.
             if tl.load(listed + number - 2) == tile - 1:
                 last = tile * 2 - 2
-        for i in range(0, (number - 1 - (tile * 2 - last) // 2) * (128 // TILE)):
+        for i in range((number - 1 - (tile * 2 - last) // 2) * (128 // TILE)):
             block = tl.load(listed + i // (128 // TILE))
             first = block * 128 + (i % (128 // TILE)) * TILE
             acc, total, top = _whole_block(
@@ -174,13 +176,26 @@ def prefill_kernel(
             sinks = tl.minimum((sink + 63) // 64, page)
             begin = tl.minimum((highest + TILE - 1) // TILE * TILE, last * 64)
             edge = sinks + (begin + 63) // 64 - page
-            for j in range(0, edge * (64 // EDGE)):
+            for j in range(edge * (64 // EDGE)):
                 i = j // (64 // EDGE)
                 this = tl.where(i < sinks, i, page + i - sinks) * 64 + j % (64 // EDGE) * EDGE + n
                 visible = (this[None, :] < sink) | (this[None, :] >= low[:, None])
                 visible = visible & (this < begin)[None, :] & here[:, None]
                 acc, total, top = _masked_block(
-                    acc, total, top, query, far_k, far_v, this, visible, this < begin, scale, d, EDGE, SIZE, WIDE
+                    acc,
+                    total,
+                    top,
+                    query,
+                    far_k,
+                    far_v,
+                    this,
+                    visible,
+                    this < begin,
+                    scale,
+                    d,
+                    EDGE,
+                    SIZE,
+                    WIDE,
                 )
             if edge > 0:
                 # A row that has seen nothing yet starts from a number.
@@ -194,7 +209,7 @@ def prefill_kernel(
     mine = at // 64
     from_far = 0 if SAME else tl.maximum(tile * 2 - last, 0)
     near_page = last if SAME else tl.maximum(tile * 2 - 1, last)
-    for j in range(0, (from_far + tile * 2 + 2 - near_page) * (64 // EDGE)):
+    for j in range((from_far + tile * 2 + 2 - near_page) * (64 // EDGE)):
         i = j // (64 // EDGE)
         is_far = i < from_far
         page = tl.where(is_far, last + i, near_page + i - from_far)
@@ -213,7 +228,20 @@ def prefill_kernel(
         ok = (inside >= 0) & (inside < tl.where(is_far, far_rows, near_rows))
         ok = ok & ((this >= lowest) | (this < sink))
         acc, total, top = _masked_block(
-            acc, total, top, query, base_k, base_v, inside, visible & ok[None, :], ok, scale, d, EDGE, SIZE, WIDE
+            acc,
+            total,
+            top,
+            query,
+            base_k,
+            base_v,
+            inside,
+            visible & ok[None, :],
+            ok,
+            scale,
+            d,
+            EDGE,
+            SIZE,
+            WIDE,
         )
 
     into = out + ((line * count + row).to(tl.int64) * heads + head)[:, None] * SIZE + d[None, :]
@@ -273,7 +301,12 @@ def _tile(size: int, arch: str) -> dict[str, int]:
         keys = 16 if size > 64 else 32
         return {"TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
     lds = architecture(arch).lds_bytes_per_group
-    return {"TILE": 64 if size <= 128 or lds > 65536 else 32, "WARPS": 4 if size <= 64 else 8, "STAGES": 1, "EDGE": 32}
+    return {
+        "TILE": 64 if size <= 128 or lds > 65536 else 32,
+        "WARPS": 4 if size <= 64 else 8,
+        "STAGES": 1,
+        "EDGE": 32,
+    }
 
 
 def prefill(

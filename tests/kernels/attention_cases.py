@@ -120,9 +120,9 @@ def pages_of(case: Decode, layer: LayerPlan, context: int, device: str) -> list[
 
 def decode_error(case: Decode, device: str) -> float:
     """The largest error of the outputs of all decoded tokens, relative to the largest output."""
-    from nstf.kernels.triton import attention_decode as kernels
-    from nstf.kernels.triton import attention_pages
+    from nstf.kernels.triton import attention_append, attention_decode, attention_pages
     from nstf.kernels.triton.linear import arch_of
+    from nstf.runtime.paged_cache import EVERYTHING
 
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -157,8 +157,8 @@ def decode_error(case: Decode, device: str) -> float:
             cut = case.stored * 2 // 3
             attention_pages.store(segment, keys[:, :, :cut], values[:, :, :cut], 0)
             attention_pages.store(segment, keys[:, :, cut:], values[:, :, cut:], cut)
-    room = kernels.scratch(batch, case.heads, case.kv_heads, size, torch.device(device))
-    rules = torch.tensor([head.streaming or (0, kernels.EVERYTHING, 0) for head in layer.heads])
+    room = attention_append.scratch(batch, case.heads, case.kv_heads, size, torch.device(device))
+    rules = torch.tensor([head.streaming or (0, EVERYTHING, 0) for head in layer.heads])
     rules = rules.to(device, torch.int32)
     masked = case.band is not None
     worst = 0.0
@@ -166,11 +166,11 @@ def decode_error(case: Decode, device: str) -> float:
         out = torch.full((batch, case.heads * size), float("nan"), dtype=dtype, device=device)
         position = torch.tensor([at], device=device)
         for segment in pages:
-            kernels.append(
+            attention_append.append(
                 segment, qkv[at].to(device), None, None, (cos.to(device), sin.to(device)), position, room,
                 (case.heads, case.kv_heads), size**-0.5, 1e-6,
             )  # fmt: skip
-            kernels.decode(
+            attention_decode.decode(
                 segment, rules, masked, position, room, out, (case.heads, case.kv_heads), arch, total,
                 {"EACH": 1},
             )  # fmt: skip
@@ -261,9 +261,7 @@ def prefill_error(case: Prefill, device: str) -> float:
     return worst
 
 
-def reference_chunks(
-    q: Tensor, k: Tensor, v: Tensor, layer: LayerPlan, chunks: tuple[int, ...]
-) -> Tensor:
+def reference_chunks(q: Tensor, k: Tensor, v: Tensor, layer: LayerPlan, chunks: tuple[int, ...]) -> Tensor:
     """The reference, chunk by chunk: block-sparse heads are sparse in the whole blocks of a chunk alone."""
     found, end = [], 0
     for count in chunks:

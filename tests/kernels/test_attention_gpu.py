@@ -19,7 +19,8 @@ from diagonal import diagonal
 from nstf.kernels.triton import attention_predict, gates
 from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES, architecture
-from nstf.kernels.triton.attention_decode import append_spec, decode_spec
+from nstf.kernels.triton.attention_append import append_spec
+from nstf.kernels.triton.attention_decode import decode_spec
 from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages, fetch_spec, store_spec
 from nstf.kernels.triton.attention_predict import sums_spec
 from nstf.kernels.triton.attention_prefill import prefill_spec
@@ -86,7 +87,15 @@ def spec_of(name: str, target: str) -> KernelSpec:
         return decode_spec(pages(rest[0], rest[1], size), 1, 32, 8, len(rest) > 2, target, 65536)
     if kind == "prefill":
         return prefill_spec(
-            torch.bfloat16, size, 1, 32, 256, rest[0] == "lists", rest[0] == "bands", rest[-1] == "same", target
+            torch.bfloat16,
+            size,
+            1,
+            32,
+            256,
+            rest[0] == "lists",
+            rest[0] == "bands",
+            rest[-1] == "same",
+            target,
         )
     stored = pages("4c", "4tr", size)
     if kind == "append":
@@ -123,14 +132,19 @@ def test_a_kernel_compiles_and_keeps_its_promises(name: str, target: str) -> Non
     report = compile_spec(spec, row).report(target)
     matrix = spec.kind in ("attention_decode", "attention_prefill", "attention_sums")
     assert gates.expected(spec, row).matrix == matrix
-    allowed = next((parts for (n, t), parts in KNOWN_MISSES.items() if name.startswith(n) and target in t), ())
+    allowed = next(
+        (parts for (n, t), parts in KNOWN_MISSES.items() if name.startswith(n) and target in t), ()
+    )
     found = gates.check(spec, report, row)
     assert [line for line in found if not any(part in line for part in allowed)] == []
 
 
 RDNA = ("gfx1100", "gfx1201")
 # Beginnings of names, targets -> parts of the misses that are known (docs/attention.md).
-KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
+    # The operands of RDNA's matrix cores are held twice (RDNA3), and a page of codes has many.
+    **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "4tr 4tr", "2c 2t", "4c 16")},
+}
 
 
 def test_ties_go_to_the_lower_block_and_the_first_and_the_diagonal_are_kept() -> None:
