@@ -3,13 +3,14 @@
     python benchmarks/attention_gpu.py [--quick] [--only dense,bands,blocks,decode,tune] [--json FILE]
 
 Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence. All figures come from one run, so
-that they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of a graph
-of several steps over caches that together exceed the second-level cache (decode). torch's side is the fastest of the SDPA
-backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of tiles, warps and stages first, and uses the
-best of each kernel.
+that they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of
+a graph of several steps over caches that together exceed the second-level cache (decode). torch's side is the fastest of
+the SDPA backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of tiles, warps and stages first,
+and uses the best of each kernel.
 
-Random queries attend to random keys alike, so that a prediction would find nothing to leave out: keys are drawn in clusters,
-and each query block looks for a few of them. The threshold is then set so that the blocks computed are the asked density.
+Random queries attend to random keys alike, so that a prediction would find nothing to leave out: keys are drawn in
+clusters, and each query block looks for a few of them. The threshold is then set so that the blocks computed are the asked
+density.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Captured decoding by an attention plan: the step of graph_decoder.py over pages, rings and quantised caches.
 
 The cache is a `PagePool`: its table of pages is read by the graph, so that a graph is right for any length, and growing
-needs no capture. Prompts run in chunks of CHUNK tokens through transformers' modules with planned attention, over the same pages.
+needs no capture. Prompts run in chunks of CHUNK tokens through transformers' modules with planned attention, over the same
+pages.
 """
 
 from collections.abc import Callable
@@ -102,7 +103,8 @@ class PlannedDecoder(Decoder):
     def _attend(self, i: int, qkv: Tensor, state: State) -> Tensor:
         assert isinstance(state, PagedState)
         layer = self._layers[i]
-        return state.pages.layers[i].cache.decode(
+        found: Tensor = state.pages.layers[i].cache.decode(
             qkv, layer.qkv_bias, layer.qk_norms, state.angles[layer.rotation], state.position,
             layer.heads.scale, layer.heads.epsilon,
         )  # fmt: skip
+        return found

@@ -132,7 +132,7 @@ class PagePool:
                 units = forms.record_bytes // 16 * len(segment.members)
                 members = torch.tensor(segment.members, dtype=torch.int32, device=device)
                 shape = (batch, len(members), NEAR if forms.near else 1, layer.size)
-                near = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+                near_keys, near_values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
                 if segment.group.evict:
                     sinks, ring = segment.places
                     memory = self._memory(batch * (sinks + ring) * units)
@@ -141,10 +141,24 @@ class PagePool:
                         memory
                     )
                     found.append(
-                        Pages(forms, self.base, table.view(batch, -1), 0, *near, members, sinks, ring)
+                        Pages(
+                            forms,
+                            self.base,
+                            table.view(batch, -1),
+                            0,
+                            near_keys,
+                            near_values,
+                            members,
+                            sinks,
+                            ring,
+                        )
                     )
                 else:
-                    found.append(Pages(forms, self.base, self.table, self._units, *near, members, ALL, 1))
+                    found.append(
+                        Pages(
+                            forms, self.base, self.table, self._units, near_keys, near_values, members, ALL, 1
+                        )
+                    )
                     self._units += units
             self.stores.append(found)
         first = self.layers[0]

@@ -132,7 +132,7 @@ class Scratch:
 
 def rows_of(group: int) -> int:
     """Rows that the matrix cores take for the queries of a key."""
-    return max(16, triton.next_power_of_2(group))
+    return max(16, int(triton.next_power_of_2(group)))
 
 
 def scratch(batch: int, heads: int, kv_heads: int, size: int, device: torch.device) -> Scratch:

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 # Triton adds tuples; it does not unpack them into one.
 # ruff: noqa: RUF005
 """Attention of one query per sequence over pages of 16, 8, 4 or 2 bits: flash-decoding (Dao et al. 2023) in one kernel.

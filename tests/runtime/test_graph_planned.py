@@ -67,7 +67,6 @@ def test_on_a_cpu_a_plan_of_codes_gives_the_same_logits_in_one_go_and_in_steps()
     apply_plan(model, plan_of(2, 64))
     ids = torch.randint(0, 100, (2, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        # Without the whole blocks of 128 that a prompt's predicted blocks are for.
         cache: Any = new_cache(model)
         assert isinstance(cache, PlannedCache)
         parts = [
