@@ -32,7 +32,8 @@ from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
 from nstf.runtime.graph_bench import read_bandwidth
 from nstf.runtime.kv_formats import PLAIN, KVFormat
-from nstf.runtime.paged_cache import LayerCache, PagePool, compiled
+from nstf.runtime.paged_cache import LayerCache, PagePool
+from nstf.runtime.planned_heads import compiled
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SCALE = SIZE**-0.5

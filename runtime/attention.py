@@ -34,8 +34,9 @@ from nstf.runtime.attention_banded import causal, streaming
 from nstf.runtime.attention_layout import Bucket, CompiledLayer, compile_layer, dense_layer
 from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, parse_plan
 from nstf.runtime.attention_stored import attend_stored
-from nstf.runtime.paged_cache import SIZES, PagePool, compiled_plan
+from nstf.runtime.paged_cache import PagePool
 from nstf.runtime.paged_model import PagedCache, PagedLayer
+from nstf.runtime.planned_heads import SIZES, compiled_plan
 from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer, Segment, SegmentStore
 
 NAME = "nstf_planned"

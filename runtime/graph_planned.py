@@ -17,8 +17,9 @@ from nstf.runtime.attention_plan import AttentionPlan
 from nstf.runtime.graph_decoder import Decoder, State
 from nstf.runtime.graphs import Step
 from nstf.runtime.kv_formats import cache_bytes
-from nstf.runtime.paged_cache import PagePool, compiled_plan
+from nstf.runtime.paged_cache import PagePool
 from nstf.runtime.paged_model import PagedCache
+from nstf.runtime.planned_heads import compiled_plan
 from nstf.runtime.sampling import Sampling, choose
 
 # Tokens of a prompt at a time, a multiple of 128: bounds what a chunk holds beside the cache.

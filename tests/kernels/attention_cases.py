@@ -87,7 +87,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def pages_of(case: Decode, layer: LayerPlan, context: int, device: str) -> list[Any]:
     """Storage of the layer: pages in any order in memory, rings with as many places as they need."""
     from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages
-    from nstf.runtime.paged_cache import Segment
+    from nstf.runtime.planned_heads import Segment
 
     generator = torch.Generator().manual_seed(2)
     dtype = getattr(torch, case.dtype)
@@ -234,7 +234,8 @@ def planned(case: Prefill) -> LayerPlan:
 
 def prefill_error(case: Prefill, device: str) -> float:
     """The largest error of the outputs of all chunks, relative to the largest output."""
-    from nstf.runtime.paged_cache import LayerCache, PagePool, compiled
+    from nstf.runtime.paged_cache import LayerCache, PagePool
+    from nstf.runtime.planned_heads import compiled
 
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, case.dtype)

@@ -139,10 +139,12 @@ def test_a_kernel_compiles_and_keeps_its_promises(name: str, target: str) -> Non
     assert [line for line in found if not any(part in line for part in allowed)] == []
 
 
-RDNA = ("gfx1100", "gfx1201")
+CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
 # Beginnings of names, targets -> parts of the misses that are known (docs/attention.md).
 KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     # The operands of RDNA's matrix cores are held twice (RDNA3), and a page of codes has many.
+    # Addresses and bounds in scalar registers, moved to lanes of vector registers: nothing goes to memory.
+    ("prefill", CDNA): ("spills 0 vector",),
     **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "4tr 4tr", "2c 2t", "4c 16")},
 }
 

@@ -14,7 +14,7 @@ from nstf.runtime.attention import apply_plan, new_cache
 from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD
 from nstf.runtime.graph_planned import PlannedDecoder
 from nstf.runtime.kv_formats import PLAIN, KVFormat
-from nstf.runtime.paged_cache import compiled
+from nstf.runtime.planned_heads import compiled
 from nstf.runtime.ring_cache import PlannedCache
 
 sys.path.insert(0, str(Path(__file__).parent))
