@@ -251,7 +251,7 @@ def decode_spec(
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype = pointer_type(pages.dtype)
     runs = _runs(pages.forms)
-    tile = _tile(pages.forms, arch) | (tile or {})
+    tile = _tile(pages.forms, masked, arch) | (tile or {})
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
@@ -281,7 +281,7 @@ def decode_spec(
     )
 
 
-def _tile(forms: Forms, arch: str) -> dict[str, int]:
+def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     """RESIDENT: programs for each multiprocessor; STEP: positions at a time.
 
     Not tuned on a card yet: registers and spills of the compiled code chose. A run of 16 channels is work for one warp; more
@@ -289,7 +289,9 @@ def _tile(forms: Forms, arch: str) -> dict[str, int]:
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
-    warps, step = (4, 64) if bits[1] == 16 else (1, 64 if bits == (4, 4) else 32)
+    warps, step = (
+        (4, 64) if bits[1] == 16 else (1, 64 if bits == (4, 4) and forms.keys.channel and not masked else 32)
+    )
     if not arch.startswith("sm_") or forms.size > 128:
         step = 32
     if small and min(bits) < 16:

@@ -17,8 +17,8 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 BLOCK = 128
 LOG2E = 1.4426950408889634
-# Blocks of queries whose sums are held at a time: 16 MiB of them for 32 heads at 128k.
-AT_ONCE = 128
+# Blocks of queries whose sums are held at a time: 64 MiB of them for 32 heads at 128k and groups of 16.
+AT_ONCE = 64
 
 
 @triton.jit

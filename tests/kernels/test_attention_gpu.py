@@ -145,6 +145,7 @@ KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     # The operands of RDNA's matrix cores are held twice (RDNA3), and a page of codes has many.
     # Addresses and bounds in scalar registers, moved to lanes of vector registers: nothing goes to memory.
     ("prefill", CDNA): ("spills 0 vector",),
+    ("decode 4c 4t masked", CDNA): ("spills 0 vector",),
     **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "4tr 4tr", "2c 2t", "4c 16")},
 }
 
