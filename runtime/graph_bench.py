@@ -59,8 +59,8 @@ def measure(
 ) -> GpuSpeed:
     """Runs prompts of `prompt` tokens and decodes `new` more, some times.
 
-    attention: as for `load`. Raises UnsupportedError for a model or GPU that captured decoding does not run, UsageError for more tokens than the
-    model's context or more sequences than it takes.
+    attention: as for `load`. Raises UnsupportedError for a model or GPU that captured decoding does not run, UsageError for
+    more tokens than the model's context or more sequences than it takes.
     """
     if not 1 <= batch <= LARGEST_BATCH:
         raise UsageError(f"{batch} sequences: captured decoding takes 1 to {LARGEST_BATCH}")

@@ -204,6 +204,7 @@ PREFILL = {
     "bands": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200")),
     "a narrow band": Prefill((400,), ("0 1 0", "200 10 0", "64 64 0", "130 200 350")),
     "blocks": Prefill((512, 256, 100), ("0.5/16 0", "0.8/8 300", "full", "0.3/16 0")),
+    "blocks and codes": Prefill((256, 70), ("full", "20 50 0", "0.6/16 0", "full"), "4c", "4t"),
     "codes": Prefill((256, 128, 70), ("full", "70 130 0", "full", "full"), "4c", "4t"),
     "codes, rotated": Prefill((384, 60), ("full", "0.6/16 0", "0.6/8 0", "full"), "8tr", "8cr"),
     "a chunk beside a page": Prefill((100, 150), ("full", "20 90 0", "full", "full"), "4c", "4t"),

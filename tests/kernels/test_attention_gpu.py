@@ -27,7 +27,7 @@ from nstf.kernels.triton.attention_prefill import prefill_spec
 from nstf.kernels.triton.spec import KernelSpec
 
 # In the default run; `make slow` runs all of them.
-FEW = ("16 bits", "a page fills up", "a ring", "prefill: blocks", "prefill: codes")
+FEW = ("a page fills up", "a ring of 16 bits", "prefill: blocks and codes")
 
 
 def interpreted(names: tuple[str, ...]) -> dict[str, float]:
@@ -45,8 +45,7 @@ def check(found: dict[str, float]) -> None:
 
 def test_interpreted_kernels_attend_as_the_reference() -> None:
     found = interpreted(FEW)
-    # "a ring" names a case of decoding and one of prefill.
-    assert set(found) == {*FEW, "prefill: a ring"}
+    assert set(found) == set(FEW)
     check(found)
 
 
@@ -125,7 +124,7 @@ KERNELS = (
 )
 
 
-@pytest.mark.parametrize(("name", "target"), diagonal(KERNELS, ARCHITECTURES, every=9))
+@pytest.mark.parametrize(("name", "target"), diagonal(KERNELS, ARCHITECTURES, every=24))
 def test_a_kernel_compiles_and_keeps_its_promises(name: str, target: str) -> None:
     row = architecture(target)
     spec = spec_of(name, target)
