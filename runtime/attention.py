@@ -1,8 +1,9 @@
 """Run a transformers model by its attention plan: `apply_plan(model, plan_json)`.
 
-What is executed: *streaming* heads run as a band (nstf.runtime.attention_banded), and KV groups that the
-plan lets forget are held in rings (nstf.runtime.ring_cache). *vertical_slash* and *block_topk* heads are
-stored and reported, and run densely: a fast kernel for them is later work, so they are exact here.
+On a GPU, in 16 bits, everything runs by kernels over a paged cache (nstf.runtime.paged_model). Elsewhere *streaming* heads
+run as a band (nstf.runtime.attention_banded), KV groups that the plan lets forget are held in rings
+(nstf.runtime.ring_cache), and *block_sparse* heads and quantised groups run by nstf.runtime.attention_stored, which applies
+the rules exactly and saves nothing.
 
 How it hooks in, and why this is the least that works:
 - the attention function goes through transformers' own registry, under the name "nstf_planned", selected by
@@ -32,6 +33,10 @@ from nstf.errors import UnsupportedError
 from nstf.runtime.attention_banded import causal, streaming
 from nstf.runtime.attention_layout import Bucket, CompiledLayer, compile_layer, dense_layer
 from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, parse_plan
+from nstf.runtime.attention_stored import attend_stored
+from nstf.runtime.paged_cache import PagePool
+from nstf.runtime.paged_model import PagedCache, PagedLayer
+from nstf.runtime.planned_heads import SIZES, compiled_plan
 from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer, Segment, SegmentStore
 
 NAME = "nstf_planned"
@@ -89,11 +94,26 @@ def _described(layer: LayerPlan) -> str:
     return "planned attention, heads: " + ", ".join(f"{n} {pattern}" for pattern, n in sorted(counts.items()))
 
 
-def new_cache(model: nn.Module) -> PlannedCache:
-    """An empty cache with the rings of the plan that was applied, to pass as `past_key_values`."""
+def plan_of(model: nn.Module) -> AttentionPlan | None:
+    """The plan that was applied to a model."""
+    state = model.__dict__.get(_STATE)
+    return None if state is None else state[0]
+
+
+def new_cache(model: nn.Module, batch: int = 1, padded: bool = False) -> PlannedCache | PagedCache:
+    """An empty cache for the plan that was applied, to pass as `past_key_values`.
+
+    On a GPU it is for `batch` sequences without padding, unless `padded`.
+    """
     state = getattr(model, _STATE, None)
     if state is None:
         raise ValueError("this model has no attention plan: call apply_plan first")
+    device, dtype = next(
+        ((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), (None, None)
+    )
+    if device is not None and dtype is not None and _runs_kernels(state[0], device, dtype) and not padded:
+        context = int(_text_config(model).max_position_embeddings)
+        return PagedCache(PagePool(compiled_plan(state[0]), batch, context, dtype, device))
     return PlannedCache([layer.segments for layer in state[1]])
 
 
@@ -127,7 +147,13 @@ def planned_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan: CompiledLayer = getattr(module, _LAYER, None) or dense_layer(query.shape[1], key.shape[1])
-    layer: PlannedLayer | None = getattr(key, TAG, None)
+    layer: PlannedLayer | PagedLayer | None = getattr(key, TAG, None)
+    if isinstance(layer, PagedLayer):
+        if attention_mask is not None:
+            raise UnsupportedError(
+                "the paged KV cache takes no padding; make it with new_cache(model, padded=True)"
+            )
+        return layer.attend(query, key, value, scale), None
     total = key.shape[2] if layer is None else layer.seen
     rows = _rows(attention_mask, total, cached=layer is not None)
     if layer is None:
@@ -138,6 +164,9 @@ def planned_attention(
     parts = []
     for bucket in plan.buckets:
         part = _heads(query, bucket.heads)
+        if bucket.plans:
+            parts.append(_by_rules(part, stores[bucket.segment], bucket, scale, total, rows))
+            continue
         parts.append(_attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     out = _heads(out, plan.inverse)
@@ -205,6 +234,27 @@ def _attend(
                 bucket,
                 per_group,
                 scale,
+            )
+    return out
+
+
+def _by_rules(
+    query: Tensor,
+    store: SegmentStore,
+    bucket: Bucket,
+    scale: float,
+    total: int,
+    rows: list[tuple[int, int]] | None,
+) -> Tensor:
+    """One bucket of quantised groups or block-sparse heads: query [B, h, N, D], row by row."""
+    out = query.new_zeros(query.shape)
+    start = total - query.shape[2]
+    for row, (low, high) in enumerate(rows or [(0, total)] * len(query)):
+        first, last = max(low - start, 0), high - start
+        if last > first:
+            near, far = store.stored(row, low, high)
+            out[row, :, first:last] = attend_stored(
+                query[row, :, first:last], near, far, bucket.slots, bucket.plans, scale
             )
     return out
 
@@ -300,6 +350,15 @@ def _rows(mask: Tensor | None, total: int, cached: bool) -> list[tuple[int, int]
     return [(int(low), int(low + n)) for low, n in zip(first, count, strict=True)]
 
 
+def _runs_kernels(plan: AttentionPlan, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of nstf.kernels.triton run a plan there."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or plan.head_dim not in SIZES:
+        return False
+    from nstf.kernels.triton.linear import unsuitable
+
+    return not unsuitable(device.index or 0)
+
+
 def _plain_store(segment: Segment, key: Tensor, value: Tensor) -> SegmentStore:
     """The segment's heads of a whole context that no planned cache holds."""
     store = SegmentStore(segment)
@@ -350,7 +409,12 @@ def _wrap_cache_factory(model: Any) -> None:
         if not given and type(model_kwargs.get("past_key_values")) is DynamicCache:
             if generation_config.cache_implementation not in (None, "dynamic"):
                 return result
-            model_kwargs["past_key_values"] = new_cache(model)
+            mask = model_kwargs.get("attention_mask")
+            batch = args[1] if len(args) > 1 else kwargs.get("batch_size")
+            # Beams change places, which pages cannot.
+            other = batch is None or (mask is not None and not bool(mask.bool().all()))
+            other = other or (generation_config.num_beams or 1) > 1
+            model_kwargs["past_key_values"] = new_cache(model, batch or 1, padded=other)
         return result
 
     model._prepare_cache_for_generation = prepare

@@ -1,19 +1,23 @@
 """How the heads of one planned layer are sorted into calls: by where their keys are stored, and by pattern."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nstf.runtime.attention_plan import LayerPlan
+from nstf.runtime.attention_plan import HeadPlan, LayerPlan
 from nstf.runtime.ring_cache import Segment
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Query heads of one layer that run in one call; `band` is (sink, window, min_length), None is dense."""
+    """Query heads of one layer that run in one call; `band` is (sink, window, min_length), None is dense.
+
+    plans: of the heads, where they are run by the rules of quantised pages or predicted blocks; else empty.
+    """
 
     heads: tuple[int, ...]
     segment: int
     slots: tuple[int, ...]
     band: tuple[int, int, int] | None
+    plans: tuple[HeadPlan, ...] = ()
 
     def whole_groups(self, per_group: int) -> tuple[int, ...] | None:
         """The KV slots when the heads are whole KV groups in order, else None."""
@@ -34,19 +38,33 @@ class CompiledLayer:
 def compile_layer(plan: LayerPlan) -> CompiledLayer:
     """Sort the heads of a layer by where their keys are and by pattern."""
     per_group = len(plan.heads) // len(plan.groups)
-    alike: dict[tuple[int, int, int], list[int]] = {}
+    alike: dict[Segment, list[int]] = {}
     for index, group in enumerate(plan.groups):
         form = (group.sink, group.recent, group.min_length) if group.evict else (0, 0, 0)
-        alike.setdefault(form, []).append(index)
-    segments = tuple(Segment(tuple(heads), *form) for form, heads in sorted(alike.items()))
+        if group.keys.bits < 16 or group.values.bits < 16:
+            # Read back page by page; what is forgotten is masked.
+            form = (0, 0, 0)
+        alike.setdefault(Segment((), *form, group.keys, group.values), []).append(index)
+    segments = tuple(
+        replace(segment, kv_heads=tuple(heads))
+        for segment, heads in sorted(alike.items(), key=lambda pair: pair[1])
+    )
     buckets = []
     for index, segment in enumerate(segments):
         by_band: dict[tuple[int, int, int] | None, list[tuple[int, int]]] = {}
+        ruled: list[tuple[int, int]] = []
         for slot, kv_head in enumerate(segment.kv_heads):
             for head in range(kv_head * per_group, (kv_head + 1) * per_group):
-                by_band.setdefault(plan.heads[head].streaming, []).append((head, slot))
+                if segment.quantised or plan.heads[head].block_sparse is not None:
+                    ruled.append((head, slot))
+                else:
+                    by_band.setdefault(plan.heads[head].streaming, []).append((head, slot))
         for band, pairs in by_band.items():
             buckets.append(Bucket(tuple(h for h, _ in pairs), index, tuple(s for _, s in pairs), band))
+        if ruled:
+            heads_of = tuple(h for h, _ in ruled)
+            plans = tuple(plan.heads[h] for h in heads_of)
+            buckets.append(Bucket(heads_of, index, tuple(s for _, s in ruled), None, plans))
     done = [head for bucket in buckets for head in bucket.heads]
     inverse = tuple(sorted(range(len(done)), key=done.__getitem__))
     return CompiledLayer(segments, tuple(buckets), per_group, inverse)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime.graph_decoder import LARGEST_BATCH, Decoder
+from nstf.runtime.graph_generate import decoder_of
 from nstf.runtime.loading import load
 
 # Far more than a second-level cache.
@@ -54,20 +55,21 @@ def measure(
     repetitions: int = 3,
     batch: int = 1,
     kernels: str | os.PathLike[str] | None = None,
+    attention: str = "full",
 ) -> GpuSpeed:
     """Runs prompts of `prompt` tokens and decodes `new` more, some times.
 
-    Raises UnsupportedError for a model or GPU that captured decoding does not run, UsageError for more tokens than the
-    model's context or more sequences than it takes.
+    attention: as for `load`. Raises UnsupportedError for a model or GPU that captured decoding does not run, UsageError for
+    more tokens than the model's context or more sequences than it takes.
     """
     if not 1 <= batch <= LARGEST_BATCH:
         raise UsageError(f"{batch} sequences: captured decoding takes 1 to {LARGEST_BATCH}")
     start = time.perf_counter()
-    model: Any = load(path, device, kernels=kernels)
+    model: Any = load(path, device, kernels=kernels, attention=attention)
     if not hasattr(model, "generate"):
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     with torch.no_grad():
-        decoder = Decoder(model)
+        decoder = decoder_of(model)
         if prompt + new > decoder.context:
             raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {decoder.context}")
         loaded = time.perf_counter() - start

@@ -262,14 +262,19 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             x = glue.add_norm(h, y, layer.attention_norm, epsilon, self.dtype, out_norm)
             qkv = together(layer.qkv, x)
-            cache = state.layer(i, layer.rotation)
-            y = layer.o(glue.attend(qkv, layer.qkv_bias, layer.qk_norms, cache, state.position, layer.heads))
+            y = layer.o(self._attend(i, qkv, state))
             x = glue.add_norm(h, y, layer.ffn_norm, epsilon, self.dtype, layer.attention_out_norm)
             y = layer.down(glue.gate(together(layer.gate_up, x), bool(self.config.shape["gelu"])))
             out_norm = layer.ffn_out_norm
         logits = self._head(glue.add_norm(h, y, self._norm, epsilon, self.dtype, out_norm))
         cap = float(self.config.shape["logit_cap"])
         return cap * torch.tanh(logits.float() / cap) if cap else logits
+
+    def _attend(self, i: int, qkv: Tensor, state: State) -> Tensor:
+        """Attention of layer i; the new keys and values go into the cache."""
+        layer = self._layers[i]
+        cache = state.layer(i, layer.rotation)
+        return self._glue.attend(qkv, layer.qkv_bias, layer.qk_norms, cache, state.position, layer.heads)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Rows of the table, [batch, hidden], as the model scales them."""

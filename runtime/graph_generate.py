@@ -22,7 +22,19 @@ from nstf.runtime.sampling import Sampling
 _log = logging.getLogger("nstf")
 
 
-def use_graphs(model: Any, build: Callable[[Any], Decoder] = Decoder) -> None:
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a model: by its attention plan where one was applied. Raises UnsupportedError."""
+    from nstf.runtime.attention import plan_of
+
+    plan = plan_of(model)
+    if plan is None:
+        return Decoder(model)
+    from nstf.runtime.graph_planned import PlannedDecoder
+
+    return PlannedDecoder(model, plan)
+
+
+def use_graphs(model: Any, build: Callable[[Any], Decoder] = decoder_of) -> None:
     """Makes `model.generate` try captured decoding first. build: makes the Decoder at the first call that can use it.
 
     A model that it does not run, or that was changed or moved after loading, keeps transformers' `generate`; so does

@@ -139,6 +139,10 @@ def _load(
             apply_plan(model, dict(plan))
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
+        if engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
+            from nstf.runtime.graph_generate import use_graphs
+
+            use_graphs(model)
     elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         # Its matrices are views of the same mapping: nothing is held twice.
         use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache))

@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.attention_stored import StoredRows
+from nstf.runtime.kv_formats import PLAIN, KVFormat
 
 TAG = "_nstf_cache_layer"
 
@@ -34,6 +36,12 @@ class Segment:
     sink: int = 0
     recent: int = 0
     min_length: int = 0
+    key_format: KVFormat = PLAIN
+    value_format: KVFormat = PLAIN
+
+    @property
+    def quantised(self) -> bool:
+        return self.key_format.bits < 16 or self.value_format.bits < 16
 
 
 class SegmentStore:
@@ -51,6 +59,17 @@ class SegmentStore:
         self.ring = False
         self.tail_start = 0
         self._index: Tensor | None = None
+        self._rows: dict[int, tuple[StoredRows, StoredRows]] = {}
+
+    def stored(self, row: int, low: int, high: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """((keys, values) [h, high - low, D] of a sequence, the same as their whole pages are read back)."""
+        if self.keys is None or self.values is None:
+            raise ValueError("the KV cache is empty: update was not called before attention")
+        near = self.keys[row, :, low:high], self.values[row, :, low:high]
+        if row not in self._rows:
+            self._rows[row] = StoredRows(self.segment.key_format), StoredRows(self.segment.value_format)
+        keys, values = self._rows[row]
+        return near, (keys.read(near[0]), values.read(near[1]))
 
     def append(self, key: Tensor, value: Tensor, seen: int) -> None:
         """Add the columns seen, seen + 1, ... of all KV heads (key: [B, all heads, N, D])."""
@@ -110,6 +129,7 @@ class SegmentStore:
         return torch.cat([sinks, stored[:, :, -recent:].roll(seen % recent, dims=2)], dim=2)
 
     def select(self, rows: Tensor) -> None:
+        self._rows.clear()  # made again when they are read
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 

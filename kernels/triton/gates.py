@@ -76,6 +76,9 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
     if kind == "attend":
         # Not every target has matrix instructions for float32.
         return Expected(matrix=spec.signature["keys"] != "*fp32")
+    if kind.startswith("attention_"):
+        # Over pages; those that move them have no product. Codes are read wide, but the loop that is read may be another.
+        return Expected(matrix=kind[10:] in ("decode", "prefill", "sums"), wide_loads=False)
     # Kernels that read codes (or factors) read them wide; those that read activations or sums take what there is.
     return Expected(matrix=kind.endswith("gemm"), wide_loads=kind in READ_WEIGHTS)
 

@@ -1,0 +1,409 @@
+"""Planned attention on a GPU against torch's: prefill over bands and predicted blocks, decoding over quantised pages.
+
+    python benchmarks/attention_gpu.py [--quick] [--only dense,bands,blocks,decode,tune] [--json FILE]
+
+Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence. All figures come from one run, so
+that they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of
+a graph of several steps over caches that together exceed the second-level cache (decode). torch's side is the fastest of
+the SDPA backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of tiles, warps and stages first,
+and uses the best of each kernel.
+
+Random queries attend to random keys alike, so that a prediction would find nothing to leave out: keys are drawn in
+clusters, and each query block looks for a few of them. The threshold is then set so that the blocks computed are the asked
+density.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nstf.kernels.triton import attention_predict
+from nstf.kernels.triton.attention_prefill import prefill
+from nstf.kernels.triton.linear import arch_of
+from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
+from nstf.runtime.graph_bench import read_bandwidth
+from nstf.runtime.kv_formats import PLAIN, KVFormat
+from nstf.runtime.paged_cache import LayerCache, PagePool
+from nstf.runtime.planned_heads import compiled
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+SCALE = SIZE**-0.5
+STRIDE = 16
+# Several layers' caches, so that none of them is still in the second-level cache when its turn comes.
+STEP_BYTES = 1 << 29
+PARTS = ("dense", "bands", "blocks", "decode")
+TILES: dict[str, tuple[dict[str, int], ...]] = {
+    "prefill": (
+        {"TILE": 128, "WARPS": 8, "STAGES": 2},
+        {"TILE": 64, "WARPS": 8, "STAGES": 3},
+        {"TILE": 64, "WARPS": 8, "STAGES": 4},
+        {"TILE": 64, "WARPS": 4, "STAGES": 3},
+    ),
+    "sums": (
+        {"M": 128, "N": 128, "WARPS": 8, "STAGES": 3},
+        {"M": 128, "N": 128, "WARPS": 4, "STAGES": 3},
+        {"M": 128, "N": 256, "WARPS": 8, "STAGES": 2},
+        {"M": 64, "N": 128, "WARPS": 4, "STAGES": 3},
+    ),
+    "decode": tuple(
+        {"WARPS": warps, "STAGES": stages, "RESIDENT": resident, "EACH": each}
+        for warps, stages, resident, each in (
+            (1, 2, 8, 2), (1, 2, 4, 2), (1, 3, 8, 2), (1, 4, 4, 4), (1, 2, 16, 1), (2, 2, 4, 2), (2, 3, 8, 2), (4, 2, 4, 2),
+        )
+    ),
+}  # fmt: skip
+
+
+def seconds(call: Callable[[], object], most_s: float = 1.5) -> float:
+    """Median of launches that follow one another; fewer of long ones."""
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    count = max(3, min(15, int(most_s / max(time.perf_counter() - begin, 1e-5))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3
+
+
+def graph_seconds(calls: list[Callable[[], object]]) -> float:
+    """Median time of one of the calls, in a graph of all of them."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return seconds(graph.replay) / len(calls)
+
+
+def best_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[float, str]:
+    """(seconds, name) of torch's fastest backend, causal. q: [1, heads, n, size], k, v: [1, KV heads, n, size]."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found: dict[str, float] = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        for grouped in (True, False):
+            keys, values = (
+                (k, v) if grouped else (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+            )
+
+            def call(
+                keys: Tensor = keys, values: Tensor = values, backend: Any = backend, grouped: bool = grouped
+            ) -> object:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(
+                        q, keys, values, is_causal=True, scale=SCALE, enable_gqa=grouped
+                    )
+
+            try:
+                found[f"{backend.name} {'grouped' if grouped else 'repeated'}"] = seconds(call)
+            except RuntimeError:
+                continue  # this backend does not take these heads
+    name = min(found, key=lambda n: found[n])
+    return found[name], name
+
+
+def clustered(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [32, count, 128], k, v [8, count, 128], bfloat16: keys of a block lie together, queries look for some blocks."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    k, v, q = normal(KV_HEADS, count, SIZE), normal(KV_HEADS, count, SIZE), normal(HEADS, count, SIZE)
+    blocks = count // 128
+    centres = normal(KV_HEADS, blocks, SIZE)
+    k += centres.repeat_interleave(128, dim=1)
+    for _ in range(3):
+        wanted = (
+            torch.rand(blocks, generator=generator, device="cuda") * torch.arange(blocks, device="cuda")
+        ).long()
+        aim = centres[:, wanted].repeat_interleave(HEADS // KV_HEADS, dim=0)
+        q += (0.7 * aim).repeat_interleave(128, dim=1)
+    return q, k, v
+
+
+def pairs() -> Tensor:
+    per = HEADS // KV_HEADS
+    return torch.tensor([(h, h // per) for h in range(HEADS)], dtype=torch.int32, device="cuda")
+
+
+def causal_flops(count: int) -> float:
+    """Of the pairs of queries and keys that are seen, products of both matrices."""
+    return 4.0 * HEADS * SIZE * (count * (count + 1) / 2)
+
+
+def band_flops(count: int, sink: int, window: int) -> float:
+    at = torch.arange(count, dtype=torch.float64)
+    seen = torch.minimum(at + 1, torch.full_like(at, window))
+    seen += (at + 1 - seen).clamp(max=sink)
+    return 4.0 * HEADS * SIZE * float(seen.sum())
+
+
+def run_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: tuple[int, int, int] | None,
+    lists: Any,
+    tile: dict[str, int] | None,
+) -> Callable[[], Tensor]:
+    out = torch.empty(1, q.shape[1], HEADS, SIZE, device="cuda", dtype=q.dtype)
+    members = pairs()
+    rules = torch.tensor([rule or (0, 1 << 30, 0)] * HEADS, dtype=torch.int32, device="cuda")
+    kv = (k[None], v[None])
+    arch = arch_of(q.device)
+
+    def call() -> Tensor:
+        prefill(q[None], kv, kv, out, members, rules, 0, 0, SCALE, arch, rule is not None, lists, tile)
+        return out
+
+    return call
+
+
+def dense_row(count: int, tile: dict[str, int] | None) -> dict[str, Any]:
+    q, k, v = clustered(count)
+    call = run_prefill(q, k, v, None, None, tile)
+    time_s, (sdpa_s, name) = seconds(call), best_sdpa(q[None], k[None], v[None])
+    flops = causal_flops(count)
+    print(
+        f"dense {count}: {time_s * 1e3:.2f} ms, {flops / time_s / 1e12:.0f} TFLOP/s; {name} {sdpa_s * 1e3:.2f} ms, "
+        f"{flops / sdpa_s / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    return {"tokens": count, "time_s": time_s, "sdpa_s": sdpa_s, "sdpa": name, "flops": flops}
+
+
+def band_row(count: int, sink: int, window: int, dense: dict[str, Any], tile: Any) -> dict[str, Any]:
+    q, k, v = clustered(count)
+    time_s, flops = (
+        seconds(run_prefill(q, k, v, (sink, window, 0), None, tile)),
+        band_flops(count, sink, window),
+    )
+    ideal_s = flops / (dense["flops"] / dense["time_s"])
+    print(
+        f"sink {sink} + window {window}, {count}: {time_s * 1e3:.2f} ms, {time_s / ideal_s:.2f} times its arithmetic at "
+        f"the dense kernel's rate, {dense['sdpa_s'] / time_s:.1f} times SDPA",
+        flush=True,
+    )
+    return {"tokens": count, "sink": sink, "window": window, "time_s": time_s, "of_ideal": time_s / ideal_s,
+            "over_sdpa": dense["sdpa_s"] / time_s}  # fmt: skip
+
+
+def block_row(count: int, density: float, dense: dict[str, Any], tiles: dict[str, Any]) -> dict[str, Any]:
+    q, k, v = clustered(count)
+    arch, members = arch_of(q.device), pairs()
+    lengths = torch.zeros(HEADS, dtype=torch.int64, device="cuda")
+    total = HEADS * (count // 128) * (count // 128 + 1) / 2
+
+    def lists(threshold: float) -> tuple[Tensor, Tensor]:
+        thresholds = torch.full((HEADS,), threshold, device="cuda")
+        return attention_predict.predict(
+            q, k, k, members, thresholds, lengths, STRIDE, 0, 0, SCALE, arch, tiles.get("sums")
+        )
+
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        share = float(lists(middle)[1].sum()) / total
+        low, high = (middle, high) if share < density else (low, middle)
+    found = lists(high)
+    share = float(found[1].sum()) / total
+    predict_s = seconds(lambda: lists(high))
+    attend_s = seconds(run_prefill(q, k, v, None, found, tiles.get("prefill")))
+    # Of whole blocks; of those of the diagonal half is masked, as in the dense kernel's count.
+    blocks = float(found[1].sum()) - HEADS * (count // 128) / 2
+    rate = 4.0 * SIZE * 128 * 128 * blocks / attend_s
+    dense_rate = dense["flops"] / dense["time_s"]
+    both = predict_s + attend_s
+    print(
+        f"blocks {count}, density {share:.3f}: attention {attend_s * 1e3:.2f} ms ({rate / dense_rate:.2f} of the dense "
+        f"rate), prediction {predict_s * 1e3:.2f} ms, together {dense['sdpa_s'] / both:.2f} times SDPA",
+        flush=True,
+    )
+    return {"tokens": count, "density": share, "threshold": high, "attend_s": attend_s, "predict_s": predict_s,
+            "of_dense_rate": rate / dense_rate, "over_sdpa": dense["sdpa_s"] / both}  # fmt: skip
+
+
+def caches(
+    count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | None
+) -> tuple[list[Any], int]:
+    """(steps of decoding over caches of random codes, bytes each must read)."""
+    layer = LayerPlan(
+        (HeadPlan("full", {}, 0, 0.0, 1.0),) * HEADS, (GroupPlan(0, 0, 0, keys, values),) * KV_HEADS
+    )
+    form = compiled(layer, SIZE)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    steps: list[Any] = []
+    bytes_each = 0
+    while not steps or len(steps) * bytes_each < STEP_BYTES:
+        pool = PagePool([form], 1, count, torch.bfloat16, torch.device("cuda"))
+        pool.reserve(count)
+        for slab in pool.slabs:
+            # Any codes; scales and numbers of 16 bits that are small and finite.
+            slab.view(torch.uint8).random_(0, 60, generator=generator)
+        cache = LayerCache(pool, 0)
+        qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * SIZE, device="cuda", dtype=torch.bfloat16)
+        angles = (torch.ones(count, SIZE // 2, device="cuda"), torch.zeros(count, SIZE // 2, device="cuda"))
+        position = torch.tensor([count - 1], device="cuda")
+        pages = count // 64
+        bytes_each = pool.page_bytes * max(pages - 2, 0) + 2 * 64 * KV_HEADS * SIZE * 4
+
+        def step(
+            cache: LayerCache = cache, qkv: Tensor = qkv, angles: Any = angles, at: Tensor = position
+        ) -> Tensor:
+            return cache.decode(qkv, None, None, angles, at, SCALE, 1e-6, tile)
+
+        steps.append(step)
+    return steps, bytes_each
+
+
+def decode_row(
+    count: int, name: str, keys: KVFormat, values: KVFormat, sdpa_s: float, read: float, tile: Any
+) -> Any:
+    steps, size = caches(count, keys, values, tile)
+    time_s = graph_seconds(steps)
+    print(
+        f"decode {count}, {name}: {time_s * 1e6:.1f} us, {size / time_s / read:.2f} of the bandwidth of "
+        f"{read / 1e12:.2f} TB/s, {sdpa_s / time_s:.2f} times 16-bit SDPA ({sdpa_s * 1e6:.1f} us)",
+        flush=True,
+    )
+    return {"tokens": count, "format": name, "time_s": time_s, "bytes": size, "of_bandwidth": size / time_s / read,
+            "over_sdpa": sdpa_s / time_s}  # fmt: skip
+
+
+def sdpa_decode(count: int) -> float:
+    """16-bit SDPA of one query, the fastest backend, over caches that exceed the second-level cache."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    each = 4 * KV_HEADS * count * SIZE
+    held = [
+        tuple(torch.randn(1, KV_HEADS, count, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(max(2, STEP_BYTES // each))
+    ]
+    q = torch.randn(1, HEADS, 1, SIZE, device="cuda", dtype=torch.bfloat16)
+    times = []
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        # Heads as they are, and the queries of a KV head as rows, where no key is read twice.
+        for rows in (False, True):
+            query = q.view(1, KV_HEADS, HEADS // KV_HEADS, SIZE) if rows else q
+
+            def call(pair: Any, query: Tensor = query, backend: Any = backend, rows: bool = rows) -> object:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(query, *pair, scale=SCALE, enable_gqa=not rows)
+
+            try:
+                times.append(graph_seconds([lambda pair=pair, call=call: call(pair) for pair in held]))  # type: ignore[misc]
+            except RuntimeError:
+                continue
+    return min(times)
+
+
+FORMATS = {
+    "16 bits": (PLAIN, PLAIN),
+    "8 bits": (KVFormat(8, "channel", False), KVFormat(8, "token", False)),
+    "4 bits": (KVFormat(4, "channel", False), KVFormat(4, "token", False)),
+    "4 bits, rotated": (KVFormat(4, "token", True), KVFormat(4, "token", True)),
+    "2 bits": (KVFormat(2, "channel", False), KVFormat(2, "token", False)),
+}
+
+
+def tuned(count: int) -> dict[str, Any]:
+    """The fastest tile of each kernel at `count` tokens; those that do not compile or fit are left out."""
+    q, k, v = clustered(count)
+    arch, members = arch_of(q.device), pairs()
+    zeros = torch.zeros(HEADS, dtype=torch.int64, device="cuda")
+    thresholds = torch.full((HEADS,), 0.9, device="cuda")
+
+    def time_of(kernel: str, tile: dict[str, int]) -> float:
+        if kernel == "prefill":
+            return seconds(run_prefill(q, k, v, None, None, tile), 0.3)
+        if kernel == "sums":
+            return seconds(
+                lambda: attention_predict.predict(
+                    q, k, k, members, thresholds, zeros, STRIDE, 0, 0, SCALE, arch, tile
+                ),
+                0.3,
+            )
+        return graph_seconds(caches(count, *FORMATS[kernel.removeprefix("decode, ")], tile)[0])
+
+    best: dict[str, Any] = {}
+    names = {"prefill": "prefill", "sums": "sums"} | {f"decode, {name}": "decode" for name in FORMATS}
+    for kernel, family in names.items():
+        for tile in TILES[family]:
+            try:
+                found = time_of(kernel, tile)
+            except Exception as error:  # a tile that does not fit is a finding, not an end
+                print(f"tune {kernel} {tile}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                continue
+            print(f"tune {kernel} {tile}: {found * 1e6:.1f} us", flush=True)
+            if kernel not in best or found < best[kernel][0]:
+                best[kernel] = (found, tile)
+    return {kernel: tile for kernel, (_, tile) in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the shorter contexts only")
+    parser.add_argument("--tune", action="store_true", help="try a short list of tiles first")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "attention_gpu.py: torch sees no GPU; nothing was measured\n")
+    parts = set(options.only.split(","))
+    if parts - set(PARTS):
+        parser.error(f"--only takes {','.join(PARTS)}")
+    read = read_bandwidth(torch.device("cuda"))
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{device}; reads {read / 1e12:.2f} TB/s")
+    tiles = tuned(16384) if options.tune else {}
+    found: dict[str, Any] = {"device": device, "read_bytes_per_s": read, "tiles": tiles}
+    lengths = (32768,) if options.quick else (32768, 65536, 131072)
+    dense = {}
+    if parts & {"dense", "bands", "blocks"}:
+        dense = {count: dense_row(count, tiles.get("prefill")) for count in lengths}
+        found["dense"] = list(dense.values())
+    if "bands" in parts:
+        found["bands"] = [
+            band_row(count, 128, window, dense[count], tiles.get("prefill"))
+            for count in lengths
+            if count != 65536
+            for window in (1024, 4096)
+        ]
+    if "blocks" in parts:
+        found["blocks"] = [
+            block_row(count, 0.1, dense[count], tiles) for count in lengths if options.quick or count > 32768
+        ]
+    if "decode" in parts:
+        found["decode"] = []
+        for count in (16384,) if options.quick else (16384, 65536):
+            sdpa_s = sdpa_decode(count)
+            found["decode"] += [
+                decode_row(count, name, *forms, sdpa_s, read, tiles.get(f"decode, {name}"))
+                for name, forms in FORMATS.items()
+            ]
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

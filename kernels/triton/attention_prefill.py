@@ -1,0 +1,350 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
+
+A program takes 128 queries of a head, aligned in the sequence, so that its blocks are those of the plan. Key blocks that all
+of its queries see entirely run without a mask; masks are left to the block of the diagonal, the one before it and the edges
+of a window (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a range.
+
+Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
+(attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
+pages of 128 queries, the second reads one page more from `far`; the loop over the last pages masks that by row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.triton.architecture import architecture
+from nstf.kernels.triton.launching import launch
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+BLOCK = 128
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _keys(base, first, d, N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Rows first .. first + N of [.., SIZE]: none of them is beyond the end."""
+    n = tl.arange(0, N)
+    x = tl.load(base + (first + n).to(tl.int64)[:, None] * SIZE + d[None, :])
+    if WIDE:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _whole_block(
+    acc, total, top, q, far_k, far_v, first, scale, d,
+    N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds N keys that every query sees."""
+    k = _keys(far_k, first, d, N, SIZE, WIDE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    higher = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - higher[:, None])
+    fade = tl.exp2(top - higher)
+    total = total * fade + tl.sum(weights, axis=1)
+    v = _keys(far_v, first, d, N, SIZE, WIDE)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, total, higher
+
+
+@triton.jit
+def _masked_block(
+    acc, total, top, q, base_k, base_v, row, seen, inside, scale, d,
+    N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds N keys of which query m sees those of seen [M, N]; inside [N]: rows that may be loaded."""
+    at = row.to(tl.int64)[:, None] * SIZE + d[None, :]
+    k = tl.load(base_k + at, mask=inside[:, None], other=0.0)
+    v = tl.load(base_v + at, mask=inside[:, None], other=0.0)
+    if WIDE:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - level[:, None])
+    fade = tl.exp2(top - level)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc, total, higher
+
+
+@triton.jit
+def prefill_kernel(
+    q,  # [batch, heads, count, SIZE]: positions start ..
+    far_keys,  # [batch, KV, far_rows, SIZE]: row p is position p
+    far_values,
+    near_keys,  # [batch, KV, near_rows, SIZE]: positions near_start ..
+    near_values,
+    out,  # [batch, count, heads, SIZE]
+    members,  # i32 [programs' heads]: head and KV head of each, and KV head within far and near
+    rules,  # i32 [heads, 3]: sink, window, min_length
+    lists,  # i32 [programs' heads, tiles, most]: key blocks of each tile, in order; the tile's own is last
+    counts,  # i32 [programs' heads, tiles]
+    start,
+    count,
+    near_start,
+    far_rows,
+    near_rows,
+    heads,
+    kv_heads,
+    far_heads,
+    most,
+    line_stride,
+    head_stride,
+    row_stride,
+    near_line_stride,
+    near_head_stride,
+    scale,  # times log2(e)
+    KEPT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,  # keys of an unmasked step: 32, 64 or 128
+    LISTS: tl.constexpr,
+    BANDS: tl.constexpr,
+    SAME: tl.constexpr,  # near is far: pages of 16 bits
+    EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
+    WIDE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    # Tiles with the most keys first; the heads of a KV head side by side.
+    tiles = tl.num_programs(1)
+    tile = start // 128 + tiles - 1 - tl.program_id(1)
+    line = tl.program_id(0) // KEPT
+    which = tl.program_id(0) % KEPT
+    head = tl.load(members + which * 2)
+    kv = tl.load(members + which * 2 + 1)
+    d = tl.arange(0, SIZE)
+    m = tl.arange(0, 128)
+    at = tile * 128 + m
+    row = at - start
+    here = (row >= 0) & (row < count)
+    from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
+    query = tl.load(
+        from_q + row.to(tl.int64)[:, None] * row_stride + d[None, :], mask=here[:, None], other=0.0
+    )
+    if WIDE:
+        query = query.to(tl.float32)
+    far_lane = (line * far_heads + kv).to(tl.int64) * far_rows * SIZE
+    far_k = far_keys + far_lane
+    far_v = far_values + far_lane
+    near_lane = line.to(tl.int64) * near_line_stride + kv.to(tl.int64) * near_head_stride
+    near_k = near_keys + near_lane
+    near_v = near_values + near_lane
+
+    acc = tl.zeros([128, SIZE], tl.float32)
+    total = tl.zeros([128], tl.float32)
+    top = tl.full([128], float("-inf"), tl.float32)
+    n = tl.arange(0, EDGE)
+    last = tile * 2  # the first page that the last loop takes
+    lowest = 0  # no query sees a key between the sinks and this
+
+    if LISTS:
+        place = which * tiles + tile - start // 128
+        number = tl.load(counts + place)
+        listed = lists + (line * KEPT + 0).to(tl.int64) * tiles * most + place.to(tl.int64) * most
+        if number >= 2:
+            # The block before the diagonal's has pages that are read in two ways.
+            if tl.load(listed + number - 2) == tile - 1:
+                last = tile * 2 - 2
+        for i in range((number - 1 - (tile * 2 - last) // 2) * (128 // TILE)):
+            block = tl.load(listed + i // (128 // TILE))
+            first = block * 128 + (i % (128 // TILE)) * TILE
+            acc, total, top = _whole_block(
+                acc, total, top, query, far_k, far_v, first, scale, d, TILE, SIZE, WIDE
+            )
+        low = tl.zeros([128], tl.int32)
+        sink = 0
+    else:
+        low = tl.zeros([128], tl.int32)
+        sink = 0
+        last = tl.maximum(tile * 2 - 2, 0)
+        begin = 0
+        if BANDS:
+            sink = tl.load(rules + head * 3)
+            window = tl.load(rules + head * 3 + 1)
+            length = tl.load(rules + head * 3 + 2)
+            low = tl.where(at + 1 < length, 0, tl.maximum(at - window + 1, 0))
+            # Rows that are not there ask for nothing.
+            lowest = tl.min(tl.where(here, low, 1 << 30), axis=0)
+            highest = tl.max(tl.where(here, low, 0), axis=0)
+            page = tl.minimum(lowest // 64, last)
+            # Sinks before the window, then its lower edge, up to where whole steps begin.
+            sinks = tl.minimum((sink + 63) // 64, page)
+            begin = tl.minimum((highest + TILE - 1) // TILE * TILE, last * 64)
+            edge = sinks + (begin + 63) // 64 - page
+            for j in range(edge * (64 // EDGE)):
+                i = j // (64 // EDGE)
+                this = tl.where(i < sinks, i, page + i - sinks) * 64 + j % (64 // EDGE) * EDGE + n
+                visible = (this[None, :] < sink) | (this[None, :] >= low[:, None])
+                visible = visible & (this < begin)[None, :] & here[:, None]
+                acc, total, top = _masked_block(
+                    acc,
+                    total,
+                    top,
+                    query,
+                    far_k,
+                    far_v,
+                    this,
+                    visible,
+                    this < begin,
+                    scale,
+                    d,
+                    EDGE,
+                    SIZE,
+                    WIDE,
+                )
+            if edge > 0:
+                # A row that has seen nothing yet starts from a number.
+                top = tl.where(top == float("-inf"), -1e30, top)
+        for first in range(begin, last * 64 // TILE * TILE, TILE):
+            acc, total, top = _whole_block(
+                acc, total, top, query, far_k, far_v, first, scale, d, TILE, SIZE, WIDE
+            )
+
+    # Pages from `last` on: of each row those of its own page and the one before from `near`, others from `far`.
+    mine = at // 64
+    from_far = 0 if SAME else tl.maximum(tile * 2 - last, 0)
+    near_page = last if SAME else tl.maximum(tile * 2 - 1, last)
+    for j in range((from_far + tile * 2 + 2 - near_page) * (64 // EDGE)):
+        i = j // (64 // EDGE)
+        is_far = i < from_far
+        page = tl.where(is_far, last + i, near_page + i - from_far)
+        this = page * 64 + j % (64 // EDGE) * EDGE + n
+        visible = ((this[None, :] < sink) | (this[None, :] >= low[:, None])) & (this[None, :] <= at[:, None])
+        visible = visible & here[:, None]
+        base_k = near_k
+        base_v = near_v
+        if not SAME:
+            visible = visible & ((mine - page >= 2) == is_far)[:, None]
+            if is_far:
+                base_k = far_k
+                base_v = far_v
+        inside = this - tl.where(is_far, 0, near_start)
+        # Keys that no query sees may be of pages that were not fetched: anything, NaN too.
+        ok = (inside >= 0) & (inside < tl.where(is_far, far_rows, near_rows))
+        ok = ok & ((this >= lowest) | (this < sink))
+        acc, total, top = _masked_block(
+            acc,
+            total,
+            top,
+            query,
+            base_k,
+            base_v,
+            inside,
+            visible & ok[None, :],
+            ok,
+            scale,
+            d,
+            EDGE,
+            SIZE,
+            WIDE,
+        )
+
+    into = out + ((line * count + row).to(tl.int64) * heads + head)[:, None] * SIZE + d[None, :]
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(into, acc.to(DTYPE), mask=here[:, None])
+
+
+def prefill_spec(
+    dtype: torch.dtype,
+    size: int,
+    batch: int,
+    kept: int,
+    tiles: int,
+    lists: bool,
+    bands: bool,
+    same: bool,
+    arch: str,
+    tile: dict[str, int] | None = None,
+) -> KernelSpec:
+    """kept: heads of the launch; tiles: of 128 queries. `tile` overrides the choice of keys at a time, warps and stages."""
+    tile = _tile(size, arch) | (tile or {})
+    kind = pointer_type(dtype)
+    pointers = ("q", "far_keys", "far_values", "near_keys", "near_values", "out")
+    integers = ("members", "rules", "lists", "counts")
+    types = dict.fromkeys(pointers, kind) | dict.fromkeys(integers, "*i32") | {"scale": "fp32"}
+    constants = {
+        "KEPT": kept,
+        "SIZE": size,
+        "TILE": tile["TILE"],
+        "LISTS": lists,
+        "BANDS": bands,
+        "SAME": same,
+        "EDGE": tile["EDGE"],
+        "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+    }
+    names = [name for name in prefill_kernel.arg_names if name not in constants]
+    strides = ("line_stride", "head_stride", "row_stride", "near_line_stride", "near_head_stride")
+    return KernelSpec(
+        name=f"attention_prefill_{kind[1:]}_{size}{'_lists' if lists else ''}{'_bands' if bands else ''}",
+        fn=prefill_kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constants=constants,
+        divisible=(*pointers, *integers, *strides),
+        num_warps=tile["WARPS"],
+        num_stages=tile["STAGES"],
+        batch=batch,
+        kind="attention_prefill",
+        grid=(batch * kept, tiles, 1),
+    )
+
+
+def _tile(size: int, arch: str) -> dict[str, int]:
+    """Keys at a time, warps and stages. Not tuned on a card yet: what compiles without spills and fits local memory."""
+    if arch.startswith("sm_"):
+        return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
+    if arch.startswith(("gfx11", "gfx12")):
+        keys = 16 if size > 64 else 32
+        return {"TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
+    lds = architecture(arch).lds_bytes_per_group
+    return {
+        "TILE": 64 if size <= 128 or lds > 65536 else 32,
+        "WARPS": 4 if size <= 64 else 8,
+        "STAGES": 1,
+        "EDGE": 32,
+    }
+
+
+def prefill(
+    q: Tensor,
+    far: tuple[Tensor, Tensor],
+    near: tuple[Tensor, Tensor],
+    out: Tensor,
+    members: Tensor,
+    rules: Tensor,
+    start: int,
+    near_start: int,
+    scale: float,
+    arch: str,
+    bands: bool = False,
+    lists: tuple[Tensor, Tensor] | None = None,
+    tile: dict[str, int] | None = None,
+) -> None:
+    """Attention of some heads, written into out [batch, count, heads, size].
+
+    q: [batch, heads, count, size] (any strides, the last one 1), the positions from `start` on. far: keys and values
+    [batch, KV, rows, size], row p is position p, of all pages that are read in their stored form; near: those from
+    near_start on, a multiple of 64, as they came. For pages of 16 bits both may be the same. members: int32 [kept, 2],
+    each head and its KV head in far and near. rules: int32 [heads, 3]; without `bands` they are not looked at.
+    lists: (blocks int32 [kept, tiles, most], counts int32 [kept, tiles]) of batch 1 (attention_predict.py).
+    """
+    batch, heads, count, size = q.shape
+    if lists is not None and batch != 1:
+        raise ValueError(f"lists of blocks are for one sequence, not {batch}")
+    if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
+        raise ValueError("near keys and values must lie alike, each position's channels side by side")
+    tiles = (start + count - 1) // BLOCK - start // BLOCK + 1
+    spec = prefill_spec(
+        q.dtype, size, batch, len(members), tiles, lists is not None, bands,
+        far[0].data_ptr() == near[0].data_ptr(), arch, tile,
+    )  # fmt: skip
+    blocks, counts = lists or (members, members)
+    launch(
+        spec, q, *far, *near, out, members, rules, blocks, counts, start, count, near_start, far[0].shape[2],
+        near[0].shape[2], heads, near[0].shape[1], far[0].shape[1], blocks.shape[-1], q.stride(0), q.stride(1),
+        q.stride(2), near[0].stride(0), near[0].stride(1), scale * LOG2E,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""How the heads of a planned layer are sorted for the kernels: by how their keys and values are stored, and by pattern."""
+
+from dataclasses import dataclass
+
+from nstf.errors import UnsupportedError
+from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, LayerPlan
+from nstf.runtime.kv_formats import PAGE
+
+SIZES = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """KV heads of a layer that are stored alike, and their query heads by pattern: (head, place of its KV head)."""
+
+    group: GroupPlan
+    members: tuple[int, ...]
+    dense: tuple[tuple[int, int], ...]
+    banded: tuple[tuple[int, int], ...]
+    sparse: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by stride
+    masked: bool  # whether a decoding query may see less than everything
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Pages of the sinks and of the ring behind them; a query sees no other pages."""
+        group = self.group
+        sinks = -(-group.sink // PAGE)
+        # The window touches one page more than it fills; before min_length everything is kept.
+        return sinks, max(-(-group.recent // PAGE) + 1, -(-group.min_length // PAGE) - sinks, 1) + 1
+
+
+@dataclass(frozen=True)
+class PlannedHeads:
+    """A layer of a plan, sorted by how it is stored and run."""
+
+    layer: LayerPlan
+    size: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def heads(self) -> int:
+        return len(self.layer.heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.layer.groups)
+
+
+def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
+    """Raises UnsupportedError for heads that the kernels are not made for."""
+    if size not in SIZES:
+        raise UnsupportedError(f"planned attention on a GPU takes heads of {SIZES} channels, not {size}")
+    alike: dict[GroupPlan, list[int]] = {}
+    for index, group in enumerate(layer.groups):
+        # Of groups that keep everything, what a ring would have is of no meaning.
+        form = group if group.evict else GroupPlan(0, 0, 0, group.keys, group.values)
+        alike.setdefault(form, []).append(index)
+    per_group = len(layer.heads) // len(layer.groups)
+    segments = []
+    for group, members in alike.items():
+        dense, banded = [], []
+        sparse: dict[int, list[tuple[int, int]]] = {}
+        for place, kv_head in enumerate(members):
+            for head in range(kv_head * per_group, (kv_head + 1) * per_group):
+                plan = layer.heads[head]
+                if plan.streaming is not None:
+                    banded.append((head, place))
+                elif plan.block_sparse is not None:
+                    sparse.setdefault(plan.block_sparse[1], []).append((head, place))
+                else:
+                    dense.append((head, place))
+        by_stride = tuple((stride, tuple(pairs)) for stride, pairs in sorted(sparse.items()))
+        segments.append(Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded)))
+    return PlannedHeads(layer, size, tuple(segments))
+
+
+def compiled_plan(plan: AttentionPlan) -> list[PlannedHeads]:
+    """As `compiled`, of every layer."""
+    return [compiled(layer, plan.head_dim) for layer in plan.layers]

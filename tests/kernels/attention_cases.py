@@ -1,0 +1,304 @@
+"""Attention over pages against the masked reference; as a program, the errors as JSON.
+
+Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
+from nstf.runtime.kv_formats import PLAIN, KVFormat, reference_attention, rotated
+
+
+def fmt(text: str) -> KVFormat:
+    """`4c` is 4 bits by channel, `8tr` 8 bits by token, rotated; `16` plain."""
+    if text == "16":
+        return PLAIN
+    return KVFormat(int(text[0]), "channel" if text[1] == "c" else "token", text.endswith("r"))
+
+
+class Decode(NamedTuple):
+    """Tokens stored at once, those decoded after them, and how a layer stores them."""
+
+    stored: int
+    decoded: int
+    keys: str
+    values: str
+    size: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    band: tuple[int, int, int] | None = None  # sink, window, min_length of the heads of the first group
+    evict: bool = False
+    batch: int = 1
+    dtype: str = "float16"
+
+
+DECODE = {
+    "16 bits": Decode(190, 4, "16", "16", batch=2),
+    "first tokens": Decode(0, 3, "4c", "4t"),
+    "a page fills up": Decode(188, 6, "4c", "4t"),
+    "2 bits": Decode(300, 1, "2c", "2t"),
+    "2 bits the other way": Decode(300, 1, "2t", "2c", size=128),
+    "8 bits, rotated": Decode(260, 1, "8tr", "8cr", size=128),
+    "8 bits of 256": Decode(200, 1, "8t", "8t", size=256),
+    "keys alone": Decode(330, 1, "4tr", "16", batch=2),
+    "values alone": Decode(330, 1, "16", "4tr"),
+    "heads with bands": Decode(500, 1, "8c", "4t", band=(10, 70, 100)),
+    "a ring": Decode(383, 2, "4c", "4t", band=(70, 130, 200), evict=True),
+    "a ring not yet": Decode(200, 2, "4c", "4t", band=(70, 90, 300), evict=True),
+    "a ring of 16 bits": Decode(400, 2, "16", "16", band=(3, 66, 0), evict=True),
+    "bfloat16": Decode(200, 1, "4cr", "4tr", dtype="bfloat16"),
+}
+# Of the largest output: rounding, and in decoding codes that rounding tips over.
+LIMITS = {"float16": 4e-3, "bfloat16": 2.5e-2}
+CODES_LIMIT = 1.2e-2
+
+
+def layer_of(case: Decode) -> LayerPlan:
+    keys, values = fmt(case.keys), fmt(case.values)
+    group = case.heads // case.kv_heads
+    full = HeadPlan("full", {}, 0, 0.0, 1.0)
+    heads, groups = [full] * case.heads, [GroupPlan(0, 0, 0, keys, values)] * case.kv_heads
+    if case.band is not None:
+        sink, window, length = case.band
+        banded = HeadPlan("streaming", {"sink": sink, "window": window}, length, 0.0, 1.0)
+        # Of a group that keeps all, one head at least stays full.
+        for head in range(group if case.evict else group - 1):
+            heads[head] = banded
+        if case.evict:
+            groups[0] = GroupPlan(sink, window, length, keys, values)
+    return LayerPlan(tuple(heads), tuple(groups))
+
+
+def turned(x: Tensor, rotate: bool) -> Tensor:
+    return rotated(x) if rotate else x
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def pages_of(case: Decode, layer: LayerPlan, context: int, device: str) -> list[Any]:
+    """Storage of the layer: pages in any order in memory, rings with as many places as they need."""
+    from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages
+    from nstf.runtime.planned_heads import Segment
+
+    generator = torch.Generator().manual_seed(2)
+    dtype = getattr(torch, case.dtype)
+    found: dict[GroupPlan, list[int]] = {}
+    for index, group in enumerate(layer.groups):
+        found.setdefault(group, []).append(index)
+    made = []
+    for group, members in found.items():
+        forms = Forms(
+            Form(group.keys.bits, group.keys.by == "channel", group.keys.rotate),
+            Form(group.values.bits, group.values.by == "channel", group.values.rotate),
+            case.size,
+        )
+        sink, ring, places = ALL, 1, -(-context // 64)
+        if group.recent:
+            sink, ring = Segment(group, (), (), (), (), True).places
+            places = sink + ring
+        block = forms.record_bytes * len(members) // 16
+        count = case.batch * places
+        order = torch.randperm(count, generator=generator).view(case.batch, places)
+        # Nothing may be read that was not written: NaN in every type.
+        pool = torch.full((count * block * 4,), 0x7FFF7FFF, dtype=torch.int32, device=device)
+        near = torch.full((case.batch, len(members), NEAR, case.size), float("nan")).to(device, dtype)
+        made.append(
+            Pages(
+                forms, pool, (order * block).to(device), 0, near, near.clone(),
+                torch.tensor(members, dtype=torch.int32, device=device), sink, ring,
+            )
+        )  # fmt: skip
+    return made
+
+
+def decode_error(case: Decode, device: str) -> float:
+    """The largest error of the outputs of all decoded tokens, relative to the largest output."""
+    from nstf.kernels.triton import attention_append, attention_decode, attention_pages
+    from nstf.kernels.triton.linear import arch_of
+    from nstf.runtime.paged_cache import EVERYTHING
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    layer = layer_of(case)
+    total, size, batch = case.stored + case.decoded, case.size, case.batch
+    angles = torch.outer(torch.arange(total).float(), 0.9 ** torch.arange(size // 2).float())
+    cos, sin = angles.cos(), angles.sin()
+    width = (case.heads + 2 * case.kv_heads) * size
+    qkv = torch.randn(total, batch, width, generator=generator).to(dtype)
+    parts = qkv.float().split([n * size for n in (case.heads, case.kv_heads, case.kv_heads)], dim=-1)
+    q, k, v = (x.view(total, batch, -1, size).permute(1, 2, 0, 3) for x in parts)
+    # Channels of unlike size, as keys have.
+    k = k * torch.logspace(-1, 0.5, size)
+    qkv[..., case.heads * size : (case.heads + case.kv_heads) * size] = (
+        k.permute(2, 0, 1, 3).reshape(total, batch, -1).to(dtype)
+    )
+    k = k.to(dtype).float()
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    # What stands rotated is rounded so: codes are made of the same numbers here and there.
+    k, v = (
+        turned(turned(x, fmt(f).rotate).to(dtype).float(), fmt(f).rotate)
+        for x, f in ((k, case.keys), (v, case.values))
+    )
+    pages = pages_of(case, layer, total, device)
+    arch = arch_of(torch.device(device))
+    for segment in pages:
+        form = segment.forms
+        if case.stored:
+            keys = turned(k[:, :, : case.stored], form.keys.rotate).to(dtype).to(device)
+            values = turned(v[:, :, : case.stored], form.values.rotate).to(dtype).to(device)
+            # In two calls: what is in 16 bits after the first becomes codes in the second.
+            cut = case.stored * 2 // 3
+            attention_pages.store(segment, keys[:, :, :cut], values[:, :, :cut], 0)
+            attention_pages.store(segment, keys[:, :, cut:], values[:, :, cut:], cut)
+    room = attention_append.scratch(batch, case.heads, case.kv_heads, size, torch.device(device))
+    rules = torch.tensor([head.streaming or (0, EVERYTHING, 0) for head in layer.heads])
+    rules = rules.to(device, torch.int32)
+    masked = case.band is not None
+    worst = 0.0
+    for at in range(case.stored, total):
+        out = torch.full((batch, case.heads * size), float("nan"), dtype=dtype, device=device)
+        position = torch.tensor([at], device=device)
+        for segment in pages:
+            attention_append.append(
+                segment, qkv[at].to(device), None, None, (cos.to(device), sin.to(device)), position, room,
+                (case.heads, case.kv_heads), size**-0.5, 1e-6,
+            )  # fmt: skip
+            attention_decode.decode(
+                segment, rules, masked, position, room, out, (case.heads, case.kv_heads), arch, total,
+                {"EACH": 1},
+            )  # fmt: skip
+        for row in range(batch):
+            wanted = reference_attention(
+                q[row, :, at : at + 1], k[row, :, : at + 1], v[row, :, : at + 1], layer, prefill=False
+            ).flatten()
+            error = (out[row].cpu().float() - wanted).abs().max() / wanted.abs().max()
+            worst = max(worst, float(error) if not error.isnan() else float("inf"))
+    return worst if not int(room.counters.abs().max()) else float("inf")
+
+
+class Prefill(NamedTuple):
+    """Chunks of a prompt, and a layer of four heads on two KV heads: patterns of the heads, formats."""
+
+    chunks: tuple[int, ...]
+    heads: tuple[str, ...] = ("full",) * 4
+    keys: str = "16"
+    values: str = "16"
+    evict: bool = False
+    size: int = 64
+    dtype: str = "float16"
+
+
+# Patterns: `full`, `sink window min_length` or `threshold/stride min_length`.
+PREFILL = {
+    "dense": Prefill((200,)),
+    "dense in chunks": Prefill((256, 128, 70), dtype="bfloat16"),
+    "bands": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200")),
+    "a narrow band": Prefill((400,), ("0 1 0", "200 10 0", "64 64 0", "130 200 350")),
+    "blocks": Prefill((512, 256, 100), ("0.5/16 0", "0.8/8 300", "full", "0.3/16 0")),
+    "blocks and codes": Prefill((256, 70), ("full", "20 50 0", "0.6/16 0", "full"), "4c", "4t"),
+    "codes": Prefill((256, 128, 70), ("full", "70 130 0", "full", "full"), "4c", "4t"),
+    "codes, rotated": Prefill((384, 60), ("full", "0.6/16 0", "0.6/8 0", "full"), "8tr", "8cr"),
+    "a chunk beside a page": Prefill((100, 150), ("full", "20 90 0", "full", "full"), "4c", "4t"),
+    "a ring": Prefill((256, 256, 90), ("70 130 0", "70 130 0", "full", "full"), "4c", "4t", True),
+    "a short ring": Prefill((384, 300), ("5 60 0", "5 60 0", "full", "full"), "8c", "16", True),
+    "a ring not yet": Prefill((128, 256), ("5 60 200", "5 60 200", "full", "full"), "4c", "4t", True),
+}
+
+
+def planned(case: Prefill) -> LayerPlan:
+    def head(text: str) -> HeadPlan:
+        if text == "full":
+            return HeadPlan("full", {}, 0, 0.0, 1.0)
+        if "/" in text:
+            rule, length = text.split()
+            threshold, stride = rule.split("/")
+            params = {"threshold": float(threshold), "stride": int(stride)}
+            return HeadPlan("block_sparse", params, int(length), 0.0, 1.0)
+        sink, window, length = text.split()
+        return HeadPlan("streaming", {"sink": int(sink), "window": int(window)}, int(length), 0.0, 1.0)
+
+    heads = tuple(head(text) for text in case.heads)
+    keys, values = fmt(case.keys), fmt(case.values)
+    band = heads[0].streaming
+    ring = GroupPlan(*band, keys, values) if case.evict and band else GroupPlan(0, 0, 0, keys, values)
+    return LayerPlan(heads, (ring, GroupPlan(0, 0, 0, keys, values)))
+
+
+def prefill_error(case: Prefill, device: str) -> float:
+    """The largest error of the outputs of all chunks, relative to the largest output."""
+    from nstf.runtime.paged_cache import LayerCache, PagePool
+    from nstf.runtime.planned_heads import compiled
+
+    generator = torch.Generator().manual_seed(1)
+    dtype = getattr(torch, case.dtype)
+    layer, total = planned(case), sum(case.chunks)
+    q, k, v = (torch.randn(n, total, case.size, generator=generator) for n in (4, 2, 2))
+    # Queries that look for some keys more than for others.
+    q = q + 2.0 * k.repeat_interleave(2, dim=0)[:, torch.arange(total) // 3]
+    k, v = (
+        turned(turned(x, fmt(f).rotate).to(dtype).float(), fmt(f).rotate)
+        for x, f in ((k, case.keys), (v, case.values))
+    )
+    q = q.to(dtype).float()
+    pool = PagePool([compiled(layer, case.size)], 1, total, dtype, torch.device(device))
+    cache = LayerCache(pool, 0)
+    wanted = reference_chunks(q, k, v, layer, case.chunks)
+    worst, start = 0.0, 0
+    for count in case.chunks:
+        rows = slice(start, start + count)
+        pool.reserve(start + count)
+        found = cache.prefill(
+            *(x[None, :, rows].to(dtype).to(device) for x in (q, k, v)), start, case.size**-0.5
+        )
+        error = (found[0].cpu().float().transpose(0, 1) - wanted[:, rows]).abs().max() / wanted.abs().max()
+        worst = max(worst, float(error) if not error.isnan() else float("inf"))
+        start += count
+    return worst
+
+
+def reference_chunks(q: Tensor, k: Tensor, v: Tensor, layer: LayerPlan, chunks: tuple[int, ...]) -> Tensor:
+    """The reference, chunk by chunk: block-sparse heads are sparse in the whole blocks of a chunk alone."""
+    found, end = [], 0
+    for count in chunks:
+        end += count
+        found.append(reference_attention(q[:, end - count : end], k[:, :end], v[:, :end], layer))
+    return torch.cat(found, dim=1)
+
+
+def errors(device: str, names: list[str] | None = None) -> dict[str, float]:
+    found = {}
+    for name, case in DECODE.items():
+        if not names or name in names:
+            found[name] = decode_error(case, device)
+    for name, chunked in PREFILL.items():
+        if not names or name in names or f"prefill: {name}" in names:
+            found[f"prefill: {name}"] = prefill_error(chunked, device)
+    return found
+
+
+def limit(name: str) -> float:
+    chunked = PREFILL.get(name.removeprefix("prefill: "))
+    if name.startswith("prefill: ") and chunked is not None:
+        return LIMITS[chunked.dtype]
+    case = DECODE[name]
+    codes = CODES_LIMIT if case.keys != "16" or case.values != "16" else 0.0
+    return max(LIMITS[case.dtype], codes)
+
+
+def main() -> None:
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    found: dict[str, Any] = errors("cpu", sys.argv[1:])
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
