@@ -5,6 +5,7 @@
 
 import gc
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -64,14 +65,14 @@ def test_signals_hangs_and_errors_of_a_case_are_noticed() -> None:
     def bad(seed: int, watch: Watch) -> Counts:
         watch.begin(3)
         if seed == 1:
-            os.kill(os.getpid(), 11)
+            os.kill(os.getpid(), signal.SIGKILL)
         if seed == 2:
             sum(1 for _ in iter(int, 1))
         raise RuntimeError("foreign")
 
     total = run_batches(bad, [1, 2, 3], hang_s=0.1, workers=2)
     assert sorted(total.wrong) == [
-        "case 3 of seed 1: ended by signal 11",
+        "case 3 of seed 1: ended by signal 9",
         "case 3 of seed 2: used too much time",
         "case 3 of seed 3: RuntimeError: foreign",
     ]
