@@ -1,8 +1,8 @@
 """A command whose every call into the system is seen, failed or written down (fault_io.c), and its log as a disk.
 
 As a program (started by `runner` with the shim preloaded): reads one JSON request per line, answers with one JSON line each.
-It forks for every request but those with `warm`, which it carries out itself, so that everything is imported by then: a fault
-costs a command, and no start.
+It forks for every request but those with `warm`, which it carries out itself so that everything is imported: a fault costs a
+command, and no start.
 """
 
 import ctypes
@@ -251,7 +251,7 @@ def _serve() -> None:
         request = json.loads(line)
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         out, into = os.pipe()
-        said = tempfile.TemporaryFile()  # noqa: SIM115
+        said = tempfile.TemporaryFile()
         child = os.fork() if not request.get("warm") else 0
         if child == 0:
             kept = os.dup(1), os.dup(2)

@@ -1,8 +1,8 @@
-"""Batches of cases in forked processes, which notice signals, hangs and growth: what a case did is known by its seed and number.
+"""Batches of cases in forked processes, which notice signals, hangs and growth: a case is known by its seed and number.
 
 The child writes the number of the case that it begins into memory that it shares with its parent. A case that uses more than
-`hang_s` of processor time is ended by the kernel (ITIMER_PROF, so that a busy machine is no hang and a loop in C is one); one
-that waits without using any is ended by the parent.
+`hang_s` of processor time is ended by the kernel (ITIMER_PROF: a busy machine is no hang, and a loop in C is one); one that
+waits without using any is ended by the parent.
 """
 
 import json

@@ -101,7 +101,12 @@ def onnx_seeds() -> list[bytes]:
         return bytes([number << 3 | 2, len(content)]) + content
 
     inside = b"\x08\x02\x10\x01" + part(8, b"weight") + part(9, bytes(8))
-    outside = part(1, b"\x02\x03") + b"\x10\x01" + part(8, b"other") + part(13, part(1, b"location") + part(2, b"x.bin"))
+    outside = (
+        part(1, b"\x02\x03")
+        + b"\x10\x01"
+        + part(8, b"other")
+        + part(13, part(1, b"location") + part(2, b"x.bin"))
+    )
     return [part(7, part(5, inside) + part(5, outside + b"\x70\x01"))]
 
 
@@ -117,7 +122,10 @@ def run_onnx(data: bytes) -> None:
 def config_seeds() -> list[bytes]:
     from small_llama import LLAMA
 
-    return [json.dumps(LLAMA).encode(), b'{"eos_token_id":[1,2],"temperature":0.7,"id2label":{"0":"a"},"layer_types":["x"]}']
+    return [
+        json.dumps(LLAMA).encode(),
+        b'{"eos_token_id":[1,2],"temperature":0.7,"id2label":{"0":"a"},"layer_types":["x"]}',
+    ]
 
 
 def run_config(data: bytes) -> None:
@@ -176,7 +184,9 @@ def main() -> None:
             (Path(folder) / str(number)).write_bytes(seed)
         words = Path(folder).with_suffix(".words")
         words.write_text(words_of(made))
-        atheris.Setup([sys.argv[0], f"-dict={words}", "-timeout=2", "-rss_limit_mb=2048", *options, folder], run)
+        atheris.Setup(
+            [sys.argv[0], f"-dict={words}", "-timeout=2", "-rss_limit_mb=2048", *options, folder], run
+        )
         atheris.Fuzz()
 
 

@@ -68,7 +68,7 @@ def base(manifest: dict[str, Any], arrays: dict[str, tuple[str, list[int]]]) -> 
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     sealed = {
-        **dict.fromkeys(("attention", "plan", "provenance", "report"), {}), "version": 1, "files": {},
+        **{key: {} for key in ("attention", "plan", "provenance", "report")}, "version": 1, "files": {},
         **manifest, "sha256": base64.b64encode(bytes(32 * len(arrays))).decode(), "header_sha256": ZEROS.decode(),
     }  # fmt: skip
     text, array_text = canonical_json(sealed).encode(), canonical_json(entries).encode()
@@ -94,7 +94,9 @@ def golden_bases() -> list[Base]:
         manifest = json.loads(header.pop("__metadata__")["nstf"])
         for name, record in manifest["tensors"].items():
             if "tree" in record:
-                mine = {a: (e["dtype"], e["shape"]) for a, e in header.items() if a.rpartition(":")[0] == name}
+                mine = {
+                    a: (e["dtype"], e["shape"]) for a, e in header.items() if a.rpartition(":")[0] == name
+                }
                 found.append(base({"tensors": {name: record}}, mine))
         files = {n: (e["dtype"], e["shape"]) for n, e in header.items() if n.startswith("nstf.file/")}
         if files:
@@ -156,11 +158,15 @@ class Cases:
         elif kind < 0.3 and places.trees:
             start, end = rng.choice(places.trees)
             other = rng.choice(self.bases)
-            new = other.manifest[slice(*rng.choice(other.manifest_spans.trees or other.manifest_spans.values))]
+            new = other.manifest[
+                slice(*rng.choice(other.manifest_spans.trees or other.manifest_spans.values))
+            ]
         elif kind < 0.5 and places.integers:
             start, end = rng.choice(places.integers)
             old = int(text[start:end])
-            new = b"%d" % rng.choice((old + 1, old - 1, 2 * old, 8 * old, old + 2**32, -old, old // 2, rng.getrandbits(66)))
+            new = b"%d" % rng.choice(
+                (old + 1, old - 1, 2 * old, 8 * old, old + 2**32, -old, old // 2, rng.getrandbits(66))
+            )
         elif kind < 0.58 and places.members:
             start, end = rng.choice(places.members)
             new = rng.choice((b"", text[start:end] * 2))

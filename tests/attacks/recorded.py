@@ -1,4 +1,4 @@
-"""Commands that are recorded once, undisturbed, and then disturbed: what they need, what they write, what must hold after."""
+"""Commands that are recorded once, undisturbed, and then disturbed: what they need and write, and what must hold after."""
 
 import fnmatch
 import importlib.util
@@ -42,15 +42,13 @@ COMMANDS = {
     "calibrate": Command(["calibrate", "{folder}/model", "-o", "{folder}/out.calibration", "--work-dir", "{folder}/work",
                           "--force", *_TEXT], "out.calibration", True),
     "export hf": Command(["export", "{folder}/in.nstf", "-o", "{folder}/hf", "--quiet"], "hf"),
-    "export gguf": Command(["export", "{folder}/in.nstf", "--to", "gguf", "--allow-loss", "-o", "{folder}/out.gguf", "--quiet"],
-                           "out.gguf"),
     "serve": Command(["serve", "{folder}/in.nstf", "--threads", "1"], ""),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One undisturbed run: its folder, what was there before and after, its log, and all contents that each name ever had."""
+    """One undisturbed run: its folder, what was there before and after, its log, all contents that each name ever had."""
 
     command: Command
     folder: Path
@@ -109,7 +107,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def temporary(name: str) -> bool:
     """Whether any part of a path is a temporary name."""
     parts = Path(name).parts
-    return parts[:1] == ("tmp",) or any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in LEFT_OVERS)
+    return parts[:1] == ("tmp",) or any(
+        fnmatch.fnmatch(part, pattern) for part in parts for pattern in LEFT_OVERS
+    )
 
 
 def prepare(folder: Path, inputs: Path, command: Command) -> None:
@@ -185,7 +185,7 @@ def resume_from(
 ) -> int:
     """Resumes from each state; how many there were."""
     number = 0
-    for number, state in enumerate(chosen, 1):  # noqa: B007
+    for number, state in enumerate(chosen, 1):
         place(state, folder)
         resume(runner, folder, recorded, f"state {number}")
     return number

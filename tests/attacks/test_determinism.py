@@ -31,8 +31,8 @@ def convert(inputs: Path, folder: Path, isa: str = "", threads: int = 1, **envir
     """The SHA-256 of a default conversion that a process of its own made in a folder of its own."""
     shutil.copytree(inputs, folder)
     words = [
-        "convert", "model", "--dataset", "text.txt", "--budget", "0.4", "-o", "out.nstf", "--samples", "2", "--seq-len", "16",
-        "--threads", str(threads), "--prefer", "size", "--quiet",
+        "convert", "model", "--dataset", "text.txt", "--budget", "0.4", "-o", "out.nstf", "--samples", "2",
+        "--seq-len", "16", "--threads", str(threads), "--prefer", "size", "--quiet",
     ]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, isa, *words],
@@ -73,10 +73,8 @@ def test_same_bytes_with_every_instruction_set_of_our_kernels(inputs: Path, tmp_
 def test_what_torch_computes_otherwise_is_the_same_from_run_to_run(
     inputs: Path, tmp_path: Path, capability: str
 ) -> None:
-    """torch's own kernels add in another order for another instruction set: that file may be another one, but always the same."""
+    """torch adds in another order for another instruction set: that file may be another one, but always the same."""
     usual = convert(inputs, tmp_path / "usual")
-    first, second = (
-        convert(inputs, tmp_path / f"run {i}", ATEN_CPU_CAPABILITY=capability) for i in range(2)
-    )
+    first, second = (convert(inputs, tmp_path / f"run {i}", ATEN_CPU_CAPABILITY=capability) for i in range(2))
     print(f"torch for {capability}: {'the same file' if first == usual else 'another file'}")
     assert first == second

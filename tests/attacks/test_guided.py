@@ -34,7 +34,14 @@ def test_what_coverage_leads_to_is_read_or_refused(target: str, tmp_path: Path) 
     seconds = int(os.environ.get("NSTF_GUIDED_SECONDS", "3600"))
     (tmp_path / "corpus").mkdir()
     run = subprocess.run(
-        [sys.executable, guided.__file__, target, f"-max_total_time={seconds}", "-print_final_stats=1", f"{tmp_path}/corpus"],
+        [
+            sys.executable,
+            guided.__file__,
+            target,
+            f"-max_total_time={seconds}",
+            "-print_final_stats=1",
+            f"{tmp_path}/corpus",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -192,4 +192,8 @@ def test_the_same_tokens_with_any_number_of_threads(made: Callable[..., Path]) -
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: outcomes(step, Path(sys.argv[1]), int(sys.argv[2])) for name, step in STEPS.items()}))
+    print(
+        json.dumps(
+            {name: outcomes(step, Path(sys.argv[1]), int(sys.argv[2])) for name, step in STEPS.items()}
+        )
+    )

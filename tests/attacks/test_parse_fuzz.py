@@ -1,6 +1,6 @@
 """The parser of artifacts under many cases: our errors only, no signal, no hang, no growth.
 
-    python tests/attacks/test_parse_fuzz.py 20000000        as many as one says, from the shell; prints the counts
+python tests/attacks/test_parse_fuzz.py 20000000        as many as one says, from the shell; prints the counts
 """
 
 import gc
@@ -93,7 +93,10 @@ def test_20000000_cases_load_or_are_refused() -> None:
 
 
 def _tell(total: Total) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {cases_of(total):,} cases {total.counts} wrong {total.wrong}", flush=True)
+    print(
+        f"{time.strftime('%H:%M:%S')} {cases_of(total):,} cases {total.counts} wrong {total.wrong}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
