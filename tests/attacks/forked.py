@@ -11,10 +11,12 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 WAITS_S = 180.0
 Counts = dict[str, int]
@@ -58,6 +60,8 @@ class _Running:
     seed: int
     shared: mmap.mmap
     answers: int
+    # What it wrote on stderr: a sanitizer's report, above all.
+    said: IO[bytes]
     seen: int = -1
     since: float = 0.0
 
@@ -99,14 +103,14 @@ def run_batches(
 def _start(batch: Batch, seed: int, hang_s: float) -> tuple[int, _Running]:
     shared = mmap.mmap(-1, 8)
     out, into = os.pipe()
+    said = tempfile.TemporaryFile()
     pid = os.fork()
     if pid:
         os.close(into)
-        return pid, _Running(seed, shared, out, since=time.monotonic())
+        return pid, _Running(seed, shared, out, said, since=time.monotonic())
     try:
         os.close(out)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1), os.dup2(quiet, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
         sys.stdout = sys.stderr = Path(os.devnull).open("w")
         for number in (signal.SIGPROF, signal.SIGABRT):
             signal.signal(number, signal.SIG_DFL)
@@ -131,12 +135,16 @@ def _collect(child: _Running, status: int, total: Total) -> None:
     with os.fdopen(child.answers, "rb") as answers:
         text = answers.read()
     where = f"case {child.number()} of seed {child.seed}"
+    with child.said as said:
+        said.seek(0)
+        last = said.read().decode(errors="replace")
+    report = last[at : at + 300] if (at := last.find("rror")) >= 0 else ""
     if os.WIFSIGNALED(status):
         kind = {signal.SIGPROF: "used too much time", signal.SIGABRT: "aborted, or waited too long"}
         number = os.WTERMSIG(status)
         total.wrong.append(f"{where}: {kind.get(signal.Signals(number), f'ended by signal {number}')}")
         return
-    answer = json.loads(text) if text else {"wrong": f"ended with status {status}"}
+    answer = json.loads(text) if text else {"wrong": f"ended with status {status} {report}".rstrip()}
     if "wrong" in answer:
         total.wrong.append(f"{where}: {answer['wrong']}")
     else:
