@@ -55,7 +55,9 @@ vllm: $(STAMP) ## the exports run by vLLM on the CPU, in an environment of its o
 	@NSTF_VLLM_PYTHON=$(abspath $(OUT))/vllm/bin/python $(PY) -m pytest -q -m slow tests/integrations/test_vllm.py
 
 # Figures that a long run reaches are printed at its end (-rP).
+# atheris has no wheel for some machines: its tests are left out there.
 fuzz: $(STAMP) ## the long runs over damaged files, faults at every call, random trees (hours; see SECURITY.md)
+	@$(PIP) atheris || echo "no atheris here: nothing is guided by coverage"
 	@$(PYTEST) -m fuzz -rP --ignore tests/attacks/test_limits_and_soak.py
 
 soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memory; the server under clients that come and go
@@ -63,7 +65,7 @@ soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memo
 	@$(PYTEST) -m soak
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
-sanitize: $(STAMP) ## the kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer; needs gcc
+sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavior- and ThreadSanitizer; needs gcc
 	@$(PIP) scikit-build-core nanobind ninja
 	@test -x $(SANITIZE)/bin/python || $(PY) -m venv --without-pip $(SANITIZE)
 	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
@@ -75,7 +77,12 @@ sanitize: $(STAMP) ## the kernels' tests under Address-, UndefinedBehavior- and 
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
 	    tests/kernels/test_engine_chains.py \
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
-	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py
+	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py \
+	    tests/runtime/test_engine_batch.py tests/runtime/test_token_sampler.py tests/quantizers/test_shuffle.py \
+	    tests/integrations/serve/test_scheduler.py
+	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/attacks/test_deep_fuzz.py \
+	    tests/attacks/test_limits_and_soak.py -k "right_digests or threads"
 	@$(PY) -m pytest -q -m slow tests/kernels/test_parallel.py
 
 lint: $(STAMP) ## ruff (rules and format) and mypy

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.atomic_file import disk_errors
 from nstf.runtime.artifact.config import check_generation, limits_of
 from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.citizen import make_citizen
@@ -179,9 +180,11 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     """The tokenizer a folder of these files (config.json among them) would give. `where` names it in errors."""
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory(prefix="nstf-") as folder:
-        for name, content in files.items():
-            Path(folder, name).write_bytes(content)
+    # What cannot be removed from a folder for temporary files is no reason to fail.
+    with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
+        with disk_errors(Path(folder)):
+            for name, content in files.items():
+                Path(folder, name).write_bytes(content)
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:

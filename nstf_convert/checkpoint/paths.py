@@ -1,12 +1,13 @@
 """Opening the files that a checkpoint names: only regular files of its own folder."""
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 
 # Tensors are read in parts of this size, so many side by side.
 PART_BYTES = 16 << 20
@@ -68,7 +69,9 @@ def open_regular(path: Path) -> BinaryIO:
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
+        # A disk that fails is no mistake of whoever gave the path.
+        kind = NstfError if error.errno == errno.EIO else UsageError
+        raise kind(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise UnsupportedError(f"{path} is not a regular file; give a model folder or a model file")

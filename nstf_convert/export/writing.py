@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
+from nstf.runtime.artifact.atomic_file import disk_errors
 
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
@@ -59,7 +60,8 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
     """
     output = output.absolute()
     partial = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
-    partial.mkdir()
+    with disk_errors(output):
+        partial.mkdir()
     try:
         yield partial
         for file in partial.rglob("*"):
@@ -76,8 +78,12 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
         else:
             _replace_folder(partial, output)
         _sync(output.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        # A failed write or fsync does not say of which file it was.
+        if isinstance(error, OSError) and (error.filename is None or str(partial) in str(error.filename)):
+            with disk_errors(output):
+                raise
         raise
 
 

@@ -14,6 +14,7 @@
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/syscall.h>
+#include <sys/sendfile.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -138,6 +139,34 @@ ssize_t read(int fd, void* data, size_t size) {
         return done;
     }
     return syscall(SYS_read, fd, data, size);
+}
+
+// Copies inside the kernel are refused as sockets are, so that Python reads and writes instead.
+ssize_t sendfile64(int to, int from, off64_t* at, size_t size) {
+    if (watched_fd(to) || watched_fd(from)) {
+        errno = ENOTSOCK;
+        return -1;
+    }
+    return syscall(SYS_sendfile, to, from, at, size);
+}
+ssize_t sendfile(int to, int from, off_t* at, size_t size) { return sendfile64(to, from, at, size); }
+ssize_t copy_file_range(int from, off64_t* at, int to, off64_t* to_at, size_t size, unsigned flags) {
+    if (watched_fd(to) || watched_fd(from)) {
+        errno = EXDEV;
+        return -1;
+    }
+    return syscall(SYS_copy_file_range, from, at, to, to_at, size, flags);
+}
+
+ssize_t writev(int fd, const struct iovec* parts, int count) {
+    ssize_t all = 0;
+    for (int i = 0; i < count; ++i) {
+        const ssize_t done = write(fd, parts[i].iov_base, parts[i].iov_len);
+        if (done < 0) return all ? all : done;
+        all += done;
+        if ((size_t)done < parts[i].iov_len) break;
+    }
+    return all;
 }
 
 static int synced(int fd, long call) {

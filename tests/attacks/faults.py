@@ -1,17 +1,22 @@
-"""A conversion whose every call into the system is seen, failed or written down (fault_io.c), and its log as a disk.
+"""A command whose every call into the system is seen, failed or written down (fault_io.c), and its log as a disk.
 
 As a program (started by `runner` with the shim preloaded): reads one JSON request per line, answers with one JSON line each.
-It imports everything once and forks for every request, so that a fault costs a conversion and no start.
+It forks for every request but those with `warm`, which it carries out itself so that everything is imported: a fault costs a
+command, and no start.
 """
 
 import ctypes
 import errno
+import gc
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,9 +41,9 @@ def build(folder: Path) -> Path | None:
 class Runner:
     """The process that carries the requests out."""
 
-    def __init__(self, shim: Path, model: Path, text: Path) -> None:
+    def __init__(self, shim: Path) -> None:
         environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1", "NSTF_SHIM": str(shim)}
-        command = [sys.executable, str(Path(__file__)), str(model), str(text)]
+        command = [sys.executable, str(Path(__file__))]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
@@ -59,8 +64,8 @@ class Runner:
 
 
 @contextmanager
-def runner(shim: Path, model: Path, text: Path) -> Iterator[Runner]:
-    made = Runner(shim, model, text)
+def runner(shim: Path) -> Iterator[Runner]:
+    made = Runner(shim)
     try:
         yield made
     finally:
@@ -137,9 +142,12 @@ class Disk:
             del seen[event.at :]
             seen.extend(bytes(event.at - len(seen)))
         elif event.op == "rename":
-            self.pending.setdefault(event.other, self.names.get(event.other))
-            self.pending.setdefault(path, self.names.get(path))
-            self.names[event.other] = self.names.pop(path)
+            # Of a folder: every file below it.
+            for old in [n for n in self.names if n == path or n.startswith(f"{path}/")]:
+                new = event.other + old[len(path) :]
+                self.pending.setdefault(new, self.names.get(new))
+                self.pending.setdefault(old, self.names.get(old))
+                self.names[new] = self.names.pop(old)
         elif event.op == "unlink" and path in self.names:
             self.pending.setdefault(path, self.names[path])
             del self.names[path]
@@ -211,65 +219,66 @@ def _serve() -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    from nstf_convert.options import ConvertOptions
-    from nstf_convert.pipeline import Budget, convert
+    from nstf.integrations.serve import server
+    from nstf_convert.cli import run
 
     shim = ctypes.CDLL(os.environ["NSTF_SHIM"])
     shim.nstf_fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int]
-    model, text = sys.argv[1:3]
-
-    def options(folder: Path, changes: dict[str, Any]) -> ConvertOptions:
-        settings: dict[str, Any] = {
-            "model": model, "datasets": (text,), "samples": 4, "seq_len": 16, "threads": 1, "prefer": "size",
-            "output": folder / "out.nstf", "work_dir": folder / "work", "force": True,
-        }  # fmt: skip
-        changes = {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
-        return ConvertOptions(budget=Budget("ratio", 0.5), **{**settings, **changes})
+    # The server is made whole, and ends where it would wait for its first client.
+    server.run = lambda app, host, port, ready: ready(1)
 
     def carry_out(request: dict[str, Any]) -> dict[str, Any]:
-        """In the child: a conversion with its fault, and what came of it."""
-        from nstf.errors import NstfError
-
-        folder = Path(request["folder"])
-        log = (
-            os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            if request.get("log")
-            else -1
-        )
-        shim.nstf_fault_arm(
-            str(folder).encode(),
-            request.get("at", 0),
-            request.get("mode", COUNT),
-            request.get("errno", errno.EIO),
-            log,
-        )
-        answer: dict[str, Any] = {"error": None, "message": ""}
+        """In the child: a command with its fault, and what came of it."""
+        folder = request["folder"]
+        tempfile.tempdir = f"{folder}/tmp"  # temporary files belong to what may fail
+        Path(tempfile.tempdir).mkdir(exist_ok=True)
+        words = [word.replace("{folder}", folder) for word in request["words"]]
+        log = -1
+        if request.get("log"):
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        if request.get("moment_s"):
+            signal.setitimer(signal.ITIMER_PROF, request["moment_s"])
+        mode, number = request.get("mode", COUNT), request.get("errno", errno.EIO)
+        shim.nstf_fault_arm(folder.encode(), request.get("at", 0), mode, number, log)
         try:
-            convert(options(folder, request.get("options", {})))
-        except NstfError as error:
-            answer = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-        except BaseException as error:
-            answer = {"error": f"foreign {type(error).__name__}", "message": str(error)}
-        shim.nstf_fault_disarm()
-        return {**answer, "calls": int(shim.nstf_fault_count())}
+            code = run(words)
+        finally:
+            shim.nstf_fault_disarm()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        return {"code": code, "calls": int(shim.nstf_fault_count())}
 
     for line in sys.stdin:
         request = json.loads(line)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         out, into = os.pipe()
-        child = os.fork()
+        said = tempfile.TemporaryFile()
+        child = os.fork() if not request.get("warm") else 0
         if child == 0:
+            kept = os.dup(1), os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
+            answer = {"code": None, "calls": 0}
             try:
-                os.close(out)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                os.write(into, json.dumps(carry_out(request)).encode())
+                answer = carry_out(request)
             finally:
-                os._exit(0)
+                os.write(into, json.dumps(answer).encode())
+                sys.stdout.flush(), sys.stderr.flush()
+                if not request.get("warm"):
+                    os._exit(0)
+                os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+                tempfile.tempdir = None
         os.close(into)
         with os.fdopen(out, "rb") as answers:
             text_found = answers.read()
-        status = os.waitpid(child, 0)[1]
+        status = os.waitpid(child, 0)[1] if child else 0
         answer = json.loads(text_found) if text_found else {}
+        said.seek(0)
+        answer["lines"] = said.read().decode(errors="replace").splitlines()
+        said.close()
+        answer["cpu_s"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         answer["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if request.get("warm"):
+            gc.collect()
+            gc.freeze()
         print(json.dumps(answer), flush=True)
 
 

@@ -14,7 +14,7 @@ from nstf.kernels.formats import decode, kinds
 from nstf.runtime.artifact import open_artifact, verify
 from nstf.runtime.artifact.reader import parse_structure
 
-MUTATIONS = 5_000
+MUTATIONS = 2_000
 SLOWEST_S = 1.0  # of this process's own time: a busy machine is no hang
 
 NASTY: list[Any] = [
@@ -161,7 +161,7 @@ def use(path: Path) -> None:
                 pass
 
 
-def test_5000_mutations_load_or_are_refused(good: Any, good_file: bytes, tmp_path: Path) -> None:
+def test_2000_mutations_load_or_are_refused(good: Any, good_file: bytes, tmp_path: Path) -> None:
     seen = run(1, MUTATIONS, good, good_file, tmp_path / "m.nstf")
     assert sum(seen.values()) == MUTATIONS
     assert set(seen) == {"loads", "CorruptError", "UnsupportedError"}
@@ -187,10 +187,13 @@ def test_every_truncation_is_refused(good_file: bytes, put: Callable[[bytes], Pa
 
 
 def test_flipped_bit_anywhere_is_found_by_verify(good_file: bytes, put: Callable[[bytes], Path]) -> None:
-    """Every byte once, with a bit chosen at random: the header's digest covers what the arrays' do not."""
+    """Every third byte, with a bit chosen at random: the header's digest covers what the arrays' do not.
+
+    Every bit of every byte: test_deep_fuzz.py.
+    """
     rng = random.Random(0)
     path = put(good_file)
-    for at, byte in enumerate(good_file):
+    for at, byte in list(enumerate(good_file))[::3]:
         with path.open("r+b") as file:
             file.seek(at)
             file.write(bytes([byte ^ (1 << rng.randrange(8))]))

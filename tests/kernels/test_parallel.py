@@ -10,12 +10,12 @@ HERE = Path(__file__).parent
 CPU = HERE.parents[1] / "kernels" / "cpu"
 
 
-def program(folder: Path, *flags: str) -> Path:
+def program(folder: Path, *flags: str, main: str = "parallel_throws.cpp") -> Path:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     out = folder / "parallel"
-    source = [str(HERE / "parallel_throws.cpp"), str(CPU / "parallel.cpp")]
+    source = [str(HERE / main), str(CPU / "parallel.cpp")]
     subprocess.run(
         [compiler, "-std=c++17", "-O1", "-g", "-pthread", f"-I{CPU}", *flags, *source, "-o", str(out)],
         check=True,
@@ -28,7 +28,13 @@ def test_what_a_task_throws_is_thrown_to_the_caller_and_the_pool_goes_on(tmp_pat
     assert (done.returncode, done.stdout) == (0, "2000 1\n"), done.stderr
 
 
+def test_several_callers_at_once_get_each_its_own(tmp_path: Path) -> None:
+    done = subprocess.run([program(tmp_path, main="parallel_callers.cpp")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
 @pytest.mark.slow
-def test_the_pool_has_no_race_that_thread_sanitizer_finds(tmp_path: Path) -> None:
-    done = subprocess.run([program(tmp_path, "-fsanitize=thread")], capture_output=True, text=True)
+@pytest.mark.parametrize("main", ["parallel_throws.cpp", "parallel_callers.cpp"])
+def test_the_pool_has_no_race_that_thread_sanitizer_finds(tmp_path: Path, main: str) -> None:
+    done = subprocess.run([program(tmp_path, "-fsanitize=thread", main=main)], capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-4000:]

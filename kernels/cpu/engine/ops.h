@@ -16,7 +16,8 @@ static inline float fast_exp(float x) {
     p = p * part + 2.4022651e-1f;
     p = p * part + 6.9314718e-1f;
     p = p * part + 1.0f;
-    const int32_t bits = (__builtin_bit_cast(int32_t, shifted) + (127 - 0x4b400000)) << 23;
+    // Unsigned: what is shifted out, all of it for a NaN, is no overflow.
+    const uint32_t bits = (__builtin_bit_cast(uint32_t, shifted) + (127u - 0x4b400000u)) << 23;
     const float power = __builtin_bit_cast(float, bits);
     return p * power;
 }

@@ -1,14 +1,13 @@
 """`nstf calibrate`: the calibration alone, as a file that several conversions can share."""
 
-import shutil
 from pathlib import Path
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime.artifact.atomic_file import CHUNK_BYTES, replacing
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.attention.plan import write_with_profile
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
-from nstf_convert.pipeline.store.tensorfile import sync_folder
 
 
 def calibrate(options: ConvertOptions) -> Path:
@@ -20,14 +19,18 @@ def calibrate(options: ConvertOptions) -> Path:
     with Session(options, Stages(), may_drop=False) as session:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
-        partial = options.output.with_name(f".{options.output.name}.part")
+        made = session.calibration.path
+        if options.context is not None:
+            write_with_profile(session, session.calibration, options.output)
+            return options.output
         try:
-            if options.context is None:
-                shutil.copyfile(session.calibration.path, partial)
-            else:
-                write_with_profile(session, session.calibration, partial)
-            partial.replace(options.output)
-            sync_folder(options.output.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+            with made.open("rb") as file, replacing(options.output, made.stat().st_size) as out:
+                at = 0
+                while chunk := file.read(CHUNK_BYTES):
+                    out.write(at, memoryview(chunk))
+                    at += len(chunk)
+        except OSError as error:
+            raise NstfError(
+                f"{made}: cannot be read ({error.strerror}); check the disk, and run again"
+            ) from error
     return options.output

@@ -44,8 +44,8 @@ def small(tmp_path_factory) -> Small:
     return Small(folder, text)
 
 
-def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Saves a Llama of 2 layers, 64 wide, and a word-level tokenizer."""
+def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> None:
+    """Saves a Llama of some layers, 64 wide, and a word-level tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -54,7 +54,7 @@ def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         vocab_size=len(WORDS) + 2,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
