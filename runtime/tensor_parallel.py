@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node
-from nstf.kernels.formats.shards import Span, grain, shard, spans
+from nstf.kernels.formats.shards import Span as Span
+from nstf.kernels.formats.shards import grain, shard, spans
 
 if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact

@@ -29,10 +29,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf.integrations.vllm.checkpoint import Folder
-from nstf.kernels.formats.shards import Span
 from nstf.runtime import operators
 from nstf.runtime.parameter import EncodedParameter
+from nstf.runtime.rank_folder import RankFolder
+from nstf.runtime.tensor_parallel import Span
 
 VERSION = 1
 
@@ -147,7 +147,7 @@ class NstfLoader(BaseModelLoader):  # type: ignore[misc]
             )
         stated = getattr(model_config.hf_config, "quantization_config", None)
         config = NstfConfig.from_config(stated if isinstance(stated, dict) else {})
-        folder = Folder(path, config.tensors)
+        folder = RankFolder(path, config.tensors)
         made: dict[tuple[str, int, int], EncodedParameter] = {}
         for prefix, module in model.named_modules():
             method = getattr(module, "quant_method", None)

@@ -14,7 +14,7 @@ SAMPLE = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
 
 def test_a_file_for_ranks_can_be_divided(tmp_path: Path) -> None:
     words = ["convert", str(SAMPLE), "--budget", "0.3", "--effort", "fast", "--samples", "4", "--seq-len", "128",
-             "--dataset", str(SAMPLE.parents[1] / "data" / "prose.txt"), "--target", "avx512", "--no-attention-plan"]  # fmt: skip
+             "--dataset", str(SAMPLE.parents[1] / "data" / "prose.txt"), "--target", "avx512"]  # fmt: skip
     report = tmp_path / "report.json"
     divided = [*words, "--tp", "2,4", "-o", str(tmp_path / "tp.nstf"), "--report", str(report)]
     assert run(divided) == 0
@@ -28,7 +28,12 @@ def test_a_file_for_ranks_can_be_divided(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"), [("3", "512 positions cannot be divided by 3 ranks"), ("two", "numbers of ranks"), ("1", "numbers of ranks")]
+    ("ranks", "said"),
+    [
+        ("3", "512 positions cannot be divided by 3 ranks"),
+        ("two", "numbers of ranks"),
+        ("1", "numbers of ranks"),
+    ],
 )
 def test_what_cannot_be_divided_is_refused_before_work(
     ranks: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

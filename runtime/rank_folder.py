@@ -1,4 +1,4 @@
-"""The encoded tensors of an exported folder, mapped: a rank reads the bytes of its part and no others."""
+"""The encoded tensors of a folder of `nstf export --to transformers`, mapped: a rank reads the bytes of its part."""
 
 import json
 import mmap
@@ -21,7 +21,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class Folder:
+class RankFolder:
     """A folder of `nstf export --to transformers`. tensors: the `tensors` of its quantization_config.
 
     Raises CorruptError for files that are not what the config says, OSError for files that cannot be read.
