@@ -4,8 +4,11 @@
 know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +40,21 @@ class InputMoments:
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor] | None = None, wanted: Callable[[str], bool] = lambda name: True
+        self,
+        weights: Mapping[str, Tensor] | None = None,
+        wanted: Callable[[str], bool] = lambda name: True,
+        turn: Callable[[str], AbstractContextManager[None]] = lambda key: nullcontext(),
     ) -> None:
         """weights: by the first layer that reads an input, what each of its rows counts, [rows of all batches] in the
         order in which they come; inputs without count all rows the same. wanted: whether the input of a watched layer is to
-        be gathered now."""
-        self._weights, self._wanted = dict(weights or {}), wanted
+        be gathered now. turn: what is entered to add under a key, where several threads run batches."""
+        self._weights, self._wanted, self._turn = dict(weights or {}), wanted, turn
         self._sums: dict[str, Tensor] = {}
         self._mass: dict[str, float | Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._key_of: dict[str, str] = {}
-        self._last: tuple[Tensor, str] | None = None
+        # Each thread's last input; it must not outlive the layer for this.
+        self._last = threading.local()
 
     def watch(self, name: str, module: nn.Module) -> Any:
         """Starts gathering for a Linear, Conv or Conv1D layer; returns the hook's handle."""
@@ -57,13 +64,14 @@ class InputMoments:
                 return
             x = args[0]
             if name not in self._key_of:
-                shared = self._last is not None and self._last[0] is x
-                self._key_of[name] = self._last[1] if shared and self._last else name
+                last, of = getattr(self._last, "read", (lambda: None, name))
+                self._key_of[name] = of if last() is x else name
             key = self._key_of[name]
             if key != name:
                 return
-            self._last = (x, name)
-            self.add(name, rows_of(module, x))
+            self._last.read = weakref.ref(x), name
+            with self._turn(name):
+                self.add(name, rows_of(module, x))
 
         return module.register_forward_pre_hook(hook)
 
@@ -96,7 +104,6 @@ class InputMoments:
 
     def pop(self, names: Iterable[str] | None = None) -> dict[str, Moment]:
         """The finished moments of `names` (all when None), by key; their memory is released here."""
-        self._last = None
         wanted = set(self._key_of if names is None else names)
         out = {}
         for key in [k for k in self._sums if k in wanted]:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nstf.analyzers.by_thread import ByThread
+
 
 class OutputSensitivity:
     """Gathers the summed squared gradient of every watched module's output, one value per output feature."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: ByThread[dict[str, Tensor]] = ByThread(dict)
 
     def watch(self, name: str, module: nn.Module) -> Any:
         """Starts gathering at the output of `module`; features are the last axis, channels for convolutions."""
@@ -29,20 +31,24 @@ class OutputSensitivity:
 
         return module.register_forward_hook(hook)
 
+    def separate(self) -> None:
+        """From now on what the calling thread runs is summed apart."""
+        self._sums.separate()
+
     def _add(self, name: str, module: nn.Module, grad: Tensor) -> None:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             grad = grad.transpose(1, -1)
         grad = grad.detach().reshape(-1, grad.shape[-1])
         total = grad.square().sum(dim=0).double()
-        self._sums[name] = self._sums.get(name, 0) + total
+        sums = self._sums.value
+        sums[name] = sums.get(name, 0) + total
 
     def take(self) -> dict[str, Tensor]:
         """What was summed since the last call, by name: [features] float64.
 
         A module that runs several times (for a convolution's positions, a token's experts) counts each time.
         """
-        found, self._sums = self._sums, {}
-        return found
+        return self._sums.take()
 
 
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:

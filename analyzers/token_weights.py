@@ -7,11 +7,13 @@ outputs). The row sensitivities s_j keep their meaning: dividing by sum_t w_t le
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nstf.analyzers.by_thread import ByThread
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,16 @@ class TokenSquares:
     key_of: dict[str, str]
 
 
+@dataclass(eq=False)
+class _Gathered:
+    """Since the last call of `take`. last: the input that was read last, and its key."""
+
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    features: dict[str, int] = field(default_factory=dict)
+    key_of: dict[str, str] = field(default_factory=dict)
+    last: tuple[Tensor, str] | None = None
+
+
 class TokenGradients:
     """Gathers each token's squared gradient at the outputs of watched layers, one value per input row.
 
@@ -35,13 +47,11 @@ class TokenGradients:
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self._gathered: ByThread[_Gathered] = ByThread(_Gathered)
 
-    def _forget(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
-        self._features: dict[str, int] = {}
-        self._key_of: dict[str, str] = {}
-        self._last: tuple[Tensor, str] | None = None
+    def separate(self) -> None:
+        """From now on what the calling thread runs is gathered apart."""
+        self._gathered.separate()
 
     def watch(self, name: str, module: nn.Module) -> Any:
         """Starts gathering for a layer whose output's last axis is its features; returns the hook's handle."""
@@ -49,25 +59,25 @@ class TokenGradients:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if not isinstance(out, Tensor) or not out.requires_grad:
                 return
-            if name not in self._key_of:
-                shared = self._last is not None and self._last[0] is args[0]
-                self._key_of[name] = self._last[1] if shared and self._last else name
-                self._last = (args[0], self._key_of[name])
+            found = self._gathered.value
+            if name not in found.key_of:
+                shared = found.last is not None and found.last[0] is args[0]
+                found.key_of[name] = found.last[1] if shared and found.last else name
+                found.last = (args[0], found.key_of[name])
             out.register_hook(lambda grad: self._add(name, grad))  # type: ignore[no-untyped-call]
 
         return module.register_forward_hook(hook)
 
     def _add(self, name: str, grad: Tensor) -> None:
-        rows = grad.detach().reshape(-1, grad.shape[-1])
-        self._features[name] = rows.shape[1]
-        self._parts.setdefault(name, []).append(rows.float().square().sum(dim=1))
+        rows, found = grad.detach().reshape(-1, grad.shape[-1]), self._gathered.value
+        found.features[name] = rows.shape[1]
+        found.parts.setdefault(name, []).append(rows.float().square().sum(dim=1))
 
     def take(self) -> TokenSquares:
         """What was gathered since the last call: the rows of a batch."""
-        squares = {n: torch.cat(parts) for n, parts in self._parts.items()}
-        found = TokenSquares(squares, self._features, self._key_of)
-        self._forget()
-        return found
+        found = self._gathered.take()
+        squares = {n: torch.cat(parts) for n, parts in found.parts.items()}
+        return TokenSquares(squares, found.features, found.key_of)
 
 
 def token_weights(batches: Sequence[TokenSquares], rows: int) -> dict[str, Tensor]:

@@ -139,14 +139,17 @@ def run_layer_by_layer(
     layers: Sequence[nn.Module],
     runs: Sequence[Callable[[], Any]],
     after_layer: Callable[[int], None],
+    workers: int = 1,
 ) -> None:
     """Runs every batch in `runs` through the layers in step; `after_layer(l)` when all have left layer l.
 
     `after_layer(-1)` is called when all batches stand before the first layer, and
-    `after_layer(len(layers) - 1)` when all have finished. Errors of a batch are raised here.
+    `after_layer(len(layers) - 1)` when all have finished. workers: batches that run at a time. Errors of a batch are raised
+    here.
     Raises ValueError when a batch calls a layer more than once (see `calls_per_layer`).
     """
-    run_in_step([[layer] for layer in layers], runs, lambda gate, _: after_layer(gate - 1), repeats=False)
+    gates = [[layer] for layer in layers]
+    run_in_step(gates, runs, lambda gate, _: after_layer(gate - 1), workers, repeats=False)
 
 
 class _Enough(Exception):

@@ -8,6 +8,7 @@ a 135 M model, as much as a good 6-bit file.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -62,7 +63,8 @@ class StreamedModel:
         self.weights = DeviceWeights(source, self.device, resident_bytes)
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
-        self._held: set[nn.Module] = set()
+        self._held: Counter[nn.Module] = Counter()
+        self._holding = threading.Lock()
         self._pending: list[Callable[[], None]] = []
         for module, names in self._owners():
             self._attach(module, names)
@@ -184,17 +186,20 @@ class StreamedModel:
 
     @contextmanager
     def holding(self, *modules: nn.Module | None) -> Iterator[None]:
-        """Keeps the weights of these modules in memory while the block runs, for modules called many times."""
-        held = [self._fetchers[m] for m in modules if m in self._fetchers]
-        for load, _ in held:
-            load()
-        self._held = {m for m in modules if m is not None}
+        """Keeps the weights of these modules in memory while the block runs, for modules called many times. Several threads
+        may hold one, if none calls it without."""
+        held = [m for m in modules if m in self._fetchers]
+        for module in held:
+            self._fetchers[module][0]()
+        with self._holding:
+            self._held.update(held)
         try:
             yield
         finally:
-            self._held = set()
-            for _, drop in held:
-                drop()
+            with self._holding:
+                self._held.subtract(held)
+            for module in held:
+                self._fetchers[module][1]()
 
     def settle(self) -> None:
         """Fetches the small weights that stay loaded."""
@@ -269,8 +274,8 @@ class StreamedModel:
                         module._parameters[local] = meta[local]
 
         self._fetchers[module] = (load, drop)
-        module.register_forward_pre_hook(lambda *_: None if module in self._held else load())
-        module.register_forward_hook(lambda *_: None if module in self._held else drop(), always_call=True)
+        module.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
+        module.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
 
 
 def buffers_to(module: nn.Module, device: torch.device) -> None:

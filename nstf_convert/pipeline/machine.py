@@ -106,13 +106,8 @@ class Machine:
         if self.on_gpu:
             yield map
             return
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)
-            with ThreadPoolExecutor(self.threads) as pool:
-                yield lambda work, *items: pool.map(torch.no_grad()(work), *items)
-        finally:
-            torch.set_num_threads(threads)
+        with torch_threads(1), ThreadPoolExecutor(self.threads) as pool:
+            yield lambda work, *items: pool.map(torch.no_grad()(work), *items)
 
     def _at_most(self, share: float, standard: int) -> int:
         room = int(share * self._spendable())
@@ -120,6 +115,17 @@ class Machine:
 
     def _spendable(self) -> int:
         return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - BASE_BYTES)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """An operation of torch takes so many threads inside; threads that have run some before keep what they had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def machine(device: str, memory: int | None, gpu_memory: int | None, threads: int | None) -> Machine:

@@ -11,14 +11,17 @@ batches. So several processes may share them, and the sums are the same for any 
 import hashlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from nstf.analyzers.by_thread import ByThread
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
@@ -127,17 +130,19 @@ def end_loss_gradients(
     tick: Callable[[float], None] = lambda share: None,
     tokens_per_batch: int = 0,
     pieces: Pieces | None = None,
+    workers: int = 1,
 ) -> Gradients:
     """Gradients of the end loss over the fit batches, or the first ones of them (`Data.read`), which leave tokens without
     weights. tick: is told the share of the work that a batch was;
-    tokens_per_batch: windows are put together up to so many; pieces: batches are shared with other processes."""
+    tokens_per_batch: windows are put together up to so many; pieces: batches are shared with other processes; workers:
+    batches that run side by side, which changes nothing."""
     merged = _merged(data, tokens_per_batch)
     total: BatchSums | None = None
     tokens: list[TokenSquares] = []
     spread: list[Tensor] = []
     with _Backward(model, data, seed) as backward:
         scales = backward.scales
-        for sums in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged))):
+        for sums in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged)), workers):
             tokens.append(sums.tokens)
             if sums.spread is not None:
                 spread.append(sums.spread)
@@ -183,7 +188,11 @@ def _merged(data: Data, tokens_per_batch: int) -> list[Batch]:
 
 
 def _in_order(
-    backward: "_Backward", merged: Sequence[Batch], pieces: Pieces | None, done: Callable[[], None]
+    backward: "_Backward",
+    merged: Sequence[Batch],
+    pieces: Pieces | None,
+    done: Callable[[], None],
+    workers: int,
 ) -> Iterator[BatchSums]:
     """The sums of all batches in their order, whoever has run them. done: is called when there is one more."""
 
@@ -192,6 +201,10 @@ def _in_order(
         done()
         return sums
 
+    if pieces is None and workers > 1:
+        with ThreadPoolExecutor(workers, initializer=backward.separate) as pool:
+            yield from pool.map(run, range(len(merged)))
+        return
     if pieces is None:
         yield from map(run, range(len(merged)))
         return
@@ -226,8 +239,9 @@ class _Backward:
         self.scales: dict[str, float] = {}
         self._model, self._data, self._seed = model, data, seed
         self._sums, self._tokens = OutputSensitivity(), TokenGradients()
-        self._counts: dict[str, Tensor] = {}
-        self._calls: dict[nn.Module, int] = {}
+        self._counts: ByThread[dict[str, Tensor]] = ByThread(dict)
+        self._calls: ByThread[Counter[nn.Module]] = ByThread(Counter)
+        self._precision = ExitStack()
         self._repeatable = data.language and self.device.type == "cuda"
 
     def __enter__(self) -> Self:
@@ -252,15 +266,23 @@ class _Backward:
                 self._handles.append(sums.watch(f"sensitivity_in:{name}", module))
                 self.scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
         self._undo = checkpoint_layers(layers)
+        model.settle()  # one thread at a time may
+        self._precision.enter_context(fast_products())
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._precision.close()
         self._undo()
         for handle in self._handles:
             handle.remove()
 
+    def separate(self) -> None:
+        """From now on batches that the calling thread runs are gathered apart from those of others."""
+        for part in (self._sums, self._tokens, self._counts, self._calls):
+            part.separate()
+
     def _count_call(self, module: nn.Module, args: Any) -> None:
-        self._calls[module] = self._calls.get(module, 0) + 1
+        self._calls.value[module] += 1
 
     def sums(self, index: int, batch: Batch) -> BatchSums:
         """What a batch says; index: its place among all, which is part of its labels' seed."""
@@ -274,25 +296,23 @@ class _Backward:
             self._repeatable = False
             self._sums.take()
             self._tokens.take()
-            self._counts.clear()
+            self._counts.take()
             return self._sums_of(index, batch)
 
     def _sums_of(self, index: int, batch: Batch) -> BatchSums:
-        self._calls.clear()
+        self._calls.take()
         generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
-        with fast_products():
-            out = model_output(self._model, self._data, prepared(batch))
-            if self._data.language:
-                gradient, head, spread = gradient_from_logits(self._model, out, generator)
-                self._back(out, gradient)
-                units = spread.numel()
-            else:
-                units, head, spread = _back_from_outputs(out, generator), None, None
+        out = model_output(self._model, self._data, prepared(batch))
+        if self._data.language:
+            gradient, head, spread = gradient_from_logits(self._model, out, generator)
+            self._back(out, gradient)
+            units = spread.numel()
+        else:
+            units, head, spread = _back_from_outputs(out, generator), None, None
         give_back()
-        counts = dict(self._counts)
-        self._counts.clear()
-        repeats = any(n > 1 for n in self._calls.values())
-        return BatchSums(self._sums.take(), self._tokens.take(), counts, head, spread, units, repeats)
+        repeats = any(n > 1 for n in self._calls.take().values())
+        sums, tokens, counts = self._sums.take(), self._tokens.take(), self._counts.take()
+        return BatchSums(sums, tokens, counts, head, spread, units, repeats)
 
     def _back(self, out: Tensor, gradient: Tensor) -> None:
         """Sends a gradient back, with the same bits every time where that was not given up."""
@@ -365,7 +385,7 @@ def _start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
 
 
-def _counter(name: str, rows: int, counts: dict[str, Tensor]) -> Any:
+def _counter(name: str, rows: int, every: ByThread[dict[str, Tensor]]) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         ids = args[0] if args else None
         # Position tables of OPT take a mask, those of Whisper the tokens: what they look up is not in the arguments.
@@ -374,6 +394,7 @@ def _counter(name: str, rows: int, counts: dict[str, Tensor]) -> Any:
         if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or _finds_rows_itself(module):
             return
         found = torch.bincount(ids.reshape(-1), minlength=rows).double().cpu()
+        counts = every.value
         counts[name] = counts.get(name, torch.zeros(rows, dtype=torch.float64)) + found
 
     return hook

@@ -5,7 +5,10 @@ each runs all layers, which is the lesser part of the work, and takes the moment
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +16,13 @@ from torch import Tensor, nn
 
 from nstf.analyzers.moments import ExpertMoments, InputMoments, Moment
 from nstf.analyzers.shrinkage import effective_tokens, sampling_share, shrunk
-from nstf.analyzers.turnstile import layer_list, run_layer_by_layer
+from nstf.analyzers.turnstile import call_order, layer_list, run_layer_by_layer
 from nstf.errors import NstfError
-from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output
+from nstf_convert.pipeline.calibrate.batches import PROBE_TOKENS, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.gradients import Gradients
 from nstf_convert.pipeline.calibrate.share import Pieces
-from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.calibrate.text import Data
+from nstf_convert.pipeline.calibrate.turns import Turns
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.streamed import StreamedModel
 
@@ -80,10 +84,11 @@ def gather_hessians(
     consumer: Consumer | None = None,
     tick: Callable[[float], None] = lambda share: None,
     pieces: Pieces | None = None,
+    workers: int = 1,
 ) -> Hessians:
     """Hands every Hessian to the consumer or to `store`. tick: is told the share of the pass that a layer was; pieces:
-    layers are shared with other processes."""
-    whole = _Pass(model, data, gradients, tokens_per_batch, consumer, store)
+    layers are shared with other processes; workers: batches that run side by side, which changes nothing."""
+    whole = _Pass(model, data, gradients, tokens_per_batch, consumer, store, workers)
     shared = whole.shareable() if pieces is not None else set()
     own: set[str] = set()
 
@@ -143,6 +148,7 @@ class _Pass:
         tokens_per_batch: int,
         consumer: Consumer | None,
         store: Store,
+        workers: int = 1,
     ) -> None:
         self._model, self._data, self._weights, self._store = model, data, gradients.token_weight, store
         self._batches = list(merge_batches(data.fit, tokens_per_batch))
@@ -155,7 +161,10 @@ class _Pass:
         known = {f"frequency:{name}": value for name, value in gradients.frequency.items()}
         self._gathered = Gathered({**gradients.sensitivity, **known}, {"hessians": self.entries})
         self._taken: set[str] = set()
-        self._moments = InputMoments(self._weights, lambda name: self._part_of[name] in self._taken)
+        self._turns: Turns | None = None
+        self._moments = InputMoments(
+            self._weights, lambda name: self._part_of[name] in self._taken, self._turn
+        )
         self.experts = ExpertMoments(self._moments)
         self._linear = {
             path: (module, weight)
@@ -174,6 +183,23 @@ class _Pass:
         }
         if data.language and model.head is not None:
             self._weight_of[HEAD] = model.stored_name(_path_of(model.module, model.head) + ".weight")
+        self._workers = workers if workers > 1 and self._runs_once() else 1
+
+    def _runs_once(self) -> bool:
+        """Whether a batch calls every module that is watched exactly once: then it is clear what comes before what."""
+        if not self._layers or self._stacks or not self._data.language:
+            return False
+        modules = [module for module, _ in self._linear.values()]
+        few = {n: v[:, :PROBE_TOKENS] if v.ndim == 2 else v for n, v in self._batches[0].items()}
+        calls = call_order(modules, lambda: model_output(self._model, self._data, few))
+        return len(calls) == len(set(calls)) == len(modules)
+
+    def _turn(self, key: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._turns is None else self._turns.turn(key)
+
+    def _layer_of(self, key: str) -> int | None:
+        part = self._part_of.get(key, OUTSIDE)
+        return None if part == OUTSIDE else int(part)
 
     def shareable(self) -> set[str]:
         """The parts all of whose Hessians the consumer covers, so that no Hessian needs to go from process to process."""
@@ -195,10 +221,12 @@ class _Pass:
         head = InputMoments(self._weights)
         model, layers = self._model, self._layers
 
-        def run(batch: Batch) -> None:
-            out = model_output(model, self._data, batch)
-            if HEAD in self._taken:
-                head.add(HEAD, out.reshape(-1, out.shape[-1]))
+        def run(index: int) -> None:
+            with nullcontext() if self._turns is None else self._turns.running(index):
+                out = model_output(model, self._data, self._batches[index])
+                if HEAD in self._taken:
+                    with self._turn(HEAD):
+                        head.add(HEAD, out.reshape(-1, out.shape[-1]))
 
         def before(part: str) -> None:
             if (part != HEAD or HEAD in self._weight_of) and take(part):
@@ -217,30 +245,45 @@ class _Pass:
 
         handles = [self._moments.watch(path, module) for path, (module, _) in self._linear.items()]
         handles += [self.experts.watch(path, module) for path, module in self._stacks.items()]
+        if self._workers > 1:
+            model.settle()  # one thread at a time may
+            self._turns = Turns(layers, self._layer_of)
+        indices = range(len(self._batches))
         try:
             before(OUTSIDE)
             with fast_products(), torch.no_grad():
                 if layers:
-                    run_layer_by_layer(layers, [lambda b=b: run(b) for b in self._batches], after_layer)  # type: ignore[misc]
+                    runs = [partial(run, i) for i in indices]
+                    run_layer_by_layer(layers, runs, after_layer, self._workers)
                 else:
                     before(HEAD)
-                    for batch in self._batches:
-                        run(batch)
+                    for index in indices:
+                        run(index)
             self._use(self._moments.pop())
             if HEAD in self._taken:
                 done(HEAD, self._use(head.pop()))
         finally:
             self._taken.clear()
+            if self._turns is not None:
+                self._turns.close()
+                self._turns = None
             for handle in handles:
                 handle.remove()
 
     def _use(self, found: dict[str, Moment]) -> dict[str, Any]:
         """Shrinks new Hessians, shows them to the consumer, stores the others: what the file says about each."""
-        for key, moment in found.items():
+
+        def share_of(key: str, moment: Moment) -> float:
             known = self._weights.get(key)
             tokens = float(moment.tokens) if known is None else effective_tokens(known)
             share = SHRINKAGE + (1 - SHRINKAGE) * sampling_share(moment.hessian, tokens)
-            self._gathered.tensors[f"hessian:{key}"] = shrunk(moment.hessian, share)
+            shrunk(moment.hessian, share)
+            return share
+
+        with ThreadPoolExecutor(self._workers) as pool:
+            shares = list(pool.map(share_of, found, found.values()))
+        for (key, moment), share in zip(found.items(), shares, strict=True):
+            self._gathered.tensors[f"hessian:{key}"] = moment.hessian
             self.entries[key] = {
                 "tokens": moment.tokens,
                 "shrinkage": share,

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
-from nstf_convert.pipeline.calibrate.gradients import Gradients, leave_gradients
+from nstf_convert.pipeline.calibrate.gradients import HEAD_ELEMENTS, Gradients, leave_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_proposals
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Pieces, SharedStep, Sharer
 from nstf_convert.pipeline.calibrate.statistics import calibrate_model, data_found
+from nstf_convert.pipeline.machine import torch_threads
 from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.units import Statistics
 from nstf_convert.pipeline.store.tensorfile import TensorFile
@@ -35,6 +36,9 @@ HESSIAN_BYTES = 3 << 30
 # Bytes that wait per token, in widths of the hidden state, while all windows stand before a layer: the stream, what the
 # model keeps of its own input, and rotary tables.
 WAITING_WIDTHS = 3
+# Of one layer in a backward pass: copies of the stream and of the feed-forward's activations, gradients among them. Of
+# logits: copies of those that are there at a time.
+LAYER_WIDTHS, LOGITS = 12, 6
 # Bumped when a calibration means something else: older files are then refused.
 CALIBRATION_VERSION = 9
 
@@ -95,6 +99,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
             consumer,
             session.stages.tick,
             sharing,
+            _workers(session, model, data),
         )
     return TensorFile(_path(session))
 
@@ -143,9 +148,23 @@ def _proposing(session: "Session", identity: str) -> Consumer:
         encoder = session.encoder_for(identity)
         entries = known.metadata["hessians"]
         units = [session.units[w] for k in sorted(keys) for w in entries[k]["weights"]]
-        encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
+        with torch_threads(session.threads):
+            encoder.each(units, lambda u: encoder.candidates(u, allowed), lambda u: None)
 
     return Consumer(once.__contains__, use)
+
+
+def _workers(session: "Session", model: StreamedModel, data: inputs.Data) -> int:
+    """Batches that run side by side: as many as there are cores and memory for. Sharing a batch between cores takes 1.2 to
+    1.4 times as long."""
+    config = model.module.config.get_text_config()
+    if not data.language or (width := getattr(config, "hidden_size", 0)) == 0:
+        return 1
+    layers, inner = getattr(config, "num_hidden_layers", 1), getattr(config, "intermediate_size", None)
+    inner = inner if isinstance(inner, int) else 4 * width
+    # The stream before each layer, and one layer's activations with their gradients; some logits; the largest weight.
+    activations = 4 * session.tokens_per_batch * (width * (layers + LAYER_WIDTHS) + LAYER_WIDTHS * inner)
+    return session.machine.workers(activations + LOGITS * 4 * HEAD_ELEMENTS["cpu"] + 8 * width * inner)
 
 
 def _path(session: "Session") -> Path:

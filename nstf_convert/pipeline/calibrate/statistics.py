@@ -19,6 +19,8 @@ The metadata's `domains` gives the dataset every batch of the three splits came 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, gather_hessians
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharer
 from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.machine import torch_threads
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
 
@@ -67,17 +70,19 @@ def calibrate_model(
     consumer: Consumer | None = None,
     tick: Tick = lambda share: None,
     sharing: Sharer | None = None,
+    workers: int = 1,
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`.
 
     consumer: is shown the Hessians of every layer as they are finished; those it covers are not stored.
-    tick: is told the share of the work that a step was. sharing: other processes that do a part of it.
+    tick: is told the share of the work that a step was. sharing: other processes that do a part of it. workers: batches
+    that run side by side on a CPU, a core each: most operations of a forward pass gain little from several.
     """
-    with TensorFileWriter(path) as writer:
+    with TensorFileWriter(path) as writer, torch_threads(1) if workers > 1 else nullcontext():
         pieces = None if sharing is None else sharing.begin(GRADIENTS, *data_needed(data))
         back = BACKWARD * len(data.to_read) / (BACKWARD * len(data.to_read) + len(data.fit))
         gradients = end_loss_gradients(
-            model, data, seed, lambda share: tick(back * share), tokens_per_batch, pieces
+            model, data, seed, lambda share: tick(back * share), tokens_per_batch, pieces, workers
         )
         for name, value in gradients.sensitivity.items():
             writer.add(name, value)
@@ -88,7 +93,7 @@ def calibrate_model(
             pieces = sharing.begin(HESSIANS, *gradients.stored())
         found = gather_hessians(
             model, data, gradients, tokens_per_batch, lambda key, h: writer.add(f"hessian:{key}", h), consumer,
-            lambda share: tick((1 - back) * share), pieces,
+            lambda share: tick((1 - back) * share), pieces, workers,
         )  # fmt: skip
         for key in sorted(found.entries.keys() & gradients.token_weight):
             writer.add(f"token_weight:{key}", gradients.token_weight[key])
@@ -99,7 +104,7 @@ def calibrate_model(
             for i, batch in enumerate(batches):
                 for name, value in batch.items():
                     writer.add(f"{split}:{i}:{name}", value)
-        both = reference_outputs(model, data, [*data.held_out, *data.report], tokens_per_batch)
+        both = reference_outputs(model, data, [*data.held_out, *data.report], tokens_per_batch, workers)
         for i, reference in enumerate(both):
             own = i - len(data.held_out)
             writer.add(f"reference:{i}" if own < 0 else f"report_reference:{own}", reference)
@@ -132,9 +137,22 @@ def data_found(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Data:
 
 
 def reference_outputs(
-    model: StreamedModel, data: Data, batches: Sequence[Batch], tokens_per_batch: int = TOKENS_PER_BATCH
+    model: StreamedModel,
+    data: Data,
+    batches: Sequence[Batch],
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    workers: int = 1,
 ) -> Iterator[Tensor]:
     """What `batches` give: hidden states [tokens, hidden] of a language model, else pooled outputs."""
-    with torch.no_grad():
-        for group in merge_batches(batches, tokens_per_batch):
-            yield from model_output(model, data, group).unbind(0)
+    model.settle()  # one thread at a time may
+
+    @torch.no_grad()
+    def run(group: Batch) -> Tensor:
+        return model_output(model, data, group)
+
+    groups = list(merge_batches(batches, tokens_per_batch))
+    for first in range(0, len(groups), workers):
+        with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+            some = groups[first : first + workers]
+            for out in map(run, some) if pool is None else pool.map(run, some):
+                yield from out.unbind(0)

@@ -14,6 +14,7 @@ from nstf import __version__
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import signature
 from nstf.kernels.formats import EncodedTensor, dense, node_from_json, node_to_json
+from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine
@@ -122,7 +123,7 @@ class Encoder:
         """Does `work` for every unit, on all cores: one thread a Hessian, one core a thread. Results by name.
 
         Tensors are independent, and small matrices gain little from torch's own threads; results do not depend
-        on how many workers there are.
+        on how many workers there are. Threads that are left over help with searches.
         """
         groups: dict[str, list[Unit]] = {}
         for unit in sorted(units, key=lambda u: u.name):
@@ -131,13 +132,15 @@ class Encoder:
         def run(members: list[Unit]) -> list[tuple[str, T]]:
             out = []
             for unit in members:
-                out.append((unit.name, work(unit)))
+                with search_threads(inner):
+                    out.append((unit.name, work(unit)))
                 progress(unit)
             self.statistics.forget()
             return out
 
         threads = torch.get_num_threads()
         workers = self._machine.workers(max((working_bytes(u) for u in units if u.kept is None), default=1))
+        inner = max(1, workers // max(1, len(groups)))
         # The largest first, so that no core is left with the embedding table at the end.
         order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
         try:

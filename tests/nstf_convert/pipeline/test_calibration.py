@@ -1,13 +1,17 @@
 """What a calibration file holds: three disjoint splits, their domains, their references, and what every token counts."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from nstf_convert.pipeline import calibrate
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.statistics import (
+    calibrate_model,
     data_found,
     data_needed,
     domains,
@@ -16,6 +20,8 @@ from nstf_convert.pipeline.calibrate.statistics import (
     report_batches,
 )
 from nstf_convert.pipeline.calibrate.text import Data
+from nstf_convert.pipeline.calibrate.turns import Turns
+from nstf_convert.pipeline.machine import torch_threads
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.streamed import StreamedModel
 
@@ -115,3 +121,68 @@ def test_sensitivities_of_a_layer_are_the_mean_squares_of_its_gradients(file, sm
             units += len(log_p)
     found = file.get(f"sensitivity:{name}.weight")
     assert float(found.mean()) == pytest.approx(float(total.mean() / units), rel=0.15)
+
+
+def test_batches_side_by_side_give_the_bytes_of_one_after_the_other(file, small, tmp_path) -> None:
+    from nstf_convert.checkpoint import open_checkpoint
+
+    batches = tuple(fit_batches(file))
+    data = Data(True, batches, tuple(held_out_batches(file)), {}, report=tuple(report_batches(file)))
+    contents = []
+    for workers in (1, 3):
+        model = StreamedModel.from_checkpoint(open_checkpoint(str(small.folder)))
+        with torch_threads(1):
+            calibrate_model(model, data, tmp_path / str(workers), {}, 0, 64, workers=workers)
+        made = TensorFile(tmp_path / str(workers))
+        contents.append(({n: made.get(n) for n in sorted(made.names())}, made.metadata))
+    (one, facts), (many, same_facts) = contents
+    assert facts == same_facts and one.keys() == many.keys() and len(batches) > 4
+    for name, value in one.items():
+        assert torch.equal(value, many[name]), name
+
+
+def test_batches_add_in_their_order_whoever_is_there_first() -> None:
+    layers = [nn.Identity(), nn.Identity()]
+    turns = Turns(layers, {"a": 0, "b": 1}.get)
+    order: list[tuple[str, int]] = []
+    arrived = threading.Event()
+
+    def run(index: int) -> None:
+        with turns.running(index):
+            if index == 0:
+                arrived.wait()  # until the others stand before the first key
+            if index != 1:  # which passes its layer without the module
+                with turns.turn("a"):
+                    order.append(("a", index))
+            layers[0](0)
+            if index == 2:
+                return  # as when it fails
+            with turns.turn("b"):
+                order.append(("b", index))
+
+    with ThreadPoolExecutor(4) as pool:
+        later = [pool.submit(run, i) for i in (3, 2, 1)]
+        first = pool.submit(run, 0)
+        arrived.set()
+        for future in (first, *later):
+            future.result(timeout=60)
+    turns.close()
+    assert [i for key, i in order if key == "a"] == [0, 2, 3]
+    assert [i for key, i in order if key == "b"] == [0, 1, 3]
+    assert not layers[0]._forward_hooks
+
+
+def test_weights_stay_while_any_thread_holds_them(small, monkeypatch) -> None:
+    from nstf_convert import streamed
+    from nstf_convert.checkpoint import open_checkpoint
+
+    monkeypatch.setattr(streamed, "RESIDENT_BYTES", 0)
+    model = StreamedModel.from_checkpoint(open_checkpoint(str(small.folder)))
+    layer = next(module for _, module, _ in model.linear_modules())
+    assert layer.weight.is_meta
+    with model.holding(layer):
+        with model.holding(layer):
+            pass
+        layer(torch.zeros(1, layer.weight.shape[1]))
+        assert not layer.weight.is_meta
+    assert layer.weight.is_meta
