@@ -7,7 +7,7 @@ import sys
 def share_one_arena() -> None:
     """Keeps glibc from giving every batch's thread a heap of its own, each of which keeps what was freed in it.
 
-    With 16 batches of a 135 M model that was 1 GiB. Only one batch runs at a time, so one heap serves all.
+    With 16 batches of a 135 M model that was 1 GiB. Few run at a time, so one heap serves all.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -7,7 +7,6 @@ know about the data (Hassibi and Stork 1993; Frantar et al., GPTQ, 2022).
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -125,12 +124,14 @@ def mean_outer(
     workers: int = 1,
     difference: bool = False,
     product: Callable[[Tensor, Tensor], Tensor] = outer,
+    each: Callable[..., Iterable[tuple[Tensor, float]]] = map,
 ) -> Tensor:
     """sum_t w_t l_t r_t^T / sum_t w_t over the rows of several batches: [left features, right features] float32.
 
     left, right: by batch, [n, features]; weights: by batch, [n], None for ones. The batches' sums are added in order,
     so that the result does not depend on `workers`. Zero when the weights are. difference: of l - r in place of l, whose
-    rounding is relative to the difference; product: what multiplies, unless both are the same rows.
+    rounding is relative to the difference; product: what multiplies, unless both are the same rows. workers: batches that
+    `each`, a `map`, is given at a time.
     """
 
     def one(index: int) -> tuple[Tensor, float]:
@@ -149,12 +150,11 @@ def mean_outer(
 
     total: Tensor | None = None
     mass = 0.0
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(left), workers):
-            # A few at a time: each one's sum takes as much memory as the result.
-            for part, weight in pool.map(one, range(start, min(start + workers, len(left)))):
-                total = part if total is None else total.add_(part)
-                mass += weight
+    for start in range(0, len(left), workers):
+        # A few at a time: each one's sum takes as much memory as the result.
+        for part, weight in each(one, range(start, min(start + workers, len(left)))):
+            total = part if total is None else total.add_(part)
+            mass += weight
     if total is None:
         raise ValueError("there is no batch to take a moment of")
     return total.div_(mass) if mass > 0 else total.zero_()

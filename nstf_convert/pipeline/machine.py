@@ -106,8 +106,8 @@ class Machine:
         if self.on_gpu:
             yield map
             return
-        with torch_threads(1), ThreadPoolExecutor(self.threads) as pool:
-            yield lambda work, *items: pool.map(torch.no_grad()(work), *items)
+        with torch_threads(1), each_of(self.threads) as each:
+            yield lambda work, *items: each(torch.no_grad()(work), *items)
 
     def _at_most(self, share: float, standard: int) -> int:
         room = int(share * self._spendable())
@@ -115,6 +115,16 @@ class Machine:
 
     def _spendable(self) -> int:
         return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - BASE_BYTES)
+
+
+@contextmanager
+def each_of(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A `map` with so many threads; one is the caller's own: torch takes milliseconds to set a new one up."""
+    if workers == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        yield pool.map
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.analyzers.by_thread import ByThread
-from nstf.analyzers.heap import give_back
+from nstf.analyzers.heap import give_back, share_one_arena
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
@@ -202,6 +202,7 @@ def _in_order(
         return sums
 
     if pieces is None and workers > 1:
+        share_one_arena()
         with ThreadPoolExecutor(workers, initializer=backward.separate) as pool:
             yield from pool.map(run, range(len(merged)))
         return

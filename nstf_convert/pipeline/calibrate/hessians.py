@@ -5,7 +5,6 @@ each runs all layers, which is the lesser part of the work, and takes the moment
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from nstf_convert.pipeline.calibrate.gradients import Gradients
 from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Data
 from nstf_convert.pipeline.calibrate.turns import Turns
+from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.streamed import StreamedModel
 
@@ -280,8 +280,8 @@ class _Pass:
             shrunk(moment.hessian, share)
             return share
 
-        with ThreadPoolExecutor(self._workers) as pool:
-            shares = list(pool.map(share_of, found, found.values()))
+        with each_of(self._workers) as each:
+            shares = list(each(share_of, found, found.values()))
         for (key, moment), share in zip(found.items(), shares, strict=True):
             self._gathered.tensors[f"hessian:{key}"] = moment.hessian
             self.entries[key] = {

@@ -19,7 +19,6 @@ The metadata's `domains` gives the dataset every batch of the three splits came 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, gather_hessians
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharer
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.machine import torch_threads
+from nstf_convert.pipeline.machine import each_of, torch_threads
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.streamed import StreamedModel
 
@@ -152,7 +151,6 @@ def reference_outputs(
 
     groups = list(merge_batches(batches, tokens_per_batch))
     for first in range(0, len(groups), workers):
-        with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
-            some = groups[first : first + workers]
-            for out in map(run, some) if pool is None else pool.map(run, some):
+        with each_of(workers) as each:
+            for out in each(run, groups[first : first + workers]):
                 yield from out.unbind(0)

@@ -37,6 +37,7 @@ from nstf_convert.pipeline.improve.groups import (
     run_data,
 )
 from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
+from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import exact_products, fast_products
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -237,8 +238,9 @@ class _Pass:
                 p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
             ]
         try:
-            # Results are written while the next group is under way.
-            with ThreadPoolExecutor(1) as self.writer:
+            # Results are written while the next group is under way. The workers stay for the whole pass: torch takes
+            # milliseconds to set a new thread up.
+            with ThreadPoolExecutor(1) as self.writer, each_of(self.workers) as self.each:
                 with fast_products() if _bits(self.session, self.mix) < EXACT_BITS else exact_products():
                     with suppress(_Enough):
                         run_in_step(gates, runs, self._at_gate, self.workers)
@@ -297,7 +299,7 @@ class _Pass:
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
         if not self.corrected:
-            return [moments(Rows(rows, weights=weights), self.workers)]
+            return [moments(Rows(rows, weights=weights), self.workers, self.each)]
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
         if group.norm is not None:
@@ -306,8 +308,8 @@ class _Pass:
         kept = max(1, round(len(rows) * HELD_OUT))
         fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
         if not fit.rows:
-            return [moments(data, self.workers)]
-        return [moments(fit, self.workers), moments(held_out, self.workers)]
+            return [moments(data, self.workers, self.each)]
+        return [moments(part, self.workers, self.each) for part in (fit, held_out)]
 
     def _shrinkage(self, group: Group) -> float:
         """As much as the calibration's Hessian of that input was shrunk."""
@@ -328,20 +330,19 @@ class _Pass:
         wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
-        with ThreadPoolExecutor(self.workers) as pool:
-            weights, shares, hessian = self._targets(wanted, known, pool.map)
-            stats = Stats(shrunk(hessian, self._shrinkage(group)))
-            del hessian
-            if self.session.machine.on_gpu:
-                self._encode(wanted, weights, shares, stats)
-                return
+        weights, shares, hessian = self._targets(wanted, known, self.each)
+        stats = Stats(shrunk(hessian, self._shrinkage(group)))
+        del hessian
+        if self.session.machine.on_gpu:
+            self._encode(wanted, weights, shares, stats)
+            return
 
-            def one(index: int) -> None:
-                part = slice(index, index + 1)
-                with search_threads(inner):
-                    self._encode(wanted[part], weights[part], shares[part], stats)
+        def one(index: int) -> None:
+            part = slice(index, index + 1)
+            with search_threads(inner):
+                self._encode(wanted[part], weights[part], shares[part], stats)
 
-            list(pool.map(one, range(len(wanted))))
+        list(self.each(one, range(len(wanted))))
 
     def _targets(
         self, names: Sequence[str], known: list[Moments], each: Callable[..., Iterable[Any]]

@@ -54,14 +54,16 @@ class Rows:
         return Rows(self.rows[batches], self.originals[batches], self.lag[batches], weights)
 
 
-def moments(data: Rows, workers: int) -> Moments:
-    """The second moments of some batches."""
-    hessian = mean_outer(data.rows, data.rows, data.weights, workers)
+def moments(data: Rows, workers: int, each: Callable[..., Iterable[Any]] = map) -> Moments:
+    """The second moments of some batches, so many at a time by `each`, a `map`."""
+    hessian = mean_outer(data.rows, data.rows, data.weights, workers, each=each)
     shift = stream = None
     if data.originals:
-        shift = mean_outer(data.originals, data.rows, data.weights, workers, difference=True, product=outer)
+        shift = mean_outer(
+            data.originals, data.rows, data.weights, workers, difference=True, product=outer, each=each
+        )
     if data.lag:
-        stream = mean_outer(data.lag, data.rows, data.weights, workers, product=outer)
+        stream = mean_outer(data.lag, data.rows, data.weights, workers, product=outer, each=each)
     if data.weights is None:
         mass = float(sum(r.shape[0] for r in data.rows))
     else:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from nstf.kernels.formats import EncodedTensor, dense, node_from_json, node_to_j
 from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
-from nstf_convert.pipeline.machine import Machine
+from nstf_convert.pipeline.machine import Machine, each_of
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import hybrids
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -145,8 +144,8 @@ class Encoder:
         order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
         try:
             torch.set_num_threads(1 if workers > 1 else threads)
-            with ThreadPoolExecutor(workers) as pool:
-                done = [pair for part in pool.map(run, order) for pair in part]
+            with each_of(workers) as each:
+                done = [pair for part in each(run, order) for pair in part]
         finally:
             torch.set_num_threads(threads)
         return dict(sorted(done))
