@@ -27,6 +27,7 @@ from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sam
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
 from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
+from nstf_convert.pipeline.calibrate.lookups import counter, frequency, of_all
 from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.products import fast_products, repeatable
@@ -39,8 +40,9 @@ HOST = torch.device("cpu")
 LABELS = 16
 # Logits in memory at a time: 25 MiB, several times, on a CPU; 256 MiB on a GPU.
 HEAD_ELEMENTS = {"cpu": 128 * 49152, "cuda": 1 << 26}
-# BatchSums of the look-ups spread evenly over all rows, so that rows the text does not use still count.
-FREQUENCY_SMOOTHING = 0.2
+# Activations of a batch that are kept on a CPU in place of computing a layer again: this many copies of the stream and of
+# the feed-forward's inner width.
+KEPT_BYTES, KEPT_WIDTHS = 256 << 20, 10
 # What is done to the tails of the token weights: as they are, the inputs of q, k and v of some layers would have a
 # Hessian of 50 tokens out of 16384 (attention sinks). Measured as SHRINKAGE, without shrinkage: power 1 -12 -11 %,
 # power 1 capped at 4 -9 -15 %, power 0.5 -14 -10 %.
@@ -140,7 +142,7 @@ def end_loss_gradients(
     total: BatchSums | None = None
     tokens: list[TokenSquares] = []
     spread: list[Tensor] = []
-    with _Backward(model, data, seed) as backward:
+    with _Backward(model, data, seed, tokens_per_batch) as backward:
         scales = backward.scales
         for sums in _in_order(backward, merged, pieces, lambda: tick(1 / len(merged)), workers):
             tokens.append(sums.tokens)
@@ -161,10 +163,10 @@ def end_loss_gradients(
     counts = total.counts
     if len(data.to_read) < len(data.fit):
         weights = {}
-        counts = {n: _of_all(v, data) for n, v in counts.items()}
+        counts = {n: of_all(v, data) for n, v in counts.items()}
     return Gradients(
         found,
-        {n: _frequency(v) for n, v in sorted(counts.items())},
+        {n: frequency(v) for n, v in sorted(counts.items())},
         {n: temper(w, WEIGHT_POWER, WEIGHT_CAP) for n, w in weights.items()},
         total.repeats,
     )
@@ -177,7 +179,7 @@ def leave_gradients(
     merged = _merged(data, tokens_per_batch)
     if not pieces.left(map(str, range(len(merged)))):
         return
-    with _Backward(model, data, seed) as backward:
+    with _Backward(model, data, seed, tokens_per_batch) as backward:
         for index, batch in enumerate(merged):
             if pieces.take(str(index)):
                 pieces.put(str(index), *backward.sums(index, batch).stored())
@@ -235,7 +237,8 @@ def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 class _Backward:
     """A model whose modules are watched, run forwards and backwards a batch at a time. Use as a context manager."""
 
-    def __init__(self, model: StreamedModel, data: Data, seed: int) -> None:
+    def __init__(self, model: StreamedModel, data: Data, seed: int, tokens_per_batch: int = 0) -> None:
+        self._tokens_per_batch = tokens_per_batch
         self.device = model.device
         self.scales: dict[str, float] = {}
         self._model, self._data, self._seed = model, data, seed
@@ -262,11 +265,11 @@ class _Backward:
                 name = model.stored_name(f"{path}.weight")
                 self._handles.append(module.register_forward_hook(_start_gradients))
                 self._handles.append(
-                    module.register_forward_hook(_counter(name, module.num_embeddings, self._counts))
+                    module.register_forward_hook(counter(name, module.num_embeddings, self._counts))
                 )
                 self._handles.append(sums.watch(f"sensitivity_in:{name}", module))
                 self.scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
-        self._undo = checkpoint_layers(layers)
+        self._undo = checkpoint_layers([] if self._keeps_activations(len(layers)) else layers)
         model.settle()  # one thread at a time may
         self._precision.enter_context(fast_products())
         return self
@@ -276,6 +279,19 @@ class _Backward:
         self._undo()
         for handle in self._handles:
             handle.remove()
+
+    def _keeps_activations(self, layers: int) -> bool:
+        """Whether what the layers of a batch compute is so little that it need not be computed again. A GPU would keep the
+        weights as well."""
+        config = self._model.module.config.get_text_config()
+        widths = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
+        ids = [b["input_ids"] for b in self._data.to_read if "input_ids" in b]
+        if self.device.type != "cpu" or not self._data.language or not ids:
+            return False
+        if not all(isinstance(width, int) for width in widths):
+            return False
+        tokens = max(self._tokens_per_batch, max(i.numel() for i in ids))
+        return 4 * layers * tokens * KEPT_WIDTHS * sum(widths) <= KEPT_BYTES
 
     def separate(self) -> None:
         """From now on batches that the calling thread runs are gathered apart from those of others."""
@@ -363,47 +379,8 @@ def _rows(batches: tuple[Batch, ...]) -> int:
     return sum(math.prod(i.shape) for i in ids if i is not None)
 
 
-def _of_all(counts: Tensor, data: Data) -> Tensor:
-    """How often each row is looked up by all batches, where the batches that were read looked up their `input_ids`."""
-
-    def looked_up(some: Sequence[Batch]) -> Tensor | None:
-        ids = [b["input_ids"].reshape(-1) for b in some if "input_ids" in b]
-        if len(ids) < len(some) or max(int(i.max()) for i in ids) >= counts.numel():
-            return None
-        return torch.bincount(torch.cat(ids), minlength=counts.numel()).double()
-
-    every, part = looked_up(data.fit), looked_up(data.to_read)
-    return counts if every is None or part is None or not torch.equal(part, counts.cpu()) else every
-
-
-def _frequency(counts: Tensor) -> Tensor:
-    share = counts / counts.sum().clamp_min(1)
-    smooth = FREQUENCY_SMOOTHING / share.numel()
-    return ((1 - FREQUENCY_SMOOTHING) * share + smooth).to(torch.float32)
-
-
 def _start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
-
-
-def _counter(name: str, rows: int, every: ByThread[dict[str, Tensor]]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        ids = args[0] if args else None
-        # Position tables of OPT take a mask, those of Whisper the tokens: what they look up is not in the arguments.
-        if not isinstance(ids, Tensor) or ids.is_floating_point() or out.shape != (*ids.shape, out.shape[-1]):
-            return
-        if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= rows or _finds_rows_itself(module):
-            return
-        found = torch.bincount(ids.reshape(-1), minlength=rows).double().cpu()
-        counts = every.value
-        counts[name] = counts.get(name, torch.zeros(rows, dtype=torch.float64)) + found
-
-    return hook
-
-
-def _finds_rows_itself(module: nn.Module) -> bool:
-    """Whether an embedding computes the rows it looks up from something else, as learned positions do."""
-    return type(module) is not nn.Embedding and "Position" in type(module).__name__
 
 
 def _embedding_scale(module: nn.Module) -> float:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from nstf.analyzers.sensitivity import checkpoint_layers
 from nstf_convert.pipeline import calibrate
+from nstf_convert.pipeline.calibrate import gradients
 from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
 from nstf_convert.pipeline.calibrate.statistics import (
     calibrate_model,
@@ -139,6 +141,28 @@ def test_batches_side_by_side_give_the_bytes_of_one_after_the_other(file, small,
     assert facts == same_facts and one.keys() == many.keys() and len(batches) > 4
     for name, value in one.items():
         assert torch.equal(value, many[name]), name
+
+
+def test_kept_activations_give_the_gradients_of_recomputed_ones(file, small, monkeypatch) -> None:
+    from nstf_convert.checkpoint import open_checkpoint
+
+    model = StreamedModel.from_checkpoint(open_checkpoint(str(small.folder)))
+    data, recomputed = Data(True, tuple(fit_batches(file)), (), {}), []
+    monkeypatch.setattr(
+        gradients,
+        "checkpoint_layers",
+        lambda layers: recomputed.append(len(layers)) or checkpoint_layers(layers),
+    )
+    found = []
+    for most in (gradients.KEPT_BYTES, 0):
+        monkeypatch.setattr(gradients, "KEPT_BYTES", most)
+        found.append(end_loss_gradients(model, data, 0))
+    kept, again = found
+    assert recomputed == [0, 2]
+    for name in ("sensitivity", "token_weight", "frequency"):
+        one, other = getattr(kept, name), getattr(again, name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[n]) for n, value in one.items())
 
 
 def test_batches_add_in_their_order_whoever_is_there_first() -> None:
