@@ -284,11 +284,10 @@ class _Backward:
         """Whether what the layers of a batch compute is so little that it need not be computed again. A GPU would keep the
         weights as well."""
         config = self._model.module.config.get_text_config()
-        widths = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
+        found = (getattr(config, name, None) for name in ("hidden_size", "intermediate_size"))
+        widths = [width for width in found if isinstance(width, int)]
         ids = [b["input_ids"] for b in self._data.to_read if "input_ids" in b]
-        if self.device.type != "cpu" or not self._data.language or not ids:
-            return False
-        if not all(isinstance(width, int) for width in widths):
+        if self.device.type != "cpu" or not self._data.language or not ids or len(widths) < 2:
             return False
         tokens = max(self._tokens_per_batch, max(i.numel() for i in ids))
         return 4 * layers * tokens * KEPT_WIDTHS * sum(widths) <= KEPT_BYTES
