@@ -206,9 +206,7 @@ def main() -> None:
         )
 
 
-def measure(
-    args: argparse.Namespace, servers: dict[str, tuple[int, int]], prompts: list[str]
-) -> list[Load]:
+def measure(args: argparse.Namespace, servers: dict[str, tuple[int, int]], prompts: list[str]) -> list[Load]:
     """Every server (process, port) in turn for each number of clients, `rounds` times; a round takes other texts than the
     one before.
     """

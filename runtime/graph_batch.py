@@ -1,10 +1,10 @@
 """Several sequences through the captured decoder together, each at its own position: what `nstf serve` runs on a GPU.
 
-The keys and values of all sequences lie in one static cache, a slot each. A step decodes one token of some slots by a replay of
-the graph for the next larger number of rows (1, 2, 4, 8 ...); rows that are left over work on a slot that belongs to nobody.
-Which slots and positions the rows are of is read from device memory. Prompts go through transformers' modules, a piece a step,
-and their keys and values into the slot. On a CPU the same steps run without graphs, for tests and for models that the
-engine does not run.
+The keys and values of all sequences lie in one static cache, a slot each. A step decodes one token of some slots by a
+replay of the graph for the next larger number of rows (1, 2, 4, 8 ...); rows that are left over work on a slot that belongs
+to nobody. Which slots and positions the rows are of is read from device memory. Prompts go through transformers' modules, a
+piece a step, and their keys and values into the slot. On a CPU the same steps run without graphs, for tests and for models
+that the engine does not run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class GraphBatch:
     def __init__(self, decoder: Decoder, sequences: int) -> None:
         """Captures the steps. Raises UsageError for more sequences than a step takes, MemoryError."""
         if not 1 <= sequences <= LARGEST_BATCH:
-            raise UsageError(f"{sequences} sequences; the captured decoder takes 1 to {LARGEST_BATCH} together")
+            raise UsageError(
+                f"{sequences} sequences; the captured decoder takes 1 to {LARGEST_BATCH} together"
+            )
         self.decoder, self.device, self.sequences = decoder, decoder.device, sequences
         self._sizes = captured_sizes(sequences)
         self._on_gpu = self.device.type == "cuda"
@@ -75,7 +77,9 @@ class GraphBatch:
         return 0 if self._cache is None else self._cache.numel() * self._cache.element_size()
 
     def reserve(self, sequence: int, positions: int) -> None:
-        """Makes room for a sequence of some tokens; all sequences get as much. Raises MemoryError, and nothing has changed."""
+        """Makes room for a sequence of some tokens; all sequences get as much. Nothing has changed where it raises
+        MemoryError.
+        """
         if positions > self.context:
             raise UsageError(f"a part of a step does not fit the context of {self.context}")
         if positions > self.capacity:
@@ -168,7 +172,9 @@ class GraphBatch:
         return self._steps[size]
 
     def _grow(self, capacity: int) -> None:
-        """A larger cache with what the old one holds; graphs of the old one go. Raises MemoryError, and nothing has changed."""
+        """A larger cache with what the old one holds; graphs of the old one go. Nothing has changed where it raises
+        MemoryError.
+        """
         decoder, old = self.decoder, self._cache
         shape, kv_heads = decoder.config.shape, decoder._layers[0].heads.kv_heads
         size = (len(decoder._layers), 2, self.sequences + 1, kv_heads, capacity, shape["head_size"])

@@ -48,7 +48,8 @@ class ModulesBackend(Backend):
         for field, given in (("logprobs", answer.logprobs), ("response_format", answer.grammar)):
             if given is not None:
                 raise wrong(
-                    field, f"{field} is for models that are decoded by nstf itself, which does not run this one"
+                    field,
+                    f"{field} is for models that are decoded by nstf itself, which does not run this one",
                 )
 
     def _loop(self) -> None:

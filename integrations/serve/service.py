@@ -101,7 +101,9 @@ class Service:
         )
         try:
             if not AVAILABLE:
-                raise UnsupportedError("without the compiled extension, which chooses tokens, nothing is decoded together")
+                raise UnsupportedError(
+                    "without the compiled extension, which chooses tokens, nothing is decoded together"
+                )
             steps = GraphBatch(Decoder(model), o.parallel)
         except UnsupportedError as error:
             self.note = self.note or str(error)
@@ -119,7 +121,8 @@ class Service:
         for option, stated in given.items():
             if stated:
                 raise UsageError(
-                    f"{option} is for models that the CPU engine runs" + (f": {self.note}" if self.note else "")
+                    f"{option} is for models that the CPU engine runs"
+                    + (f": {self.note}" if self.note else "")
                 )
 
     def begin(self, request: Request, emit: Callable[[Piece], None]) -> Answer:

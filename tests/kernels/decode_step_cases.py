@@ -41,7 +41,9 @@ ATTENTION = {
     "bfloat16": Attention((0, 100), 128, 4, 1, 32, dtype="bfloat16"),
     "float16": Attention((100,), 128, 4, 1, 32, dtype="float16", batch=2),
     "positions of their own": Attention((90, 91), 128, 4, 2, 16, batch=3, slots=(4, 0, 3)),
-    "positions of their own in a window": Attention((90,), 128, 4, 2, 16, 20, True, True, batch=2, slots=(1, 0)),
+    "positions of their own in a window": Attention(
+        (90,), 128, 4, 2, 16, 20, True, True, batch=2, slots=(1, 0)
+    ),
 }
 # Rounding of the result, and of the products of queries and keys, in each dtype: of the largest value.
 LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -81,7 +83,9 @@ def attention_error(case: Attention, device: str) -> float:
             None if gains is None else (gains[0].to(device), gains[1].to(device)),
             there, position.to(device), shape, room, arch_of(torch.device(device)),
         )  # fmt: skip
-        written = [(t[:, :, : at + 1].nan_to_num(0.0)) for t in (there.keys, cache.keys, there.values, cache.values)]
+        written = [
+            (t[:, :, : at + 1].nan_to_num(0.0)) for t in (there.keys, cache.keys, there.values, cache.values)
+        ]
         for mine, theirs in ((found, wanted), (written[0], written[1]), (written[2], written[3])):
             error = (mine.cpu().float() - theirs.float()).abs().max() / theirs.float().abs().max()
             worst = max(worst, float(error) if not error.isnan() else float("inf"))

@@ -50,7 +50,8 @@ def test_unusual_heads_fit_the_local_memory(target: str, heads: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("kernel", "target"), diagonal(("attend", "norm", "gate", "attend in a window", "attend in slots"), ARCHITECTURES)
+    ("kernel", "target"),
+    diagonal(("attend", "norm", "gate", "attend in a window", "attend in slots"), ARCHITECTURES),
 )
 def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
     row, dtype = architecture(target), torch.bfloat16

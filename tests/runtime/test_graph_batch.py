@@ -39,7 +39,9 @@ def check(model: Any, batch: GraphBatch, texts: list[list[int]], atol: float) ->
     drawn = random.Random(1)
     waiting, running = list(texts), dict[int, tuple[list[int], int]]()
     with torch.no_grad():
-        expected = {tuple(t): model(torch.tensor([t], device=model.device)).logits[0].float().cpu() for t in texts}
+        expected = {
+            tuple(t): model(torch.tensor([t], device=model.device)).logits[0].float().cpu() for t in texts
+        }
     sizes = set()
     while waiting or running:
         for slot in range(batch.sequences):

@@ -202,7 +202,11 @@ def test_without_memory_for_it_one_answer_ends_and_the_others_go_on(schedulers: 
             raise MemoryError("no memory for keys and values")
 
     scheduler._batch.reserve = reserve
-    small, long, grows = Reader(tokenizer, [5] * 8, 20), Reader(tokenizer, [6] * 60, 2), Reader(tokenizer, [7] * 30, 60)
+    small, long, grows = (
+        Reader(tokenizer, [5] * 8, 20),
+        Reader(tokenizer, [6] * 60, 2),
+        Reader(tokenizer, [7] * 30, 60),
+    )
     for reader in (small, grows, long):
         scheduler.submit(reader.answer)
     assert len(small.tokens) == 20 and small.pieces[-1].reason == "length"
