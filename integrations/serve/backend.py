@@ -39,6 +39,7 @@ class Backend(ABC):
     def _running(self) -> int:
         """Answers that are decoded now."""
 
+    @abstractmethod
     def _refuse(self, answer: Answer) -> None:
         """Raises ApiError (400) for an answer that this way of decoding cannot give."""
 

@@ -38,8 +38,8 @@ class Prompts:
             )
         if template is not None:
             self.own.chat_template = template
-        # transformers changes the settings of what it calls, for the time of a call, so calls would wait for a large prompt. Where
-        # it does nothing else, its tokenizer is asked directly, with settings that stay.
+        # transformers changes the settings of what it calls, for the time of a call, so calls would wait for a large prompt.
+        # Where it does nothing else, its tokenizer is asked directly, with settings that stay.
         self._direct = not _own_way(self.own)
         self._lock = Lock()
         if self._direct:

@@ -61,6 +61,9 @@ class Scheduler(Backend):
         metrics.gauges["cache_bytes"] = lambda: batch.cache_bytes
         self._thread.start()
 
+    def _refuse(self, answer: Answer) -> None:
+        """Nothing: it gives every answer that the server is asked for."""
+
     def _running(self) -> int:
         return sum(s.answer is not None for s in self._slots)
 
