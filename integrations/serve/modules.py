@@ -42,7 +42,7 @@ class ModulesBackend(Backend):
         self._thread.start()
 
     def _running(self) -> int:
-        return int(self._now is not None)
+        return int(self._now is not None and not self._now.finished)
 
     def _refuse(self, answer: Answer) -> None:
         for field, given in (("logprobs", answer.logprobs), ("response_format", answer.grammar)):

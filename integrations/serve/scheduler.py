@@ -65,7 +65,8 @@ class Scheduler(Backend):
         """Nothing: it gives every answer that the server is asked for."""
 
     def _running(self) -> int:
-        return sum(s.answer is not None for s in self._slots)
+        # A client that has all of its answer may ask again before its slot is empty.
+        return sum(s.answer is not None and not s.answer.finished for s in self._slots)
 
     def _loop(self) -> None:
         while True:
