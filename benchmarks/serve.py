@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-words", type=int, default=96)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", default="cpu", help="of nstf serve; llama-server stays on the CPU")
     parser.add_argument("--reproducible", action="store_true", help="nstf serve --reproducible, too")
     parser.add_argument("--out", type=Path, default=Path("out"), help="logs, and the build of llama.cpp")
     parser.add_argument("--json", type=Path)
@@ -167,7 +168,7 @@ def main() -> None:
     most = max(args.clients)
     threads = str(args.threads)
     nstf = [sys.executable, "-m", "nstf_convert", "serve", str(args.artifact)]
-    nstf += ["--parallel", str(most), "--threads", threads]
+    nstf += ["--parallel", str(most), "--threads", threads, "--device", args.device]
     commands = {"nstf": nstf}
     if args.reproducible:
         commands["nstf --reproducible"] = [*nstf, "--reproducible"]

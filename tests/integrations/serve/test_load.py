@@ -27,4 +27,6 @@ def test_tokens_and_times_are_counted(serve: Callable[..., Served], monkeypatch:
     assert found.answers == len(found.first_token_s) >= 2
     assert found.tokens == server.metric("generated_tokens_total")
     assert 0 < min(found.first_token_s) < found.seconds and found.processor_s > 0
-    assert module.load("nstf", os.getpid(), server.port, 2, 60, texts[:3], 4).answers == 3  # ends with the texts, too
+    assert (
+        module.load("nstf", os.getpid(), server.port, 2, 60, texts[:3], 4).answers == 3
+    )  # ends with the texts, too

@@ -15,17 +15,19 @@ ASK: list[Any] = [
 ]
 
 
-@pytest.fixture(params=["CPU engine", "decoder without graphs"])
+@pytest.fixture(
+    params=["CPU engine", "decoder without graphs", pytest.param("captured decoder", marks=pytest.mark.gpu)]
+)
 def client(
     serve: Callable[..., Served], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    if request.param != "CPU engine":
+    if request.param == "decoder without graphs":
         # What a GPU runs, with the steps in the place of their graphs.
         def refuse(*_: object, **__: object) -> None:
             raise UnsupportedError("not by the engine")
 
         monkeypatch.setattr("nstf.runtime.engine.Engine.open", refuse)
-    server = serve(key="k-123")
+    server = serve(key="k-123", device="cuda" if request.param == "captured decoder" else "cpu")
     assert server.service.backend.name == request.param
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="k-123", max_retries=0) as made:
         yield made
