@@ -31,13 +31,17 @@ TEXT = Path(__file__).parents[1] / "examples" / "data" / "heldout.txt"
 
 @dataclass
 class Load:
-    """What some clients got: tokens per second over all of them, and seconds to the first token."""
+    """What some clients got: tokens per second over all of them, and seconds to the first token.
+
+    processor_s: the server's own user and system time, which other work on the machine changes less than the clock.
+    """
 
     server: str
     clients: int
     answers: int
     tokens: int
     seconds: float
+    processor_s: float
     first_token_s: list[float]
 
     @property
@@ -98,11 +102,20 @@ def ask(port: int, prompt: str, tokens: int) -> tuple[int, float]:
     return stated if stated is not None else pieces, first or time.perf_counter() - began
 
 
-def load(server: str, port: int, clients: int, seconds: float, prompts: list[str], tokens: int) -> Load:
+def processor_time(process: int) -> float:
+    """Seconds of processor time of a process so far, all its threads together (Linux)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def load(
+    server: str, process: int, port: int, clients: int, seconds: float, prompts: list[str], tokens: int
+) -> Load:
     """Clients that ask again as soon as they are answered; no request begins after `seconds`."""
     found: list[tuple[int, float]] = []
     taken = iter(prompts)
     lock = threading.Lock()
+    used = processor_time(process)
     began = time.perf_counter()
 
     def client() -> None:
@@ -121,7 +134,8 @@ def load(server: str, port: int, clients: int, seconds: float, prompts: list[str
     for thread in threads:
         thread.join()
     passed = time.perf_counter() - began
-    return Load(server, clients, len(found), sum(t for t, _ in found), passed, [f for _, f in found])
+    used = processor_time(process) - used
+    return Load(server, clients, len(found), sum(t for t, _ in found), passed, used, [f for _, f in found])
 
 
 def texts(words: int) -> list[str]:
@@ -144,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-words", type=int, default=96)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", default="cpu", help="of nstf serve; llama-server stays on the CPU")
     parser.add_argument("--reproducible", action="store_true", help="nstf serve --reproducible, too")
     parser.add_argument("--out", type=Path, default=Path("out"), help="logs, and the build of llama.cpp")
     parser.add_argument("--json", type=Path)
@@ -153,7 +168,7 @@ def main() -> None:
     most = max(args.clients)
     threads = str(args.threads)
     nstf = [sys.executable, "-m", "nstf_convert", "serve", str(args.artifact)]
-    nstf += ["--parallel", str(most), "--threads", threads]
+    nstf += ["--parallel", str(most), "--threads", threads, "--device", args.device]
     commands = {"nstf": nstf}
     if args.reproducible:
         commands["nstf --reproducible"] = [*nstf, "--reproducible"]
@@ -173,15 +188,16 @@ def main() -> None:
             threads,
         ]
     prompts = texts(args.prompt_words)
-    ports, running = {}, []
+    ports: dict[str, int] = {}
+    running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, command in commands.items():
             ports[name] = free_port()
             log = args.out / f"serve-{name.replace(' ', '')}.log"
-            running.append(start([*command, "--port", str(ports[name])], ports[name], log))
-        found = measure(args, ports, prompts)
+            running[name] = start([*command, "--port", str(ports[name])], ports[name], log)
+        found = measure(args, {name: (running[name].pid, port) for name, port in ports.items()}, prompts)
     finally:
-        for server in running:
+        for server in running.values():
             server.terminate()
             server.wait(30)
     report(found, list(commands))
@@ -191,36 +207,42 @@ def main() -> None:
         )
 
 
-def measure(args: argparse.Namespace, ports: dict[str, int], prompts: list[str]) -> list[Load]:
-    """Every server in turn for each number of clients, `rounds` times; a round takes other texts than the one before."""
+def measure(args: argparse.Namespace, servers: dict[str, tuple[int, int]], prompts: list[str]) -> list[Load]:
+    """Every server (process, port) in turn for each number of clients, `rounds` times; a round takes other texts than the
+    one before.
+    """
     found = []
-    used = dict.fromkeys(ports, 0)
-    for port in ports.values():
+    used = dict.fromkeys(servers, 0)
+    for _, port in servers.values():
         ask(port, "Once", 4)
     for clients in args.clients:
         for _ in range(args.rounds):
-            for name, port in ports.items():
+            for name, (process, port) in servers.items():
                 fresh = prompts[used[name] :]
                 if not fresh:
                     sys.exit("the held-out text is used up; ask for fewer --seconds or --rounds")
-                found.append(load(name, port, clients, args.seconds, fresh, args.tokens))
+                found.append(load(name, process, port, clients, args.seconds, fresh, args.tokens))
                 used[name] += found[-1].answers
                 print(f"{name}, {clients} clients: {found[-1].speed:.1f} tokens/s", file=sys.stderr)
     return found
 
 
 def report(found: list[Load], names: list[str]) -> None:
-    """Medians of the rounds as a table, and how many times as fast as the last server the first one is."""
-    print(f"{'server':<22}{'clients':>8}{'tokens/s':>10}{'first token, s':>16}{'times':>8}")
+    """Medians of the rounds as a table, and how many times as fast as each other server the first one is: by the clock, and
+    by its own processor time for a token.
+    """
+    print(f"{'server':<22}{'clients':>8}{'tokens/s':>10}{'first token, s':>16}", end="")
+    print(f"{'processor ms/token':>20}{'times':>8}{'by processor':>14}")
     for clients in sorted({f.clients for f in found}):
-        speeds = {
-            n: statistics.median(f.speed for f in found if (f.server, f.clients) == (n, clients))
-            for n in names
-        }
-        for name in names:
-            first = [s for f in found if (f.server, f.clients) == (name, clients) for s in f.first_token_s]
-            times = f"{speeds[names[0]] / speeds[name]:.2f}" if name != names[0] else ""
-            print(f"{name:<22}{clients:>8}{speeds[name]:>10.1f}{statistics.median(first):>16.3f}{times:>8}")
+        mine = {n: [f for f in found if (f.server, f.clients) == (n, clients)] for n in names}
+        speed = {n: statistics.median(f.speed for f in rounds) for n, rounds in mine.items()}
+        cost = {n: statistics.median(f.processor_s / f.tokens for f in r) for n, r in mine.items()}
+        for name, rounds in mine.items():
+            first = statistics.median(s for f in rounds for s in f.first_token_s)
+            row = f"{name:<22}{clients:>8}{speed[name]:>10.1f}{first:>16.3f}{1000 * cost[name]:>20.2f}"
+            if name != names[0]:
+                row += f"{speed[names[0]] / speed[name]:>8.2f}{cost[name] / cost[names[0]]:>14.2f}"
+            print(row)
 
 
 if __name__ == "__main__":

@@ -68,4 +68,5 @@ def _step(config: EngineConfig, batch: int, dtype: torch.dtype, target: str) -> 
         heads = Heads(shape["heads"], shape["kv_heads"], shape["head_size"], shape["score_scale"], window)
         for capacity in sorted({min(SMALLEST_CAPACITY, shape["context"]), shape["context"]}):
             bias = bool(config.biases)
-            yield attend_spec(batch, heads, capacity, dtype, family.qk_norm, bias, target)
+            for slots in (False, True):  # `generate`, and runtime/graph_batch.py
+                yield attend_spec(batch, heads, capacity, dtype, family.qk_norm, bias, target, slots=slots)

@@ -5,12 +5,35 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from nstf.errors import UsageError
 from nstf.runtime.engine import Engine, usual_threads
 
 TOGETHER = 128  # tokens of a step
+BESIDE = 32  # tokens of prompts in a step that also decodes: the others wait for them
 LEAST_ROWS = 4  # rows from which every product is done by the kernels for several rows
+
+
+class Steps(Protocol):
+    """What decodes several sequences together: `Batch` here, `GraphBatch` (runtime/graph_batch.py) on GPUs.
+
+    together: tokens of a step; beside: those of prompts in a step that also decodes.
+    """
+
+    together: int
+    beside: int
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
+    def reserve(self, sequence: int, positions: int) -> None: ...
+    def step(self, parts: Sequence[Part]) -> list[int]: ...
+    def copy(self, source: int, target: int, positions: int) -> None: ...
+    def release(self, sequence: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -30,6 +53,8 @@ class Part:
 class Batch:
     """The caches of several sequences of one engine. The engine's own sequence is number 0: use one or the other."""
 
+    together, beside = TOGETHER, BESIDE
+
     def __init__(self, engine: Engine, sequences: int, reproducible: bool = False) -> None:
         """reproducible: numbers of a sequence never depend on what runs beside it, to the last bit; the kernels for one to
         three rows of activations, which are faster there and round differently, are not used then.
@@ -39,6 +64,24 @@ class Batch:
         self._least = LEAST_ROWS if reproducible else 1
         self._logits = array("f", bytes(4 * engine.vocab * sequences))
         engine._engine.set_sequences(sequences)
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have."""
+        return self.engine.context
+
+    @property
+    def vocab(self) -> int:
+        """Tokens there are."""
+        return self.engine.vocab
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values."""
+        return self.engine.cache_bytes
+
+    def reserve(self, sequence: int, positions: int) -> None:
+        """Nothing: a step takes what it needs, and says so where there is no more."""
 
     def step(self, parts: Sequence[Part]) -> list[int]:
         """Runs the parts; addresses of the logits, float32 [vocab], of those that want them, valid until the next step.

@@ -48,7 +48,8 @@ def stream(
 
     exact: no int8 activations. threads: None for as many as there are processors. verify: check every SHA-256 of the file
     before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`. sampling: values of
-    `token_sampler.Settings`; top-k and top-p that are not stated are those of the file, else 50 and 1 as in transformers.
+    `token_sampler.Settings`; of those that are not stated, all but the temperature are the file's, else top-k is 50 as in
+    transformers and the others do nothing.
     stops: strings that the text ends before.
 
     Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
@@ -136,11 +137,11 @@ def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     if "generation_config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
     settings = check_generation(artifact.object("generation_config.json"), artifact.path)
-    others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT and v is not None)
+    usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT | set(usual) and v is not None)
     if others:
         raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")
     end = settings.get("eos_token_id")
     found = end if isinstance(end, list) else [] if end is None else [end]
-    usual = {"top_k": 50, "top_p": 1.0}
     usual |= {k: settings[k] for k in usual if settings.get(k) is not None}
     return frozenset(found), usual

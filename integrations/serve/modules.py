@@ -1,20 +1,16 @@
-"""Models that the CPU engine does not run, and GPUs: transformers' `generate`, one request at a time.
-
-On a GPU that is the captured decoder where it runs the model (runtime/graph_generate.py).
-"""
+"""Models that neither the CPU engine nor the captured decoder runs: transformers' `generate`, one request at a time."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from threading import Condition, Thread
 from typing import Any
 
 import torch
 
 from nstf.errors import UnsupportedError
-from nstf.integrations.serve.errors import ApiError, wrong
+from nstf.integrations.serve.backend import Backend
+from nstf.integrations.serve.errors import wrong
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer
 
@@ -25,7 +21,7 @@ class _Ended(Exception):
     """Leaves `generate` between two tokens: the answer is complete, or its client is gone."""
 
 
-class ModulesBackend:
+class ModulesBackend(Backend):
     """Answers by a loaded model, one after the other; `queue` wait."""
 
     name = "transformers modules, one request at a time"
@@ -41,65 +37,20 @@ class ModulesBackend:
         )
         self.context = context
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
-        self._queue_size = queue
-        self._metrics = metrics
-        self._waiting: deque[Answer] = deque()
-        self._running: Answer | None = None
-        self._changed = Condition()
-        self._stopping = False
-        metrics.gauges["running"] = lambda: int(self._running is not None)
-        metrics.gauges["waiting"] = lambda: len(self._waiting)
-        self._thread = Thread(target=self._loop, name="nstf-decode", daemon=True)
+        self._now: Answer | None = None
+        super().__init__(1, queue, metrics)
         self._thread.start()
 
-    def submit(self, answer: Answer) -> None:
-        """Puts an answer into the queue. Raises ApiError (400) for what transformers is not asked for here, 429 and 503."""
-        if answer.logprobs is not None:
-            raise wrong(
-                "logprobs", "logprobs are given by the CPU engine only, which does not run this model"
-            )
-        if answer.grammar is not None:
-            raise wrong(
-                "response_format", "response_format needs the CPU engine, which does not run this model"
-            )
-        with self._changed:
-            self._check_room()
-            self._waiting.append(answer)
-            self._changed.notify()
+    def _running(self) -> int:
+        return int(self._now is not None and not self._now.finished)
 
-    def check_room(self) -> None:
-        """Raises what `submit` would raise now."""
-        with self._changed:
-            self._check_room()
-
-    def _check_room(self) -> None:
-        if self._stopping:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if len(self._waiting) >= self._queue_size + (self._running is None):
-            raise ApiError(
-                429,
-                f"the server is busy: one answer is running and {self._queue_size} are waiting; try again later",
-                code="queue_full",
-            )
-
-    def cancel(self, answer: Answer) -> None:
-        """Its client left: the answer leaves the queue, or ends after the token that is being computed."""
-        with self._changed:
-            answer.left = True
-            if answer in self._waiting:
-                self._waiting.remove(answer)
-                answer.finished = True
-                self._metrics.add("cancelled_total")
-
-    def close(self, wait_s: float = 5.0) -> None:
-        """Ends all answers and the thread."""
-        with self._changed:
-            self._stopping = True
-            for answer in self._waiting:
-                answer.fail("the server is shutting down")
-            self._waiting.clear()
-            self._changed.notify()
-        self._thread.join(wait_s)
+    def _refuse(self, answer: Answer) -> None:
+        for field, given in (("logprobs", answer.logprobs), ("response_format", answer.grammar)):
+            if given is not None:
+                raise wrong(
+                    field,
+                    f"{field} is for models that are decoded by nstf itself, which does not run this one",
+                )
 
     def _loop(self) -> None:
         while True:
@@ -108,7 +59,7 @@ class ModulesBackend:
                     self._changed.wait()
                 if self._stopping:
                     return
-                self._running = answer = self._waiting.popleft()
+                self._now = answer = self._waiting.popleft()
             try:
                 self._run(answer)
             except _Ended:
@@ -119,7 +70,7 @@ class ModulesBackend:
                 _log.exception("an answer failed")
                 answer.fail(f"decoding failed: {error}")
             finally:
-                self._running = None
+                self._now = None
 
     def _run(self, answer: Answer) -> None:
         ids = torch.tensor([list(answer.prompt)], device=self.model.device)

@@ -38,7 +38,14 @@ class Prompts:
             )
         if template is not None:
             self.own.chat_template = template
-        self._lock = Lock()  # a tokenizer's settings change for the time of a call
+        # transformers changes the settings of what it calls, for the time of a call, so calls would wait for a large prompt.
+        # Where it does nothing else, its tokenizer is asked directly, with settings that stay.
+        self._direct = not _own_way(self.own)
+        self._lock = Lock()
+        if self._direct:
+            self.fast.no_truncation()
+            self.fast.no_padding()
+            self.fast.encode_special_tokens = bool(getattr(self.own, "split_special_tokens", False))
         self.ends = self._ends(artifact)
         known = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items()}
         self.turn_ends = self.ends | {known[t] for t in _TURN_ENDS if t in known}
@@ -72,9 +79,13 @@ class Prompts:
             raise wrong("messages", f"the model's chat template refuses these messages: {reason}") from error
         return self._ids(text, add_special_tokens=False)
 
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        with self._lock:
-            return list(self.own(text, **options)["input_ids"])
+    def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if not self._direct:
+            with self._lock:
+                return list(self.own(text, add_special_tokens=add_special_tokens)["input_ids"])
+        # Of a batch, since that alone lets other threads run meanwhile.
+        (found,) = self.fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def token_text(self, token: int) -> str:
         """The text of one token, for logprobs."""
@@ -87,3 +98,21 @@ class Prompts:
                 end = json.loads(artifact.file(name)).get("eos_token_id")
                 found += end if isinstance(end, list) else [end]
         return frozenset(t for t in found if type(t) is int)
+
+
+def _own_way(tokenizer: Any) -> bool:
+    """Whether a tokenizer's class does more to a text than the `tokenizers` library does."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = (
+        "__call__",
+        "_call_one",
+        "_encode_plus",
+        "_batch_encode_plus",
+        "encode",
+        "prepare_for_tokenization",
+    )
+    kind = type(tokenizer)
+    return any(
+        getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name, None) for name in names
+    )

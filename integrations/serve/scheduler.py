@@ -1,4 +1,4 @@
-"""Continuous batching on the CPU engine: a thread that decodes all running answers together, a token each a step.
+"""Continuous batching: a thread that decodes all running answers together, a token each a step, on the CPU engine or a GPU.
 
 A new answer joins between two steps; its prompt is computed in pieces beside the others' tokens. What a sequence's cache
 holds is kept after its answer, and a later prompt that begins alike starts after the common part.
@@ -9,30 +9,25 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections import deque
 from ctypes import c_float, string_at
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition, Thread
 
 from nstf.errors import NstfError
-from nstf.integrations.serve.errors import ApiError
+from nstf.integrations.serve.backend import Backend
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, TokenScore
-from nstf.runtime.engine import Engine
-from nstf.runtime.engine_batch import TOGETHER, Batch, Part
+from nstf.runtime.engine_batch import Part, Steps
 from nstf.runtime.token_sampler import TokenSampler, log_shares
 
 _log = logging.getLogger("nstf")
 
-# Tokens of prompts in a step that also decodes: the others wait for them.
-BESIDE = 32
 _WORTH_KEEPING = 16  # tokens that are not computed again; the beginning of all chats is alike
 
 
 @dataclass
 class _Slot:
-    """A sequence of the engine: what its cache holds, and whose answer it works on."""
+    """A sequence of the batch: what its cache holds, and whose answer it works on."""
 
     number: int
     tokens: list[int] = field(default_factory=list)
@@ -42,79 +37,36 @@ class _Slot:
     used: int = 0  # when it last began an answer
 
 
-class Scheduler:
-    """Answers on one engine, `parallel` at a time and `queue` waiting."""
-
-    name = "CPU engine"
+class Scheduler(Backend):
+    """Answers by one model, `parallel` at a time and `queue` waiting. name: of what decodes."""
 
     def __init__(
         self,
-        engine: Engine,
+        name: str,
+        batch: Steps,
         parallel: int,
         queue: int,
         metrics: Metrics,
         reproducible: bool = False,
         prefix_reuse: bool = True,
     ) -> None:
-        self.engine = engine
-        self.context = engine.context
-        self.vocab = engine.vocab
-        self._batch = Batch(engine, parallel, reproducible)
+        self.name = name
+        self.context, self.vocab = batch.context, batch.vocab
+        self._batch = batch
         self._slots = [_Slot(i) for i in range(parallel)]
-        self._queue_size = queue
-        self._waiting: deque[Answer] = deque()
         self._reproducible = reproducible
         self._reuse = prefix_reuse
-        self._metrics = metrics
-        self._changed = Condition()
-        self._stopping = False
         self._clock = 0
-        metrics.gauges["running"] = lambda: sum(s.answer is not None for s in self._slots)
-        metrics.gauges["waiting"] = lambda: len(self._waiting)
-        metrics.gauges["cache_bytes"] = lambda: engine.cache_bytes
-        self._thread = Thread(target=self._loop, name="nstf-decode", daemon=True)
+        super().__init__(parallel, queue, metrics)
+        metrics.gauges["cache_bytes"] = lambda: batch.cache_bytes
         self._thread.start()
 
-    def submit(self, answer: Answer) -> None:
-        """Puts an answer into the queue. Raises ApiError (429) when the queue is full, 503 when the server stops."""
-        with self._changed:
-            self._check_room()
-            self._waiting.append(answer)
-            self._changed.notify()
+    def _refuse(self, answer: Answer) -> None:
+        """Nothing: it gives every answer that the server is asked for."""
 
-    def check_room(self) -> None:
-        """Raises what `submit` would raise now."""
-        with self._changed:
-            self._check_room()
-
-    def _check_room(self) -> None:
-        if self._stopping:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        free = sum(s.answer is None for s in self._slots)
-        if len(self._waiting) >= self._queue_size + free:
-            raise ApiError(
-                429,
-                f"the server is busy: {len(self._slots)} answers are running and {self._queue_size} are waiting; "
-                "try again later",
-                code="queue_full",
-            )
-
-    def cancel(self, answer: Answer) -> None:
-        """Its client left: the answer leaves the queue, or its slot before the next step."""
-        with self._changed:
-            answer.left = True
-            if answer in self._waiting:
-                self._waiting.remove(answer)
-                answer.finished = True
-                self._metrics.add("cancelled_total")
-            self._changed.notify()
-
-    def close(self, wait_s: float = 5.0) -> None:
-        """Ends all answers and the thread."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join(wait_s)
+    def _running(self) -> int:
+        # A client that has all of its answer may ask again before its slot is empty.
+        return sum(s.answer is not None and not s.answer.finished for s in self._slots)
 
     def _loop(self) -> None:
         while True:
@@ -143,10 +95,9 @@ class Scheduler:
                 self._metrics.add("cancelled_total")
 
     def _end_all(self) -> None:
-        for answer in [*self._waiting, *(s.answer for s in self._slots if s.answer)]:
-            answer.fail("the server is shutting down")
-        self._waiting.clear()
         for slot in self._slots:
+            if slot.answer is not None:
+                slot.answer.fail("the server is shutting down")
             slot.answer = None
 
     def _forget(self, slot: _Slot, message: str) -> None:
@@ -204,7 +155,7 @@ class Scheduler:
 
     def _step(self) -> None:
         """One pass over the weights: the next token of each answer, and a piece of the prompts that are not done."""
-        running = [s for s in self._slots if s.answer is not None]
+        running = [s for s in self._slots if s.answer is not None and self._has_room(s, s.answer)]
         if not running:
             return
         decoding = [s for s in running if s.answer and len(s.tokens) >= len(s.answer.prompt)]
@@ -214,7 +165,8 @@ class Scheduler:
             assert slot.answer is not None
             parts.append(Part(slot.number, len(slot.tokens), slot.answer.tokens[-1:]))
             wanting.append(slot)
-        room = min(TOGETHER - len(parts), BESIDE if decoding else TOGETHER)
+        together = self._batch.together
+        room = min(together - len(parts), self._batch.beside if decoding else together)
         for slot in beginning:
             assert slot.answer is not None
             first = len(slot.tokens)
@@ -236,6 +188,15 @@ class Scheduler:
                 slot.from_prompt = len(slot.tokens)
         for slot, address in zip(wanting, addresses, strict=True):
             self._next(slot, address)
+
+    def _has_room(self, slot: _Slot, answer: Answer) -> bool:
+        """Whether the cache holds what comes next of an answer; without the memory for it, that answer alone ends."""
+        try:
+            self._batch.reserve(slot.number, max(len(answer.prompt), len(slot.tokens) + 1))
+        except MemoryError as error:
+            self._forget(slot, f"decoding failed: {error}")
+            return False
+        return True
 
     def _next(self, slot: _Slot, address: int) -> None:
         """Chooses and hands over the next token of a slot's answer."""

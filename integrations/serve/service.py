@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf.integrations.serve.errors import wrong
@@ -16,18 +16,8 @@ from nstf.integrations.serve.prompts import Prompts
 from nstf.integrations.serve.protocol import Request
 from nstf.runtime.artifact import Artifact, open_artifact
 
-
-class Backend(Protocol):
-    """What decodes answers."""
-
-    name: str
-    context: int
-    vocab: int
-
-    def check_room(self) -> None: ...
-    def submit(self, answer: Answer) -> None: ...
-    def cancel(self, answer: Answer) -> None: ...
-    def close(self, wait_s: float = 5.0) -> None: ...
+if TYPE_CHECKING:
+    from nstf.integrations.serve.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -78,10 +68,13 @@ class Service:
         )
 
     def _backend(self, artifact: Artifact) -> Backend:
+        """The engine on a CPU, the captured decoder on a GPU; transformers where neither runs the model."""
+        from nstf.integrations.serve.scheduler import Scheduler
+
         o = self.options
         if o.device == "cpu":
-            from nstf.integrations.serve.scheduler import Scheduler
             from nstf.runtime.engine import Engine
+            from nstf.runtime.engine_batch import Batch
 
             try:
                 engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache)
@@ -89,15 +82,16 @@ class Service:
                 self.note = str(error)
             else:
                 engine.threads = o.threads
-                return Scheduler(engine, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse)
-        if o.reproducible:
-            raise UsageError(
-                "--reproducible is for models that the CPU engine runs"
-                + (f": {self.note}" if self.note else "")
-            )
+                batch = Batch(engine, o.parallel, o.reproducible)
+                return Scheduler(
+                    "CPU engine", batch, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse
+                )
+        self._only_the_engine()
         import torch
 
-        from nstf.integrations.serve.modules import ModulesBackend, context_of
+        from nstf.kernels.cpu import AVAILABLE
+        from nstf.runtime.graph_batch import GraphBatch
+        from nstf.runtime.graph_decoder import Decoder
         from nstf.runtime.loading import load
 
         if o.threads is not None:
@@ -105,7 +99,31 @@ class Service:
         model: Any = load(
             artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels
         )
+        try:
+            if not AVAILABLE:
+                raise UnsupportedError(
+                    "without the compiled extension, which chooses tokens, nothing is decoded together"
+                )
+            steps = GraphBatch(Decoder(model), o.parallel)
+        except UnsupportedError as error:
+            self.note = self.note or str(error)
+        else:
+            name = "captured decoder" if o.device != "cpu" else "decoder without graphs"
+            return Scheduler(name, steps, o.parallel, o.queue, self.metrics, False, o.prefix_reuse)
+        from nstf.integrations.serve.modules import ModulesBackend, context_of
+
         return ModulesBackend(model, context_of(model.config), o.queue, self.metrics)
+
+    def _only_the_engine(self) -> None:
+        """Raises UsageError for options that nothing but the CPU engine has."""
+        o = self.options
+        given = {"--reproducible": o.reproducible, "--kv-cache int8": o.kv_cache != "float16"}
+        for option, stated in given.items():
+            if stated:
+                raise UsageError(
+                    f"{option} is for models that the CPU engine runs"
+                    + (f": {self.note}" if self.note else "")
+                )
 
     def begin(self, request: Request, emit: Callable[[Piece], None]) -> Answer:
         """Tokenises a request and puts it into the queue. emit: gets pieces, from another thread. Raises ApiError."""

@@ -1,7 +1,8 @@
 """What a decoder of the Llama family does between its matrices, for one new token of each sequence: plain torch.
 
-The definition that kernels/triton/decode_step.py is checked against, and what runs where that cannot. All sequences are
-equally long; `position` (int64 [1], on the device) is the new token's, so that nothing waits for the host.
+The definition that kernels/triton/decode_step.py is checked against, and what runs where that cannot. Positions are on the
+device, so that nothing waits for the host: int64 [1] where all sequences are equally long, else [batch, 2], the position of
+each token and the sequence of the cache that it belongs to.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer, [batch, kv_heads, capacity, size], and the angles' cos and sin, f32
+    """Keys and values of one layer, [sequences, kv_heads, capacity, size], and the angles' cos and sin, f32
     [capacity, size / 2]."""
 
     keys: Tensor
@@ -66,7 +67,8 @@ def attend(
     position: Tensor,
     shape: Heads,
 ) -> Tensor:
-    """Attention of one query per sequence over the keys so far; the new key and value go into the cache at `position`.
+    """Attention of one query per sequence over the keys so far; the new key and value go into the cache at `position`
+    (int64 [1] or [batch, 2], see above).
 
     qkv: [batch, width]. bias: f32 [width], of the projections. gains: f32 [size] each, of the norms of q and k. Returns
     [batch, heads * size] in qkv's dtype.
@@ -77,23 +79,32 @@ def attend(
     q, k, v = (part.view(batch, -1, size) for part in torch.split(numbers, parts, dim=-1))
     if gains is not None:
         q, k = (_norm(x, gain, shape.epsilon) for x, gain in zip((q, k), gains, strict=True))
-    cos, sin = (table.index_select(0, position) for table in (cache.cos, cache.sin))
+    slots = position.dim() == 2
+    place = position[:, 0] if slots else position
+    cos, sin = (table.index_select(0, place)[:, None] for table in (cache.cos, cache.sin))
 
     def turned(x: Tensor) -> Tensor:
         low, high = x[..., :pairs], x[..., pairs:]
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
-    cache.keys.index_copy_(2, position, turned(k)[:, :, None].to(cache.keys.dtype))
-    cache.values.index_copy_(2, position, v[:, :, None].to(cache.values.dtype))
-    at = torch.arange(cache.keys.shape[2], device=qkv.device)
-    seen = at <= position
+    keys, values = cache.keys, cache.values
+    if slots:
+        own = position[:, 1]
+        keys[own, :, place] = turned(k).to(keys.dtype)
+        values[own, :, place] = v.to(values.dtype)
+        keys, values = keys[own], values[own]
+    else:
+        keys.index_copy_(2, position, turned(k)[:, :, None].to(keys.dtype))
+        values.index_copy_(2, position, v[:, :, None].to(values.dtype))
+    at = torch.arange(keys.shape[2], device=qkv.device)
+    seen = at <= place[:, None]
     if shape.window:
-        seen &= at > position - shape.window
+        seen &= at > place[:, None] - shape.window
     grouped = turned(q).view(batch, shape.kv_heads, -1, size) * shape.scale
-    scores = grouped @ cache.keys.float().transpose(-1, -2)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    scores = grouped @ keys.float().transpose(-1, -2)
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(dim=-1)
     # Places that nothing was written to may hold anything, NaN too.
-    held = cache.values.float().masked_fill(~seen[:, None], 0.0)
+    held = values.float().masked_fill(~seen[:, None, :, None], 0.0)
     return (weights @ held).view(batch, shape.heads * size).to(qkv.dtype)
 
 

@@ -119,8 +119,8 @@ def attend_kernel(
     k_gain,
     cos,  # f32 [capacity, SIZE / 2]
     sin,
-    position,  # i64 [1]
-    keys,  # [batch, KV, capacity, SIZE]
+    position,  # i64 [1], or [batch, 2]: where each token goes, and which sequence of the cache it belongs to
+    keys,  # [sequences, KV, capacity, SIZE]
     values,
     parts,  # f32 [batch KV, MOST, ROWS (WIDTH + 2)]
     counters,  # i32 [batch KV]: zero between launches
@@ -141,6 +141,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     EACH: tl.constexpr,  # tiles of a program before another one helps
     GENERATION: tl.constexpr,
+    SLOTS: tl.constexpr,  # each token has its own position and sequence
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys.dtype.element_ty
@@ -150,7 +151,12 @@ def attend_kernel(
     split = tl.program_id(1)
     line = pair // KV
     head = pair % KV
-    at = tl.load(position)
+    if SLOTS:
+        at = tl.load(position + 2 * line)
+        sequence = tl.load(position + 2 * line + 1)
+    else:
+        at = tl.load(position)
+        sequence = line.to(tl.int64)
     start = tl.zeros([], tl.int64)
     if WINDOW > 0:
         start = tl.maximum(at - (WINDOW - 1), 0)
@@ -172,7 +178,7 @@ def attend_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    lane = pair.to(tl.int64) * capacity
+    lane = (sequence * KV + head) * capacity
     if split == 0:
         # The new token: it need not come back from the cache.
         k_new = _turned(
@@ -322,8 +328,9 @@ def attend_spec(
     bias: bool,
     arch: str,
     tile: dict[str, int] | None = None,
+    slots: bool = False,
 ) -> KernelSpec:
-    """`tile` overrides the choice of keys at a time, warps and so on."""
+    """`tile` overrides the choice of keys at a time, warps and so on. slots: each token has its own position."""
     rows, width = _padded(shape)
     tile = _tile(width, dtype.itemsize, capacity, arch) | (tile or {})
     pairs = batch * shape.kv_heads
@@ -334,7 +341,8 @@ def attend_spec(
     return KernelSpec(
         name=f"attend_{pointer_type(dtype)[1:]}_{shape.heads}x{shape.kv_heads}x{shape.size}w{shape.window}t{tile['TILE']}"
         + ("n" if norm else "")
-        + ("b" if bias else ""),
+        + ("b" if bias else "")
+        + ("s" if slots else ""),
         fn=attend_kernel,
         signature={
             "qkv": pointer_type(dtype),
@@ -367,6 +375,7 @@ def attend_spec(
             "TILE": tile["TILE"],
             "EACH": tile["EACH"],
             "GENERATION": generation(arch),
+            "SLOTS": slots,
             "PDL": overlaps(arch),
         },
         divisible=(
@@ -423,7 +432,10 @@ def attend(
     """As the torch function of this name; room: of `scratch`, for this batch and shape."""
     batch, capacity = len(qkv), cache.keys.shape[2]
     out = torch.empty(batch, shape.heads * shape.size, dtype=qkv.dtype, device=qkv.device)
-    spec = attend_spec(batch, shape, capacity, qkv.dtype, gains is not None, bias is not None, arch)
+    slots = position.dim() == 2
+    spec = attend_spec(
+        batch, shape, capacity, qkv.dtype, gains is not None, bias is not None, arch, slots=slots
+    )
     q_gain, k_gain = gains or (cache.cos, cache.cos)
     launch(
         spec, qkv, cache.cos if bias is None else bias, q_gain, k_gain, cache.cos, cache.sin, position,

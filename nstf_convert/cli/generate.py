@@ -34,8 +34,22 @@ def generate(
             help="Draw from the likeliest tokens with this share together; the model's, else 1.",
         ),
     ] = None,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw from tokens with this share of the likeliest one's, 0 for all; the model's, else 0.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=100.0,
+            help="Above 1: tokens that occurred become less likely; the model's, else 1.",
+        ),
+    ] = None,
     stop: options.Stop = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
@@ -66,6 +80,7 @@ def generate(
     if attention not in ATTENTION:
         raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
     options.check_kv_cache(kv_cache)
+    options.check_kernels(kernels, device)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
         raise UsageError("the prompt is not UTF-8 text")
@@ -76,8 +91,10 @@ def generate(
     if device.partition(":")[0] != "cpu":
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
-    sampling = {"temperature": temperature, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    sampling |= {k: v for k, v in {"top_k": top_k, "top_p": top_p}.items() if v is not None}
+    # What is not stated is the file's own; what is, replaces it, 0 and 1 too.
+    stated = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    sampling: dict[str, Any] = {"temperature": temperature}
+    sampling |= {k: v for k, v in stated.items() if v is not None}
     stops = options.check_stops(stop)
     if temperature == 0 and (min_p or {"top_k", "top_p"} & set(sampling)):
         raise UsageError("--top-k, --top-p and --min-p are for draws: add --temperature 0.8, say")
@@ -156,7 +173,6 @@ def _by_transformers(
         kv_cache=kv_cache,
     )
     tokenizer = nstf.runtime.load_tokenizer(artifact)
-    sampling = {k: v for k, v in sampling.items() if v != {"min_p": 0.0, "repetition_penalty": 1.0}.get(k)}
     yield from nstf.runtime.stream(
         model, tokenizer, prompt, max_new_tokens, chat=chat, seed=seed, stops=stops, **sampling
     )

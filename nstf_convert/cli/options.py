@@ -109,6 +109,12 @@ def refuse_cpu_options(exact: bool, kv_cache: str) -> None:
         raise UsageError("--exact and --kv-cache are the CPU engine's: leave them out, or add --device cpu")
 
 
+def check_kernels(kernels: Path | None, device: str) -> None:
+    """Raises UsageError for compiled kernels of a GPU where none is asked for."""
+    if kernels is not None and device.partition(":")[0] == "cpu":
+        raise UsageError("--kernels is for a GPU: leave it out, or add --device cuda")
+
+
 def check_stops(stops: list[str] | None) -> list[str]:
     """Raises UsageError for an empty stop string."""
     if not all(stops or []):

@@ -66,6 +66,7 @@ def serve(
     """
     options.check_file(artifact)
     options.check_kv_cache(kv_cache)
+    options.check_kernels(kernels, device)
     if device.partition(":")[0] != "cpu":
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)

@@ -28,6 +28,7 @@ class Attention(NamedTuple):
     bias: bool = False
     batch: int = 1
     dtype: str = "float32"
+    slots: tuple[int, ...] = ()  # the sequence of each token; token i is 7 i positions behind
 
 
 ATTENTION = {
@@ -39,6 +40,10 @@ ATTENTION = {
     "norms and biases": Attention((5, 90), 128, 4, 2, 24, norm=True, bias=True),
     "bfloat16": Attention((0, 100), 128, 4, 1, 32, dtype="bfloat16"),
     "float16": Attention((100,), 128, 4, 1, 32, dtype="float16", batch=2),
+    "positions of their own": Attention((90, 91), 128, 4, 2, 16, batch=3, slots=(4, 0, 3)),
+    "positions of their own in a window": Attention(
+        (90,), 128, 4, 2, 16, 20, True, True, batch=2, slots=(1, 0)
+    ),
 }
 # Rounding of the result, and of the products of queries and keys, in each dtype: of the largest value.
 LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -57,7 +62,7 @@ def attention_error(case: Attention, device: str) -> float:
 
     shape = Heads(case.heads, case.kv_heads, case.size, case.size**-0.5, case.window)
     angles = torch.outer(torch.arange(case.capacity).float(), 0.5 ** torch.arange(case.size // 2).float())
-    kept = (case.batch, case.kv_heads, case.capacity, case.size)
+    kept = (max((case.batch - 1, *case.slots)) + 1, case.kv_heads, case.capacity, case.size)
     keys, values = random(*kept).to(dtype), random(*kept).to(dtype)
     keys[:, :, max(case.positions) :] = float("nan")  # not written yet
     values[:, :, max(case.positions) :] = float("nan")
@@ -70,17 +75,18 @@ def attention_error(case: Attention, device: str) -> float:
     for at in case.positions:
         qkv = random(case.batch, shape.width).to(dtype)
         position = torch.tensor([at])
+        if case.slots:
+            position = torch.tensor([(at - 7 * i, slot) for i, slot in enumerate(case.slots)])
         wanted = reference.attend(qkv, bias, gains, cache, position, shape)
         found = decode_step.attend(
             qkv.to(device), None if bias is None else bias.to(device),
             None if gains is None else (gains[0].to(device), gains[1].to(device)),
             there, position.to(device), shape, room, arch_of(torch.device(device)),
         )  # fmt: skip
-        for mine, theirs in (
-            (found, wanted),
-            (there.keys[:, :, at], cache.keys[:, :, at]),
-            (there.values[:, :, at], cache.values[:, :, at]),
-        ):
+        written = [
+            (t[:, :, : at + 1].nan_to_num(0.0)) for t in (there.keys, cache.keys, there.values, cache.values)
+        ]
+        for mine, theirs in ((found, wanted), (written[0], written[1]), (written[2], written[3])):
             error = (mine.cpu().float() - theirs.float()).abs().max() / theirs.float().abs().max()
             worst = max(worst, float(error) if not error.isnan() else float("inf"))
     if int(room.counters.abs().max()):

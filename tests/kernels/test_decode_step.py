@@ -27,7 +27,7 @@ def test_the_interpreted_kernels_do_what_the_torch_functions_do() -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert set(found) >= set(decode_step_cases.ATTENTION) and len(found) == 19
+    assert set(found) >= set(decode_step_cases.ATTENTION) and len(found) == 21
     assert {name: e for name, e in found.items() if not e < decode_step_cases.limit(name)} == {}
 
 
@@ -50,7 +50,8 @@ def test_unusual_heads_fit_the_local_memory(target: str, heads: tuple[torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("kernel", "target"), diagonal(("attend", "norm", "gate", "attend in a window"), ARCHITECTURES)
+    ("kernel", "target"),
+    diagonal(("attend", "norm", "gate", "attend in a window", "attend in slots"), ARCHITECTURES),
 )
 def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
     row, dtype = architecture(target), torch.bfloat16
@@ -59,6 +60,9 @@ def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
         "gate": gate_spec(1, 14336, dtype, False, target),
         "attend": attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
         "attend in a window": attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
+        "attend in slots": attend_spec(
+            8, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target, slots=True
+        ),
     }[kernel]
     assert gates.expected(spec, row).matrix == (spec.kind == "attend")
     assert gates.check(spec, compile_spec(spec, row).report(target), row) == []

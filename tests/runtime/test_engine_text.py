@@ -78,7 +78,7 @@ def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: 
         ({"tokenizer_class": "LlamaTokenizer"}, {}, "class 'LlamaTokenizer'"),
         ({"add_bos_token": True}, {}, "setting 'add_bos_token'"),
         ({"pad_token": "<pad>"}, {}, "special tokens"),
-        ({}, {"generation_config": b'{"repetition_penalty": 1.5}'}, "repetition_penalty"),
+        ({}, {"generation_config": b'{"no_repeat_ngram_size": 2}'}, "no_repeat_ngram_size"),
         ({}, {"tokenizer": b"{]"}, r"tokenizer\.json"),
     ],
 )

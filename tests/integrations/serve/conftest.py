@@ -33,7 +33,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sample(tmp_path_factory.mktemp("serve") / "tiny.nstf")
 
 
-def write_sample(path: Path, template: str | None = TEMPLATE, **config: Any) -> Path:
+def write_sample(
+    path: Path, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None, **config: Any
+) -> Path:
     from safetensors.torch import load_file
 
     from nstf.quantizers.stats import Stats
@@ -52,6 +54,8 @@ def write_sample(path: Path, template: str | None = TEMPLATE, **config: Any) -> 
         settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
         files["tokenizer_config.json"] = json.dumps(settings).encode()
     files["config.json"] = json.dumps(json.loads(files["config.json"]) | config).encode()
+    settings = json.loads(files["generation_config.json"]) | (generation or {})
+    files["generation_config.json"] = json.dumps(settings).encode()
     write_artifact(path, tensors, files, {})
     return path
 

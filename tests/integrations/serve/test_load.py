@@ -1,6 +1,7 @@
 """The load generator of benchmarks/serve.py against a small server."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,10 @@ def test_tokens_and_times_are_counted(serve: Callable[..., Served], monkeypatch:
     server = serve(parallel=2)
     texts = module.texts(12)
     assert len({t[:20] for t in texts[:50]}) > 40
-    found = module.load("nstf", server.port, 2, 0.5, texts, 8)
+    found = module.load("nstf", os.getpid(), server.port, 2, 0.5, texts, 8)
     assert found.answers == len(found.first_token_s) >= 2
     assert found.tokens == server.metric("generated_tokens_total")
-    assert 0 < min(found.first_token_s) < found.seconds
-    assert module.load("nstf", server.port, 2, 60, texts[:3], 4).answers == 3  # ends with the texts, too
+    assert 0 < min(found.first_token_s) < found.seconds and found.processor_s > 0
+    assert (
+        module.load("nstf", os.getpid(), server.port, 2, 60, texts[:3], 4).answers == 3
+    )  # ends with the texts, too

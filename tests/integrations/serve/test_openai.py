@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nstf.errors import UnsupportedError
 from tests.integrations.serve.conftest import Served
 
 openai = pytest.importorskip("openai")
@@ -14,9 +15,20 @@ ASK: list[Any] = [
 ]
 
 
-@pytest.fixture
-def client(serve: Callable[..., Served]) -> Iterator[Any]:
-    server = serve(key="k-123")
+@pytest.fixture(
+    params=["CPU engine", "decoder without graphs", pytest.param("captured decoder", marks=pytest.mark.gpu)]
+)
+def client(
+    serve: Callable[..., Served], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    if request.param == "decoder without graphs":
+        # What a GPU runs, with the steps in the place of their graphs.
+        def refuse(*_: object, **__: object) -> None:
+            raise UnsupportedError("not by the engine")
+
+        monkeypatch.setattr("nstf.runtime.engine.Engine.open", refuse)
+    server = serve(key="k-123", device="cuda" if request.param == "captured decoder" else "cpu")
+    assert server.service.backend.name == request.param
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="k-123", max_retries=0) as made:
         yield made
 

@@ -13,6 +13,7 @@ from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, Piece
 from nstf.integrations.serve.scheduler import Scheduler
 from nstf.runtime.engine import Engine
+from nstf.runtime.engine_batch import Batch
 from nstf.runtime.token_sampler import Settings
 from tests.integrations.serve.conftest import until
 
@@ -32,7 +33,8 @@ def schedulers(artifact: Path) -> Iterator[Any]:
     made = []
 
     def make(parallel: int = 4, queue: int = 100, **options: Any) -> Scheduler:
-        made.append(Scheduler(Engine.open(artifact), parallel, queue, Metrics(), **options))
+        batch = Batch(Engine.open(artifact), parallel, options.get("reproducible", False))
+        made.append(Scheduler("engine", batch, parallel, queue, Metrics(), **options))
         return made[-1]
 
     yield make
@@ -190,3 +192,26 @@ def test_two_conversations_with_the_same_beginning_keep_their_own_places(
         scheduler.submit(reader.answer)
         assert reader.tokens and reader.answer.cached >= cached
         until(lambda: all(s.answer is None for s in scheduler._slots))
+
+
+def test_without_memory_for_it_one_answer_ends_and_the_others_go_on(schedulers: Any, tokenizer: Any) -> None:
+    scheduler = schedulers(2)
+
+    def reserve(sequence: int, positions: int) -> None:
+        if positions > 40:
+            raise MemoryError("no memory for keys and values")
+
+    scheduler._batch.reserve = reserve
+    small, long, grows = (
+        Reader(tokenizer, [5] * 8, 20),
+        Reader(tokenizer, [6] * 60, 2),
+        Reader(tokenizer, [7] * 30, 60),
+    )
+    for reader in (small, grows, long):
+        scheduler.submit(reader.answer)
+    assert len(small.tokens) == 20 and small.pieces[-1].reason == "length"
+    assert not long.tokens and "no memory" in long.pieces[-1].text and long.pieces[-1].reason == "error"
+    assert len(grows.tokens) == 11 and grows.pieces[-1].reason == "error"
+    again = Reader(tokenizer, [5] * 8, 3)
+    scheduler.submit(again.answer)
+    assert again.tokens == small.tokens[:3]

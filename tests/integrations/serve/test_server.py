@@ -418,3 +418,54 @@ def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
     assert set(re.findall(r'at\("(\w+)"\)', code)) <= ids
     labels = {a.get("for") for t, a in found if t == "label"}
     assert "text" in labels
+
+
+def test_a_large_prompt_does_not_stop_others_from_being_tokenised(server: Served) -> None:
+    prompts = server.service.prompts
+    assert prompts._direct
+    fast, gate, entered = prompts.fast, threading.Event(), threading.Event()
+
+    class Slow:
+        """The tokenizer, for which one text takes as long as the test wants."""
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            if texts[0].startswith("large"):
+                entered.set()
+                assert gate.wait(60)
+            return fast.encode_batch(texts, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(fast, name)
+
+    prompts.fast = Slow()
+    try:
+        found: list[int] = []
+        asking = threading.Thread(target=lambda: found.extend(prompts.text("large text")))
+        asking.start()
+        assert entered.wait(60)
+        assert prompts.text("small text") == fast.encode("small text").ids and not found
+    finally:
+        gate.set()
+        asking.join(60)
+        prompts.fast = fast
+    assert found == list(prompts.own("large text")["input_ids"])
+
+
+def test_a_tokenizer_that_does_more_is_asked_through_transformers(artifact: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from nstf.integrations.serve.prompts import Prompts, _own_way
+    from nstf.runtime.artifact import open_artifact
+
+    class Own(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __call__(self, *texts: Any, **options: Any) -> Any:
+            return super().__call__(*texts, **options)
+
+    with open_artifact(artifact) as opened:
+        prompts = Prompts(opened)
+    assert not _own_way(prompts.own)
+    direct = prompts.text("What news?")
+    prompts.own.__class__ = Own
+    assert _own_way(prompts.own)
+    prompts._direct = False
+    assert prompts.text("What news?") == direct

@@ -1,6 +1,7 @@
 """`nstf serve` and `nstf chat` as processes: signals, ports, keys, what is typed."""
 
 import http.client
+import inspect
 import json
 import os
 import re
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nstf.errors import UnsupportedError
 from nstf_convert.cli import run
 from tests.integrations.serve.conftest import write_sample
 
@@ -82,9 +85,74 @@ def test_wrong_options_are_refused(
         (["--kv-cache", "int3"], "--kv-cache"),
         (["--max-body", "lots"], "--max-body"),
         (["--chat-template", str(tmp_path / "none")], "--chat-template"),
+        (["--kernels", str(empty)], "--kernels is for a GPU"),
+        (["--device", "cuda", "--exact"], "--device cpu"),
     ]:
         assert run(["serve", str(artifact), *options]) == 2
         assert message in capsys.readouterr().err
+    assert run(["generate", str(artifact), "The king", "--kernels", str(empty)]) == 2
+    assert "--kernels is for a GPU" in capsys.readouterr().err
+
+
+def test_every_option_of_serve_arrives(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    from nstf.errors import UnsupportedError
+    from nstf.integrations.serve import server, service
+
+    key, template = tmp_path / "key", tmp_path / "template"
+    key.write_text("k-1\n")
+    template.write_text("{{ messages }}")
+    seen: list[Any] = []
+
+    def serve(app: Any, host: str, port: int, ready: Any) -> None:
+        ready(port)
+        seen.extend((app, app.service, host, port))
+
+    monkeypatch.setattr(server, "run", serve)
+    checks: dict[str, tuple[tuple[str, ...], Any]] = {
+        "host": (("::1",), lambda a, s: seen[2] == "::1"),
+        "port": (("8123",), lambda a, s: seen[3] == 8123),
+        "api_key_file": ((str(key),), lambda a, s: (a._key, a._hosts) == ("k-1", None)),
+        "parallel": (("3",), lambda a, s: len(s.backend._slots) == 3),
+        "queue": (("5",), lambda a, s: s.backend._queue_size == 5),
+        "context": (("77",), lambda a, s: s.context == 77),
+        "max_tokens": (("9",), lambda a, s: s.options.max_tokens == 9),
+        "max_body": (("1KiB",), lambda a, s: a._max_body == 1024),
+        "name": (("other",), lambda a, s: s.options.name == "other"),
+        "chat_template": ((str(template),), lambda a, s: s.prompts.own.chat_template == "{{ messages }}"),
+        "reproducible": ((), lambda a, s: s.backend._batch._least == 4 and s.backend._reproducible),
+        "prefix_reuse": (("--no-prefix-reuse",), lambda a, s: not s.backend._reuse),
+        "exact": ((), lambda a, s: not any("int8 x" in k for k in s.backend._batch.engine.kernels.values())),
+        "kv_cache": (("int8",), lambda a, s: s.options.kv_cache == "int8"),
+        "device": (("cpu",), lambda a, s: s.backend.name == "CPU engine"),
+        "threads": (("1",), lambda a, s: s.backend._batch.engine.threads == 1),
+    }
+    from nstf_convert.cli.serve import serve as command
+
+    own = set(inspect.signature(command).parameters)
+    assert own == {*checks, "artifact", "kernels"}, "an option that no test gives"
+    for name, (values, holds) in checks.items():
+        seen.clear()
+        words = (
+            values if values and values[0].startswith("--no-") else (f"--{name.replace('_', '-')}", *values)
+        )
+        assert run(["serve", str(artifact), *words]) == 0, words
+        assert holds(seen[0], seen[1]), words
+    assert "on http://" in capsys.readouterr().err
+
+    # Options of the engine alone are refused where it does not run the model, and --kernels where no GPU is.
+    def other(*_: object, **__: object) -> Any:
+        raise UnsupportedError("another architecture")
+
+    monkeypatch.setattr("nstf.runtime.engine.Engine.open", other)
+    for words in (("--kv-cache", "int8"), ("--reproducible",)):
+        for verb in ("serve", "chat") if words[0] == "--kv-cache" else ("serve",):
+            assert run([verb, str(artifact), *words]) == 2
+            said = capsys.readouterr().err
+            assert words[0] in said and "another architecture" in said
+    assert service.Service(artifact, service.ServeOptions("x")).backend.name == "decoder without graphs"
 
 
 def test_a_missing_package_is_named(
@@ -142,7 +210,13 @@ def _interrupted(chat: subprocess.Popen[str]) -> bool:
     return said.endswith("(stopped)")
 
 
-def test_generate_draws_with_all_options(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _refuse(*_: object, **__: object) -> None:
+    raise UnsupportedError("not by the engine")
+
+
+def test_generate_draws_with_all_options(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = [
         "--temperature",
         "0.9",
@@ -166,6 +240,24 @@ def test_generate_draws_with_all_options(artifact: Path, capsys: pytest.CaptureF
     stop = first.strip()[6:9]
     assert text(*drawn, "--seed", "3", "--stop", stop).rstrip("\n") == first[: first.index(stop)]
     assert text("--repetition-penalty", "1.8") != text()
+    own = write_sample(tmp_path / "own.nstf", generation={"repetition_penalty": 1.8, "top_k": 1})
+    mine = str(own)
+
+    def of_its_own(*options: str) -> str:
+        assert run(["generate", mine, "The king", "--max-new-tokens", "24", *options]) == 0
+        return capsys.readouterr().out
+
+    # The file's settings hold unless others are stated, also those that switch them off; by the engine and by transformers.
+    assert of_its_own() == text("--repetition-penalty", "1.8") != text()
+    assert of_its_own("--repetition-penalty", "1") == text()
+    draw = ("--temperature", "1", "--seed", "5")
+    off = ("--repetition-penalty", "1", "--top-k", "0", "--min-p", "0")
+    assert of_its_own(*draw, "--repetition-penalty", "1") == text() == text(*draw, "--top-k", "1")
+    assert of_its_own(*draw, *off) == text(*draw, "--top-k", "0") != text()
+    monkeypatch.setattr("nstf.runtime.engine.Engine.__init__", _refuse)
+    assert of_its_own("--repetition-penalty", "1") != of_its_own()
+    assert of_its_own(*draw, *off) != of_its_own(*draw, "--repetition-penalty", "1")
+    monkeypatch.undo()
     for options, message in [
         (["--top-k", "3"], "--temperature"),
         (["--stop", ""], "--stop"),
