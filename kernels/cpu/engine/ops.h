@@ -2,24 +2,7 @@
 // no include guard, and only files of the same kind are included here. Loops are plain; the compiler
 // turns them into vectors of the set's width.
 
-// Twelve multiplications: as exact as a float needs for an activation, and a loop of it becomes vectors.
-static inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
-    const float shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
-    const float part = x * 1.44269504f - whole;
-    float p = 1.5403530e-4f;
-    p = p * part + 1.3333558e-3f;
-    p = p * part + 9.6181291e-3f;
-    p = p * part + 5.5504109e-2f;
-    p = p * part + 2.4022651e-1f;
-    p = p * part + 6.9314718e-1f;
-    p = p * part + 1.0f;
-    const int32_t bits = (__builtin_bit_cast(int32_t, shifted) + (127 - 0x4b400000)) << 23;
-    const float power = __builtin_bit_cast(float, bits);
-    return p * power;
-}
+#include "exp.h"
 
 // y = x / rms(x) * weight.
 static void rms_norm(const float* x, const float* weight, int64_t size, float epsilon, float* y) {
