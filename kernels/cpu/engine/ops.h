@@ -46,8 +46,6 @@ static void rope(float* x, const float* cosine, const float* sine, int64_t size)
 }
 
 #include "../halves.h"
-#include "attention.h"
-#include "attention_int8.h"
 #include "products.h"
 
 static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* out) {
@@ -60,6 +58,4 @@ static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* ou
     }
 }
 
-static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, attend,
-                         attend_one, to_int8, attend_int8, attend_one_int8, products, mixtures, multiply_add,
-                         hadamard};
+static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, products, mixtures, multiply_add, hadamard};
