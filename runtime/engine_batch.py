@@ -61,6 +61,12 @@ class Batch:
         )
         return [start + 4 * self.engine.vocab * i for i in range(sum(p.wanted for p in parts))]
 
+    def resumable(self, sequence: int, positions: int) -> int:
+        """How many of the first `positions` of a sequence another text may go on from: all, or none where the cache has
+        freed pages since or brought them into few bits.
+        """
+        return int(self.engine._engine.resumable(sequence, positions))
+
     def copy(self, source: int, target: int, positions: int) -> None:
         """The first positions of a sequence's cache become another's: a shared beginning is computed once."""
         self.engine._engine.copy(source, target, positions)

@@ -43,13 +43,14 @@ def stream(
     kv_cache: str = "float16",
     sampling: Mapping[str, Any] | None = None,
     stops: Sequence[str] = (),
+    attention: str = "full",
 ) -> Iterator[str]:
     """The continuation of `prompt` in pieces, each as soon as its characters are certain; the likeliest one by default.
 
     exact: no int8 activations. threads: None for as many as there are processors. verify: check every SHA-256 of the file
     before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`. sampling: values of
     `token_sampler.Settings`; top-k and top-p that are not stated are those of the file, else 50 and 1 as in transformers.
-    stops: strings that the text ends before.
+    stops: strings that the text ends before. attention: `full`, or `planned` as the file's attention plan says.
 
     Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
@@ -58,7 +59,7 @@ def stream(
         stop, usual = _generation(artifact)
         settings = Settings(**(usual | dict(sampling or {})))
         tokenizer = _tokenizer(artifact)
-        engine = Engine(artifact, exact, threads, kv_cache)
+        engine = Engine(artifact, exact, threads, kv_cache, attention)
         ids = tokenizer.encode(prompt).ids
         if check is not None:
             check.wait()

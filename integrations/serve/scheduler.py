@@ -60,6 +60,7 @@ class Scheduler:
         self.context = engine.context
         self.vocab = engine.vocab
         self._batch = Batch(engine, parallel, reproducible)
+        self._planned = engine.plan is not None
         self._slots = [_Slot(i) for i in range(parallel)]
         self._queue_size = queue
         self._waiting: deque[Answer] = deque()
@@ -183,7 +184,8 @@ class Scheduler:
         # Tokens of an answer went through attention alone, where sums have another order: their last bits may differ.
         known = slot.from_prompt if self._reproducible else len(slot.tokens)
         most = min(known, len(slot.tokens), len(answer.prompt) - 1)
-        return next((i for i in range(most) if slot.tokens[i] != answer.prompt[i]), most)
+        common = next((i for i in range(most) if slot.tokens[i] != answer.prompt[i]), most)
+        return self._batch.resumable(slot.number, common)
 
     def _begin(self, slot: _Slot, answer: Answer) -> None:
         common = self._common(slot, answer)
@@ -218,7 +220,9 @@ class Scheduler:
         for slot in beginning:
             assert slot.answer is not None
             first = len(slot.tokens)
-            ids = slot.answer.prompt[first : first + room]
+            # Sparse attention works on whole blocks of a prompt only.
+            cut = min(room, TOGETHER - first % TOGETHER) if self._planned else room
+            ids = slot.answer.prompt[first : first + cut]
             if not ids:
                 break
             room -= len(ids)

@@ -35,7 +35,7 @@ class ServeOptions:
     """parallel: answers decoded together; queue: answers that wait. context: tokens of prompt and answer.
 
     max_tokens: of one answer, None for as many as fit. reproducible: see runtime/engine_batch.py. device: as torch names it.
-    template: a chat template in the place of the file's own.
+    template: a chat template in the place of the file's own. attention: full, or planned as the file's plan says.
     """
 
     name: str
@@ -51,6 +51,7 @@ class ServeOptions:
     device: str = "cpu"
     kernels: str | os.PathLike[str] | None = None
     template: str | None = None
+    attention: str = "full"
 
 
 def _characters(part: Any) -> int:
@@ -84,7 +85,7 @@ class Service:
             from nstf.runtime.engine import Engine
 
             try:
-                engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache)
+                engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache, attention=o.attention)
             except UnsupportedError as error:
                 self.note = str(error)
             else:
@@ -103,7 +104,11 @@ class Service:
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         model: Any = load(
-            artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels
+            artifact.path,
+            device=o.device,
+            attention=o.attention,
+            engine="exact" if o.exact else "auto",
+            kernels=o.kernels,
         )
         return ModulesBackend(model, context_of(model.config), o.queue, self.metrics)
 

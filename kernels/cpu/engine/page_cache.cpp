@@ -151,6 +151,7 @@ void PageCache::finish() {
 }
 
 void PageCache::copy(const PageCache& from, int64_t positions) {
+    if (positions > from.seen_) throw std::invalid_argument("engine: fewer positions than are to be copied");
     if (positions != 0 && from.resumable(positions) == 0)
         throw std::invalid_argument("engine: these positions of the other sequence are no longer held");
     const int64_t pages = (positions + kPage - 1) / kPage;

@@ -153,7 +153,8 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
     const int bits = task.keys.bits;
     const uint8_t* codes = page.packed + 4 * pairs;
     const int64_t stride = kPage / 16 * 64, padded = packed_rows(task.keys, size, true), all_rows = padded / rows_together(bits);
-    float *low = room.pairs, *step = low + pairs, steps[kQueries];
+    float *low = room.pairs, *step = low + pairs;
+    Scaled steps[kQueries];
     halves_to_floats(reinterpret_cast<const uint16_t*>(page.packed), 2 * pairs, low);
     if (task.keys.channel) {
         float base[kQueries], scaled[512];  // heads are no larger
@@ -165,12 +166,12 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
                 scaled[d] = a.q[i][d] * step[d];
             }
             base[i] = sum;
-            steps[i] = planes(scaled, size, padded, room.planes + i * 2 * room.plane);
+            steps[i] = planes(scaled, size, padded, bits, room.planes + i * 2 * room.plane);
         }
         code_sums(bits, codes, all_rows, stride, from, to, a.planes, padded, a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
 #pragma omp simd
-            for (int64_t l = 16 * from; l < 16 * to; ++l) a.scores[i][l] = a.added[i][l] * steps[i] + base[i];
+            for (int64_t l = 16 * from; l < 16 * to; ++l) a.scores[i][l] = steps[i].of(a.added[i][l]) + base[i];
         }
         return;
     }
@@ -182,7 +183,7 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
 #pragma omp simd reduction(+ : sum)
             for (int64_t d = g * width; d < (g + 1) * width; ++d) sum += a.q[i][d];
             base[i] = sum;
-            steps[i] = planes(a.q[i] + g * width, width, rows * rows_together(bits), room.planes + i * 2 * room.plane);
+            steps[i] = planes(a.q[i] + g * width, width, rows * rows_together(bits), bits, room.planes + i * 2 * room.plane);
         }
         code_sums(bits, codes + g * rows * stride, rows, stride, from, to, a.planes, rows * rows_together(bits), a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
@@ -190,7 +191,7 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
             const float *least = low + g * kPage, *by = step + g * kPage, *added = a.added[i];
             if (g == 0) std::fill(s + 16 * from, s + 16 * to, 0.0f);
 #pragma omp simd
-            for (int64_t l = 16 * from; l < 16 * to; ++l) s[l] += by[l] * (steps[i] * added[l]) + least[l] * base[i];
+            for (int64_t l = 16 * from; l < 16 * to; ++l) s[l] += by[l] * steps[i].of(added[l]) + least[l] * base[i];
         }
     }
 }
@@ -200,7 +201,8 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
     const int bits = task.values.bits;
     const uint8_t* codes = page.packed + 4 * pairs;
     const int64_t columns = packed_columns(size, false), stride = columns / 16 * 64, rows = kPage / rows_together(bits);
-    float *low = room.pairs, *step = low + pairs, steps[kQueries], base[kQueries];
+    float *low = room.pairs, *step = low + pairs, base[kQueries];
+    Scaled steps[kQueries];
     halves_to_floats(reinterpret_cast<const uint16_t*>(page.packed), 2 * pairs, low);
     const int64_t groups = task.values.channel ? 1 : channel_groups(size), width = size / groups;
     for (int64_t g = 0; g < groups; ++g) {
@@ -210,7 +212,7 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
             if (task.values.channel) {
 #pragma omp simd reduction(+ : sum)
                 for (int64_t l = 0; l < kPage; ++l) sum += w[l];
-                steps[i] = planes(w, kPage, kPage, room.planes + i * 2 * room.plane);
+                steps[i] = planes(w, kPage, kPage, bits, room.planes + i * 2 * room.plane);
             } else {
                 const float *least = low + g * kPage, *by = step + g * kPage;
 #pragma omp simd reduction(+ : sum)
@@ -218,7 +220,7 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
                     sum += w[l] * least[l];
                     scaled[l] = w[l] * by[l];
                 }
-                steps[i] = planes(scaled, kPage, kPage, room.planes + i * 2 * room.plane);
+                steps[i] = planes(scaled, kPage, kPage, bits, room.planes + i * 2 * room.plane);
             }
             base[i] = sum;
         }
@@ -231,15 +233,50 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
             if (task.values.channel) {
 #pragma omp simd
                 for (int64_t d = 0; d < size; ++d)
-                    sums[d] = sums[d] * fade[i] + (step[d] * (steps[i] * added[d]) + low[d] * base[i]);
+                    sums[d] = sums[d] * fade[i] + (step[d] * steps[i].of(added[d]) + low[d] * base[i]);
             } else {
 #pragma omp simd
-                for (int64_t d = g * width; d < end; ++d) sums[d] = sums[d] * fade[i] + (steps[i] * added[d] + base[i]);
+                for (int64_t d = g * width; d < end; ++d) sums[d] = sums[d] * fade[i] + (steps[i].of(added[d]) + base[i]);
             }
         }
     }
 }
 
+#if NSTF_ISA == 512
+// e^x for x that is not above 0; NaN stays NaN.
+static inline __m512 power(__m512 x) {
+    const __m512 t = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
+    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(t, whole);
+    __m512 p = _mm512_set1_ps(1.3333558e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, whole);
+}
+// Scores become weights; returns what the query's sums so far are to be multiplied with. by: of the scores; unit: of the weights.
+static float weigh(Going& g, const float* scores, uint64_t visible, float by, float unit, float* weights) {
+    __m512 s[4], most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+    for (int i = 0; i < 4; ++i) {
+        const auto seen = static_cast<__mmask16>(visible >> (16 * i));
+        s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(-3e38f), seen, _mm512_loadu_ps(scores + 16 * i), _mm512_set1_ps(by));
+        most = _mm512_max_ps(s[i], most);
+    }
+    const float here = _mm512_reduce_max_ps(most), top = here > g.top ? here : g.top;
+    const float fade = g.top == top ? 1.0f : fast_exp(g.top - top);
+    for (int i = 0; i < 4; ++i) {
+        const auto seen = static_cast<__mmask16>(visible >> (16 * i));
+        s[i] = _mm512_maskz_mov_ps(seen, power(_mm512_sub_ps(s[i], _mm512_set1_ps(top))));
+        sum = _mm512_add_ps(sum, s[i]);
+        _mm512_storeu_ps(weights + 16 * i, _mm512_mul_ps(s[i], _mm512_set1_ps(unit)));
+    }
+    g.top = top;
+    g.total = g.total * fade + _mm512_reduce_add_ps(sum);
+    return fade;
+}
+#else
 // Scores become weights; returns what the query's sums so far are to be multiplied with. by: of the scores; unit: of the weights.
 static float weigh(Going& g, const float* scores, uint64_t visible, float by, float unit, float* weights) {
     float top = g.top, total = 0;
@@ -272,6 +309,7 @@ static float weigh(Going& g, const float* scores, uint64_t visible, float by, fl
         for (int64_t l = 0; l < kPage; ++l) weights[l] *= unit;
     return fade;
 }
+#endif
 
 static void attend(const PageTask& task) {
     const int64_t size = task.size;

@@ -1,21 +1,50 @@
 // Sums over the rows of codes in few bits, for one instruction set (see paged.cpp, which includes this file).
 //
-// x is given in two planes of signed bytes, x ~ step * (128 * high + low): 15 bits, so that what is lost is far less than what
-// the codes lost, and products of bytes suffice. Everything is a sum of integers, so the order does not matter.
+// What codes are multiplied with is given as signed bytes, so that products of bytes suffice: for codes of 8 bits in two planes,
+// x ~ step * (128 * high + low), which is 15 bits; for fewer bits in one, x ~ step * high, whose rounding is a fraction of what
+// such codes lost. What rounding takes from the sum of x is given back times the middle of the codes. Everything else is a sum
+// of integers, so the order does not matter.
 
-constexpr float kPlaneSteps = 127 * 128;
+constexpr int planes_for(int bits) { return bits == 8 ? 2 : 1; }
 
-// [2][padded] planes of x; returns the step, NaN where a number of x is none.
-static float planes(const float* x, int64_t count, int64_t padded, int8_t* out) {
-    float top = 0, bad = 0;
+// What sums of codes times the planes are multiplied with, and what is added.
+struct Scaled {
+    float step, rest;
+    float of(float sum) const { return sum * step + rest; }
+};
+
+// [1 or 2][padded] planes of x. Where a number of x is none, so are the sums.
+static Scaled planes(const float* x, int64_t count, int64_t padded, int bits, int8_t* out) {
+    float top = 0, bad = 0, lost = 0;
 #pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < count; ++i) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top;
 #pragma omp simd reduction(+ : bad)
     for (int64_t i = 0; i < count; ++i) bad += x[i] * 0.0f;
-    const float by = top > 1e-30f && bad == 0 ? kPlaneSteps / top : 0;
+    const bool two = planes_for(bits) == 2;
+    const float most = two ? 127 * 128 : 127, by = top > 1e-30f && bad == 0 ? most / top : 0, step = top / most;
     if (by == 0) {
         std::memset(out, 0, static_cast<size_t>(2 * padded));
-        return bad;
+        return {0, bad};
+    }
+    for (int64_t i = count; i < padded; ++i) out[i] = 0;
+    if (!two) {
+#if NSTF_ISA == 512
+        __m512 rest = _mm512_setzero_ps();
+        for (int64_t i = 0; i < count; i += 16) {
+            const auto some = static_cast<__mmask16>(count - i < 16 ? (1 << (count - i)) - 1 : 0xffff);
+            const __m512 v = _mm512_maskz_loadu_ps(some, x + i);
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(by)));
+            _mm512_mask_cvtepi32_storeu_epi8(out + i, some, whole);
+            rest = _mm512_add_ps(rest, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(step), v));
+        }
+        lost = _mm512_reduce_add_ps(rest);
+#else
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(x[i] * by)));
+#pragma omp simd reduction(+ : lost)
+        for (int64_t i = 0; i < count; ++i) lost += x[i] - static_cast<float>(out[i]) * step;
+#endif
+        return {step, lost * 0.5f * static_cast<float>((1 << bits) - 1)};
     }
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
@@ -23,8 +52,8 @@ static float planes(const float* x, int64_t count, int64_t padded, int8_t* out) 
         out[i] = static_cast<int8_t>(high);
         out[padded + i] = static_cast<int8_t>(whole - 128 * high);
     }
-    for (int64_t i = count; i < padded; ++i) out[i] = out[padded + i] = 0;
-    return top / kPlaneSteps;
+    for (int64_t i = count; i < padded; ++i) out[padded + i] = 0;
+    return {step, 0};
 }
 
 static inline int32_t four_at(const int8_t* x) {
@@ -39,10 +68,11 @@ static inline int32_t four_at(const int8_t* x) {
 constexpr int kColumns = 2;
 template <int Bits, int Q, int N>
 static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low, float* const* out) {
-    constexpr int kUnits = 8 / Bits;
-    __m512i high[Q][N], lower[Q][N];
-    for (int q = 0; q < Q; ++q)
-        for (int n = 0; n < N; ++n) high[q][n] = lower[q][n] = _mm512_setzero_si512();
+    constexpr int kUnits = 8 / Bits, kPlanes = planes_for(Bits);
+    __m512i sum[kPlanes][Q][N];
+    for (int i = 0; i < kPlanes; ++i)
+        for (int q = 0; q < Q; ++q)
+            for (int n = 0; n < N; ++n) sum[i][q][n] = _mm512_setzero_si512();
     const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
     for (int64_t r = 0; r < rows; ++r) {
         __m512i v[N];
@@ -52,25 +82,25 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
             __m512i c[N];
             for (int n = 0; n < N; ++n)
                 c[n] = kUnits == 1 ? v[n] : _mm512_and_si512(_mm512_srli_epi16(v[n], static_cast<unsigned>(u * Bits)), mask);
-            for (int q = 0; q < Q; ++q) {
-                const __m512i a = _mm512_set1_epi32(four_at(x[q] + k)), b = _mm512_set1_epi32(four_at(x[q] + low + k));
-                for (int n = 0; n < N; ++n) {
-                    high[q][n] = _mm512_dpbusd_epi32(high[q][n], c[n], a);
-                    lower[q][n] = _mm512_dpbusd_epi32(lower[q][n], c[n], b);
+            for (int i = 0; i < kPlanes; ++i)
+                for (int q = 0; q < Q; ++q) {
+                    const __m512i four = _mm512_set1_epi32(four_at(x[q] + i * low + k));
+                    for (int n = 0; n < N; ++n) sum[i][q][n] = _mm512_dpbusd_epi32(sum[i][q][n], c[n], four);
                 }
-            }
         }
     }
     for (int q = 0; q < Q; ++q)
-        for (int n = 0; n < N; ++n)
-            _mm512_storeu_ps(out[q] + 16 * n,
-                             _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[q][n], 7), lower[q][n])));
+        for (int n = 0; n < N; ++n) {
+            __m512i total = sum[0][q][n];
+            if (kPlanes == 2) total = _mm512_add_epi32(_mm512_slli_epi32(total, 7), sum[kPlanes - 1][q][n]);
+            _mm512_storeu_ps(out[q] + 16 * n, _mm512_cvtepi32_ps(total));
+        }
 }
 #elif NSTF_ISA >= 2
 constexpr int kColumns = 1;
 template <int Bits, int Q, int N>
 static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low, float* const* out) {
-    constexpr int kUnits = 8 / Bits;
+    constexpr int kUnits = 8 / Bits, kPlanes = planes_for(Bits);
     const __m256i mask = _mm256_set1_epi8(Bits == 2 ? 3 : 15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int h = 0; h < 2; ++h) {  // eight columns
         __m256i sum[Q][2];
@@ -91,7 +121,7 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
                 __m256i c[kUnits];
                 for (int u = 0; u < kUnits; ++u) c[u] = _mm256_and_si256(_mm256_srli_epi16(v, u * Bits), mask);
                 for (int q = 0; q < Q; ++q)
-                    for (int i = 0; i < 2; ++i) {
+                    for (int i = 0; i < kPlanes; ++i) {
                         __m256i short_sum = _mm256_setzero_si256();
                         for (int u = 0; u < kUnits; ++u) {
                             const __m256i four = _mm256_set1_epi32(four_at(x[q] + i * low + 4 * (r * kUnits + u)));
@@ -101,9 +131,11 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
                     }
             }
         }
-        for (int q = 0; q < Q; ++q)
-            _mm256_storeu_ps(out[q] + 8 * h,
-                             _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(sum[q][0], 7), sum[q][1])));
+        for (int q = 0; q < Q; ++q) {
+            __m256i total = sum[q][0];
+            if (kPlanes == 2) total = _mm256_add_epi32(_mm256_slli_epi32(total, 7), sum[q][1]);
+            _mm256_storeu_ps(out[q] + 8 * h, _mm256_cvtepi32_ps(total));
+        }
     }
 }
 #else
@@ -118,7 +150,7 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
                 int32_t by[4];
                 for (int i = 0; i < 4; ++i) {
                     const int64_t k = 4 * (r * kUnits + u) + i;
-                    by[i] = 128 * x[q][k] + x[q][low + k];
+                    by[i] = planes_for(Bits) == 2 ? 128 * x[q][k] + x[q][low + k] : x[q][k];
                 }
                 const uint8_t* at = codes + r * stride;
 #pragma omp simd
