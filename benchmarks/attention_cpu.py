@@ -75,7 +75,9 @@ def arithmetic(shape: dict[str, Any], context: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--rounds", type=int, default=3)
@@ -120,7 +122,9 @@ def main() -> None:
                 f"{work['decode_bytes'] / 1e6:.0f} MB and {work['decode_flop'] / 1e9:.2f} GFLOP a token, "
                 f"{work['prefill_flop'] / 1e12:.2f} TFLOP the prompt"
             )
-            print("| cache | prefill tok/s | x dense | decode tok/s | x dense | MB |\n|---|---|---|---|---|---|")
+            print(
+                "| cache | prefill tok/s | x dense | decode tok/s | x dense | MB |\n|---|---|---|---|---|---|"
+            )
             for kind, rounds in found.items():
                 prefill, decode = (statistics.median(r[i] for r in rounds) for i in (0, 1))
                 ratios = [

@@ -142,9 +142,7 @@ def _load(
     if engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         # Its matrices are views of the same mapping: nothing is held twice.
         use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache, attention))
-    elif (
-        engine != "off" and attention == "full" and device.type == "cuda" and hasattr(model, "generate")
-    ):
+    elif engine != "off" and attention == "full" and device.type == "cuda" and hasattr(model, "generate"):
         from nstf.runtime.graph_generate import use_graphs
 
         use_graphs(model)

@@ -15,7 +15,6 @@ from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json
 
 
-
 def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
@@ -80,7 +79,15 @@ def generate(
     plain = device == "cpu" and not (chat or kernels)
     made = (
         _by_engine(
-            artifact, text, max_new_tokens, exact, threads, kv_cache, sampling | {"seed": seed}, stops, attention
+            artifact,
+            text,
+            max_new_tokens,
+            exact,
+            threads,
+            kv_cache,
+            sampling | {"seed": seed},
+            stops,
+            attention,
         )
         if plain
         else None

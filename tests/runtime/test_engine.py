@@ -186,7 +186,9 @@ def test_an_int8_cache_gives_nearly_the_same_logits(written: tuple[Path, Any]) -
     size = float(expected.std())
     prompt, parts = (Engine.open(path, exact=True, kv_cache="int8") for _ in range(2))
     found = prompt.forward(ids, all_logits=True)
-    assert 0 < float((found - expected).square().mean().sqrt()) < 0.02 * size
+    lost = float((found - expected).square().mean().sqrt())
+    # The last pages are in float16: all that short windows see.
+    assert (lost == 0) == (0 < max(prompt.config.windows) < 64) and lost < 0.02 * size
     # One token at a time goes another way through the same bytes.
     parts.forward(ids[:100])
     for i in range(100, 150):

@@ -1,16 +1,24 @@
 """The engine's attention over pages against the masked reference, over generated plans, for every instruction set."""
 
+import json
 import random
 from collections.abc import Iterator
+from ctypes import string_at
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import nstf.runtime
+from nstf.errors import CorruptError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
-from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
+from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD
+from nstf.runtime.engine import Engine
 from nstf.runtime.engine_attention import layer_plan
+from nstf.runtime.engine_batch import Batch, Part
 from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes, reference_attention
 
 pytestmark = pytest.mark.skipif(not available(), reason="the CPU engine was not built")
@@ -36,7 +44,9 @@ def sparse(threshold: float, stride: int, min_length: int = 0) -> HeadPlan:
     return HeadPlan("block_sparse", {"threshold": threshold, "stride": stride}, min_length, 0.0, 1.0)
 
 
-def group(keys: KVFormat = PLAIN, values: KVFormat = PLAIN, ring: tuple[int, int, int] = (0, 0, 0)) -> GroupPlan:
+def group(
+    keys: KVFormat = PLAIN, values: KVFormat = PLAIN, ring: tuple[int, int, int] = (0, 0, 0)
+) -> GroupPlan:
     return GroupPlan(*ring, keys, values)
 
 
@@ -49,16 +59,28 @@ def numbers(heads: int, groups: int, tokens: int, size: int, seed: int = 0) -> l
 
 
 def run(
-    layer: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int], threads: int = 2, window: int = 0
+    layer: LayerPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cuts: list[int],
+    threads: int = 2,
+    window: int = 0,
 ) -> tuple[torch.Tensor, Any]:
     """[heads, tokens, size] by the engine, the tokens cut into calls of these lengths; single ones are decoded."""
-    heads, tokens, size = q.shape
+    heads, _, size = q.shape
     engine = ext.LayerAttention(heads, k.shape[0], size, window, size**-0.5, layer_plan(layer))
     return feed(engine, q, k, v, cuts, threads), engine
 
 
 def feed(
-    engine: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int], threads: int = 2, first: int = 0
+    engine: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cuts: list[int],
+    threads: int = 2,
+    first: int = 0,
 ) -> torch.Tensor:
     out, at = torch.full((q.shape[0], sum(cuts), q.shape[2]), torch.nan), first
     for count in cuts:
@@ -75,15 +97,20 @@ def whole(tokens: int) -> list[int]:
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, layer: LayerPlan) -> None:
-    """Rounding alone: queries and weights are bytes where codes have 4 bits or fewer, 15 bits for codes of 8, else float32."""
+    """Rounding alone: what codes of 8 bits are multiplied with has 15 bits, and 8 where they have fewer: at most a sixth
+    of what 4 bits lose here, 0.11 of the numbers' size.
+    """
     few = any(fmt.bits <= 4 for g in layer.groups for fmt in (g.keys, g.values))
     error, scale = (found - wanted), float(wanted.square().mean().sqrt())
-    assert float(error.square().mean().sqrt()) < (1e-2 if few else 5e-4) * scale
-    assert float(error.abs().max()) < (0.15 if few else 1e-2) * scale
+    assert float(error.square().mean().sqrt()) < (3e-2 if few else 1e-3) * scale
+    assert float(error.abs().max()) < (0.8 if few else 2e-2) * scale
 
 
 FORMATS = [
-    KVFormat(bits, by, rotate) for bits in (8, 4, 2) for by in ("channel", "token") for rotate in (False, True)
+    KVFormat(bits, by, rotate)
+    for bits in (8, 4, 2)
+    for by in ("channel", "token")
+    for rotate in (False, True)
 ]
 
 
@@ -92,7 +119,7 @@ FORMATS = [
 def test_pages_in_few_bits_are_read_as_the_reference_says(isa: str, fmt: KVFormat, size: int) -> None:
     layer = LayerPlan((full(),) * 3, (group(fmt, fmt),))
     q, k, v = numbers(3, 1, 300, size)
-    found, _ = run(layer, q, k, v, whole(299) + [1])
+    found, _ = run(layer, q, k, v, [*whole(299), 1])
     wanted = reference_attention(q, k, v, layer)
     assert_near(found, wanted, layer)
 
@@ -114,7 +141,9 @@ def generated(seed: int) -> tuple[LayerPlan, int]:
         groups.append(group(keys, values))
         for _ in range(per_group):
             band = streaming(draw.choice([0, 5, 65]), draw.choice([1, 30, 128]), draw.choice([0, 150]))
-            heads.append(draw.choice([full(), band, sparse(draw.choice([0.5, 0.9]), draw.choice([8, 16]), 129)]))
+            heads.append(
+                draw.choice([full(), band, sparse(draw.choice([0.5, 0.9]), draw.choice([8, 16]), 129)])
+            )
     return LayerPlan(tuple(heads), tuple(groups)), size
 
 
@@ -124,7 +153,9 @@ def test_generated_plans_give_what_the_reference_gives(isa: str, seed: int) -> N
     tokens = 128 * 3 + 37
     q, k, v = numbers(len(layer.heads), len(layer.groups), tokens, size, seed)
     for head in range(len(layer.heads)):
-        q[head] += 0.5 * k[head * len(layer.groups) // len(layer.heads)].roll(150, 0)  # so that some blocks matter more
+        q[head] += 0.5 * k[head * len(layer.groups) // len(layer.heads)].roll(
+            150, 0
+        )  # so that some blocks matter more
     found, _ = run(layer, q, k, v, [*whole(tokens - 2), 1, 1])
     wanted = reference_attention(q, k, v, layer)
     assert_near(found, wanted, layer)
@@ -215,3 +246,76 @@ def test_what_is_no_number_stays_none(isa: str) -> None:
     v[0, 70, 5] = torch.nan
     found, _ = run(layer, q, k, v, [*whole(299), 1])
     assert bool(found[:, 70:, 5].isnan().all()) and bool(found[:, :64].isfinite().all())
+
+
+def planned_artifact(tiny: ModuleType, folder: Path, heads: HeadPlan, kept: GroupPlan) -> Path:
+    """A tiny Llama whose plan has these heads and groups in all layers."""
+    layer = LayerPlan((heads,) * 4, (kept,) * 2)
+    plan = AttentionPlan(2, 2048, None, 8, PlanKLD(None, None, None), (layer,) * 2)
+    return tiny.write(folder, tiny.new_model("LlamaForCausalLM"), attention=json.loads(plan.to_json()))
+
+
+def test_a_planned_model_generates_by_the_engine(tiny: ModuleType, tmp_path: Path) -> None:
+    path = planned_artifact(tiny, tmp_path, streaming(4, 20, 24), group(ring=(4, 20, 24)))
+    ids = torch.randint(0, 100, (1, 90), generator=torch.Generator().manual_seed(1))
+    model: Any = nstf.runtime.load(path, attention="planned", engine="exact")
+    found = model.generate(ids, max_new_tokens=8, do_sample=False)
+    engine = model.nstf_engine.engine
+    assert engine.plan is not None
+    modules: Any = nstf.runtime.load(path, attention="planned", engine="off")
+    with torch.no_grad():
+        wanted = modules(ids).logits[0]
+    engine.reset()
+    logits = engine.forward(ids[0], all_logits=True)
+    assert float((logits - wanted).abs().max()) < 2e-2 * float(wanted.std())
+    dense = Engine.open(path, exact=True).forward(ids[0], all_logits=True)
+    assert float((logits - dense).abs().max()) > 5e-2 * float(wanted.std())
+    assert found[0, 90:].tolist() == list(
+        Engine.open(path, exact=True, attention="planned").generate(ids[0], 8)
+    )
+
+
+def test_sequences_of_a_planned_batch_are_as_alone(tiny: ModuleType, tmp_path: Path) -> None:
+    path = planned_artifact(tiny, tmp_path, full(), group(FORMATS[4], FORMATS[6]))
+    engine = Engine.open(path, attention="planned")
+    batch = Batch(engine, 2, reproducible=True)
+    ids = torch.randint(0, 100, (2, 300), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(parts: list[Part]) -> list[bytes]:
+        return [string_at(at, 4 * engine.vocab) for at in batch.step(parts)]
+
+    def prompt(row: int, first: int, end: int) -> Part:
+        return Part(row, first, ids[row][first:end], prompt=True)
+
+    alone = [logits([prompt(row, first, first + 60)])[0] for row in (0, 1) for first in range(0, 300, 60)]
+    for row in (0, 1):
+        batch.release(row)
+    both = [
+        logits([prompt(0, first, first + 60), prompt(1, first, first + 60)]) for first in range(0, 300, 60)
+    ]
+    assert [pair[0] for pair in both] + [pair[1] for pair in both] == alone
+    assert batch.resumable(0, 290) == 290 and batch.resumable(0, 100) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "sparse"}, "is not one of full, planned"),
+        ({"attention": "planned"}, "no attention plan inside"),
+        ({"attention": "planned", "kv_cache": "int8"}, "says how keys and values are kept"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    tiny: ModuleType, tmp_path: Path, options: dict[str, str], message: str
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    with pytest.raises(UsageError, match=message):
+        Engine.open(path, **options)
+
+
+def test_a_plan_of_another_model_is_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    layer = LayerPlan((full(),) * 2, (group(),) * 2)
+    plan = AttentionPlan(2, 2048, None, 8, PlanKLD(None, None, None), (layer,) * 2)
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), attention=json.loads(plan.to_json()))
+    with pytest.raises(CorruptError, match="other layers or heads"):
+        Engine.open(path, attention="planned")

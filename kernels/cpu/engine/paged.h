@@ -148,6 +148,48 @@ struct Active {
     const int8_t* planes[kQueries];
 };
 
+// The loops of few-bit pages as functions of plain pointers: within the larger functions GCC leaves some of them scalar.
+
+// y = x * by; returns the sum of x * least.
+static float fold(const float* x, const float* least, const float* by, int64_t count, float* y) {
+    Vec sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const Vec v = wide(x + i);
+        sum += v * wide(least + i);
+        *reinterpret_cast<Loose*>(y + i) = v * wide(by + i);
+    }
+    float total = 0;
+    for (int64_t l = 0; l < kLanes; ++l) total += sum[l];
+    for (; i < count; ++i) total += x[i] * least[i], y[i] = x[i] * by[i];
+    return total;
+}
+
+static float sum_of(const float* x, int64_t count) {
+    Vec sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) sum += wide(x + i);
+    float total = 0;
+    for (int64_t l = 0; l < kLanes; ++l) total += sum[l];
+    for (; i < count; ++i) total += x[i];
+    return total;
+}
+
+// y = y * fade + (x * step + rest) * by + least * base; by and least null: 1.
+static void settle(float* y, float fade, const float* x, Scaled to, const float* by, const float* least, float base,
+                   int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        Vec v = wide(x + i) * to.step + to.rest;
+        v = by == nullptr ? v + base : v * wide(by + i) + wide(least + i) * base;
+        *reinterpret_cast<Loose*>(y + i) = fade == 0 ? v : wide(y + i) * fade + v;
+    }
+    for (; i < count; ++i) {
+        const float v = by == nullptr ? to.of(x[i]) + base : to.of(x[i]) * by[i] + least[i] * base;
+        y[i] = fade == 0 ? v : y[i] * fade + v;
+    }
+}
+
 static void scores_of_codes(const PageTask& task, const Active& a, const PageSide& page, int64_t from, int64_t to, Room& room) {
     const int64_t size = task.size, pairs = pairs_of(task.keys, size);
     const int bits = task.keys.bits;
@@ -159,39 +201,26 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
     if (task.keys.channel) {
         float base[kQueries], scaled[512];  // heads are no larger
         for (int64_t i = 0; i < a.count; ++i) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t d = 0; d < size; ++d) {
-                sum += a.q[i][d] * low[d];
-                scaled[d] = a.q[i][d] * step[d];
-            }
-            base[i] = sum;
+            base[i] = fold(a.q[i], low, step, size, scaled);
             steps[i] = planes(scaled, size, padded, bits, room.planes + i * 2 * room.plane);
         }
         code_sums(bits, codes, all_rows, stride, from, to, a.planes, padded, a.added, a.count);
-        for (int64_t i = 0; i < a.count; ++i) {
-#pragma omp simd
-            for (int64_t l = 16 * from; l < 16 * to; ++l) a.scores[i][l] = steps[i].of(a.added[i][l]) + base[i];
-        }
+        for (int64_t i = 0; i < a.count; ++i)
+            settle(a.scores[i] + 16 * from, 0, a.added[i] + 16 * from, steps[i], nullptr, nullptr, base[i], 16 * (to - from));
         return;
     }
     const int64_t groups = channel_groups(size), width = size / groups, rows = up_to(width, rows_together(bits)) / rows_together(bits);
     for (int64_t g = 0; g < groups; ++g) {
         float base[kQueries];
         for (int64_t i = 0; i < a.count; ++i) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t d = g * width; d < (g + 1) * width; ++d) sum += a.q[i][d];
-            base[i] = sum;
+            base[i] = sum_of(a.q[i] + g * width, width);
             steps[i] = planes(a.q[i] + g * width, width, rows * rows_together(bits), bits, room.planes + i * 2 * room.plane);
         }
         code_sums(bits, codes + g * rows * stride, rows, stride, from, to, a.planes, rows * rows_together(bits), a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
-            float* s = a.scores[i];
-            const float *least = low + g * kPage, *by = step + g * kPage, *added = a.added[i];
-            if (g == 0) std::fill(s + 16 * from, s + 16 * to, 0.0f);
-#pragma omp simd
-            for (int64_t l = 16 * from; l < 16 * to; ++l) s[l] += by[l] * steps[i].of(added[l]) + least[l] * base[i];
+            const int64_t at = 16 * from, pair = g * kPage + at;
+            settle(a.scores[i] + at, g == 0 ? 0.0f : 1.0f, a.added[i] + at, steps[i], step + pair, low + pair, base[i],
+                   16 * (to - from));
         }
     }
 }
@@ -208,36 +237,21 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
     for (int64_t g = 0; g < groups; ++g) {
         for (int64_t i = 0; i < a.count; ++i) {
             const float* w = a.weights[i];
-            float sum = 0, scaled[kPage];
+            float scaled[kPage];
             if (task.values.channel) {
-#pragma omp simd reduction(+ : sum)
-                for (int64_t l = 0; l < kPage; ++l) sum += w[l];
+                base[i] = sum_of(w, kPage);
                 steps[i] = planes(w, kPage, kPage, bits, room.planes + i * 2 * room.plane);
             } else {
-                const float *least = low + g * kPage, *by = step + g * kPage;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t l = 0; l < kPage; ++l) {
-                    sum += w[l] * least[l];
-                    scaled[l] = w[l] * by[l];
-                }
+                base[i] = fold(w, low + g * kPage, step + g * kPage, kPage, scaled);
                 steps[i] = planes(scaled, kPage, kPage, bits, room.planes + i * 2 * room.plane);
             }
-            base[i] = sum;
         }
         const int64_t first = g * width / 16, last = groups == 1 ? columns / 16 : (g + 1) * width / 16;
         code_sums(bits, codes, rows, stride, first, last, a.planes, kPage, a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
-            float* sums = a.sums[i];
-            const float* added = a.added[i];
-            const int64_t end = (g + 1) * width;
-            if (task.values.channel) {
-#pragma omp simd
-                for (int64_t d = 0; d < size; ++d)
-                    sums[d] = sums[d] * fade[i] + (step[d] * steps[i].of(added[d]) + low[d] * base[i]);
-            } else {
-#pragma omp simd
-                for (int64_t d = g * width; d < end; ++d) sums[d] = sums[d] * fade[i] + (steps[i].of(added[d]) + base[i]);
-            }
+            const int64_t at = g * width;
+            const bool channel = task.values.channel;
+            settle(a.sums[i] + at, fade[i], a.added[i] + at, steps[i], channel ? step : nullptr, low, base[i], width);
         }
     }
 }
