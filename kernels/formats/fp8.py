@@ -13,6 +13,8 @@ from nstf.kernels.formats.scales import (
     check_group,
     check_lead,
     check_scale_bits,
+    cut_groups,
+    grain_of_groups,
     group_count,
     matrix_shape,
     narrow,
@@ -22,6 +24,7 @@ from nstf.kernels.formats.scales import (
     scaled,
     store_scales,
 )
+from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -112,3 +115,15 @@ def decode_tuned(
 ) -> Tensor:
     """`decode` with the scales of `values`, differentiable in them."""
     return scaled(values["scale"], fixed["units"], params.group).reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Rows anywhere, columns by groups."""
+    return grain_of_groups(shape, params.lead, axis, params.group)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The codes and scales of the part."""
+    return params, cut_groups(arrays, shape, params.lead, span, params.group, 8)

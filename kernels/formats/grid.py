@@ -10,6 +10,8 @@ from nstf.kernels.formats.scales import (
     check_group,
     check_lead,
     check_scale_bits,
+    cut_groups,
+    grain_of_groups,
     group_count,
     matrix_shape,
     per_column,
@@ -17,6 +19,7 @@ from nstf.kernels.formats.scales import (
     scale_specs,
     store_scales,
 )
+from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 
 if TYPE_CHECKING:
@@ -101,3 +104,16 @@ def decode_tuned(
 
     out: Tensor = ScaledTable.apply(values["scale"], values["table"], fixed["codes"], params.group)  # type: ignore[no-untyped-call]
     return out.reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Rows anywhere, columns by groups."""
+    return grain_of_groups(shape, params.lead, axis, params.group)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The codes and scales of the part, and the whole table."""
+    own = {name: array for name, array in arrays.items() if name != "table"}
+    return params, {"table": arrays["table"], **cut_groups(own, shape, params.lead, span, params.group, 4)}

@@ -10,6 +10,8 @@ from nstf.kernels.formats.scales import (
     check_group,
     check_lead,
     check_scale_bits,
+    cut_groups,
+    grain_of_groups,
     group_count,
     matrix_shape,
     narrow,
@@ -19,6 +21,7 @@ from nstf.kernels.formats.scales import (
     scaled,
     store_scales,
 )
+from nstf.kernels.formats.shards import MatrixCut, Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 
 if TYPE_CHECKING:
@@ -115,3 +118,24 @@ def _units(params: Params, arrays: dict[str, Tensor], cols: int) -> Tensor:
         zeros = bitpack.unpack(arrays["zeros"], params.bits, group_count(cols, params.group))
         values -= per_column(zeros.float(), params.group, cols)
     return values
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Rows anywhere, columns by groups."""
+    return grain_of_groups(shape, params.lead, axis, params.group)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The codes and scales of the part."""
+    part = cut_groups(arrays, shape, params.lead, span, params.group, params.bits)
+    if not params.symmetric and span.axis >= params.lead:
+        _, cols = matrix_shape(shape, params.lead)
+        groups = group_count(cols, params.group)
+        if groups > 1:  # zero points of several groups share bytes
+            first, last = MatrixCut(shape, params.lead, span).columns
+            zeros = bitpack.unpack(arrays["zeros"], params.bits, groups)
+            zeros = zeros[:, first // params.group : group_count(last, params.group)]
+            part["zeros"] = bitpack.pack(zeros.contiguous(), params.bits)
+    return params, part

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import Place, Places, Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -45,3 +46,17 @@ def children(params: Params, shape: Shape) -> dict[str, Shape]:
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """A B in float32, of `shape`."""
     return (children["a"].to(torch.float32) @ children["b"].to(torch.float32)).reshape(shape)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """Rows are cut in A, columns in B: the other factor stays whole."""
+    by_rows = axis < params.lead
+    first, end = (0, params.lead) if by_rows else (params.lead, len(shape))
+    if math.prod(shape[first:axis]) > 1:  # positions in several pieces are no range of rows or columns
+        return None
+    times = math.prod(shape[axis + 1 : end])
+    return Places(1, {"a": Place(0, times)} if by_rows else {"b": Place(1, times)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    return params

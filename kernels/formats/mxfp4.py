@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import bitpack
-from nstf.kernels.formats.scales import check_lead, group_count, matrix_shape, per_column
+from nstf.kernels.formats.scales import (
+    check_lead,
+    cut_groups,
+    grain_of_groups,
+    group_count,
+    matrix_shape,
+    per_column,
+)
+from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -65,3 +73,15 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
     values = table[bitpack.unpack(arrays["codes"], 4, cols).int()]
     values *= per_column(scale_value(arrays["scale"]), BLOCK, cols)
     return values.reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Rows anywhere, columns by blocks."""
+    return grain_of_groups(shape, params.lead, axis, BLOCK)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The codes and scales of the part."""
+    return params, cut_groups(arrays, shape, params.lead, span, BLOCK, 4)

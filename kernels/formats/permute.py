@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import Place, Places, Span
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape
 
 if TYPE_CHECKING:
@@ -43,3 +44,12 @@ def children(params: Params, shape: Shape) -> dict[str, Shape]:
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """X with its axes permuted (a view, no copy)."""
     return children["x"].permute(params.dims)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """The stored axis that this one is."""
+    return Places(1, {"x": Place(params.dims[axis])})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    return params

@@ -8,12 +8,13 @@ need only divide the axis, so that widths such as 576 = 9 x 64 work.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.scales import check_lead, matrix_shape
-from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.formats.shards import MatrixCut, Place, Places, Span, column_grain, row_grain
+from nstf.kernels.formats.tree import ArraySpec, EncodedTensor, Node, Shape
 from nstf.kernels.lazy import torch
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 KIND = "rotated"
 
 BLOCKS = (128, 64, 32)
+# Of the hash of (index, seed, side) that makes the signs, modulo 2^32.
+_INDEX_STEP = 0x9E3779B1
+_SEED_STEP = 0x632BE5AB
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,43 @@ def _hadamard_matrix(block: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _signs(size: int, seed: int, side: int) -> Tensor:
     """A bit of an integer hash of (index, seed, side): multiply and xorshift, modulo 2^32."""
-    x = torch.arange(size, dtype=torch.int64, device="cpu") * 0x9E3779B1 + (2 * seed + side + 1) * 0x632BE5AB
+    x = torch.arange(size, dtype=torch.int64, device="cpu") * _INDEX_STEP + (2 * seed + side + 1) * _SEED_STEP
     for multiplier in (0x21F0AAAD, 0x735A2D97):
         x = x & 0xFFFFFFFF
         x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
         x = x ^ (x >> 15)
     return 1.0 - 2.0 * ((x >> 16) & 1).to(torch.float32)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """Whole blocks of the axis that is transformed."""
+    by_rows = axis < params.lead
+    block = params.block_out if by_rows else params.block_in
+    grain = row_grain if by_rows else column_grain
+    step = grain(shape, params.lead, axis, block or 1)
+    if step is None or (by_rows and block and math.prod(shape[:axis]) > 1):
+        return None  # blocks, or the signs, would not follow one another
+    return Places(step, {"x": Place(axis)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    """The rotation of the part: a start further along the signs is another seed, since index and seed enter their hash
+    as a sum: (index + first) A + (2 seed + side + 1) B = index A + (2 seed' + side + 1) B modulo 2^32, B being odd and
+    `first`, a multiple of a block, even."""
+    part = MatrixCut(shape, params.lead, span)
+    if part.by_rows:
+        first = span.start * math.prod(shape[span.axis + 1 : params.lead]) if params.block_out else 0
+    else:
+        first = part.columns[0] if params.block_in else 0
+    moved = first // 2 * _INDEX_STEP * pow(_SEED_STEP, -1, 1 << 32)
+    return replace(params, seed=(params.seed + moved) % (1 << 31))
+
+
+def separated(encoded: EncodedTensor) -> EncodedTensor:
+    """The same tensor with its two transforms in nodes of their own, so that each can have its own seed."""
+    params: Params = encoded.tree.params
+    if not params.block_in or not params.block_out:
+        return encoded
+    inner = Node(KIND, replace(params, block_out=0), encoded.tree.children)
+    tree = Node(KIND, replace(params, block_in=0), {"x": inner})
+    return EncodedTensor(tree, encoded.shape, {f"x.{name}": array for name, array in encoded.arrays.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from nstf.kernels.formats.shards import MatrixCut, Span, column_grain
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -122,3 +123,31 @@ def per_group(values: Tensor, group: int, groups: int) -> Tensor:
     if size * groups != cols:
         values = torch.nn.functional.pad(values, (0, size * groups - cols))
     return values.view(rows, groups, size).sum(dim=2, dtype=torch.float32)
+
+
+def grain_of_groups(shape: Shape, lead: int, axis: int, group: int) -> int | None:
+    """Where codes with a scale per group of columns can be cut: rows anywhere, columns by groups. One scale for all
+    columns leaves whole bytes of codes, which eight of them make."""
+    if axis < lead:
+        return 1
+    _, cols = matrix_shape(shape, lead)
+    return column_grain(shape, lead, axis, group if group_count(cols, group) > 1 else 8)
+
+
+def cut_groups(
+    arrays: dict[str, Tensor], shape: Shape, lead: int, span: Span, group: int, bits: int
+) -> dict[str, Tensor]:
+    """The part of `codes` [rows, bytes] of so many bits and of scales [rows, groups] or [rows]; other arrays are taken
+    as [rows, bytes] of which a cut by columns leaves everything."""
+    part = MatrixCut(shape, lead, span)
+    if part.by_rows:
+        return {name: part.rows(array) for name, array in arrays.items()}
+    _, cols = matrix_shape(shape, lead)
+    first, last = part.columns
+    out = dict(arrays)
+    out["codes"] = arrays["codes"][:, first * bits // 8 : (last * bits + 7) // 8].contiguous()
+    if group_count(cols, group) > 1:
+        for name in ("scale", "scale_codes"):
+            if name in arrays:
+                out[name] = arrays[name][:, first // group : group_count(last, group)].contiguous()
+    return out

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import trellis
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
+from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.shuffle_tables import STEPS as STEPS
 from nstf.kernels.formats.shuffle_tables import TABLES as TABLES
 from nstf.kernels.formats.tree import ArraySpec, Shape
@@ -188,3 +189,30 @@ def decode_tuned(
     """`decode` with the row scales of `values`, differentiable in them."""
     step = STEPS[params.quarter_bits] / 2
     return scaled(values["scale"][:, None] * step, fixed["units"], 0).reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Paths start anew every 256 rows; columns lie in chunks of 64."""
+    if axis < params.lead:
+        return row_grain(shape, params.lead, axis, SEGMENT)
+    return column_grain(shape, params.lead, axis, CHUNK)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The groups of rows or the chunks of columns of the part."""
+    part = MatrixCut(shape, params.lead, span)
+    codes = arrays["codes"]
+    if not part.by_rows:
+        first, last = part.columns
+        return params, {**arrays, "codes": codes[:, first // CHUNK : -(-last // CHUNK)].contiguous()}
+    rows, _ = matrix_shape(shape, params.lead)
+    taken = part.rows(torch.arange(rows, device=codes.device))[::GROUP] // GROUP
+    together = bool((taken == torch.arange(len(taken), device=codes.device) + taken[0]).all())
+    scales = "scale_codes" if params.scale_bits == 8 else "scale"
+    return params, {
+        "codes": codes[int(taken[0]) : int(taken[0]) + len(taken)] if together else codes[taken],
+        "scale_super": arrays["scale_super"],
+        scales: part.rows(arrays[scales]),
+    }

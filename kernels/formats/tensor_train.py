@@ -6,10 +6,11 @@ Oseledets 2011, "Tensor-train decomposition".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.cp import check_view, check_view_of
+from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -58,3 +59,13 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
         core = children[f"core{i}"].to(torch.float32)
         out = torch.einsum("ar,rns->ans", out, core).reshape(-1, core.shape[2])
     return out.reshape(shape)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """The middle of the core of the view's axis that starts where the cut axis does."""
+    place = view_place(params.view, shape, axis)
+    return None if place is None else Places(1, {f"core{place.axis}": replace(place, axis=1)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    return Params(params.ranks, narrowed_view(params.view, shape, span))

@@ -15,13 +15,14 @@ import math
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
+from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
 from nstf.kernels.lazy import torch
 
@@ -299,3 +300,70 @@ def decode_tuned(
 ) -> Tensor:
     """`decode` with the row scales of `values`, differentiable in them."""
     return scaled(values["scale"][:, None], fixed["units"], 0).reshape(shape)
+
+
+def grain(params: Params, shape: Shape, axis: int) -> int | None:
+    """Tiles of 16. Of several sections every cut must leave whole tiles in each, which `cut` checks."""
+    if axis < params.lead:
+        # The rows of a section are any: cuts that fit them may be anywhere.
+        return 1 if params.rows else row_grain(shape, params.lead, axis, SIDE)
+    return column_grain(shape, params.lead, axis, SIDE)
+
+
+def cut(
+    params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
+) -> tuple[Params, dict[str, Tensor]]:
+    """The tiles of the part. Raises FormatError where a section's tiles would be divided."""
+    rows, cols = matrix_shape(shape, params.lead)
+    part = MatrixCut(shape, params.lead, span)
+    if part.by_rows:
+        return _cut_rows(params, arrays, rows, cols, part)
+    first, last = part.columns
+    parts = [
+        c[:, first // SIDE : tiles(last)].reshape(-1) for c, _, _ in sections(params, arrays, rows, cols)
+    ]
+    return params, {**arrays, "codes": torch.cat(parts)}
+
+
+def _cut_rows(
+    params: Params, arrays: dict[str, Tensor], rows: int, cols: int, part: MatrixCut
+) -> tuple[Params, dict[str, Tensor]]:
+    taken = part.rows(torch.arange(rows, device=arrays["codes"].device))
+    wanted = torch.zeros(rows, dtype=torch.bool, device=taken.device)
+    wanted[taken] = True
+    codes: list[Tensor] = []
+    rates: list[int] = []
+    sizes: list[int] = []
+    number = torch.empty_like(taken)
+    for tiled, q, members in sections(params, arrays, rows, cols):
+        mine = wanted[members]
+        if bool(mine.any()):
+            number[torch.searchsorted(taken, members[mine])] = len(rates)
+            codes.append(tiled[_whole_tiles(mine)].reshape(-1))
+            rates.append(q)
+            sizes.append(int(mine.sum()))
+    fresh = replace(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
+    scales = "scale_codes" if params.scale_bits == 8 else "scale"
+    out = {
+        "codes": torch.cat(codes),
+        "scale_super": arrays["scale_super"],
+        scales: part.rows(arrays[scales]),
+    }
+    if fresh.rows:
+        out["section"] = bitpack.pack(number.to(torch.uint8)[None], section_bits(fresh))[0]
+    return fresh, out
+
+
+def _whole_tiles(mine: Tensor) -> Tensor:
+    """Which tiles of a section hold the rows that are taken: bool [rows of the section] -> bool [tiles].
+
+    Raises FormatError where a tile holds others, too, or one before the last is not full.
+    """
+    filled = torch.nn.functional.pad(mine, (0, -len(mine) % SIDE), value=False).view(-1, SIDE).sum(1)
+    taken = filled > 0
+    last = int(taken.nonzero()[-1])
+    if bool((filled[:last][taken[:last]] < SIDE).any()) or int(filled[last]) < min(
+        SIDE, len(mine) - last * SIDE
+    ):
+        raise FormatError(f"trellis: a cut of its rows there divides tiles of {SIDE} rows of a section")
+    return taken

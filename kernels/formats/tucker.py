@@ -5,10 +5,11 @@ Tucker 1966; an axis whose rank is its full size has no factor (partial Tucker, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.cp import check_view, check_view_of
+from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
@@ -57,3 +58,24 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
             grown = torch.einsum("dr,lrm->ldm", factor.to(torch.float32), unfolded)
             out = grown.reshape(*params.view[: axis + 1], *params.ranks[axis + 1 :])
     return out.reshape(shape)
+
+
+def places(params: Params, shape: Shape, axis: int) -> Places | None:
+    """The factor of the view's axis that starts where the cut axis does, or the core along it where it has none."""
+    place = view_place(params.view, shape, axis)
+    if place is None:
+        return None
+    if params.ranks[place.axis] == params.view[place.axis]:
+        return Places(1, {"core": place})
+    return Places(1, {f"factor{place.axis}": replace(place, axis=0)})
+
+
+def narrowed(params: Params, shape: Shape, span: Span) -> Params:
+    """Raises ValueError for a part that is no larger than the rank of its axis."""
+    view, ranks = narrowed_view(params.view, shape, span), list(params.ranks)
+    for at, (size, before) in enumerate(zip(view, params.view, strict=True)):
+        if ranks[at] == before:
+            ranks[at] = size
+        elif ranks[at] >= size:
+            raise ValueError(f"rank {ranks[at]} of axis {at} is not below its size of {size}")
+    return Params(tuple(ranks), view)

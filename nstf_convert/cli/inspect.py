@@ -28,6 +28,9 @@ def inspect(
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Rows of activations the kernels are chosen for.")] = 1,
     device: Annotated[str, typer.Option(help="Device the kernels are chosen for.")] = "cpu",
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Also say whether N ranks can share it.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Print the plan of an artifact: encoding, bits, bytes and expected loss of every tensor.
@@ -41,11 +44,13 @@ def inspect(
         rows = [describe_tensor(opened, name, device if kernels else None, batch) for name in opened.names()]
         summary = summarise(opened, rows)
         engine = engine_kernels(opened) if kernels and device == "cpu" else None
+        parallel = None if tp is None else divided(opened, tp)
     if engine is not None:
         for row in rows:
             row["engine"] = engine.get(row["tensor"], "-")
     if json:
-        print_json({"summary": summary, "tensors": rows})
+        extra = {} if parallel is None else {"tensor_parallel": {"ranks": tp, "problems": parallel}}
+        print_json({"summary": summary, "tensors": rows, **extra})
         return
     columns = ["tensor", "role", "encoding", "shape", "nominal", "on disk", "bytes", "loss"]
     left = 4
@@ -60,6 +65,19 @@ def inspect(
     show_summary(artifact, summary)
     if engine is not None:
         typer.echo(ENGINE_NOTE if engine else "the CPU engine does not run this model; its modules do")
+    if parallel is not None:
+        if not parallel:
+            typer.echo(f"every tensor can be divided among {tp} ranks")
+        for name, problem in parallel.items():
+            typer.echo(f"{name} cannot be divided among {tp} ranks: {problem}")
+
+
+def divided(artifact: "Artifact", ranks: int) -> dict[str, str]:
+    """Why tensors cannot be divided among so many ranks, by name; {} where all can."""
+    from nstf.runtime.tensor_parallel import tensor_parts
+
+    parts = tensor_parts(artifact, ranks)
+    return {name: found.problem for name, found in parts.items() if found.problem is not None}
 
 
 def engine_kernels(artifact: "Artifact") -> dict[str, str]:

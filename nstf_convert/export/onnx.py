@@ -28,7 +28,9 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
         here = stored_bytes(encoded.tree, encoded.shape)
         items.append(Item(name, (name,), describe(encoded.tree), there, kind, here, size))
     notes = without_attention_plan(artifact, "ONNX Runtime")
-    return ExportPlan("onnx", tuple(items), files_bytes(artifact) + (1 << 20), notes)
+    # Beside the tokenizer: the graph, about a megabyte, and the rotary tables.
+    other = files_bytes(artifact) + (1 << 20) + onnx_graph.rotary_bytes(_config(artifact))
+    return ExportPlan("onnx", tuple(items), other, notes)
 
 
 def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> Files:

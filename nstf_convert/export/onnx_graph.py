@@ -39,6 +39,16 @@ def check(config: Mapping[str, Any]) -> None:
         )
 
 
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Numbers of a head."""
+    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+
+
+def rotary_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of the tables of cosines and sines: float32, half a head for each position."""
+    return 4 * int(config["max_position_embeddings"]) * (head_dim(config) // 2) * 2
+
+
 class Graph:
     """Nodes and initialisers of one model. get: the encoded tensor of a name; tied: the head is the table."""
 
@@ -48,7 +58,7 @@ class Graph:
         self.hidden = int(config["hidden_size"])
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
-        self.head_dim = int(config.get("head_dim") or self.hidden // self.heads)
+        self.head_dim = head_dim(config)
         self._table: tuple[EncodedTensor, Any] | None = None
 
     def build(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import nstf.integrations.transformers
 import nstf.runtime
@@ -124,15 +125,12 @@ def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: P
             assert torch.equal(found(ids.to(found.device)).logits.cpu(), model(ids).logits)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     settings = transformers.GenerationConfig(
-        max_new_tokens=4,
-        do_sample=False,
-        eos_token_id=2,
-        pad_token_id=0,
-        num_blocks=64,
-        block_size=32,
-        max_batch_tokens=128,
+        max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=0
     )
-    batch = found.generate_batch([row.tolist() for row in ids], generation_config=settings)
+    # Without numbers it takes what memory is free, tens of gigabytes.
+    room = ContinuousBatchingConfig(num_blocks=64, block_size=32, max_batch_tokens=128)
+    rows = [row.tolist() for row in ids]
+    batch = found.generate_batch(rows, generation_config=settings, continuous_batching_config=room)
     alone = [
         found.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
     ]

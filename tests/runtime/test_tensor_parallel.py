@@ -1,0 +1,120 @@
+"""What each rank holds of a model: parts make the tensors, heads stay whole, what does not fit is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nstf import quantizers
+from nstf.errors import UnsupportedError, UsageError
+from nstf.kernels.formats import EncodedTensor, Node, decode
+from nstf.kernels.formats.dense import Params as Dense
+from nstf.runtime.artifact import Shared, open_artifact, write_artifact
+from nstf.runtime.skeleton import build_skeleton
+from nstf.runtime.tensor_parallel import part, tensor_parts
+from nstf_convert.cli import run
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 128,
+    "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "tie_word_embeddings": True, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[..., Path]:
+    """An artifact of random weights: every matrix by one quantiser."""
+
+    def make(config: dict[str, Any], kind: str, **params: Any) -> Path:
+        torch.manual_seed(0)
+        tensors: dict[str, Any] = {}
+        module: Any = quantizers.method(kind)
+        for name, value in build_skeleton(config).named_parameters():
+            weight = torch.randn(value.shape)
+            if weight.dim() == 2:
+                tensors[name] = module.encode(weight, module.Params(**params))
+            else:
+                tensors[name] = EncodedTensor(
+                    Node("dense", Dense("float32")), tuple(weight.shape), {"values": weight}
+                )
+        if config.get("tie_word_embeddings"):
+            tensors["lm_head.weight"] = Shared("model.embed_tokens.weight")
+        path = tmp_path / f"{kind}.nstf"
+        write_artifact(path, tensors, {"config.json": json.dumps(config).encode()})
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_parts_of_all_ranks_make_every_tensor(stored: Callable[..., Path], ranks: int) -> None:
+    with open_artifact(stored(LLAMA, "int_grid", bits=4, group=16)) as artifact:
+        cut = 0
+        for name, found in tensor_parts(artifact, ranks).items():
+            assert found.problem is None
+            whole = decode(artifact.encoded(name))
+            if found.spans is None:
+                assert whole.dim() == 1  # norms
+                continue
+            pieces = [decode(part(artifact, name, found, rank)) for rank in range(ranks)]
+            if name.endswith(("k_proj.weight", "v_proj.weight")) and ranks > 2:
+                # Two KV heads: neighbouring ranks share one.
+                assert all(torch.equal(p, whole[16 * (r * 2 // ranks) :][:16]) for r, p in enumerate(pieces))
+            else:
+                assert torch.equal(torch.cat(pieces, found.spans[0].axis), whole)
+            cut += 1
+        assert cut == 9  # seven of the layer, the table and the head that is the same
+
+
+def test_what_cannot_be_divided_is_named(stored: Callable[..., Path]) -> None:
+    with open_artifact(stored(LLAMA, "int_grid", bits=4, group=64)) as artifact:
+        found = tensor_parts(artifact, 4)
+        assert found["model.layers.0.mlp.down_proj.weight"].problem is None  # 256 columns
+        problem = found["model.layers.0.self_attn.o_proj.weight"].problem
+        assert problem == "2 heads are 32 positions, which is no multiple of 64"
+        with pytest.raises(UnsupportedError, match=r"o_proj\.weight cannot be divided: 2 heads"):
+            part(
+                artifact,
+                "model.layers.0.self_attn.o_proj.weight",
+                found["model.layers.0.self_attn.o_proj.weight"],
+                0,
+            )
+        assert "8 query heads" in str(
+            tensor_parts(artifact, 3)["model.layers.0.self_attn.q_proj.weight"].problem
+        )
+        with pytest.raises(UsageError, match="1 to 1024"):
+            tensor_parts(artifact, 0)
+
+
+def test_experts_are_divided_by_experts() -> None:
+    from nstf.runtime.tensor_parallel import axis_of
+
+    plan = {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+    }
+    assert axis_of("model.layers.3.mlp.experts.down_proj", plan) == 0
+    assert axis_of("model.layers.3.mlp.experts.gate_up_proj", plan) == 0
+    assert axis_of("model.layers.3.mlp.gate.weight", plan) is None
+
+
+def test_the_bias_of_a_product_by_columns_is_added_once() -> None:
+    from nstf.runtime.tensor_parallel import axis_of
+
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
+    assert axis_of("model.layers.0.self_attn.q_proj.bias", plan) == 0
+    assert axis_of("model.layers.0.self_attn.o_proj.bias", plan) is None
+
+
+def test_inspect_says_whether_a_file_can_be_divided(
+    stored: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stored(LLAMA, "int_grid", bits=4, group=64)
+    assert run(["inspect", str(path), "--tp", "2"]) == 0
+    assert "can be divided among 2 ranks" in capsys.readouterr().out
+    assert run(["inspect", str(path), "--tp", "4", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["tensor_parallel"]
+    assert summary["ranks"] == 4 and list(summary["problems"]) == ["model.layers.0.self_attn.o_proj.weight"]
