@@ -29,6 +29,9 @@ class ConvertKeywords(TypedDict, total=False):
     heal_minutes: float
     heal_steps: int | None
     attention_plan: bool | None
+    kv_budget: float | None
+    kv_max_kl: float | None
+    context: int | None
     fuse: bool
     signatures: bool
     force: bool

@@ -54,6 +54,7 @@ def option(default: Any, help: str, group: str = "", flag: str = "", **limits: A
 ADVANCED = "Single switches (what --effort sets, and more)"
 MACHINE = "Machine"
 CALIBRATION = "Calibration"
+CACHE = "KV cache"
 SPEED = "Speed"
 # What a file is made for: its bytes alone, bytes and time, or time.
 PREFERENCES = ("balance", "size", "speed")
@@ -152,7 +153,27 @@ class ConvertOptions:
     heal_steps: int | None = option(
         None, "Heal for so many steps: the same file every time.", ADVANCED, min=1, metavar="N"
     )
-    attention_plan: bool | None = option(None, "Measure which heads may attend sparsely.", ADVANCED)
+    attention_plan: bool | None = option(
+        None,
+        "Plan the KV cache and which heads attend sparsely; --kv-budget and --kv-max-kl imply it.",
+        ADVANCED,
+    )
+    kv_budget: float | None = option(
+        None, "Bytes of the KV cache, as a share of a dense one of 16 bits at the context's length: 0.4.", CACHE,
+        min=0.001, max=1.0, metavar="SHARE",
+    )  # fmt: skip
+    kv_max_kl: float | None = option(
+        None, "Nats per token that the planned cache and sparse heads may cost; without --kv-budget the smallest cache.",
+        CACHE, min=0.0, max=1e6, metavar="NATS",
+    )  # fmt: skip
+    context: int | None = option(
+        None,
+        "Tokens of a context that attention is planned for: 8192.",
+        CACHE,
+        min=256,
+        max=1 << 26,
+        metavar="N",
+    )
     fuse: bool = option(False, "One format for q/k/v and for gate/up, as fused kernels ask.", ADVANCED)
     signatures: bool = False
     force: bool = option(False, "Overwrite the output.", "", "--force/-f")
@@ -177,6 +198,10 @@ class ConvertOptions:
 
             targets.check(self.target)
         _ = self.speed_asked  # raises for what is no speed
+        if self.attention_plan is False and (self.kv_budget, self.kv_max_kl) != (None, None):
+            raise UsageError(
+                "--kv-budget and --kv-max-kl need an attention plan: leave --no-attention-plan out"
+            )
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
@@ -232,7 +257,10 @@ class ConvertOptions:
 
     @property
     def plans_attention(self) -> bool:
-        return self.level.attention_plan if self.attention_plan is None else self.attention_plan
+        if self.attention_plan is not None:
+            return self.attention_plan
+        asked = any(v is not None for v in (self.kv_budget, self.kv_max_kl, self.context))
+        return asked or self.level.attention_plan
 
     @property
     def search_limits(self) -> tuple[float | None, int | None] | None:

@@ -49,6 +49,10 @@ STRIDES = (8, 16)
 PATTERNS = ("full", "streaming", "block_sparse")
 # Patterns of version 1 that no runtime ever ran sparsely: they become full attention.
 DROPPED = ("vertical_slash", "block_topk")
+FIELDS_1 = (
+    "version", "profile_lengths", "queries", "error_bound", "kld_budget", "kld_measured", "kld_covers", "head_dim",
+    "layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What is kept of one KV head once the context has `min_length` tokens, and how it is stored."""
+    """What is kept of one KV head from `min_length` tokens on, and how it is stored."""
 
     sink: int
     recent: int
@@ -145,9 +149,7 @@ class AttentionPlan:
 
 
 def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
-    """A checked plan from JSON text or from the decoded dictionary; raises ValueError that names the
-    place.
-    """
+    """A checked plan from JSON text or the decoded dictionary; raises ValueError that names the place."""
     if isinstance(source, str | bytes):
         if len(source) > MAX_TEXT_BYTES:
             raise ValueError(
@@ -166,7 +168,7 @@ def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
         )
     if version == 1:
         source = _from_version_1(source)
-    fields = fields_of(source, AttentionPlan, "attention plan", optional={"lengths"})
+    fields = _fields(source, AttentionPlan, "attention plan", optional={"lengths"})
     budget = fields["kv_budget"]
     layers = tuple(
         _layer(layer, f"attention plan: layers[{i}]")
@@ -187,7 +189,7 @@ def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
 
 
 def _layer(value: object, where: str) -> LayerPlan:
-    fields = fields_of(value, LayerPlan, where)
+    fields = _fields(value, LayerPlan, where)
     heads = tuple(
         _head(head, f"{where}.heads[{i}]")
         for i, head in enumerate(_list(fields["heads"], f"{where}.heads", 1, MAX_HEADS))
@@ -215,7 +217,7 @@ def _layer(value: object, where: str) -> LayerPlan:
 
 
 def _head(value: object, where: str) -> HeadPlan:
-    fields = fields_of(value, HeadPlan, where)
+    fields = _fields(value, HeadPlan, where)
     pattern = fields["pattern"]
     if not isinstance(pattern, str) or pattern not in PATTERNS:
         raise ValueError(f"{where}: pattern {str(pattern)[:40]!r} is not known; known: {', '.join(PATTERNS)}")
@@ -240,7 +242,7 @@ def _head(value: object, where: str) -> HeadPlan:
 
 
 def _group(value: object, where: str) -> GroupPlan:
-    fields = fields_of(value, GroupPlan, where)
+    fields = _fields(value, GroupPlan, where)
     return GroupPlan(
         sink=_integer(fields["sink"], f"{where}.sink", 0, MAX_LENGTH),
         recent=_integer(fields["recent"], f"{where}.recent", 0, MAX_LENGTH),
@@ -251,7 +253,7 @@ def _group(value: object, where: str) -> GroupPlan:
 
 
 def _format(value: object, where: str) -> KVFormat:
-    fields = fields_of(value, KVFormat, where)
+    fields = _fields(value, KVFormat, where)
     by, rotate = fields["by"], fields["rotate"]
     if not isinstance(by, str) or by not in BY:
         raise ValueError(f"{where}.by: {str(by)[:40]!r} is not one of {', '.join(BY)}")
@@ -264,7 +266,7 @@ def _format(value: object, where: str) -> KVFormat:
 
 
 def _kld(value: object) -> PlanKLD:
-    fields = fields_of(value, PlanKLD, "attention plan: kld")
+    fields = _fields(value, PlanKLD, "attention plan: kld")
     return PlanKLD(
         **{
             # Measured KLD of next to nothing may come out below zero by rounding.
@@ -275,7 +277,7 @@ def _kld(value: object) -> PlanKLD:
 
 
 def _length(value: object, where: str) -> LengthResult:
-    fields = fields_of(value, LengthResult, where)
+    fields = _fields(value, LengthResult, where)
     counts: dict[str, tuple[int, int, int] | None] = {}
     for name in ("passkey", "needles"):
         found = fields[name]
@@ -300,18 +302,7 @@ def _length(value: object, where: str) -> LengthResult:
 
 def _from_version_1(source: dict[str, object]) -> dict[str, object]:
     """The same plan in version 2's words; what is left to check is checked there."""
-    names = {
-        "version",
-        "profile_lengths",
-        "queries",
-        "error_bound",
-        "kld_budget",
-        "kld_measured",
-        "kld_covers",
-        "head_dim",
-        "layers",
-    }
-    _exact_keys(source, names, "attention plan")
+    _exact_keys(source, set(FIELDS_1), "attention plan")
     lengths = [
         _integer(length, f"attention plan: profile_lengths[{i}]", 1, MAX_LENGTH)
         for i, length in enumerate(_list(source["profile_lengths"], "profile_lengths", 1, MAX_PROFILES))
@@ -319,7 +310,7 @@ def _from_version_1(source: dict[str, object]) -> dict[str, object]:
     layers = []
     for i, layer in enumerate(_list(source["layers"], "layers", 1, MAX_LAYERS)):
         where = f"attention plan: layers[{i}]"
-        fields = fields_of(layer, LayerPlan, where)
+        fields = _fields(layer, LayerPlan, where)
         heads = _list(fields["heads"], f"{where}.heads", 1, MAX_HEADS)
         groups = _list(fields["groups"], f"{where}.groups", 1, MAX_HEADS)
         layers.append(
@@ -361,7 +352,7 @@ def _group_1(group: object, where: str) -> dict[str, object]:
     return {**kept, "keys": plain, "values": plain}
 
 
-def fields_of(
+def _fields(
     value: object, kind: type, where: str, optional: set[str] | frozenset[str] = frozenset()
 ) -> dict[str, object]:
     """The dictionary itself when its keys are exactly the dataclass's fields (`optional` ones may be missing)."""

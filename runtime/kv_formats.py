@@ -106,7 +106,7 @@ def _grouped(x: Tensor, fmt: KVFormat) -> Tensor:
     """[.., 64, D] so that the last axis holds what shares a scale: [.., 1, D, 64] or [.., 64, D / group, group]."""
     if fmt.by == "channel":
         return x.transpose(-1, -2)[..., None, :, :]
-    return x.unflatten(-1, (-1, token_group(x.shape[-1])))
+    return x.reshape(*x.shape[:-1], -1, token_group(x.shape[-1]))
 
 
 def _ungrouped(x: Tensor, fmt: KVFormat, shape: torch.Size) -> Tensor:
@@ -115,13 +115,18 @@ def _ungrouped(x: Tensor, fmt: KVFormat, shape: torch.Size) -> Tensor:
     return x.reshape(shape)
 
 
+def in_16_bits(x: Tensor) -> Tensor:
+    """x as float16 holds it, float32; what is beyond its range becomes its largest number."""
+    return x.float().clamp(-_HALF_MAX, _HALF_MAX).half().float()
+
+
 def stored(x: Tensor, fmt: KVFormat) -> Tensor:
     """x [.., T, D] as pages read back, float32: whole pages in their stored form, the rest in 16 bits."""
-    plain = x.half().float()
+    plain = in_16_bits(x)
     whole = x.shape[-2] // PAGE * PAGE
     if fmt.bits == 16 or not whole:
         return plain
-    pages = plain[..., :whole, :].unflatten(-2, (-1, PAGE))
+    pages = plain[..., :whole, :].reshape(*x.shape[:-2], -1, PAGE, x.shape[-1])
     back = dequantise_page(quantise_page(pages, fmt), fmt).flatten(-3, -2)
     return torch.cat([back, plain[..., whole:, :]], dim=-2)
 
@@ -191,7 +196,8 @@ def predicted_mass(query: Tensor, key: Tensor, *, scale: float, stride: int) -> 
     turned = query.float().view(heads, count // stride, stride, size).flip(2).flatten(2)
     groups = key.float().reshape(-1, stride * size)
     scores = turned @ groups.T * (scale / stride)
-    mass = scores.softmax(-1).unflatten(-1, (-1, BLOCK // stride)).sum(-1).mean(1)
+    shares = scores.softmax(-1).reshape(*scores.shape[:-1], -1, BLOCK // stride)
+    mass: Tensor = shares.sum(-1).mean(1)
     return mass / mass.sum(-1, keepdim=True)
 
 
@@ -231,7 +237,7 @@ def reference_attention(
     per_group = heads // len(layer.groups)
     out = query.new_zeros(heads, count, value.shape[-1], dtype=torch.float32)
     for index, group in enumerate(layer.groups):
-        plain_key, plain_value = key[index].half().float(), value[index].half().float()
+        plain_key, plain_value = in_16_bits(key[index]), in_16_bits(value[index])
         far_key, far_value = stored(key[index], group.keys), stored(value[index], group.values)
         for head in range(index * per_group, (index + 1) * per_group):
             q = query[head].float()

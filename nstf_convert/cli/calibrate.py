@@ -17,6 +17,7 @@ from nstf_convert.cli.sizes import format_bytes
     "samples",
     "seq_len",
     "seed",
+    "context",
     "effort",
     "device",
     "memory",
@@ -34,6 +35,8 @@ def calibrate(
     settings: Mapping[str, Any],
 ) -> None:
     """Measure a model on text: Hessians, sensitivities, reference logits.
+
+    With --context also what every attention head and KV group bears at that length.
 
     Example: nstf calibrate ./model --dataset notes.txt -o model.calibration
     """

@@ -12,6 +12,7 @@ import typer
 
 from nstf.errors import UsageError
 from nstf_convert.cli import options
+from nstf_convert.cli.attention import chosen_pairs
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
@@ -156,6 +157,8 @@ def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, repor
         times = found["expected"] / max(found["mix"], 1e-30)
         lost = f"its first layers lost {found['part']:.2g}, the mix's {found['mix_part']:.2g}"
         pairs.append(("given up", f"{found['encoding']}: {lost}; about {times:.1f} times the mix in the end"))
+    if report.get("attention"):
+        pairs += chosen_pairs(report["attention"])
     from nstf_convert.report import resources, speed
 
     pairs += speed.pairs(report.get("speed"))

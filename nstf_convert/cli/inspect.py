@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nstf_convert.cli import options
+from nstf_convert.cli.attention import kv_pairs, kv_summary
 from nstf_convert.cli.convert import accuracy_pairs
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.plan import number
@@ -153,6 +154,7 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
         "accuracy": manifest.report.get("accuracy"),
         "provenance": dict(manifest.provenance),
         "attention_plan": bool(manifest.attention),
+        "kv_cache": kv_summary(manifest.attention) if manifest.attention else None,
     }
 
 
@@ -174,6 +176,8 @@ def show_summary(path: Path, summary: dict[str, Any]) -> None:
     pairs += accuracy_pairs(accuracy.get("final") if isinstance(accuracy, dict) else None)
     pairs += [(k, v) for k, v in sorted(summary["provenance"].items()) if isinstance(v, str | int | float)]
     pairs.append(("attention plan", "inside" if summary["attention_plan"] else "none"))
+    if summary["kv_cache"] is not None:
+        pairs += kv_pairs(summary["kv_cache"])
     pairs.append(("files", ", ".join(summary["files"]) or "none"))
     print_pairs(str(path), pairs)
 

@@ -6,9 +6,11 @@ allocate/           one candidate a tensor within the budget                   -
 improve/            encoded front to back, measured, compared, searched, healed -> Final
 """
 
+import json
+import logging
 from typing import Any
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
@@ -16,7 +18,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import reporting
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.timing import Timing
-from nstf_convert.pipeline.calibrate.attention import attention_plan
+from nstf_convert.pipeline.attention import plan as attention
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
@@ -28,6 +30,8 @@ from nstf_convert.pipeline.propose.candidates import method_families
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed.token import measured_rate
+
+log = logging.getLogger("nstf")
 
 # Tokens a second below which a file's speed is predicted only: timing it would take minutes.
 SLOWEST_MEASURED = 4.0
@@ -43,8 +47,9 @@ def convert(options: ConvertOptions) -> ConvertResult:
     stages = Stages()
     with Session(options, stages) as session:
         _check_healing(session)
-        run = _propose(session, options.plans_attention)
+        run = _propose(session, _plans_attention(session))
         final = _choose(run)
+        _plan_attention(run, final)
         with stages.stage("write"):
             report, size = _write(run, final)
         with stages.stage("measure speed"):
@@ -74,7 +79,7 @@ def frontier(options: ConvertOptions) -> dict[str, Any]:
         return frontiers.frontier(_propose(session, False))
 
 
-def _propose(session: Session, attention: bool) -> Run:
+def _propose(session: Session, plans_attention: bool) -> Run:
     """The run with its table of candidates."""
     allowed = _allowed(session.options)
     with session.stages.stage("candidates"):
@@ -85,8 +90,38 @@ def _propose(session: Session, attention: bool) -> Run:
     if session.options.bounds_time:
         with session.stages.stage("measure kernels"):
             timing.prepare(table)
-    found = attention_plan(session) if attention and session.model is not None else None
-    return Run(session, Meta(session, found), table, allowed, timing)
+    widest = attention.widest(session) if plans_attention else None
+    return Run(session, Meta(session, widest), table, allowed, timing)
+
+
+def _plans_attention(session: Session) -> bool:
+    """Whether a plan is made, and then its profile at once: a mistake in what was asked shows before the long steps.
+
+    Raises UsageError where one was asked for and cannot be made.
+    """
+    options = session.options
+    if not options.plans_attention:
+        return False
+    asked = options.kv_budget is not None or options.kv_max_kl is not None
+    try:
+        if not attention.is_plannable(session):
+            raise UnsupportedError("the model is no language model that was calibrated on text")
+        attention.prepare(session)
+    except (UnsupportedError, UsageError) as error:
+        if asked or (isinstance(error, UsageError) and options.context is not None):
+            raise type(error)(f"no plan for the KV cache: {error}") from error
+        log.warning("no attention plan: %s", error)
+        return False
+    return True
+
+
+def _plan_attention(run: Run, final: Final) -> None:
+    """The plan for the weights as they are stored takes the place of the widest one."""
+    if run.meta.attention is None:
+        return
+    weights = mixes.weights_of(run.session, final.planned.mix, final.load)
+    plan, facts = attention.make(run.session, run.session.streamed(weights))
+    run.meta.attention, run.meta.attention_facts = json.loads(plan.to_json()), facts
 
 
 def _expected_bytes(session: Session) -> int:

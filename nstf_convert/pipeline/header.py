@@ -23,6 +23,8 @@ class Meta:
     def __init__(self, session: Session, attention: dict[str, Any] | None) -> None:
         self._session = session
         self.attention = attention
+        # What the report says beside the plan.
+        self.attention_facts: dict[str, Any] | None = None
 
     def widest(self) -> dict[str, Any]:
         """Takes at least as many bytes as `final` will."""

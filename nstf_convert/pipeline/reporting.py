@@ -76,7 +76,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         tensors=tensors,
         accuracy=accuracy,
         files_bytes=_files_bytes(session),
-        attention=run.meta.attention,
+        attention=run.meta.attention and {**run.meta.attention, "choice": run.meta.attention_facts},
         calibration=header.calibration(session),
         stages=session.stages.done,
         families=families.compare(_priced(run, final)),

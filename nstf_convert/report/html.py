@@ -222,11 +222,29 @@ def _protocol(protocol: Mapping[str, Any]) -> str:
 def _attention(plan: Mapping[str, Any] | None) -> str:
     if not plan:
         return ""
-    measured, allowed = plan.get("kld_measured"), plan.get("kld_budget", 0)
-    found = "not measured" if measured is None else f"{measured:.5f} nats measured"
-    dots = "A dot: the keys of the group may be evicted. Point at a head for its figures."
-    text = f"KLD allowed for the whole plan {allowed:g} nats, {found}. {dots}"
-    return _section("Attention patterns", plots.attention(plan), text)
+    kld = plan["kld"]
+    figures = [
+        f"{kld[name]:.5g} nats {words}"
+        for name, words in (("allowed", "allowed"), ("choose", "where it was chosen"), ("report", "reported"))
+        if kld[name] is not None
+    ]
+    choice = plan.get("choice") or {}
+    share = f"{choice['share']:.3f} of a dense 16-bit cache at {plan['context']} tokens. " if choice else ""
+    dots = "A dot: the group forgets positions. Point at a head for its figures."
+    text = f"{share}KLD against dense attention: {', '.join(figures) or 'not measured'}. {dots}"
+    rows = [[n["length"], _or_dash(n["kld"]), *_retrieved(n)] for n in plan.get("lengths", ())]
+    columns = ("tokens", "KLD", "passkeys, dense", "planned", "asked", "needles, dense", "planned", "asked")
+    return _section(
+        "Attention and KV cache", plots.attention(plan) + (_table(columns, rows) if rows else ""), text
+    )
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5f}"
+
+
+def _retrieved(measured: Mapping[str, Any]) -> list[str]:
+    return [str(n) for name in ("passkey", "needles") for n in measured[name] or ("-", "-", "-")]
 
 
 def _roofline_text(data: Mapping[str, Any] | None) -> str:

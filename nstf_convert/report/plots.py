@@ -22,8 +22,7 @@ FAMILIES = {
 PATTERNS = {
     "full": ("c8", "full"),
     "streaming": ("c1", "sink and window"),
-    "vertical_slash": ("c2", "vertical and slash"),
-    "block_topk": ("c5", "top blocks"),
+    "block_sparse": ("c5", "predicted blocks"),
 }
 ROLES = (
     "embedding",
@@ -186,7 +185,7 @@ def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 
 
 def attention(plan: Mapping[str, Any] | None) -> str:
-    """A grid of heads: one column a layer, coloured by pattern; a dot marks heads whose group evicts keys."""
+    """A grid of heads: one column a layer, coloured by pattern; a dot marks heads whose group forgets positions."""
     layers = (plan or {}).get("layers") or []
     if not layers:
         return ""
@@ -203,7 +202,7 @@ def attention(plan: Mapping[str, Any] | None) -> str:
             params = ", ".join(f"{k} {v:g}" for k, v in (head.get("params") or {}).items())
             tip = f"layer {i} head {j}: {head['pattern']} {params}, error {head.get('error', 0):.3g}"
             parts.append(svg.rect(60 + i * size, j * size, size - 1.5, size - 1.5, style, tip))
-            if groups and groups[j * len(groups) // len(heads)].get("evict"):
+            if groups and groups[j * len(groups) // len(heads)].get("recent"):
                 parts.append(svg.circle(60 + (i + 0.47) * size, (j + 0.47) * size, size * 0.14, "dot"))
     for j in range(0, most, max(1, math.ceil(13 / size))):
         parts.append(svg.label(52, (j + 0.5) * size + 3, j, "end"))

@@ -238,7 +238,7 @@ def test_removing_the_plan_gives_the_former_model_back() -> None:
         dense = model(ids).logits
         apply_plan(model, plan_dict(6, 2))
         assert not torch.allclose(model(ids).logits, dense)
-        assert "planned attention, heads: 1 block_topk, 1 full, 4 streaming" in repr(model)
+        assert "planned attention, heads: 2 full, 4 streaming" in repr(model)
         remove_plan(model)
         assert "planned attention" not in repr(model)
         assert torch.equal(model(ids).logits, dense)

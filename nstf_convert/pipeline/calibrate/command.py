@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.attention.plan import write_with_profile
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import sync_folder
@@ -21,7 +22,10 @@ def calibrate(options: ConvertOptions) -> Path:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         partial = options.output.with_name(f".{options.output.name}.part")
         try:
-            shutil.copyfile(session.calibration.path, partial)
+            if options.context is None:
+                shutil.copyfile(session.calibration.path, partial)
+            else:
+                write_with_profile(session, session.calibration, partial)
             partial.replace(options.output)
             sync_folder(options.output.parent)
         finally:

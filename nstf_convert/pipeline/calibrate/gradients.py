@@ -283,7 +283,7 @@ class _Backward:
         with fast_products():
             out = model_output(self._model, self._data, prepared(batch))
             if self._data.language:
-                gradient, head, spread = _gradient_from_logits(self._model, out, generator)
+                gradient, head, spread = gradient_from_logits(self._model, out, generator)
                 self._back(out, gradient)
                 units = spread.numel()
             else:
@@ -309,7 +309,7 @@ def _back_from_outputs(out: Tensor, generator: torch.Generator) -> int:
     return flat.shape[0]
 
 
-def _gradient_from_logits(
+def gradient_from_logits(
     model: StreamedModel, out: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the gradient of sampled labels at hidden states [b, t, d], sum over the tokens of the Fisher diagonal at the logits

@@ -116,7 +116,7 @@ def accuracy(mean_kl: float) -> dict[str, Any]:
 
 def attention_plan() -> dict[str, Any]:
     rng = random.Random(1)
-    names = ["full", "streaming", "streaming", "vertical_slash", "block_topk"]
+    names = ["full", "streaming", "streaming", "block_sparse"]
     layers = []
     for _ in range(LAYERS):
         heads = [
@@ -129,26 +129,30 @@ def attention_plan() -> dict[str, Any]:
             }
             for _ in range(9)
         ]
+        fmt = {"bits": 4, "by": "token", "rotate": True}
         groups = [
             {
-                "evict": all(h["pattern"] == "streaming" for h in heads[3 * g : 3 * g + 3]),
                 "sink": 16,
-                "recent": 256,
+                "recent": 256 * all(h["pattern"] == "streaming" for h in heads[3 * g : 3 * g + 3]),
                 "min_length": 1024,
+                "keys": fmt,
+                "values": fmt,
             }
             for g in range(3)
         ]
         layers.append({"heads": heads, "groups": groups})
     return {
-        "version": 1,
-        "profile_lengths": [1024, 2048],
-        "queries": 128,
-        "error_bound": 0.1,
-        "kld_budget": 0.002,
-        "kld_measured": 0.0011,
-        "kld_covers": ["streaming"],
+        "version": 2,
+        "context": 2048,
+        "kv_budget": 0.4,
         "head_dim": 64,
+        "kld": {"allowed": 0.002, "choose": 0.0011, "report": 0.0012},
         "layers": layers,
+        "lengths": [
+            {"length": 1024, "kld": 0.0009, "passkey": None, "needles": None},
+            {"length": 2048, "kld": 0.0012, "passkey": [4, 4, 4], "needles": [9, 8, 10]},
+        ],
+        "choice": {"share": 0.39},
     }
 
 

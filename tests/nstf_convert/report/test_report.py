@@ -117,7 +117,7 @@ def test_the_style_is_closed_so_that_no_rule_swallows_the_rest(report):
 def test_the_page_shows_every_part(report):
     page = render(report)
     for words in ("Where the bytes went", "Accuracy", "best uniform: int4 g64", "Bytes against expected loss",
-                  "Bits per weight by layer", "What was rejected", "Attention patterns", "Roofline", "Calibration",
+                  "Bits per weight by layer", "What was rejected", "Attention and KV cache", "Roofline", "Calibration",
                   "Time and memory", "All 241 tensors", "prefers-color-scheme: dark"):  # fmt: skip
         assert words in page, words
 

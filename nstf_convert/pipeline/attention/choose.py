@@ -1,0 +1,247 @@
+"""A budget for the KV cache to a plan: expected losses choose, measurements correct and decide.
+
+1. Hulls, multiplier and exact program over the options of all KV groups, as for weights (nstf_convert.planner).
+2. What is expected of keys, values and rings is compared with what each alone is measured to lose, and the plan is
+   made again with these factors: quantised keys cost more, and rings less, than a second-order estimate says.
+3. The best single settings of the same bytes are measured; a plan that loses to one of them is replaced by it.
+4. With an allowance, heads of full groups are thinned out for speed, as many as still hold it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nstf.errors import BudgetError
+from nstf.runtime.attention_plan import LayerPlan
+from nstf.runtime.kv_formats import PLAIN, group_bytes
+from nstf_convert.pipeline.attention.measured import Loss
+from nstf_convert.pipeline.attention.options import (
+    KINDS,
+    Choice,
+    choices,
+    layers_of,
+    priced,
+    thinned,
+    thinnings,
+    uniforms,
+)
+from nstf_convert.pipeline.attention.profile import Profile
+from nstf_convert.planner.allocation import allocate
+
+log = logging.getLogger("nstf")
+
+# Rivals that are measured: the best by expectation.
+RIVALS = 2
+# Measured steps towards an allowance, and towards the most heads that can be thinned out.
+STEPS = 4
+# Factors between measured and expected losses are kept within this: beyond, one of both is noise.
+FACTOR = 30.0
+# An allowance counts as used up from here on: another step would gain less than a measurement is worth.
+CLOSE = 0.9
+
+Measurement = Callable[[Sequence[LayerPlan]], Loss]
+
+
+@dataclass
+class Chosen:
+    """A chosen plan with what was measured on the way. share: of the dense 16-bit cache at the profile's context."""
+
+    layers: list[LayerPlan]
+    loss: Loss
+    size_bytes: int
+    share: float
+    is_uniform: bool = False
+    rivals: list[tuple[str, float, float]] = field(default_factory=list)
+    factors: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
+    """Raises BudgetError when not even the smallest options of all groups keep the budget; nothing is measured."""
+    units = priced(choices(profile), head_dim, profile.context, (1.0,) * len(KINDS))
+    smallest = sum(min(option.size_bytes for option in unit) for unit in units)
+    dense = len(units) * profile.context * head_dim * 4
+    if smallest > int(budget * dense):
+        raise BudgetError(
+            f"no plan takes {budget:g} of the KV cache at {profile.context} tokens: the smallest takes "
+            f"{smallest / dense:.3f}; give at least --kv-budget {smallest / dense + 0.0005:.3f}",
+            smallest,
+        )
+
+
+class _Chooser:
+    def __init__(self, profile: Profile, head_dim: int, measure: Measurement) -> None:
+        self.profile, self.head_dim, self.measure = profile, head_dim, measure
+        self.options = choices(profile)
+        self.factors: tuple[float, ...] = (1.0,) * len(KINDS)
+        self.dense_bytes = len(self.options) * profile.context * head_dim * 4
+        self._prices()
+
+    def _prices(self) -> None:
+        self.prices = priced(self.options, self.head_dim, self.profile.context, self.factors)
+
+    def correct(self, chosen: Sequence[Choice]) -> None:
+        """Factors from measuring each kind of loss of a plan alone."""
+        factors = []
+        for index, kind in enumerate(KINDS):
+            only = [choice.of(kind) for choice in chosen]
+            expected = sum(choice.losses[index] for choice in only)
+            if expected <= 0:
+                factors.append(self.factors[index])
+                continue
+            measured = self.measure(layers_of(only, self.profile)).mean
+            factors.append(min(max(measured / expected, 1 / FACTOR), FACTOR))
+        self.factors = tuple(factors)
+        log.info("attention: measured / expected loss of %s: %.2g, %.2g, %.2g", ", ".join(KINDS), *factors)
+        self._prices()
+
+    def within(self, budget_bytes: int, exact: bool = True) -> list[Choice]:
+        """The best choice within the bytes. Raises Infeasible."""
+        found = allocate(self.prices, budget_bytes, exact)
+        return [unit[i] for unit, i in zip(self.options, found.choice, strict=True)]
+
+    def cheapest(self, loss: float) -> list[Choice]:
+        """The choice of the fewest bytes that is expected to lose at most so much."""
+        low, high = sum(min(o.size_bytes for o in unit) for unit in self.prices), self.dense_bytes
+        while high - low > self.dense_bytes // 512:
+            middle = (low + high) // 2
+            if allocate(self.prices, middle, exact=False).loss <= loss:
+                high = middle
+            else:
+                low = middle
+        return self.within(high)
+
+    def size(self, chosen: Sequence[Choice]) -> int:
+        return sum(group_bytes(c.group, self.head_dim, self.profile.context) for c in chosen)
+
+    def measured(self, chosen: Sequence[Choice], is_uniform: bool = False) -> Chosen:
+        layers = layers_of(chosen, self.profile)
+        size = self.size(chosen)
+        plain = all(c.group.keys == c.group.values == PLAIN and not c.group.recent for c in chosen)
+        loss = Loss(0.0, 0.0) if plain else self.measure(layers)
+        share = size / self.dense_bytes
+        log.info("attention: %.3f of the dense cache, KLD %.5f +- %.5f", share, loss.mean, loss.error)
+        return Chosen(layers, loss, size, share, is_uniform, factors=self.factors)
+
+    def rivals(self, budget_bytes: int) -> list[Chosen]:
+        """The single settings within the bytes that are expected to lose least, measured."""
+        found = []
+        for same in uniforms(self.profile):
+            size = self.size(same)
+            if size <= budget_bytes:
+                loss = sum(f * v for c in same for f, v in zip(self.factors, c.losses, strict=True))
+                found.append((loss, size, same))
+        best = sorted(found, key=lambda item: item[:2])[:RIVALS]
+        return [self.measured(same, is_uniform=True) for _, _, same in best]
+
+
+def choose(
+    profile: Profile, head_dim: int, measure: Measurement, budget: float | None, allowed: float | None
+) -> Chosen:
+    """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or, without one, the
+    smallest whose loss stays within `allowed` nats per token with 95 % confidence. With both it must do both.
+
+    Raises BudgetError when no plan does.
+    """
+    if budget is None and allowed is None:
+        raise ValueError("a cache plan needs a budget, an allowance or both")
+    chooser = _Chooser(profile, head_dim, measure)
+    if budget is not None:
+        found = _within(chooser, budget)
+        if allowed is not None and found.loss.upper > allowed:
+            enough = (
+                chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
+            )
+            raise BudgetError(
+                f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, {allowed:g} are "
+                f"allowed: about --kv-budget {enough:.2f} would hold that",
+                int(enough * chooser.dense_bytes),
+            )
+    else:
+        assert allowed is not None
+        found = _allowed(chooser, allowed)
+    if allowed is not None:
+        found = _thinned(chooser, found, allowed)
+    return found
+
+
+def _within(chooser: _Chooser, budget: float) -> Chosen:
+    budget_bytes = int(budget * chooser.dense_bytes)
+    check_budget(chooser.profile, chooser.head_dim, budget)
+    first = chooser.within(budget_bytes)
+    best = chooser.measured(first)
+    chooser.correct(first)
+    second = chooser.within(budget_bytes)
+    if second != first:
+        best = min(best, chooser.measured(second), key=lambda c: c.loss.mean)
+    return _best(best, chooser.rivals(budget_bytes))
+
+
+def _best(found: Chosen, rivals: Sequence[Chosen]) -> Chosen:
+    """The plan, or the rival that is measured to lose less in no more bytes than were allowed."""
+    best = min([found, *rivals], key=lambda c: c.loss.mean)
+    best.rivals = [(_described(c), c.share, c.loss.mean) for c in rivals]
+    best.factors = found.factors
+    return best
+
+
+def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
+    """The smallest plan whose loss is within the allowance; steps by the ratio of measured to expected loss."""
+    first = chooser.cheapest(allowed)
+    chooser.correct(first)
+    target = allowed
+    best: Chosen | None = None
+    for _ in range(STEPS):
+        chosen = chooser.cheapest(target)
+        found = chooser.measured(chosen)
+        if found.loss.upper <= allowed and (best is None or found.size_bytes < best.size_bytes):
+            best = found
+        if found.loss.upper <= 0 or CLOSE * allowed <= found.loss.upper <= allowed:
+            break
+        target *= min(0.97 * _room(found.loss, allowed), FACTOR)
+    if best is None:
+        plain = [next(c for c in unit if c.group.keys == c.group.values == PLAIN and not c.group.recent)
+                 for unit in chooser.options]  # fmt: skip
+        best = chooser.measured(plain)
+    smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.mean < best.loss.mean]
+    return _best(best, smaller)
+
+
+def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
+    """The expected loss at which the measured one would be `allowed`, going by the ratio of a measured plan."""
+    budget = int(found.share * chooser.dense_bytes) + 1
+    expected = allocate(chooser.prices, budget, exact=False).loss
+    return expected * _room(found.loss, allowed)
+
+
+def _room(loss: Loss, allowed: float) -> float:
+    """By which factor the mean loss may change for its upper bound to be the allowance, with the error as it is."""
+    return max(allowed - (loss.upper - loss.mean), 0.1 * allowed) / max(loss.mean, 1e-12)
+
+
+def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:
+    """As many heads thinned out as the allowance holds, by bisection on the list of steps."""
+    steps = thinnings(chooser.profile, found.layers)
+    low, high = 0, len(steps) + 1
+    trial = len(steps) // 2
+    best = found
+    for _ in range(STEPS):
+        if trial <= low or trial >= high:
+            break
+        layers = thinned(found.layers, steps[:trial])
+        loss = chooser.measure(layers)
+        log.info("attention: %d heads thinned out, KLD %.5f +- %.5f", trial, loss.mean, loss.error)
+        if loss.upper <= allowed:
+            low = trial
+            best = Chosen(
+                layers, loss, found.size_bytes, found.share, found.is_uniform, found.rivals, found.factors
+            )
+        else:
+            high = trial
+        trial = (low + high) // 2
+    return best
+
+
+def _described(chosen: Chosen) -> str:
+    group = chosen.layers[0].groups[0]
+    ring = f", sink {group.sink} + window {group.recent}" if group.recent else ""
+    return f"keys {group.keys}, values {group.values}{ring}"

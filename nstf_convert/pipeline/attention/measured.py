@@ -1,0 +1,92 @@
+"""How far a plan's predictions are from dense attention's, on contexts, with the same weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nstf.runtime.attention_plan import LayerPlan
+from nstf_convert.measure import compare
+from nstf_convert.pipeline.attention import simulate
+from nstf_convert.streamed import StreamedModel
+
+# Neighbouring tokens are correlated; means over this many are about independent.
+SEGMENT = 128
+ROWS = 256
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Nats per token: the mean and its standard error."""
+
+    mean: float
+    error: float
+
+    @property
+    def upper(self) -> float:
+        """What the mean stays below with 95 % confidence; infinite where it is not a number."""
+        bound = self.mean + 1.645 * self.error
+        return bound if bound == bound else math.inf
+
+
+class Measure:
+    """Contexts with the outputs of dense attention, computed once; calling it measures a plan's layers."""
+
+    def __init__(self, model: StreamedModel, contexts: Sequence[Tensor]) -> None:
+        self.model, self.contexts = model, contexts
+        self.evaluations = 0
+        self._dense: list[Tensor] = []
+
+    def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
+        """The mean KLD over the second half of every context, where most of it lies behind a token."""
+        self.evaluations += 1
+        return summarised(self.divergences(layers, 0.5))
+
+    @torch.no_grad()
+    def divergences(self, layers: Sequence[LayerPlan], start: float = 0.0) -> list[Tensor]:
+        """KL(dense || planned) in nats of every context, float64, of the positions from the share `start` of it on."""
+        if not self._dense:
+            self._dense = [self._hidden(ids, simulate.dense) for ids in self.contexts]
+        found = []
+        for ids, dense in zip(self.contexts, self._dense, strict=True):
+            planned = self._hidden(ids, simulate.by_plan(layers))
+            with self.model.holding(self.model.head):
+                parts = [
+                    compare(
+                        self.model.logits(dense[i : i + ROWS]),
+                        self.model.logits(planned[i : i + ROWS]),
+                        ids[i : i + ROWS].to(dense.device),
+                    ).kl
+                    for i in range(int(start * len(ids)), len(ids), ROWS)
+                ]
+            found.append(torch.cat(parts).cpu())
+        return found
+
+    def _hidden(self, ids: Tensor, attend: simulate.Attend) -> Tensor:
+        with torch.no_grad(), simulate.attending(self.model.module, attend):
+            return self.model.hidden(ids[None])[0]
+
+
+def summarised(parts: Sequence[Tensor]) -> Loss:
+    """The mean over all tokens. Its standard error is from the means of segments of 128 or, where that is larger, of
+    whole contexts: documents differ by more than their tokens say."""
+    segments = torch.cat([torch.stack([p.mean() for p in torch.split(kl, SEGMENT)]) for kl in parts])
+    whole = torch.stack([kl.mean() for kl in parts])
+    errors = [float(m.std()) / math.sqrt(len(m)) for m in (segments, whole) if len(m) > 1]
+    return Loss(float(torch.cat(list(parts)).mean()), max(errors, default=0.0))
+
+
+def by_length(parts: Sequence[Tensor], context: int) -> list[tuple[int, float]]:
+    """(length, mean KLD of the positions in the half below it), from the context down to 256 tokens.
+
+    A plan's rules go by the position of a query, so the positions around n of one long window are what a context of n
+    tokens would give.
+    """
+    found = []
+    length = context
+    while length >= 256:
+        found.append((length, float(torch.cat([kl[length // 2 : length] for kl in parts]).mean())))
+        length //= 2
+    return found[::-1]

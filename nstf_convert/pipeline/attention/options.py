@@ -1,0 +1,203 @@
+"""What a KV group can be: which positions it keeps and in which formats, with bytes and expected loss."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
+from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes
+from nstf_convert.pipeline.attention.profile import FORMATS, SINK, SPARSE_FROM, STRIDE, THRESHOLDS, Profile
+from nstf_convert.planner.hull import Option
+
+FULL = HeadPlan("full", {}, 0, 0.0, 1.0)
+# Kinds of loss that are expected apart and measured apart.
+KINDS = ("keys", "values", "ring")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to store a KV group; losses: by KINDS, expected nats per token."""
+
+    group: GroupPlan
+    losses: tuple[float, float, float]
+
+    def of(self, kind: str) -> "Choice":
+        """The same with only one kind of loss: the others are stored as they are."""
+        group = self.group
+        if kind != "ring":
+            group = replace(group, sink=0, recent=0, min_length=0)
+        if kind != "keys":
+            group = replace(group, keys=PLAIN)
+        if kind != "values":
+            group = replace(group, values=PLAIN)
+        losses = tuple(v if k == kind else 0.0 for k, v in zip(KINDS, self.losses, strict=True))
+        return Choice(group, losses)  # type: ignore[arg-type]
+
+
+def choices(profile: Profile) -> list[list[Choice]]:
+    """All options of every KV group, layer by layer: ring x format of the keys x format of the values."""
+    layers, groups = profile.keys.shape[:2]
+    return [_choices(profile, layer, group) for layer in range(layers) for group in range(groups)]
+
+
+def _choices(profile: Profile, layer: int, group: int) -> list[Choice]:
+    keys = _formats(profile.keys[layer, group].tolist())
+    values = _formats(profile.values[layer, group].tolist())
+    rings = [(0, 0, 0, 0.0)] + [
+        (SINK, window, SINK + window, loss)
+        for window, loss in zip(profile.windows, profile.rings[layer, group].tolist(), strict=True)
+    ]
+    return [
+        Choice(GroupPlan(sink, recent, least, key, value), (key_loss, value_loss, ring_loss))
+        for sink, recent, least, ring_loss in rings
+        for key, key_loss in keys
+        for value, value_loss in values
+    ]
+
+
+def _formats(losses: Sequence[float]) -> list[tuple[KVFormat, float]]:
+    """16 bits, and of each number of bits the format that is expected to lose least."""
+    best: dict[int, tuple[float, KVFormat]] = {}
+    for fmt, loss in zip(FORMATS, losses, strict=True):
+        if fmt.bits not in best or loss < best[fmt.bits][0]:
+            best[fmt.bits] = loss, fmt
+    return [(PLAIN, 0.0), *((fmt, loss) for loss, fmt in best.values())]
+
+
+def priced(
+    options: Sequence[Sequence[Choice]], head_dim: int, context: int, factors: Sequence[float]
+) -> list[list[Option]]:
+    """The options as the planner takes them: bytes at `context` and expected loss, each kind times its factor."""
+    return [
+        [
+            Option(
+                group_bytes(choice.group, head_dim, context),
+                sum(f * v for f, v in zip(factors, choice.losses, strict=True)),
+            )
+            for choice in unit
+        ]
+        for unit in options
+    ]
+
+
+def uniforms(profile: Profile) -> list[list[Choice]]:
+    """One setting for all groups: every ring with every number of bits of keys and of values.
+
+    The format of so many bits is one for all too: that with the least expected loss in total.
+    """
+    layers, groups = profile.keys.shape[:2]
+    totals = [_formats(t.sum((0, 1)).tolist()) for t in (profile.keys, profile.values)]
+    keys, values = ([fmt for fmt, _ in total] for total in totals)
+    found = []
+    for ring, key, value in itertools.product(range(-1, len(profile.windows)), keys, values):
+        recent = 0 if ring < 0 else profile.windows[ring]
+        sink, least = (SINK, SINK + recent) if recent else (0, 0)
+        group = GroupPlan(sink, recent, least, key, value)
+        losses = (
+            _expected(profile.keys, key),
+            _expected(profile.values, value),
+            float(profile.rings[..., ring].sum()) if recent else 0.0,
+        )
+        # The losses of all groups are shared out evenly: only their sum is used.
+        share = tuple(loss / (layers * groups) for loss in losses)
+        found.append([Choice(group, share)] * (layers * groups))  # type: ignore[arg-type]
+    return found
+
+
+def _expected(losses: Tensor, fmt: KVFormat) -> float:
+    return 0.0 if fmt == PLAIN else float(losses[..., FORMATS.index(fmt)].sum())
+
+
+def layers_of(chosen: Sequence[Choice], profile: Profile) -> list[LayerPlan]:
+    """The layers of a plan: groups as chosen, the heads of a ring streaming, all others full."""
+    heads = profile.blocks.shape[1]
+    groups = profile.keys.shape[1]
+    per_group = heads // groups
+    layers = []
+    for layer in range(profile.keys.shape[0]):
+        own = [choice.group for choice in chosen[layer * groups : (layer + 1) * groups]]
+        rules = []
+        for head in range(heads):
+            group = own[head // per_group]
+            rules.append(_streaming(profile, layer, head, group) if group.recent else FULL)
+        layers.append(LayerPlan(tuple(rules), tuple(own)))
+    return layers
+
+
+def _streaming(profile: Profile, layer: int, head: int, group: GroupPlan) -> HeadPlan:
+    index = profile.windows.index(group.recent)
+    return HeadPlan(
+        "streaming",
+        {"sink": group.sink, "window": group.recent},
+        group.min_length,
+        _short(float(profile.error[layer, head, index])),
+        min(_short(float(profile.mass[layer, head, index])), 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class Thinning:
+    """One head of a full group that reads less: its rule, the share of key reads saved, and the expected loss."""
+
+    layer: int
+    head: int
+    rule: HeadPlan
+    saved: float
+    loss: float
+
+
+def thinnings(profile: Profile, layers: Sequence[LayerPlan]) -> list[Thinning]:
+    """For every full head its best thinner rule (saved share per expected loss), the cheapest of all first."""
+    found = []
+    for layer, plan in enumerate(layers):
+        for head, rule in enumerate(plan.heads):
+            if rule.pattern != "full":
+                continue
+            options = [*_bands(profile, layer, head), *_blocks(profile, layer, head)]
+            worth = [o for o in options if o.saved >= 0.25]
+            if worth:
+                found.append(max(worth, key=lambda o: o.saved / max(o.loss, 1e-12)))
+    return sorted(found, key=lambda o: (-o.saved / max(o.loss, 1e-12), o.layer, o.head))
+
+
+def thinned(layers: Sequence[LayerPlan], steps: Sequence[Thinning]) -> list[LayerPlan]:
+    """The layers with the rules of these steps."""
+    rules = {(step.layer, step.head): step.rule for step in steps}
+    return [
+        replace(plan, heads=tuple(rules.get((layer, head), rule) for head, rule in enumerate(plan.heads)))
+        for layer, plan in enumerate(layers)
+    ]
+
+
+def _bands(profile: Profile, layer: int, head: int) -> list[Thinning]:
+    found = []
+    for index, window in enumerate(profile.windows):
+        # A band reads sink + window keys of each query; a dense head half of the context on average.
+        saved = 1 - (SINK + window) / (profile.context / 2)
+        group = GroupPlan(SINK, window, SINK + window, PLAIN, PLAIN)
+        rule = _streaming(profile, layer, head, group)
+        found.append(Thinning(layer, head, rule, saved, float(profile.streaming[layer, head, index])))
+    return found
+
+
+def _blocks(profile: Profile, layer: int, head: int) -> list[Thinning]:
+    found = []
+    for index, threshold in enumerate(THRESHOLDS):
+        at = len(profile.windows) + index
+        rule = HeadPlan(
+            "block_sparse",
+            {"threshold": threshold, "stride": STRIDE},
+            SPARSE_FROM,
+            _short(float(profile.error[layer, head, at])),
+            min(_short(float(profile.mass[layer, head, at])), 1.0),
+        )
+        saved = 1 - float(profile.density[layer, head, index]) - 1 / STRIDE
+        found.append(Thinning(layer, head, rule, saved, float(profile.blocks[layer, head, index])))
+    return found
+
+
+def _short(value: float) -> float:
+    """Four significant digits: the plan travels in every artifact."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,98 @@
+"""`--kv-budget` and `--context` from end to end, on a small model."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstf.errors import BudgetError, UsageError
+from nstf.runtime.artifact import open_artifact
+from nstf.runtime.attention_plan import parse_plan
+from nstf.runtime.kv_formats import cache_bytes, dense_bytes
+from nstf_convert.cli.attention import chosen_pairs, kv_pairs, kv_summary
+from nstf_convert.cli.sizes import format_bytes
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline import calibrate, convert
+
+from .conftest import WORDS, make_llama
+
+Make = Callable[..., ConvertOptions]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The small model with positions for 1024 tokens, and a text of one long document."""
+    root = tmp_path_factory.mktemp("long")
+    make_llama(root / "model")
+    config = root / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
+    rng = random.Random(1)
+    text = root / "long.txt"
+    text.write_text(" ".join(rng.choice(WORDS) for _ in range(3000)))
+    return {
+        "model": str(root / "model"),
+        "datasets": (str(text),),
+        "attention_plan": None,
+        "effort": "fast",
+        "formats": ("int",),
+    }
+
+
+def test_a_file_holds_a_plan_within_the_budget(options: Make, long: dict[str, Any]) -> None:
+    chosen = options(**long, kv_budget=0.6, context=512)
+    report = convert(chosen).report["attention"]
+    with open_artifact(chosen.output) as artifact:
+        stored = dict(artifact.manifest.attention)
+    plan = parse_plan(stored)
+    assert (plan.context, plan.kv_budget, plan.kld.allowed) == (512, 0.6, None)
+    assert cache_bytes(plan, 512) <= 0.6 * dense_bytes(plan, 512)
+    assert plan.kld.choose is not None and plan.kld.report is not None and plan.kld.report > 0
+    assert [n.length for n in plan.lengths] == [256, 512]
+    assert plan.lengths[-1].passkey is not None and plan.lengths[-1].needles is not None
+    assert report["choice"]["share"] <= 0.6 and len(report["choice"]["rivals"]) == 2
+    assert report["choice"]["contexts"] == {"choose": ["long.txt"], "report": ["long.txt"]}
+    lines = dict(kv_pairs(kv_summary(stored)))
+    assert lines["KV cache"] == (
+        f"{cache_bytes(plan, 512)} bytes ({format_bytes(cache_bytes(plan, 512))}) at 512 tokens, "
+        f"{cache_bytes(plan, 512) / dense_bytes(plan, 512):.3f} of dense 16 bits"
+    )
+    assert str(lines["layer 1"]).startswith(f"{kv_summary(stored)['layers'][1]['size_bytes']} bytes: ")
+    assert str(lines["at 512 tokens"]).startswith("KLD ")
+    told = dict(chosen_pairs(report))
+    assert told["KV cache"] == lines["KV cache"]
+    assert sum(name.startswith("all groups keys") for name in told) == 2
+
+
+def test_a_calibration_brings_its_profile_along(options: Make, long: dict[str, Any], tmp_path: Path) -> None:
+    path = calibrate(options(**long, context=512, output=tmp_path / "made.calibration"))
+    given = options(**{**long, "datasets": ()}, calibration=path, kv_max_kl=1e5, output=tmp_path / "a.nstf")
+    report = convert(given).report["attention"]
+    assert report["context"] == 512 and report["kld"]["allowed"] == 1e5
+    assert report["choice"]["share"] < 0.6
+    with pytest.raises(UsageError, match=r"is for 512 tokens: run `nstf calibrate .* --context 256`"):
+        convert(replace(given, context=256, output=tmp_path / "b.nstf"))
+    plain = calibrate(options(**long, output=tmp_path / "plain.calibration"))
+    with pytest.raises(UsageError, match="has no attention profile: run `nstf calibrate"):
+        convert(replace(given, calibration=plain, output=tmp_path / "c.nstf"))
+
+
+def test_a_budget_that_no_plan_fits_ends_before_anything_is_written(
+    options: Make, long: dict[str, Any]
+) -> None:
+    chosen = options(**long, kv_budget=0.05, context=512)
+    with pytest.raises(BudgetError, match=r"no plan takes 0\.05 of the KV cache at 512 tokens: the smallest"):
+        convert(chosen)
+    assert not chosen.output.exists()
+
+
+def test_what_cannot_be_planned_is_refused_when_it_was_asked_for(options: Make, long: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="the model has positions for 1024"):
+        convert(options(**long, kv_budget=0.5, context=2048))
+    with pytest.raises(UsageError, match="need an attention plan"):
+        options(**{**long, "attention_plan": False}, kv_budget=0.5)
+    with pytest.raises(UsageError, match=r"kv_budget cannot be 1\.5"):
+        options(**long, kv_budget=1.5)
