@@ -24,6 +24,8 @@ from nstf.kernels.formats import decode
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.digests import Verifying
+from nstf.runtime.attention_plan import AttentionPlan
+from nstf.runtime.engine_attention import int8_plan, layer_plan, read_plan
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from nstf.runtime.token_sampler import TokenSampler
 
 KV_CACHES = ("float16", "int8")
+ATTENTION = ("full", "planned")
 _PREFIXES = ("", "language_model.", "model.language_model.")
 MATRICES = {
     "q": "self_attn.q_proj",
@@ -56,13 +59,20 @@ class Engine:
         exact: bool = False,
         threads: int | None = None,
         kv_cache: str = "float16",
+        attention: str | AttentionPlan = "full",
     ) -> None:
         """threads: None for as many as torch uses. kv_cache: what keys and values are kept as, `float16` or `int8`.
+        attention: `full`, or `planned` for the artifact's attention plan, which says how they are kept itself; or a plan.
 
-        Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache.
+        Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache
+        or attention and where there is no plan, CorruptError for a plan that cannot be read.
         """
         if kv_cache not in KV_CACHES:
             raise UsageError(f"KV cache {str(kv_cache)[:40]!r} is not one of {', '.join(KV_CACHES)}")
+        if isinstance(attention, str) and attention not in ATTENTION:
+            raise UsageError(f"attention {str(attention)[:40]!r} is not one of {', '.join(ATTENTION)}")
+        if attention != "full" and kv_cache != "float16":
+            raise UsageError(f"kv_cache {kv_cache!r}: an attention plan says how keys and values are kept")
         if not available():
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
         stated = artifact.config()
@@ -70,10 +80,11 @@ class Engine:
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
+        self.plan = None if attention == "full" else read_plan(artifact, self.config.shape, attention)
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:
-            self._engine, self.kernels = _build(artifact, self.config, exact, kv_cache)
+            self._engine, self.kernels = _build(artifact, self.config, exact, self._layer_plans())
         except MemoryError as error:
             raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
@@ -86,20 +97,30 @@ class Engine:
         exact: bool = False,
         verify: bool = True,
         kv_cache: str = "float16",
+        attention: str = "full",
     ) -> Engine:
         """The engine of an artifact. exact: no int8 activations. verify: check every SHA-256 first. kv_cache: what keys
-        and values are kept as, `float16` or `int8`.
+        and values are kept as, `float16` or `int8`. attention: `full`, or `planned` as the artifact's plan says.
 
         Raises UnsupportedError, CorruptError, UsageError.
         """
         artifact = open_artifact(path)
         if not verify:
-            return cls(artifact, exact, kv_cache=kv_cache)
+            return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
         with Verifying(artifact) as check:
             try:
-                return cls(artifact, exact, kv_cache=kv_cache)
+                return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
             finally:
                 check.wait()  # a damaged file is called that, whatever the engine says of it
+
+    def _layer_plans(self) -> list[dict[str, Any]]:
+        """What each layer is told of its attention; empty for dense attention over float16."""
+        shape = self.config.shape
+        if self.plan is not None:
+            return [layer_plan(layer) for layer in self.plan.layers]
+        if self.kv_cache == "int8":
+            return [int8_plan(shape["kv_heads"])] * int(shape["layers"])
+        return []
 
     @property
     def context(self) -> int:
@@ -211,9 +232,9 @@ def _address(values: array[Any]) -> int:
 
 
 def _build(
-    artifact: Artifact, config: EngineConfig, exact: bool, kv_cache: str
+    artifact: Artifact, config: EngineConfig, exact: bool, plans: list[dict[str, Any]]
 ) -> tuple[Any, dict[str, str]]:
-    """The C++ engine, and the kernel of every matrix by tensor name."""
+    """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none."""
     names = set(artifact.names())
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)
     if prefix is None:
@@ -251,9 +272,7 @@ def _build(
         if not config.tied:
             raise UnsupportedError(f"{artifact.path}: no tensor {head!r}, which the CPU engine needs")
         head = embedding
-    engine = ext.Engine(
-        config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"), kv_cache == "int8"
-    )
+    engine = ext.Engine(config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"))
     for frequencies in config.rotations:
         engine.add_rotation(frequencies)
     known = {embedding, head, f"{root}norm.weight"}
@@ -267,7 +286,8 @@ def _build(
         for key, name in _norms(config).items():
             layer[key] = norm(f"{at}{name}.weight")
             known.add(f"{at}{name}.weight")
-        engine.add_layer(layer | {"window": config.windows[i], "rotation": config.rotation_of[i]})
+        plan = plans[i] if plans else {}
+        engine.add_layer(layer | plan | {"window": config.windows[i], "rotation": config.rotation_of[i]})
     unused = sorted(n for n in names - known if n.startswith(root) and not n.endswith("rotary_emb.inv_freq"))
     if unused:
         raise UnsupportedError(f"{artifact.path}: the CPU engine would ignore {unused[0]!r}")

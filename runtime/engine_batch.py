@@ -18,11 +18,13 @@ LEAST_ROWS = 4  # rows from which every product is done by the kernels for sever
 class Steps(Protocol):
     """What decodes several sequences together: `Batch` here, `GraphBatch` (runtime/graph_batch.py) on GPUs.
 
-    together: tokens of a step; beside: those of prompts in a step that also decodes.
+    together: tokens of a step; beside: those of prompts in a step that also decodes; whole_blocks: no piece of a prompt
+    goes over a multiple of `together`.
     """
 
     together: int
     beside: int
+    whole_blocks: bool
 
     @property
     def context(self) -> int: ...
@@ -32,6 +34,7 @@ class Steps(Protocol):
     def cache_bytes(self) -> int: ...
     def reserve(self, sequence: int, positions: int) -> None: ...
     def step(self, parts: Sequence[Part]) -> list[int]: ...
+    def resumable(self, sequence: int, positions: int) -> int: ...
     def copy(self, source: int, target: int, positions: int) -> None: ...
     def release(self, sequence: int) -> None: ...
 
@@ -61,6 +64,7 @@ class Batch:
         """
         self.engine = engine
         self.sequences = sequences
+        self.whole_blocks = engine.plan is not None
         self._least = LEAST_ROWS if reproducible else 1
         self._logits = array("f", bytes(4 * engine.vocab * sequences))
         engine._engine.set_sequences(sequences)
@@ -103,6 +107,12 @@ class Batch:
             ids.buffer_info()[0], stated, start, self._least, self.engine.threads or usual_threads()
         )
         return [start + 4 * self.engine.vocab * i for i in range(sum(p.wanted for p in parts))]
+
+    def resumable(self, sequence: int, positions: int) -> int:
+        """How many of the first `positions` of a sequence another text may go on from: all, or none where the cache has
+        freed pages since or brought them into few bits.
+        """
+        return int(self.engine._engine.resumable(sequence, positions))
 
     def copy(self, source: int, target: int, positions: int) -> None:
         """The first positions of a sequence's cache become another's: a shared beginning is computed once."""

@@ -13,7 +13,10 @@ from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.attention_plan import GroupPlan
 from nstf.runtime.engine import Engine, greedy
+from nstf.runtime.engine_attention import INT8
+from nstf.runtime.kv_formats import PLAIN, cache_bytes, group_bytes
 
 # More than a second-level cache and less than a small machine's memory.
 PROBE_BYTES = 256 << 20
@@ -62,6 +65,7 @@ def measure(
     exact: bool = False,
     threads: int | None = None,
     kv_cache: str = "float16",
+    attention: str = "full",
 ) -> Speed:
     """Runs a prompt of `prompt` tokens and decodes `new` more, some times.
 
@@ -72,7 +76,7 @@ def measure(
         torch.set_num_threads(threads)
     try:
         start = time.perf_counter()
-        engine = Engine(artifact, exact, kv_cache=kv_cache)
+        engine = Engine(artifact, exact, kv_cache=kv_cache, attention=attention)
         loaded = time.perf_counter() - start
         if prompt + new > engine.context:
             raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {engine.context}")
@@ -130,13 +134,15 @@ def _seconds(artifact: Artifact, name: str, exact: bool, threads: int) -> float:
 
 
 def bytes_per_token(artifact: Artifact, engine: Engine, position: int) -> int:
-    """Bytes that decoding one token reads: every tensor but a table that is not the head, and the cache up to `position`."""
+    """Bytes that decoding one token reads: every tensor but a table that is not the head, and the cache up to `position`,
+    of a plan all that it holds."""
     shape = engine.config.shape
     stored = {artifact.stored_name(name) for name in artifact.names()}
     tables = {artifact.stored_name(n) for n in artifact.names() if n.endswith("embed_tokens.weight")}
     heads = {artifact.stored_name(n) for n in artifact.names() if n.endswith("lm_head.weight")} or tables
     weights = sum(artifact.encoded(name).size_bytes for name in stored - (tables - heads))
-    seen = sum(min(position, w) if w else position for w in engine.config.windows)
-    # A number a byte and a float32 scale, or two bytes a number.
-    head = shape["head_size"] + 4 if engine.kv_cache == "int8" else 2 * shape["head_size"]
-    return int(weights + seen * 2 * shape["kv_heads"] * head)
+    if engine.plan is not None:
+        return int(weights + cache_bytes(engine.plan, position))
+    group = INT8 if engine.kv_cache == "int8" else GroupPlan(0, 0, 0, PLAIN, PLAIN)
+    seen = [min(position, w) if w else position for w in engine.config.windows]
+    return int(weights + shape["kv_heads"] * sum(group_bytes(group, shape["head_size"], n) for n in seen))

@@ -43,6 +43,7 @@ def stream(
     kv_cache: str = "float16",
     sampling: Mapping[str, Any] | None = None,
     stops: Sequence[str] = (),
+    attention: str = "full",
 ) -> Iterator[str]:
     """The continuation of `prompt` in pieces, each as soon as its characters are certain; the likeliest one by default.
 
@@ -50,7 +51,7 @@ def stream(
     before the first piece. kv_cache: what keys and values are kept as, `float16` or `int8`. sampling: values of
     `token_sampler.Settings`; of those that are not stated, all but the temperature are the file's, else top-k is 50 as in
     transformers and the others do nothing.
-    stops: strings that the text ends before.
+    stops: strings that the text ends before. attention: `full`, or `planned` as the file's attention plan says.
 
     Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
@@ -59,7 +60,7 @@ def stream(
         stop, usual = _generation(artifact)
         settings = Settings(**(usual | dict(sampling or {})))
         tokenizer = _tokenizer(artifact)
-        engine = Engine(artifact, exact, threads, kv_cache)
+        engine = Engine(artifact, exact, threads, kv_cache, attention)
         ids = tokenizer.encode(prompt).ids
         if check is not None:
             check.wait()

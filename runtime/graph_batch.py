@@ -34,7 +34,7 @@ def captured_sizes(sequences: int) -> tuple[int, ...]:
 class GraphBatch:
     """The caches of several sequences of one decoder, which nobody else may use. One thread at a time."""
 
-    together, beside = TOGETHER, BESIDE
+    together, beside, whole_blocks = TOGETHER, BESIDE, False
 
     def __init__(self, decoder: Decoder, sequences: int) -> None:
         """Captures the steps. Raises UsageError for more sequences than a step takes, MemoryError."""
@@ -118,6 +118,10 @@ class GraphBatch:
                 # Before the caller reads logits, and before the next step writes over what this one's copies come from.
                 torch.cuda.current_stream(self.device).synchronize()
         return [self._host[i].data_ptr() for i in range(len(row_of))]
+
+    def resumable(self, sequence: int, positions: int) -> int:
+        """How many of the first `positions` of a sequence another text may go on from: all."""
+        return positions
 
     def copy(self, source: int, target: int, positions: int) -> None:
         """The first positions of a sequence's cache become another's: a shared beginning is computed once."""

@@ -140,13 +140,9 @@ def _load(
             apply_plan(model, dict(plan))
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
-        if engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
-            from nstf.runtime.graph_generate import use_graphs
-
-            use_graphs(model)
-    elif engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
+    if engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
         # Its matrices are views of the same mapping: nothing is held twice.
-        use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache))
+        use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache, attention))
     elif engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
         from nstf.runtime.graph_generate import use_graphs
 
@@ -154,9 +150,9 @@ def _load(
     return model
 
 
-def _engine(artifact: Artifact, exact: bool, kv_cache: str) -> Engine:
+def _engine(artifact: Artifact, exact: bool, kv_cache: str, attention: str) -> Engine:
     try:
-        return Engine(artifact, exact=exact, kv_cache=kv_cache)
+        return Engine(artifact, exact=exact, kv_cache=kv_cache, attention=attention)
     except NstfError as error:
         if kv_cache != "float16":
             _log.warning("keys and values are not kept as %s: %s", kv_cache, error)

@@ -134,7 +134,8 @@ class Scheduler(Backend):
         # Tokens of an answer went through attention alone, where sums have another order: their last bits may differ.
         known = slot.from_prompt if self._reproducible else len(slot.tokens)
         most = min(known, len(slot.tokens), len(answer.prompt) - 1)
-        return next((i for i in range(most) if slot.tokens[i] != answer.prompt[i]), most)
+        common = next((i for i in range(most) if slot.tokens[i] != answer.prompt[i]), most)
+        return self._batch.resumable(slot.number, common)
 
     def _begin(self, slot: _Slot, answer: Answer) -> None:
         common = self._common(slot, answer)
@@ -170,7 +171,9 @@ class Scheduler(Backend):
         for slot in beginning:
             assert slot.answer is not None
             first = len(slot.tokens)
-            ids = slot.answer.prompt[first : first + room]
+            # Sparse attention works on whole blocks of a prompt only.
+            cut = min(room, together - first % together) if self._batch.whole_blocks else room
+            ids = slot.answer.prompt[first : first + cut]
             if not ids:
                 break
             room -= len(ids)

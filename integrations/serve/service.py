@@ -25,7 +25,7 @@ class ServeOptions:
     """parallel: answers decoded together; queue: answers that wait. context: tokens of prompt and answer.
 
     max_tokens: of one answer, None for as many as fit. reproducible: see runtime/engine_batch.py. device: as torch names it.
-    template: a chat template in the place of the file's own.
+    template: a chat template in the place of the file's own. attention: full, or planned as the file's plan says.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ServeOptions:
     device: str = "cpu"
     kernels: str | os.PathLike[str] | None = None
     template: str | None = None
+    attention: str = "full"
 
 
 def _characters(part: Any) -> int:
@@ -77,7 +78,7 @@ class Service:
             from nstf.runtime.engine_batch import Batch
 
             try:
-                engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache)
+                engine = Engine.open(artifact.path, o.exact, kv_cache=o.kv_cache, attention=o.attention)
             except UnsupportedError as error:
                 self.note = str(error)
             else:
@@ -97,7 +98,11 @@ class Service:
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         model: Any = load(
-            artifact.path, device=o.device, engine="exact" if o.exact else "auto", kernels=o.kernels
+            artifact.path,
+            device=o.device,
+            attention=o.attention,
+            engine="exact" if o.exact else "auto",
+            kernels=o.kernels,
         )
         try:
             if not AVAILABLE:

@@ -23,6 +23,7 @@ def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Runs; medians are printed.")] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="No int8 activations on the CPU.")] = False,
     kv_cache: options.KvCache = "float16",
+    attention: options.Attention = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together, on a GPU.")] = 1,
     kernels: Annotated[
@@ -44,6 +45,7 @@ def bench(
     """
     options.check_file(artifact)
     options.check_kv_cache(kv_cache)
+    options.check_attention(attention, kv_cache)
     from nstf.runtime.artifact import open_artifact
 
     if device.partition(":")[0] == "cpu":
@@ -52,7 +54,7 @@ def bench(
         from nstf.runtime.engine_bench import measure
 
         with open_artifact(artifact) as opened:
-            found = measure(opened, prompt, tokens, repetitions, exact, threads, kv_cache)
+            found = measure(opened, prompt, tokens, repetitions, exact, threads, kv_cache, attention)
         if json:
             print_json(found.to_json())
         else:
@@ -60,6 +62,8 @@ def bench(
         return
     from nstf.runtime import graph_bench
 
+    if attention != "full":
+        raise UsageError("--attention planned is measured on the CPU: leave out --device")
     place = options.check_device(device)
     options.refuse_cpu_options(exact, kv_cache)
     if tune:

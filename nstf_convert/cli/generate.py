@@ -14,8 +14,6 @@ from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json
 
-ATTENTION = ("full", "planned")
-
 
 def generate(
     artifact: ArtifactPath,
@@ -55,9 +53,7 @@ def generate(
         bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
     ] = False,
     seed: options.Seed = 0,
-    attention: Annotated[
-        str, typer.Option(help="full, or planned: as the artifact's attention plan says.")
-    ] = "full",
+    attention: options.Attention = "full",
     exact: Annotated[
         bool, typer.Option("--exact", help="No int8 activations on the CPU: slower, as the file decodes.")
     ] = False,
@@ -77,10 +73,9 @@ def generate(
     Example: nstf generate model.nstf "The capital of France is" --max-new-tokens 20
     """
     options.check_file(artifact)
-    if attention not in ATTENTION:
-        raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
     options.check_kv_cache(kv_cache)
     options.check_kernels(kernels, device)
+    options.check_attention(attention, kv_cache)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
         raise UsageError("the prompt is not UTF-8 text")
@@ -98,9 +93,19 @@ def generate(
     stops = options.check_stops(stop)
     if temperature == 0 and (min_p or {"top_k", "top_p"} & set(sampling)):
         raise UsageError("--top-k, --top-p and --min-p are for draws: add --temperature 0.8, say")
-    plain = device == "cpu" and attention == "full" and not (chat or kernels)
+    plain = device == "cpu" and not (chat or kernels)
     made = (
-        _by_engine(artifact, text, max_new_tokens, exact, threads, kv_cache, sampling | {"seed": seed}, stops)
+        _by_engine(
+            artifact,
+            text,
+            max_new_tokens,
+            exact,
+            threads,
+            kv_cache,
+            sampling | {"seed": seed},
+            stops,
+            attention,
+        )
         if plain
         else None
     )
@@ -129,13 +134,15 @@ def _by_engine(
     kv_cache: str,
     sampling: dict[str, Any],
     stops: list[str],
+    attention: str,
 ) -> Iterator[str] | None:
     """The text without torch and transformers, or None for a file that needs them."""
     from nstf.runtime import engine_text
 
     pieces = engine_text.stream(
-        artifact, prompt, max_new_tokens, exact, threads, kv_cache=kv_cache, sampling=sampling, stops=stops
-    )
+        artifact, prompt, max_new_tokens, exact, threads, kv_cache=kv_cache, sampling=sampling, stops=stops,
+        attention=attention,
+    )  # fmt: skip
     try:
         first = next(pieces, "")
     except UnsupportedError:

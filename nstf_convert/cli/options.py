@@ -40,6 +40,7 @@ KvCache = Annotated[
     str,
     typer.Option(help="What the CPU engine keeps keys and values as: float16, or int8 in half the memory."),
 ]
+Attention = Annotated[str, typer.Option(help="full, or planned: as the artifact's attention plan says.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, max=10.0, help="0 takes the most likely token; higher is more varied.")
 ]
@@ -90,6 +91,16 @@ def check_kv_cache(value: str) -> None:
 
     if value not in KV_CACHES:
         raise UsageError(f"--kv-cache {value!r}: choose one of {', '.join(KV_CACHES)}")
+
+
+def check_attention(attention: str, kv_cache: str) -> None:
+    """Raises UsageError for what is no way of attention, and for a cache beside a plan, which says its own."""
+    from nstf.runtime.engine import ATTENTION
+
+    if attention not in ATTENTION:
+        raise UsageError(f"--attention {attention!r}: choose one of {', '.join(ATTENTION)}")
+    if attention == "planned" and kv_cache != "float16":
+        raise UsageError("--kv-cache: an attention plan says how keys and values are kept; leave it out")
 
 
 def check_device(name: str) -> str:

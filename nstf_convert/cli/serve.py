@@ -51,6 +51,7 @@ def serve(
         bool, typer.Option("--exact", help="No int8 activations on the CPU: slower, as the file decodes.")
     ] = False,
     kv_cache: options.KvCache = "float16",
+    attention: options.Attention = "full",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",
     kernels: Annotated[
         Path | None,
@@ -67,6 +68,7 @@ def serve(
     options.check_file(artifact)
     options.check_kv_cache(kv_cache)
     options.check_kernels(kernels, device)
+    options.check_attention(attention, kv_cache)
     if device.partition(":")[0] != "cpu":
         options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
@@ -86,7 +88,7 @@ def serve(
         artifact,
         ServeOptions(
             name or artifact.stem, parallel, queue, context, max_tokens, threads, kv_cache, exact, reproducible,
-            prefix_reuse, device, kernels, template,
+            prefix_reuse, device, kernels, template, attention,
         ),
     )  # fmt: skip
     if service.note is not None:

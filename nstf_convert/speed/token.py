@@ -144,7 +144,7 @@ def _engine(config: Any, pool: Pool, stored: Stored) -> Any:
         return array("f", [1.0]) * count
 
     head = matrix(0, "head")
-    engine = ext.Engine(shape, head, head, ones(shape["hidden"]), False)
+    engine = ext.Engine(shape, head, head, ones(shape["hidden"]))
     for frequencies in config.rotations:
         engine.add_rotation(frequencies)
     norms = {"attention_norm": shape["hidden"], "ffn_norm": shape["hidden"]}

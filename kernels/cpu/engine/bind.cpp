@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "leaves.h"
+#include "layer_plan.h"
 #include "model.h"
 #include "shuffle.h"
 #include "stored.h"
@@ -112,9 +113,8 @@ void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int thread
 
 class Engine {
   public:
-    Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm, bool int8_cache)
-        : model_(shape(d), embedding.matrix, head.matrix, copied(final_norm),
-                 int8_cache ? CacheType::kInt8 : CacheType::kHalf),
+    Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm)
+        : model_(shape(d), embedding.matrix, head.matrix, copied(final_norm)),
           keep_(embedding.keep) {
         keep_.insert(keep_.end(), head.keep.begin(), head.keep.end());
     }
@@ -135,6 +135,7 @@ class Engine {
         layer.v_bias = optional(d, "v_bias"), layer.o_bias = optional(d, "o_bias");
         layer.window = nb::cast<int64_t>(d["window"]);
         layer.rotation = nb::cast<int>(d["rotation"]);
+        if (d.contains("heads")) layer.plan = layer_plan(d);
         model_.add_layer(std::move(layer));
     }
     void add_rotation(Floats frequencies) { model_.add_rotation(copied(frequencies)); }
@@ -157,6 +158,10 @@ class Engine {
     }
     void set_sequences(int64_t count) { locked([&] { model_.set_sequences(count); }); }
     void copy(int64_t from, int64_t to, int64_t positions) { locked([&] { model_.copy(from, to, positions); }); }
+    int64_t resumable(int64_t sequence, int64_t positions) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return model_.resumable(sequence, positions);
+    }
     void release(int64_t sequence) { locked([&] { model_.release(sequence); }); }
     int64_t cache_bytes() const { return model_.cache_bytes(); }
 
@@ -233,15 +238,17 @@ void bind_engine(nb::module_& m) {
     }, "The instruction sets of this processor that kernels are written for, best first.");
     m.def("isa", [] { return std::string(nstf::name(nstf::isa())); }, "The one kernels are chosen for.");
     m.def("use_isa", &nstf::use_isa, "isa"_a, "Chooses kernels for another one from here on; \"\": the best.");
+    bind_attention(m);
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<const nb::dict&, const Held&, const Held&, Floats, bool>(), "shape"_a, "embedding"_a, "head"_a,
-             "final_norm"_a, "int8_cache"_a)
+        .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>(), "shape"_a, "embedding"_a, "head"_a,
+             "final_norm"_a)
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
         .def("step", &Engine::step, "ids"_a, "parts"_a, "logits"_a, "least"_a, "threads"_a)
         .def("set_sequences", &Engine::set_sequences, "count"_a)
         .def("copy", &Engine::copy, "source"_a, "target"_a, "positions"_a)
+        .def("resumable", &Engine::resumable, "sequence"_a, "positions"_a)
         .def("release", &Engine::release, "sequence"_a)
         .def_prop_ro("cache_bytes", &Engine::cache_bytes);
 }

@@ -12,7 +12,6 @@ namespace {
 
 // Tokens of a prompt that go through the layers together: enough to make unpacking cheap, few enough for the caches.
 constexpr int64_t kTogether = 128;
-constexpr int64_t kAttendTokens = 8;  // tokens that share a pass over the keys
 
 void require(bool good, const char* what) {
     if (!good) throw std::invalid_argument(what);
@@ -29,9 +28,8 @@ void fits(const Shared& m, int64_t rows, int64_t cols) {
 
 }  // namespace
 
-Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache)
-    : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)),
-      cache_type_(cache) {
+Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm)
+    : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)) {
     const Shape& s = shape_;
     // Below 2^31 no product of two of them overflows.
     for (int64_t size : {s.hidden, s.heads, s.kv_heads, s.head_size, s.ffn, s.vocab, s.context})
@@ -47,37 +45,42 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
 
 void Model::set_sequences(int64_t count) {
     require(count > 0 && count <= 4096, "engine: as many sequences are not possible");
-    std::vector<Cache> fresh;
+    std::vector<PageCache> fresh;
     for (int64_t i = 0; i < count; ++i) {
         if (i < static_cast<int64_t>(caches_.size())) {
             fresh.push_back(std::move(caches_[static_cast<size_t>(i)]));
             continue;
         }
-        fresh.emplace_back(cache_type_, shape_.kv_heads, shape_.head_size);
-        for (size_t k = 0; k < layers_.size(); ++k) fresh.back().add_layer();
+        fresh.push_back(fresh_cache());
     }
     caches_ = std::move(fresh);
 }
 
-Cache& Model::cache(int64_t sequence) {
+PageCache Model::fresh_cache() const {
+    PageCache fresh(shape_.kv_heads, shape_.head_size);
+    for (const Layer& layer : layers_) fresh.add_layer(layer.plan.groups);
+    return fresh;
+}
+
+PageCache& Model::cache(int64_t sequence) {
     require(sequence >= 0 && sequence < static_cast<int64_t>(caches_.size()), "engine: no such sequence");
     return caches_[static_cast<size_t>(sequence)];
 }
 
 void Model::copy(int64_t from, int64_t to, int64_t positions) {
     require(from != to && positions >= 0, "engine: nothing to copy");
-    cache(to).copy(cache(from), positions, shape_.context);
+    cache(to).copy(cache(from), positions);
 }
 
+int64_t Model::resumable(int64_t sequence, int64_t positions) { return cache(sequence).resumable(positions); }
+
 void Model::release(int64_t sequence) {
-    Cache& own = cache(sequence);
-    own = Cache(cache_type_, shape_.kv_heads, shape_.head_size);
-    for (size_t k = 0; k < layers_.size(); ++k) own.add_layer();
+    cache(sequence) = fresh_cache();
 }
 
 int64_t Model::cache_bytes() const {
     int64_t total = 0;
-    for (const Cache& c : caches_) total += c.bytes();
+    for (const PageCache& c : caches_) total += c.bytes();
     return total;
 }
 
@@ -96,13 +99,26 @@ void Model::add_layer(Layer layer) {
     require(!layer.attention_norm.empty() && !layer.ffn_norm.empty(), "engine: a layer has no norms");
     for (const auto* v : {&layer.attention_norm, &layer.ffn_norm, &layer.attention_out_norm, &layer.ffn_out_norm, &layer.o_bias})
         sized(*v, s.hidden);
+    auto check = [&](const LayerPlan& plan) {
+        require((plan.heads.empty() || static_cast<int64_t>(plan.heads.size()) == s.heads) &&
+                    (plan.groups.empty() || static_cast<int64_t>(plan.groups.size()) == s.kv_heads),
+                "engine: the attention plan has another number of heads");
+        for (const HeadPlan& h : plan.heads)
+            require(h.sink >= 0 && h.window >= 0 && (h.stride == 8 || h.stride == 16), "engine: no such attention pattern");
+        for (const GroupPlan& g : plan.groups)
+            for (const Format* f : {&g.keys, &g.values})
+                require(g.sink >= 0 && g.recent >= 0 && (f->bits == 16 || f->bits == 8 || f->bits == 4 || f->bits == 2),
+                        "engine: no such format of keys and values");
+    };
     sized(layer.q_norm, s.head_size);
     sized(layer.k_norm, s.head_size);
     sized(layer.q_bias, s.heads * s.head_size);
     sized(layer.k_bias, s.kv_heads * s.head_size);
     sized(layer.v_bias, s.kv_heads * s.head_size);
+    check(layer.plan);
+    for (const HeadPlan& head : layer.plan.heads) blocks_ |= head.pattern == HeadPlan::kSparse;
     layers_.push_back(std::move(layer));
-    for (Cache& c : caches_) c.add_layer();
+    for (PageCache& c : caches_) c.add_layer(layers_.back().plan.groups);
 }
 
 void Model::add_rotation(std::vector<float> frequencies) {
@@ -112,9 +128,11 @@ void Model::add_rotation(std::vector<float> frequencies) {
     sines_.emplace_back();
 }
 
-void Model::make_room(int64_t sequence, int64_t positions) {
-    cache(sequence).make_room(positions, shape_.context);
-    const int64_t half = shape_.head_size / 2, fresh = std::max(turned_, cache(sequence).positions());
+void Model::make_room(int64_t sequence, int64_t first, int64_t count) {
+    cache(sequence).prepare(first, count);
+    if (first + count <= turned_) return;
+    const int64_t half = shape_.head_size / 2;
+    const int64_t fresh = std::min(shape_.context, std::max<int64_t>({256, 2 * turned_, first + count}));
     for (size_t r = 0; r < frequencies_.size() && turned_ < fresh; ++r) {
         cosines_[r].resize(static_cast<size_t>(fresh * half));
         sines_[r].resize(static_cast<size_t>(fresh * half));
@@ -147,9 +165,9 @@ void Model::run(const int64_t* ids, int64_t count, int64_t first, float* logits,
     const Shape& s = shape_;
     require(count > 0 && first >= 0 && first + count <= s.context, "engine: more tokens than the context holds");
     ready(ids, count);
-    make_room(0, first + count);
     for (int64_t done = 0; done < count;) {
-        const int64_t now = std::min(kTogether, count - done);
+        const int64_t now = std::min(kTogether - (blocks_ ? (first + done) % kTogether : 0), count - done);
+        make_room(0, first + done, now);
         chunk(ids + done, {Part{0, first + done, now, false, true}}, now, threads);
         done += now;
         if (!all && done < count) continue;
@@ -174,7 +192,7 @@ void Model::step(const int64_t* ids, const std::vector<Part>& parts, float* logi
     }
     require(count > 0 && count <= kTogether && least <= kTogether, "engine: more tokens than go together");
     ready(ids, count);
-    for (const Part& p : parts) make_room(p.sequence, p.first + p.count);
+    for (const Part& p : parts) make_room(p.sequence, p.first, p.count);
     const int64_t rows = std::max(count, least);
     chunk(ids, parts, rows, threads);
     if (wanted == 0) return;
@@ -201,34 +219,11 @@ void Model::chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t co
             for (int64_t i = 0; i < s.hidden; ++i) x[t * s.hidden + i] *= s.embedding_scale;
         }
     std::fill(x + t * s.hidden, x + count * s.hidden, 0.0f);
-    plan(parts);
     for (size_t i = 0; i < layers_.size(); ++i) {
         attention(layers_[i], i, parts, count, threads);
         feed_forward(layers_[i], count, threads);
     }
-}
-
-void Model::plan(const std::vector<Part>& parts) {
-    const Shape& s = shape_;
-    tasks_.clear();
-    work_ = 0;
-    int64_t row = 0;
-    for (size_t i = 0; i < parts.size(); ++i) {
-        const Part& p = parts[i];
-        const auto part = static_cast<int64_t>(i);
-        work_ += p.count * (p.first + p.count) * s.heads * s.head_size;
-        if (p.count == 1 && !p.prompt && cache(p.sequence).attends_alone()) {
-            for (int64_t h = 0; h < s.heads; ++h) tasks_.push_back({part, h, row, 1, true});
-        } else {
-            for (int64_t t = 0; t < p.count; t += kAttendTokens)
-                for (int64_t h = 0; h < s.kv_heads; ++h)
-                    tasks_.push_back({part, h, row + t, std::min(kAttendTokens, p.count - t), false});
-        }
-        row += p.count;
-    }
-    // The longest passes first.
-    auto length = [&](const Task& task) { return task.count * (parts[static_cast<size_t>(task.part)].first + task.token); };
-    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const Task& a, const Task& b) { return length(a) > length(b); });
+    for (const Part& p : parts) cache(p.sequence).finish();
 }
 
 void Model::attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads) {
@@ -247,43 +242,36 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
 
     const int64_t half = s.head_size / 2;
     const auto rotation = static_cast<size_t>(layer.rotation);
-    std::vector<int64_t> offset;  // rows before each part
-    int64_t row = 0;
+    std::vector<AttendPart> whole;
+    std::vector<int64_t> part_of;  // of each row
     for (const Part& p : parts) {
-        Cache& own = cache(p.sequence);
-        offset.push_back(row);
-        for (int64_t t = row; t < row + p.count; ++t) {
-            const int64_t at = p.first + t - row;
-            const float *cosine = cosines_[rotation].data() + at * half, *sine = sines_[rotation].data() + at * half;
-            auto turn = [&](float* head, const std::vector<float>& norm) {
-                if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
-                op.rope(head, cosine, sine, s.head_size);
-                own.turn(head);
-            };
-            for (int64_t h = 0; h < s.heads; ++h) turn(q + t * q_size + h * s.head_size, layer.q_norm);
-            for (int64_t h = 0; h < s.kv_heads; ++h) {
-                float* key = k + t * kv_size + h * s.head_size;
-                turn(key, layer.k_norm);
-                own.store(index, h, at, key, v + t * kv_size + h * s.head_size);
-            }
-        }
-        row += p.count;
+        whole.push_back({&cache(p.sequence), p.first, p.count, static_cast<int64_t>(part_of.size()), p.count == 1 && !p.prompt});
+        part_of.insert(part_of.end(), static_cast<size_t>(p.count), static_cast<int64_t>(whole.size()) - 1);
     }
-
-    const int64_t group = s.heads / s.kv_heads;
-    auto attend = [&](int64_t i) {
-        const Task& task = tasks_[static_cast<size_t>(i)];
-        const Part& p = parts[static_cast<size_t>(task.part)];
-        const Cache& own = cache(p.sequence);
-        const int64_t position = p.first + task.token - offset[static_cast<size_t>(task.part)];
-        const int64_t at = task.token * q_size + task.head * (task.alone ? 1 : group) * s.head_size;
-        if (task.alone)
-            own.attend_one(index, task.head / group, q + at, position, layer.window, s.score_scale, mixed + at);
-        else
-            own.attend(index, task.head, q + at, q_size, task.count, group, position, layer.window, s.score_scale, mixed + at,
-                       q_size);
+    auto turn = [&](int64_t t) {
+        const AttendPart& p = whole[static_cast<size_t>(part_of[static_cast<size_t>(t)])];
+        const int64_t at = p.first + t - p.row;
+        const float *cosine = cosines_[rotation].data() + at * half, *sine = sines_[rotation].data() + at * half;
+        auto one = [&](float* head, const std::vector<float>& norm) {
+            if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
+            op.rope(head, cosine, sine, s.head_size);
+        };
+        for (int64_t h = 0; h < s.heads; ++h) one(q + t * q_size + h * s.head_size, layer.q_norm);
+        for (int64_t h = 0; h < s.kv_heads; ++h) one(k + t * kv_size + h * s.head_size, layer.k_norm);
     };
-    parallel_for(work_ < (1 << 16) ? 1 : threads, static_cast<int64_t>(tasks_.size()), attend);
+    const auto rows = static_cast<int64_t>(part_of.size());
+    parallel_for(rows < 8 ? 1 : threads, rows, turn);
+    auto store = [&](int64_t i) {  // of one part and head
+        const AttendPart& p = whole[static_cast<size_t>(i / s.kv_heads)];
+        const int64_t h = i % s.kv_heads;
+        for (int64_t t = p.row; t < p.row + p.count; ++t) {
+            const int64_t from = t * kv_size + h * s.head_size;
+            p.cache->store(index, h, p.first + t - p.row, k + from, v + from);
+        }
+        p.cache->pack(index, h);
+    };
+    parallel_for(rows < 8 ? 1 : threads, static_cast<int64_t>(whole.size()) * s.kv_heads, store);
+    attention_.run({s.heads, s.kv_heads, s.head_size, layer.window, s.score_scale}, index, layer.plan, whole, q, mixed, threads);
 
     layer.o->multiply(mixed, count, out, s.hidden, threads);
     add_bias(out, layer.o_bias, count);

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cache.h"
+#include "attend.h"
 #include "matrix.h"
 
 namespace nstf::engine {
@@ -22,6 +22,7 @@ struct Layer {
     std::vector<float> q_bias, k_bias, v_bias, o_bias;
     int64_t window = 0;  // positions seen, 0: all
     int rotation = 0;    // which of the model's tables of angles
+    LayerPlan plan;      // without heads and groups: dense attention, everything kept in float16
 };
 
 // Tokens of one sequence that go through the layers together, at positions first..
@@ -33,7 +34,7 @@ struct Part {
 
 class Model {
   public:
-    Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm, CacheType cache);
+    Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm);
     void add_layer(Layer layer);
     // Angles per position, [head_size / 2].
     void add_rotation(std::vector<float> frequencies);
@@ -44,6 +45,9 @@ class Model {
     // row of logits for each part that wants them. The rows of a product are at least `least`: where that is 4, every product
     // is done by the kernels for several rows, and numbers of a sequence do not depend on what runs beside it.
     void step(const int64_t* ids, const std::vector<Part>& parts, float* logits, int64_t least, int threads);
+    // The most of the first `positions` of a sequence that another text may go on from: all, or 0 where pages were freed or
+    // brought into few bits since.
+    int64_t resumable(int64_t sequence, int64_t positions);
     // The first `positions` of one sequence's cache become those of another.
     void copy(int64_t from, int64_t to, int64_t positions);
     // Frees what a sequence holds.
@@ -54,16 +58,12 @@ class Model {
     const Shape& shape() const { return shape_; }
 
   private:
-    struct Task {  // attention of some tokens of a part: of one query head where `alone`, else of those that share a key head
-        int64_t part, head, token, count;
-        bool alone;
-    };
-    void make_room(int64_t sequence, int64_t positions);
+    void make_room(int64_t sequence, int64_t first, int64_t count);
     void ready(const int64_t* ids, int64_t count) const;
-    Cache& cache(int64_t sequence);
+    PageCache& cache(int64_t sequence);
+    PageCache fresh_cache() const;
     // count: rows of the products, those of the parts and padding.
     void chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t count, int threads);
-    void plan(const std::vector<Part>& parts);
     void attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads);
     void feed_forward(const Layer& layer, int64_t count, int threads);
     void heads(const float* normed, int64_t count, float* logits, int threads);
@@ -74,10 +74,9 @@ class Model {
     std::vector<Layer> layers_;
     std::vector<std::vector<float>> frequencies_, cosines_, sines_;  // the tables: [positions][head_size / 2]
     int64_t turned_ = 0;  // positions the tables have angles for
-    CacheType cache_type_;
-    std::vector<Cache> caches_;  // of each sequence
-    std::vector<Task> tasks_;
-    int64_t work_ = 0;  // of all tasks
+    bool blocks_ = false;  // whether a head computes chosen blocks only, so that prompts are cut at whole blocks
+    std::vector<PageCache> caches_;  // of each sequence
+    Attention attention_;
     Buffer<float> padded_;
     Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_;
 };

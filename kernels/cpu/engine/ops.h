@@ -2,25 +2,7 @@
 // no include guard, and only files of the same kind are included here. Loops are plain; the compiler
 // turns them into vectors of the set's width.
 
-// Twelve multiplications: as exact as a float needs for an activation, and a loop of it becomes vectors.
-static inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
-    const float shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f;
-    const float part = x * 1.44269504f - whole;
-    float p = 1.5403530e-4f;
-    p = p * part + 1.3333558e-3f;
-    p = p * part + 9.6181291e-3f;
-    p = p * part + 5.5504109e-2f;
-    p = p * part + 2.4022651e-1f;
-    p = p * part + 6.9314718e-1f;
-    p = p * part + 1.0f;
-    // Unsigned: what is shifted out, all of it for a NaN, is no overflow.
-    const uint32_t bits = (__builtin_bit_cast(uint32_t, shifted) + (127u - 0x4b400000u)) << 23;
-    const float power = __builtin_bit_cast(float, bits);
-    return p * power;
-}
+#include "exp.h"
 
 // y = x / rms(x) * weight.
 static void rms_norm(const float* x, const float* weight, int64_t size, float epsilon, float* y) {
@@ -64,8 +46,6 @@ static void rope(float* x, const float* cosine, const float* sine, int64_t size)
 }
 
 #include "../halves.h"
-#include "attention.h"
-#include "attention_int8.h"
 #include "products.h"
 
 static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* out) {
@@ -78,6 +58,4 @@ static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* ou
     }
 }
 
-static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, attend,
-                         attend_one, to_int8, attend_int8, attend_one_int8, products, mixtures, multiply_add,
-                         hadamard};
+static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, products, mixtures, multiply_add, hadamard};

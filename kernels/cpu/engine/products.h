@@ -1,14 +1,6 @@
 // Products of small float32 matrices that lie in the caches, for one instruction set (see ops.h, which includes this file).
 
-#if NSTF_ISA == 512
-constexpr int64_t kLanes = 16;
-#elif NSTF_ISA == 2
-constexpr int64_t kLanes = 8;
-#else
-constexpr int64_t kLanes = 4;
-#endif
-typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
-typedef float Loose __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));  // anywhere in memory
+#include "hadamard.h"
 
 // T rows of activations times R rows of weights.
 template <int T, int R>
@@ -83,42 +75,4 @@ static void mixtures(const float* x, int64_t batch, int64_t x_stride, const floa
 static void multiply_add(const float* a, const float* b, int64_t size, float* y) {
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) y[i] += a[i] * b[i];
-}
-
-// Blocks of x times the orthonormal Hadamard matrix, in place: stages that add and subtract numbers `half` apart.
-static void hadamard(float* x, int64_t size, int block) {
-    const float by = 1.0f / std::sqrt(static_cast<float>(block));
-    for (float* at = x; at < x + size; at += block) {
-        int half = 1;
-#if NSTF_ISA >= 2
-        // Within a vector: each lane's partner is brought to it.
-        if (block >= kLanes) {
-            typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
-            for (int i = 0; i < block; i += kLanes) {
-                Vec v = *reinterpret_cast<const Loose*>(at + i);
-                for (int h = 1; h < kLanes; h *= 2) {
-                    Lanes partner;
-                    Vec sign;
-                    for (int l = 0; l < kLanes; ++l) partner[l] = l ^ h, sign[l] = l & h ? -1.0f : 1.0f;
-                    v = v * sign + __builtin_shuffle(v, partner);
-                }
-                *reinterpret_cast<Loose*>(at + i) = v * by;
-            }
-            half = kLanes;
-        }
-#endif
-        const float scale = half == 1 ? by : 1.0f;
-        for (; half < block; half *= 2)
-            for (int i = 0; i < block; i += 2 * half) {
-                float *a = at + i, *b = at + i + half;
-#pragma omp simd
-                for (int j = 0; j < half; ++j) {
-                    const float u = a[j], v = b[j];
-                    a[j] = u + v;
-                    b[j] = u - v;
-                }
-            }
-        if (scale != 1.0f)
-            for (int i = 0; i < block; ++i) at[i] *= scale;
-    }
 }
