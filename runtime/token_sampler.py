@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nstf.errors import UsageError
-from nstf.kernels.cpu import ext
+from nstf.kernels.cpu import AVAILABLE, ext
+
+
+def available() -> bool:
+    """Whether tokens can be chosen here: the compiled extension was built."""
+    return AVAILABLE
 
 
 @dataclass(frozen=True)

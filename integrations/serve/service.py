@@ -90,7 +90,7 @@ class Service:
         self._only_the_engine()
         import torch
 
-        from nstf.kernels.cpu import AVAILABLE
+        from nstf.runtime import token_sampler
         from nstf.runtime.graph_batch import GraphBatch
         from nstf.runtime.graph_decoder import Decoder
         from nstf.runtime.loading import load
@@ -105,7 +105,7 @@ class Service:
             kernels=o.kernels,
         )
         try:
-            if not AVAILABLE:
+            if not token_sampler.available():
                 raise UnsupportedError(
                     "without the compiled extension, which chooses tokens, nothing is decoded together"
                 )
