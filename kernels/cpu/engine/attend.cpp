@@ -10,7 +10,7 @@ namespace {
 
 // Pages of a piece of a decoded token's context: few heads have to keep all cores busy. The pieces do not depend on the number
 // of threads, and neither do the numbers.
-constexpr int64_t kPiece = 4;
+constexpr int64_t kPiece = 8;
 constexpr int64_t kTile = 32;  // tokens of a task
 
 Rule rule_of(int64_t position, int64_t window, const HeadPlan* head, const GroupPlan& group, const std::vector<uint8_t>* blocks) {

@@ -6,126 +6,25 @@
 
 #include "../halves.h"
 #include "hadamard.h"
+#include "paged_half.h"
 #include "paged_pack.h"
 #include "paged_sums.h"
 
-constexpr int64_t kBlock = 16;  // positions of a block of keys
-
-static inline Vec wide(const float* p) { return *reinterpret_cast<const Loose*>(p); }
-static inline Vec wide(const uint16_t* p) {
-#if NSTF_ISA == 512
-    return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif NSTF_ISA == 2
-    return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-    Vec v;
-    for (int64_t i = 0; i < kLanes; ++i) v[i] = half_to_float(p[i]);
-    return v;
-#endif
-}
-
-// Scores of Q queries and N blocks of keys [size][16].
-template <int Q, int N, class T>
-static void score(const float* const* q, int64_t size, const T* keys, float* const* to) {
-    constexpr int kVecs = static_cast<int>(kBlock / kLanes);
-    Vec sum[Q][N * kVecs];
-    for (int i = 0; i < Q; ++i)
-        for (int n = 0; n < N * kVecs; ++n) sum[i][n] = Vec{};
-    for (int64_t d = 0; d < size; ++d) {
-        Vec k[N * kVecs];
-        for (int n = 0; n < N; ++n)
-            for (int v = 0; v < kVecs; ++v) k[n * kVecs + v] = wide(keys + (n * size + d) * kBlock + v * kLanes);
-        for (int i = 0; i < Q; ++i)
-            for (int n = 0; n < N * kVecs; ++n) sum[i][n] += k[n] * q[i][d];
-    }
-    for (int i = 0; i < Q; ++i)
-        for (int n = 0; n < N * kVecs; ++n) *reinterpret_cast<Loose*>(to[i] + n * kLanes) = sum[i][n];
-}
-
-#if NSTF_ISA == 512
-constexpr int kScoreBlocks = 4;
-#else
-constexpr int kScoreBlocks = 1;
-#endif
-
-// Of the blocks from..to-1 of a page.
-template <int Q, class T>
-static void score_blocks(const float* const* q, int64_t size, const T* keys, int64_t from, int64_t end, float* const* to) {
-    float* at[Q];
-    auto move = [&](int64_t b) {
-        for (int i = 0; i < Q; ++i) at[i] = to[i] + b * kBlock;
-    };
-    int64_t b = from;
-    for (; b + kScoreBlocks <= end; b += kScoreBlocks)
-        move(b), score<Q, kScoreBlocks>(q, size, keys + b * kBlock * size, at);
-    for (; b < end; ++b) move(b), score<Q, 1>(q, size, keys + b * kBlock * size, at);
-}
-
-template <class T>
-static void score_all(const float* const* q, int64_t count, int64_t size, const T* keys, int64_t from, int64_t to,
-                      float* const* out) {
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) score_blocks<4>(q + i, size, keys, from, to, out + i);
-    if (count - i == 3) score_blocks<3>(q + i, size, keys, from, to, out + i);
-    if (count - i == 2) score_blocks<2>(q + i, size, keys, from, to, out + i);
-    if (count - i == 1) score_blocks<1>(q + i, size, keys, from, to, out + i);
-}
-
-// sums = sums * fade + weights x values of the positions from..to-1, for Q queries and N vectors.
-template <int Q, int N, class T>
-static void mix(const float* const* weights, const float* fade, const T* values, int64_t size, int64_t from, int64_t to,
-                float* const* sums, int64_t d) {
-    Vec sum[Q][N];
-    for (int i = 0; i < Q; ++i)
-        for (int n = 0; n < N; ++n) sum[i][n] = wide(sums[i] + d + n * kLanes) * fade[i];
-    for (int64_t l = from; l < to; ++l) {
-        Vec v[N];
-        for (int n = 0; n < N; ++n) v[n] = wide(values + l * size + d + n * kLanes);
-        for (int i = 0; i < Q; ++i)
-            for (int n = 0; n < N; ++n) sum[i][n] += v[n] * weights[i][l];
-    }
-    for (int i = 0; i < Q; ++i)
-        for (int n = 0; n < N; ++n) *reinterpret_cast<Loose*>(sums[i] + d + n * kLanes) = sum[i][n];
-}
-
-static inline float one(float x) { return x; }
-static inline float one(uint16_t x) { return half_to_float(x); }
-
-template <int Q, class T>
-static void mix_vectors(const float* const* weights, const float* fade, const T* values, int64_t size, int64_t from, int64_t to,
-                        float* const* sums) {
-    constexpr int kWide = NSTF_ISA == 2 ? 2 : 4;
-    int64_t d = 0;
-    for (; d + kWide * kLanes <= size; d += kWide * kLanes) mix<Q, kWide>(weights, fade, values, size, from, to, sums, d);
-    for (; d + kLanes <= size; d += kLanes) mix<Q, 1>(weights, fade, values, size, from, to, sums, d);
-    for (; d < size; ++d)
-        for (int i = 0; i < Q; ++i) {
-            float sum = sums[i][d] * fade[i];
-            for (int64_t l = from; l < to; ++l) sum += one(values[l * size + d]) * weights[i][l];
-            sums[i][d] = sum;
-        }
-}
-
-template <class T>
-static void mix_all(const float* const* weights, const float* fade, int64_t count, const T* values, int64_t size, int64_t from,
-                    int64_t to, float* const* sums) {
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) mix_vectors<4>(weights + i, fade + i, values, size, from, to, sums + i);
-    if (count - i == 3) mix_vectors<3>(weights + i, fade + i, values, size, from, to, sums + i);
-    if (count - i == 2) mix_vectors<2>(weights + i, fade + i, values, size, from, to, sums + i);
-    if (count - i == 1) mix_vectors<1>(weights + i, fade + i, values, size, from, to, sums + i);
-}
+constexpr int64_t kFew = 8;  // queries that wait for memory rather than for arithmetic
 
 // What a task needs beside its queries.
 struct Room {
     Scratch numbers, bytes;
     float *scores, *sums, *turned, *page, *pairs, *fade, *weights;
-    int8_t* planes;
+    int8_t *planes, *fixed;
     int64_t plane;  // bytes of one
+    // Keys that are scaled by position are multiplied with the same numbers on every page: [query][group of channels].
+    Scaled steps[kQueries][8];
+    float base[kQueries][8];
 
     explicit Room(int64_t size)
         : numbers(kQueries * (2 * kPage + 2 * up_to(size, 64) + kPage) + kPage * size + 4 * std::max(size, kPage * channel_groups(size))),
-          bytes(kQueries * 2 * up_to(std::max(size, kPage), 16) / 4) {
+          bytes(kQueries * 4 * up_to(std::max(size, kPage), 16) / 4) {
         scores = numbers.data();
         weights = scores + kQueries * kPage;
         sums = weights + kQueries * kPage;
@@ -135,6 +34,7 @@ struct Room {
         pairs = page + kPage * size;
         planes = reinterpret_cast<int8_t*>(bytes.data());
         plane = up_to(std::max(size, kPage), 16);
+        fixed = planes + kQueries * 2 * plane;
     }
 };
 
@@ -142,6 +42,7 @@ struct Room {
 struct Active {
     int64_t count = 0;
     Going* going[kQueries];
+    int64_t number[kQueries];  // among the task's queries
     uint64_t visible[kQueries];
     const float* q[kQueries];
     float *scores[kQueries], *weights[kQueries], *sums[kQueries], *added[kQueries];
@@ -190,6 +91,25 @@ static void settle(float* y, float fade, const float* x, Scaled to, const float*
     }
 }
 
+// Groups of channels of keys that are scaled by position.
+struct KeyGroups {
+    int64_t groups, width, padded;
+    explicit KeyGroups(const PageTask& task)
+        : groups(channel_groups(task.size)), width(task.size / groups), padded(up_to(width, rows_together(task.keys.bits))) {}
+};
+
+static void fix_queries(const PageTask& task, const float* turned, Room& room) {
+    const KeyGroups k(task);
+    for (int64_t i = 0; i < task.count; ++i) {
+        const float* q = turned != nullptr ? turned + i * up_to(task.size, 64) : task.queries[i].q;
+        for (int64_t g = 0; g < k.groups; ++g) {
+            room.base[i][g] = sum_of(q + g * k.width, k.width);
+            room.steps[i][g] = planes(q + g * k.width, k.width, k.padded, task.keys.bits,
+                                      room.fixed + i * 2 * room.plane + g * 2 * k.padded);
+        }
+    }
+}
+
 static void scores_of_codes(const PageTask& task, const Active& a, const PageSide& page, int64_t from, int64_t to, Room& room) {
     const int64_t size = task.size, pairs = pairs_of(task.keys, size);
     const int bits = task.keys.bits;
@@ -209,18 +129,16 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
             settle(a.scores[i] + 16 * from, 0, a.added[i] + 16 * from, steps[i], nullptr, nullptr, base[i], 16 * (to - from));
         return;
     }
-    const int64_t groups = channel_groups(size), width = size / groups, rows = up_to(width, rows_together(bits)) / rows_together(bits);
-    for (int64_t g = 0; g < groups; ++g) {
-        float base[kQueries];
+    const KeyGroups k(task);
+    for (int64_t g = 0; g < k.groups; ++g) {
+        const int8_t* fixed[kQueries];
+        for (int64_t i = 0; i < a.count; ++i) fixed[i] = room.fixed + a.number[i] * 2 * room.plane + g * 2 * k.padded;
+        const int64_t rows = k.padded / rows_together(bits);
+        code_sums(bits, codes + g * rows * stride, rows, stride, from, to, fixed, k.padded, a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
-            base[i] = sum_of(a.q[i] + g * width, width);
-            steps[i] = planes(a.q[i] + g * width, width, rows * rows_together(bits), bits, room.planes + i * 2 * room.plane);
-        }
-        code_sums(bits, codes + g * rows * stride, rows, stride, from, to, a.planes, rows * rows_together(bits), a.added, a.count);
-        for (int64_t i = 0; i < a.count; ++i) {
-            const int64_t at = 16 * from, pair = g * kPage + at;
-            settle(a.scores[i] + at, g == 0 ? 0.0f : 1.0f, a.added[i] + at, steps[i], step + pair, low + pair, base[i],
-                   16 * (to - from));
+            const int64_t at = 16 * from, pair = g * kPage + at, n = a.number[i];
+            settle(a.scores[i] + at, g == 0 ? 0.0f : 1.0f, a.added[i] + at, room.steps[n][g], step + pair, low + pair,
+                   room.base[n][g], 16 * (to - from));
         }
     }
 }
@@ -325,6 +243,18 @@ static float weigh(Going& g, const float* scores, uint64_t visible, float by, fl
 }
 #endif
 
+// Pages lie anywhere in memory, and the processor's own prefetcher stops at the end of each: a few queries are waiting for
+// memory most of the time.
+static inline void fetch(const void* page, int64_t bytes) {
+    const char* at = static_cast<const char*>(page);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+static void fetch_page(const PageSide& page, const Format& format, int64_t size, bool key, bool half) {
+    if (half && page.half != nullptr) fetch(page.half, half_bytes(size));
+    if (!half && page.packed != nullptr) fetch(page.packed, packed_bytes(format, size, key));
+}
+
 static void attend(const PageTask& task) {
     const int64_t size = task.size;
     const int block = static_cast<int>(size & -size);
@@ -337,6 +267,8 @@ static void attend(const PageTask& task) {
             std::copy_n(task.queries[i].q, size, to);
             hadamard(to, size, block);
         }
+    if (task.keys.bits < 16 && !task.keys.channel && task.first < task.whole)
+        fix_queries(task, turn_keys ? room.turned : nullptr, room);
     const auto back = [&] {
         if (turned_values)
             for (int64_t i = 0; i < task.count; ++i) hadamard(task.queries[i].sums, size, block);
@@ -347,6 +279,10 @@ static void attend(const PageTask& task) {
         if (p >= task.whole) back();
         const PageSide &keys = task.key_pages[p], &values = task.value_pages[p];
         const bool half_keys = p >= task.whole || task.keys.bits == 16, half_values = p >= task.whole || task.values.bits == 16;
+        if (task.count <= kFew && p + 1 < task.last) {
+            fetch_page(task.key_pages[p + 1], task.keys, size, true, p + 1 >= task.whole || task.keys.bits == 16);
+            fetch_page(task.value_pages[p + 1], task.values, size, false, p + 1 >= task.whole || task.values.bits == 16);
+        }
         Active a;
         uint64_t any = 0;
         for (int64_t i = 0; i < task.count; ++i) {
@@ -356,6 +292,7 @@ static void attend(const PageTask& task) {
             any |= visible;
             const int64_t n = a.count++;
             a.going[n] = &g;
+            a.number[n] = i;
             a.visible[n] = visible;
             a.q[n] = half_keys || !turn_keys ? g.q : room.turned + i * up_to(size, 64);
             a.scores[n] = room.scores + n * kPage;

@@ -46,12 +46,22 @@ static Scaled planes(const float* x, int64_t count, int64_t padded, int bits, in
 #endif
         return {step, lost * 0.5f * static_cast<float>((1 << bits) - 1)};
     }
+#if NSTF_ISA == 512
+    for (int64_t i = 0; i < count; i += 16) {
+        const auto some = static_cast<__mmask16>(count - i < 16 ? (1 << (count - i)) - 1 : 0xffff);
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), _mm512_set1_ps(by)));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
+        _mm512_mask_cvtepi32_storeu_epi8(out + i, some, high);
+        _mm512_mask_cvtepi32_storeu_epi8(out + padded + i, some, _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 7)));
+    }
+#else
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
         const int32_t whole = static_cast<int32_t>(std::nearbyint(x[i] * by)), high = (whole + 64) >> 7;
         out[i] = static_cast<int8_t>(high);
         out[padded + i] = static_cast<int8_t>(whole - 128 * high);
     }
+#endif
     for (int64_t i = count; i < padded; ++i) out[padded + i] = 0;
     return {step, 0};
 }
