@@ -392,6 +392,11 @@ def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
         raise ValueError(
             f"attention plan: {len(plan.layers)} layers, the model has {config.num_hidden_layers}"
         )
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if plan.head_dim != size:
+        raise ValueError(
+            f"attention plan: made for heads of {plan.head_dim} channels, the model's have {size}"
+        )
     for index, layer in enumerate(plan.layers):
         if (len(layer.heads), len(layer.groups)) != (heads, kv_heads):
             raise ValueError(
@@ -414,7 +419,9 @@ def _wrap_cache_factory(model: Any) -> None:
             # Beams change places, which pages cannot.
             other = batch is None or (mask is not None and not bool(mask.bool().all()))
             other = other or (generation_config.num_beams or 1) > 1
-            model_kwargs["past_key_values"] = new_cache(model, batch or 1, padded=other)
+            # Every prompt is repeated for its answers after this.
+            answers = generation_config.num_return_sequences or 1
+            model_kwargs["past_key_values"] = new_cache(model, (batch or 1) * answers, padded=other)
         return result
 
     model._prepare_cache_for_generation = prepare

@@ -72,7 +72,8 @@ class Slot:
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """What must be as it was for a decoder to compute what the modules would."""
-    return tuple(
+    plan = id(vars(model).get("_nstf_attention_state"))  # of runtime/attention.py
+    return plan, *(
         (
             id(module),
             len(module._forward_hooks),

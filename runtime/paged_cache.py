@@ -62,7 +62,9 @@ class PagePool:
                 shape = (batch, len(members), NEAR if forms.near else 1, layer.size)
                 near_keys, near_values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
                 if segment.group.evict:
-                    sinks, ring = segment.places
+                    # The plan comes from a file: no more pages than the context has are ever in use.
+                    most = self.table.shape[1] + 1
+                    sinks, ring = (min(n, most) for n in segment.places)
                     memory = self._memory(batch * (sinks + ring) * units)
                     self._fixed.append(memory)
                     table = torch.arange(batch * (sinks + ring), device=device) * units + self._from_base(
@@ -107,11 +109,11 @@ class PagePool:
     def reserve(self, tokens: int) -> None:
         """Makes room for sequences of `tokens`. What is stored stays where it is."""
         wanted = -(-tokens // PAGE)
-        if wanted <= self.pages or not self._units:
-            return
         most = self.table.shape[1]
         if wanted > most:
             raise ValueError(f"{tokens} tokens, made for {self.context} at most")
+        if wanted <= self.pages or not self._units:
+            return
         count = min(-(-(wanted - self.pages) // PAGES_AT_ONCE) * PAGES_AT_ONCE, most - self.pages)
         slab = self._memory(self.batch * count * self._units)
         self.slabs.append(slab)

@@ -39,8 +39,8 @@ class RankFolder:
 
     def part(self, name: str, span: Span | None) -> EncodedTensor:
         """An encoded parameter, or a part of it. Raises CorruptError, and FormatError where it cannot be cut so."""
-        entry = self.tensors[self.stored(name)]
         try:
+            entry = self.tensors[self.stored(name)]
             tree, shape = node_from_json(entry["tree"]), tuple(entry["shape"])
             specs = array_specs(tree, shape)
             arrays = {p: self._arrays[f"{self.stored(name)}{SUFFIX}.{p.replace('.', '/')}"] for p in specs}
@@ -67,10 +67,10 @@ class RankFolder:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    with file.open("rb") as opened:
-        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    size = int.from_bytes(data[:8], "little")
     try:
+        with file.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         header.pop("__metadata__", None)
         return {name: _array(data, 8 + size, entry) for name, entry in header.items()}

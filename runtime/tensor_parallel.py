@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node
 from nstf.kernels.formats.shards import Span as Span
-from nstf.kernels.formats.shards import grain, shard, spans
+from nstf.kernels.formats.shards import check_part, grain, shard
 
 if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact
 
 MAX_RANKS = 1024
 PADDED_VOCABULARY = 64
-_AXES = {"colwise": 0, "colwise_rep": 0, "rowwise": 1, "rowwise_rep": 1}
+_AXES = {
+    "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1,
+}  # fmt: skip
 _EXPERTS = (
     "packed_colwise",
     "packed_rowwise",
@@ -67,7 +69,10 @@ class Division:
         axis = axis_of(name, self._plan)
         if axis is None or self.ranks == 1 or axis >= len(shape):
             return None
-        return tuple(_spans(name, tree, shape, axis, self._heads, self.ranks))
+        found = tuple(_spans(name, tree, shape, axis, self._heads, self.ranks))
+        for span in dict.fromkeys(found):
+            check_part(tree, shape, span)
+        return found
 
     def holds(self, name: str, tree: Node, shape: tuple[int, ...]) -> bool:
         """Whether a tensor stored so can surely be divided: rows of trellis sections are any, so that they cannot."""
@@ -96,8 +101,10 @@ def _config(stated: Mapping[str, Any]) -> Any:
     kind = settings.pop("model_type", None)
     try:
         return AutoConfig.for_model(kind, **settings).get_text_config()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UnsupportedError(f"model type {str(kind)[:40]!r} is not one that transformers knows") from error
+    except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
+        raise UnsupportedError(
+            f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"
+        ) from error
 
 
 def _plan(config: Any) -> dict[str, str]:
@@ -111,6 +118,8 @@ def _plan(config: Any) -> dict[str, str]:
 
 def _heads(config: Any) -> Heads:
     query = int(config.num_attention_heads)
+    if query < 1 or int(getattr(config, "num_key_value_heads", None) or 1) < 1:
+        raise UnsupportedError("the model's config has no attention heads")
     size = getattr(config, "head_dim", None) or config.hidden_size // query
     return Heads(query, int(getattr(config, "num_key_value_heads", None) or query), int(size))
 
@@ -153,9 +162,13 @@ def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Head
     if owner in ("embed_tokens", "lm_head"):
         # Engines pad the vocabulary to multiples of 64 and give every rank as many rows; only the last has fewer.
         part = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY // ranks
-        if part * ranks >= size > part * (ranks - 1) and part % step == 0:
-            return [Span(axis, rank * part, min(size, (rank + 1) * part)) for rank in range(ranks)]
-        return spans(size, axis, ranks, step)
+        if size <= part * (ranks - 1):
+            raise FormatError(f"{size} rows, in parts of {part}, are not enough for {ranks} ranks")
+        if part % step:
+            raise FormatError(f"parts of {part} rows are no multiple of {step}")
+        return [Span(axis, rank * part, min(size, (rank + 1) * part)) for rank in range(ranks)]
+    if owner in ("qkv_proj", "gate_up_proj") and ".experts" not in name:
+        raise FormatError("matrices that the checkpoint joins are not divided yet")
     if owner in ("q_proj", "k_proj", "v_proj", "o_proj"):
         own = heads.kv if owner in ("k_proj", "v_proj") else heads.query
         if heads.query % ranks:

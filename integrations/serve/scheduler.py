@@ -146,7 +146,7 @@ class Scheduler(Backend):
                 self._batch.copy(best.number, slot.number, found)
                 common = found
             except MemoryError:
-                pass  # computed anew then
+                common = 0  # computed anew then: what the slot held may be gone
         slot.tokens = list(answer.prompt[:common])
         slot.from_prompt = common
         slot.sampler = TokenSampler(answer.settings, answer.prompt)

@@ -82,6 +82,10 @@ class Service:
             except UnsupportedError as error:
                 self.note = str(error)
             else:
+                if o.reproducible and engine.plan is not None:
+                    raise UsageError(
+                        "--reproducible needs --attention full: which blocks a plan skips depends on how prompts are cut"
+                    )
                 engine.threads = o.threads
                 batch = Batch(engine, o.parallel, o.reproducible)
                 return Scheduler(
@@ -108,6 +112,10 @@ class Service:
             if not token_sampler.available():
                 raise UnsupportedError(
                     "without the compiled extension, which chooses tokens, nothing is decoded together"
+                )
+            if o.attention == "planned":
+                raise UnsupportedError(
+                    "several answers together attend in full; with a plan they run one at a time"
                 )
             steps = GraphBatch(Decoder(model), o.parallel)
         except UnsupportedError as error:

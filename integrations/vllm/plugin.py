@@ -155,6 +155,11 @@ class NstfLoader(BaseModelLoader):  # type: ignore[misc]
                 continue
             own = module.quant_config if isinstance(module, LinearBase) else None
             names = (own or config).sources(prefix)
+            parts = getattr(module, "output_partition_sizes", names)
+            if module.tp_size > 1 and len(parts) > len(names):
+                raise UnsupportedError(
+                    f"{prefix}: the checkpoint joins its matrices, which is not divided over ranks yet"
+                )
             device = next(iter(model.parameters())).device
             for number, name in enumerate(names):
                 span = rank_span(module, number)

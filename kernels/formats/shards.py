@@ -117,28 +117,56 @@ def shard(encoded: EncodedTensor, span: Span) -> EncodedTensor:
     if not encoded.tree.children:
         params, arrays = module.cut(encoded.tree.params, shape, dict(encoded.arrays), span)
         return EncodedTensor(Node(encoded.tree.kind, params), part, arrays)
-    try:
-        params = module.narrowed(encoded.tree.params, shape, span)
-        shapes = module.children(params, part)
-    except FormatError:
-        raise
-    except ValueError as error:  # a rank that the part is too small for
-        raise FormatError(
-            f"{encoded.tree.kind}: a part of {span.size} of {shape[span.axis]}: {error}"
-        ) from error
+    shapes = _parts_of(encoded.tree, shape, span)
+    params = module.narrowed(encoded.tree.params, shape, span)
     places: Places = module.places(encoded.tree.params, shape, span.axis)
     children, arrays = {}, {k: a for k, a in encoded.arrays.items() if "." not in k}
     for name in encoded.tree.children:
         child = child_encoded(encoded, name)
         if name in places.children:
             child = shard(child, places.children[name].span(span))
-        if child.shape != shapes.get(name):
-            raise FormatError(
-                f"{encoded.tree.kind}: a part of {span.size} of {shape[span.axis]} is too small for its ranks"
-            )
+        _check_room(encoded.tree, shape, span, child.shape, shapes.get(name))
         children[name] = child.tree
         arrays |= {f"{name}.{key}": array for key, array in child.arrays.items()}
     return EncodedTensor(Node(encoded.tree.kind, params, children), part, arrays)
+
+
+def check_part(tree: Node, shape: Shape, span: Span) -> None:
+    """Raises FormatError where `shard` would, without the arrays: only sections of trellis rows are not looked at."""
+    if span.size == shape[span.axis]:
+        return
+    _check_aligned(tree, shape, span)
+    if not tree.children:
+        return
+    module = format_of(tree.kind)
+    whole, parts = module.children(tree.params, shape), _parts_of(tree, shape, span)
+    places: Places = module.places(tree.params, shape, span.axis)
+    for name, child in tree.children.items():
+        own = whole[name]
+        if name in places.children:
+            inner = places.children[name].span(span)
+            check_part(child, own, inner)
+            own = inner.of(own)
+        _check_room(tree, shape, span, own, parts.get(name))
+
+
+def _parts_of(tree: Node, shape: Shape, span: Span) -> dict[str, Shape]:
+    """The shapes of a part's children. Raises FormatError where it is too small for a rank."""
+    module = format_of(tree.kind)
+    try:
+        found: dict[str, Shape] = module.children(module.narrowed(tree.params, shape, span), span.of(shape))
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"{tree.kind}: a part of {span.size} of {shape[span.axis]}: {error}") from error
+    return found
+
+
+def _check_room(tree: Node, shape: Shape, span: Span, own: Shape, wanted: Shape | None) -> None:
+    if own != wanted:
+        raise FormatError(
+            f"{tree.kind}: a part of {span.size} of {shape[span.axis]} is too small for its ranks"
+        )
 
 
 def spans(size: int, axis: int, ranks: int, grain: int = 1) -> list[Span]:

@@ -202,7 +202,7 @@ def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
         plain = [next(c for c in unit if c.group.keys == c.group.values == PLAIN and not c.group.recent)
                  for unit in chooser.options]  # fmt: skip
         best = chooser.measured(plain)
-    smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.mean < best.loss.mean]
+    smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.upper <= allowed]
     return _best(best, smaller)
 
 

@@ -19,7 +19,7 @@ from nstf_convert.pipeline.attention.choose import Chosen, check_budget, choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Measure, by_length, summarised
 from nstf_convert.pipeline.attention.profile import Profile, profile
-from nstf_convert.pipeline.attention.retrieval import compared, haystack
+from nstf_convert.pipeline.attention.retrieval import Haystack, compared, haystack
 from nstf_convert.pipeline.calibrate import text as texts
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
@@ -212,15 +212,23 @@ def reported(
         asked: dict[str, tuple[int, int, int] | None] = {"passkey": None, "needles": None}
         # Of the longest contexts and of one in between: each costs as many passes as it has prompts.
         if length in (cut.length, cut.length // 4) and passkeys + needle_contexts:
-            singles = [haystack(tokenizer, filler, length, 1, seed + i) for i in range(passkeys)]
-            several = [
-                haystack(tokenizer, filler, length, NEEDLES, seed + i + 1000) for i in range(needle_contexts)
-            ]
+            singles = _stacks(tokenizer, filler, length, 1, range(seed, seed + passkeys))
+            first = seed + 1000
+            several = _stacks(tokenizer, filler, length, NEEDLES, range(first, first + needle_contexts))
             asked["passkey"] = compared(model, singles, attend) if singles else None
             asked["needles"] = compared(model, several, attend) if several else None
         lengths.append(LengthResult(length, _short(kld), asked["passkey"], asked["needles"]))
     kld_facts = PlanKLD(allowed, _short(chosen.loss.mean), _short(reported.mean))
     return AttentionPlan(2, cut.length, budget, head_dim, kld_facts, tuple(chosen.layers), tuple(lengths))
+
+
+def _stacks(tokenizer: Any, filler: Tensor, length: int, needles: int, seeds: range) -> list[Haystack]:
+    """Contexts with needles; none where the length has no room for them: short contexts, tokenizers of bytes."""
+    try:
+        return [haystack(tokenizer, filler, length, needles, s) for s in seeds]
+    except ValueError as error:
+        log.info("attention: not asked at %d tokens: %s", length, error)
+        return []
 
 
 def facts(chosen: Chosen, cut: Contexts) -> dict[str, Any]:
