@@ -305,3 +305,19 @@ def test_heads_are_sorted_by_store_and_pattern() -> None:
     assert [segment.kv_heads for segment in compiled.segments] == [(0,), (1,)]
     assert sorted(h for bucket in compiled.buckets for h in bucket.heads) == list(range(6))
     assert [bucket.band for bucket in compiled.buckets] == [(1, 17, 30), None, (SINK, RECENT, START)]
+
+
+def test_a_plan_for_heads_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads of 16 channels, the model's have 8"):
+        apply_plan(make_model(4, 2), {**plan_dict(4, 2), "head_dim": 16})
+
+
+def test_a_plan_that_is_removed_is_noticed() -> None:
+    from nstf.runtime.generation_request import fingerprint
+
+    model = make_model(4, 2)
+    apply_plan(model, plan_dict(4, 2))
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    remove_plan(model)
+    assert fingerprint(model) != before

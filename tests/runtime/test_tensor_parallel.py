@@ -131,3 +131,14 @@ def test_inspect_says_whether_a_file_can_be_divided(
     assert run(["inspect", str(path), "--tp", "4", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)["tensor_parallel"]
     assert summary["ranks"] == 4 and list(summary["problems"]) == ["model.layers.0.self_attn.o_proj.weight"]
+
+
+def test_a_part_too_small_for_a_decomposition_is_known_beforehand() -> None:
+    from nstf.kernels.formats.low_rank import Params as LowRank
+    from nstf.runtime.tensor_parallel import Division
+
+    dense = Node("dense", Dense("float32"))
+    tree = Node("low_rank", LowRank(40), {"a": dense, "b": dense})
+    name, shape = "model.layers.0.mlp.gate_proj.weight", (256, 128)
+    assert Division(LLAMA, 4).holds(name, tree, shape)
+    assert not Division(LLAMA, 8).holds(name, tree, shape)  # 32 rows of rank 40
