@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_every_option_of_serve_arrives(
         "prefix_reuse": (("--no-prefix-reuse",), lambda a, s: not s.backend._reuse),
         "exact": ((), lambda a, s: not any("int8 x" in k for k in s.backend._batch.engine.kernels.values())),
         "kv_cache": (("int8",), lambda a, s: s.options.kv_cache == "int8"),
+        "attention": (("full",), lambda a, s: s.options.attention == "full"),
         "device": (("cpu",), lambda a, s: s.backend.name == "CPU engine"),
         "threads": (("1",), lambda a, s: s.backend._batch.engine.threads == 1),
     }
@@ -141,6 +143,9 @@ def test_every_option_of_serve_arrives(
         assert run(["serve", str(artifact), *words]) == 0, words
         assert holds(seen[0], seen[1]), words
     assert "on http://" in capsys.readouterr().err
+
+    assert run(["serve", str(artifact), "--attention", "planned"]) == 2
+    assert "no attention plan" in capsys.readouterr().err
 
     # Options of the engine alone are refused where it does not run the model, and --kernels where no GPU is.
     def other(*_: object, **__: object) -> Any:
@@ -185,29 +190,25 @@ def test_a_conversation(artifact: Path) -> None:
 
 
 def test_control_c_stops_the_answer_and_not_the_program(artifact: Path) -> None:
+    # The small model may have answered before the signal comes: then again, with another process.
+    assert any(_stopped(artifact) for _ in range(6))
+
+
+def _stopped(artifact: Path) -> bool:
+    """Whether Ctrl-C at the first letter of an answer stopped it. The program always goes on."""
     with process("chat", artifact, "--temperature", 0, "--threads", 1) as chat:
-        assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
-        guard = threading.Timer(120, chat.kill)
+        assert chat.stdin is not None and chat.stdout is not None
+        guard = threading.Timer(100, chat.kill)
         guard.start()
-        try:
-            stopped = any(_interrupted(chat) for _ in range(10))
-            _, errors = chat.communicate("/reset\n/exit\n", timeout=60)
-        finally:
-            guard.cancel()
-        assert stopped and chat.returncode == 0 and "forgotten" in errors
-
-
-def _interrupted(chat: subprocess.Popen[str]) -> bool:
-    """Ctrl-C shortly after a question. False where the small model had answered before the signal came."""
-    assert chat.stdin is not None and chat.stdout is not None and chat.stderr is not None
-    chat.stdin.write("/reset\nTell me all\n")
-    chat.stdin.flush()
-    chat.stdout.read(1)
-    chat.send_signal(signal.SIGINT)
-    said = ""
-    while not said.endswith(("(stopped)", "ends\n")) and (more := chat.stderr.read(1)):
-        said += more
-    return said.endswith("(stopped)")
+        chat.stdin.write("Tell me all\n")
+        chat.stdin.flush()
+        chat.stdout.read(1)
+        chat.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # what is written now is read after the signal
+        _, errors = chat.communicate("/reset\n/exit\n", timeout=60)
+        guard.cancel()
+        assert chat.returncode == 0 and "forgotten" in errors
+        return "(stopped)" in errors
 
 
 def _refuse(*_: object, **__: object) -> None:
