@@ -1,5 +1,6 @@
 """`nstf serve` and `nstf chat` as processes: signals, ports, keys, what is typed."""
 
+import fcntl
 import http.client
 import inspect
 import json
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -29,11 +31,13 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def process(*arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    *arguments: object, stdout: int = subprocess.PIPE, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "nstf_convert", *map(str, arguments)]
     own = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own
+        command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, text=True, env=own
     ) as made:
         try:
             yield made
@@ -190,25 +194,36 @@ def test_a_conversation(artifact: Path) -> None:
 
 
 def test_control_c_stops_the_answer_and_not_the_program(artifact: Path) -> None:
-    # The small model may have answered before the signal comes: then again, with another process.
-    assert any(_stopped(artifact) for _ in range(6))
-
-
-def _stopped(artifact: Path) -> bool:
-    """Whether Ctrl-C at the first letter of an answer stopped it. The program always goes on."""
-    with process("chat", artifact, "--temperature", 0, "--threads", 1) as chat:
-        assert chat.stdin is not None and chat.stdout is not None
-        guard = threading.Timer(100, chat.kill)
-        guard.start()
+    # A pipe with room for six bytes: the program waits in the midst of its answer until they are read.
+    read_end, write_end = os.pipe()
+    room = fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 1)
+    os.write(write_end, b"." * (room - 6))
+    with (
+        process("chat", artifact, "--temperature", 0, "--threads", 1, stdout=write_end) as chat,
+        os.fdopen(read_end, "rb") as answers,
+    ):
+        os.close(write_end)
+        assert chat.stdin is not None
         chat.stdin.write("Tell me all\n")
         chat.stdin.flush()
-        chat.stdout.read(1)
+        limit = time.monotonic() + 100
+        while waiting(read_end) < room:
+            assert chat.poll() is None and time.monotonic() < limit
+            time.sleep(0.01)
         chat.send_signal(signal.SIGINT)
         time.sleep(0.2)  # what is written now is read after the signal
+        drained = threading.Thread(target=lambda: printed.append(answers.read()))
+        printed: list[bytes] = []
+        drained.start()
         _, errors = chat.communicate("/reset\n/exit\n", timeout=60)
-        guard.cancel()
-        assert chat.returncode == 0 and "forgotten" in errors
-        return "(stopped)" in errors
+        drained.join()
+    assert chat.returncode == 0 and "(stopped)" in errors and "forgotten" in errors
+    assert len(printed[0]) < room + 20  # not the 500 tokens that it would have been
+
+
+def waiting(descriptor: int) -> int:
+    """Bytes in a pipe that were not read."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4), sys.byteorder)
 
 
 def _refuse(*_: object, **__: object) -> None:
