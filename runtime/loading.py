@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
-from nstf.runtime.artifact.atomic_file import disk_errors
+from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.config import check_generation, limits_of
 from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.citizen import make_citizen
@@ -184,6 +184,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
+            if fault := disk_fault(error):
+                raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]
             names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER)))
             raise UnsupportedError(

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,23 @@ def disk_errors(path: Path, size_bytes: int | None = None) -> Iterator[None]:
         else:
             hint = f"cannot be written ({error.strerror or error}); check permissions and disk"
         raise NstfError(f"{path}: {hint}") from error
+
+
+def disk_fault(error: BaseException) -> OSError | None:
+    """The fault of the machine behind an exception of another library: of its disk, or too many open files.
+
+    Not every library raises OSError: tokenizers (Rust) only writes "(os error 5)" into its message.
+    """
+    seen: BaseException | None = error
+    for _ in range(20):
+        if seen is None:
+            return None
+        found = re.search(r"\(os error (\d+)\)", str(seen))
+        number = seen.errno if isinstance(seen, OSError) else int(found.group(1)) if found else None
+        if number in _FAULTS:
+            return OSError(number, os.strerror(number))
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+_FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

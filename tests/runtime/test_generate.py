@@ -1,5 +1,6 @@
 """The tokenizer from an artifact, and text streamed from a model."""
 
+import errno
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import nstf.runtime
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 
 
 def tokenizer_files(chat: bool = False) -> dict[str, bytes]:
@@ -53,6 +54,23 @@ def test_tokenizer_files_that_cannot_be_read_are_refused(tiny: ModuleType, tmp_p
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer.json": b"{]"})
     with pytest.raises(UnsupportedError, match=r"cannot build a tokenizer of tokenizer\.json"):
         nstf.runtime.load_tokenizer(path)
+
+
+@pytest.mark.parametrize("message", [None, "Input/output error (os error 5)"])
+def test_a_fault_of_the_disk_is_no_unreadable_tokenizer(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str | None
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.EIO, "Input/output error") if message is None else Exception(message)
+        except Exception as error:
+            raise OSError("Can't load the tokenizer") from error
+
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), tokenizer_files())
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", broken)
+    with pytest.raises(NstfError, match=r"cannot be read \(Input/output error\)") as error:
+        nstf.runtime.load_tokenizer(path)
+    assert error.value.exit_code == 1
 
 
 def test_the_pieces_are_the_text_that_generate_gives(loaded: tuple[Any, Any]) -> None:

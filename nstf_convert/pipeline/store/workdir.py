@@ -24,7 +24,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from nstf.errors import CorruptError, UsageError
-from nstf.runtime.artifact.atomic_file import disk_errors
+from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
 
 log = logging.getLogger("nstf")
@@ -87,6 +87,9 @@ class WorkDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            if disk_fault(error):
+                with disk_errors(path):
+                    raise
             raise UsageError(
                 f"work directory {path} cannot be made ({error.strerror}): choose another one"
             ) from error

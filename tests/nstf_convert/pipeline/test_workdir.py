@@ -1,8 +1,12 @@
 """A work directory that holds another job: what differs is said in names, and --restart discards it."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 from nstf_convert.pipeline.store.workdir import WorkDir
 
 JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
@@ -52,3 +56,17 @@ def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"1")
     with WorkDir(tmp_path, JOB, names=NAMES, restart=True):
         assert (tmp_path / "weights.safetensors").read_bytes() == b"1"
+
+
+def test_a_fault_of_the_disk_is_not_the_users_mistake(tmp_path, monkeypatch):
+    def fails(number):
+        def mkdir(self, *_, **__):
+            raise OSError(number, os.strerror(number), str(self))
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+
+    for number, code in ((errno.EIO, 1), (errno.ENOSPC, 1), (errno.EACCES, 2), (errno.EROFS, 2)):
+        fails(number)
+        with pytest.raises(NstfError, match=str(tmp_path / "w")) as error:
+            WorkDir(tmp_path / "w", JOB, names=NAMES)
+        assert error.value.exit_code == code
