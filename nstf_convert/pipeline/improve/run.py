@@ -13,7 +13,7 @@ from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
-from nstf_convert.pipeline.improve.rival import MARGIN, PART, Stopped, compared
+from nstf_convert.pipeline.improve.rival import LOOKS, Stopped, compared
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
@@ -155,19 +155,18 @@ class Run:
         """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured. done: the
         tensors that were encoded before."""
         session = self.session
-        tick = counter(session, 2)
         session.wait_for_kernels()
         with session.stages.stage("encode front to back"):
-            prefixed = encode_in_prefix(
-                session,
-                planned.mix,
-                lambda u: None if u.name in done else tick(u),
-                session.options.front_to_back,
-            )
+            prefixed = encode_in_prefix(session, planned.mix, self._tick(done), session.options.front_to_back)
         with session.stages.stage("measure"):
             measured = mixes.measure(session, planned.mix, load=prefixed.loader())
         losses = {n: r.loss for n, r in prefixed.results.items()}
         return self._noted(Trial(planned, measured, prefixed.loader(), losses))
+
+    def _tick(self, done: Collection[str]) -> Callable[[Unit], None]:
+        """Counts the tensors of a pass that were not `done` by an earlier one."""
+        tick = counter(self.session, 2)
+        return lambda unit: None if unit.name in done else tick(unit)
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
@@ -216,17 +215,20 @@ class Run:
             return self.encoded(planned)
         corrected = session.options.front_to_back
         session.wait_for_kernels()
-        with session.stages.stage("encode front to back"):
-            prefixed = encode_in_prefix(session, planned.mix, counter(session, 2), corrected, PART)
-        names = prefixed.results.keys()
-        if len(names) < len(planned.mix):
+        names: Collection[str] = ()
+        for share, margin in LOOKS:
+            with session.stages.stage("encode front to back"):
+                prefixed = encode_in_prefix(session, planned.mix, self._tick(names), corrected, share)
+            names = prefixed.results.keys()
+            if len(names) == len(planned.mix):
+                break
             with session.stages.stage("measure"):
                 found = compared(session, self.table, planned, prefixed.loader(), mix, names)
             log.info(
                 "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
                 planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
             )  # fmt: skip
-            if found.expected > MARGIN * mix.score:
+            if found.expected > margin * mix.score:
                 self.stopped.append(found)
                 return None
         return self.front_to_back(planned, names)

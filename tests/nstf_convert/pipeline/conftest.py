@@ -13,7 +13,7 @@ import torch
 
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import Budget, convert
-from nstf_convert.pipeline.improve.rival import MARGIN
+from nstf_convert.pipeline.improve.rival import LOOKS
 
 WORDS = [
     a + b
@@ -131,7 +131,7 @@ def assert_not_worse_than_one_format(accuracy: dict[str, Any]) -> None:
         assert accuracy["selection"] <= uniform["selection"]
     for found in stopped:
         assert found["mix"] == accuracy["selection"] or uniform
-        assert found["expected"] > MARGIN * found["mix"] > 0 and 0 < found["share"] < 1
+        assert found["expected"] > LOOKS[-1][1] * found["mix"] > 0 and 0 < found["share"] < 1
 
 
 def run(chosen: ConvertOptions) -> Converted:

@@ -1,6 +1,7 @@
 """The written file never loses to the best single format of the same size, whatever the model and the budget."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def score(accuracy: dict) -> float:
 @pytest.fixture
 def to_the_end(monkeypatch) -> None:
     """No single format is given up."""
-    monkeypatch.setattr(runs, "MARGIN", math.inf)
+    monkeypatch.setattr(runs, "LOOKS", ())
 
 
 def assert_never_worse(report: dict) -> None:
@@ -174,14 +175,16 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
 ) -> None:
     run, mix, rivals = front_to_back
     caplog.set_level("INFO", "nstf")
-    monkeypatch.setattr(runs, "MARGIN", 0.0)
+    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, math.inf), (1 / 3, 0.0)))
     assert rivals and run.best(rivals[:1], mix) is None
     (stopped,) = run.stopped
     assert stopped.encoding == rivals[0].label and 0.2 < stopped.share < 0.9
+    looked = re.findall(r"after (\d+) % of the weights", caplog.text)
+    assert len(looked) == 2 and 0 < int(looked[0]) < int(looked[1]) < 100
     assert stopped.mix == mix.score and 0 < stopped.mix_part < stopped.mix
     assert f"{rivals[0].label}: {stopped.part:.6g} after" in caplog.text
     # One that goes on comes to the same as by itself.
-    monkeypatch.setattr(runs, "MARGIN", math.inf)
+    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, math.inf), (1 / 3, math.inf)))
     run.stopped.clear()
     trial = run.best(rivals[:1], mix)
     assert trial is not None and not run.stopped
@@ -192,7 +195,7 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
 
 def test_the_best_effort_gives_no_family_up(front_to_back, monkeypatch) -> None:
     run, mix, _ = front_to_back
-    monkeypatch.setattr(runs, "MARGIN", 0.0)
+    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, 0.0), (1 / 3, 0.0)))
     monkeypatch.setattr(runs, "HOPELESS", 0.0)
     object.__setattr__(run.session.options, "effort", "best")
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
