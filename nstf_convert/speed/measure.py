@@ -54,8 +54,17 @@ class Pool:
         return EncodedTensor(node, shape, arrays)
 
     def pass_by(self) -> None:
-        """Reads all bytes: what other matrices of the model do to the caches."""
-        self._bytes.view(torch.int64).max()
+        """Reads all bytes: what other matrices of the model do to the caches.
+
+        By this thread alone: torch's others would go on spinning for a millisecond and more, on a core that the products
+        timed next need. These then took up to twice as long, always those of the first formats of a round.
+        """
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._bytes.view(torch.int64).max()
+        finally:
+            torch.set_num_threads(before)
 
     def _take(self, count: int) -> Tensor:
         if count > self._size:

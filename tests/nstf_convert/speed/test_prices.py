@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
@@ -222,3 +223,24 @@ def test_random_bytes_that_stand_for_a_trellis_of_several_rates_are_one() -> Non
     assert any(name.endswith("section") for name in filled.arrays)
     if available():
         measure.compile_matrix(filled)
+
+
+def test_passing_by_the_other_weights_wakes_no_thread_that_a_timed_product_meets(monkeypatch) -> None:
+    pool = measure.Pool(1 << 20)
+    used = []
+
+    class Watched:
+        def view(self, dtype: torch.dtype) -> "Watched":
+            return self
+
+        def max(self) -> None:
+            used.append(torch.get_num_threads())
+
+    monkeypatch.setattr(pool, "_bytes", Watched())
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pool.pass_by()
+        assert used == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
