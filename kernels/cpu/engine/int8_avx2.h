@@ -4,6 +4,8 @@
 
 #include "each.h"
 
+#undef NSTF_PAIRED
+#define NSTF_PAIRED 0
 #undef NSTF_WORDS
 #define NSTF_WORDS (!NSTF_VNNI)
 

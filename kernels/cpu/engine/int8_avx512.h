@@ -3,6 +3,8 @@
 
 #include "each.h"
 
+#undef NSTF_PAIRED
+#define NSTF_PAIRED 1
 #undef NSTF_WORDS
 #define NSTF_WORDS 0
 
@@ -72,11 +74,44 @@ inline Floats block_scales(const float* s, const float* t, int) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(*s), second, _mm512_set1_ps(*t));
 }
 
+// Two chunks at once: vector 0 has four columns of each eight that follow each other, vector 1 the other four, so that each of
+// the 16 sums is of eight columns with one scale of activations. The instructions that turn sums into floats and scale them are
+// needed half as often, and no code is loaded twice. Codes whose even columns come first: the even ones, and the odd ones.
+// Codes in their own order: the first four of eight, and the last four.
+template <bool EVEN_ODD>
+inline void pair_bytes(const int8_t* q, Bytes* x) {
+    if (EVEN_ODD) {
+        const auto half = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 32 * i)); };
+        x[0] = _mm512_inserti64x4(_mm512_castsi256_si512(half(0)), half(2), 1);
+        x[1] = _mm512_inserti64x4(_mm512_castsi256_si512(half(1)), half(3), 1);
+    } else {
+        const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i a = load_bytes(q), b = load_bytes(q + 64);
+        x[0] = _mm512_permutex2var_epi32(a, even, b);
+        x[1] = _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+    }
+}
+template <bool EVEN_ODD>
+inline Floats pair_scales(const float* fine) {
+    if (EVEN_ODD)
+        return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(fine)), _mm256_loadu_ps(fine + 16), 1);
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_permutex2var_ps(load(fine), even, load(fine + 16));
+}
+// The scales of four blocks, each in the four lanes of its sums.
+inline Floats four_blocks(const float* s) {
+    const __m512i each = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(s)), each);
+}
+// s[index[i]] of 16 numbers.
+inline Floats picked(const float* s, const int32_t* index) { return _mm512_permutexvar_ps(load_bytes(index), load(s)); }
+
 // Codes of `bits` bits in their own order, 64 from 8 * bits bytes.
 #if NSTF_VBMI
 struct Spread {
-    __m512i bytes, shifts, mask;
+    __m512i bytes, shifts, mask, pair_bytes[2], pair_shifts[2];
     __mmask64 read;
+    bool two;  // whether two chunks take more than 64 bytes
     explicit Spread(int bits) {
         // Every eight of them lie in `bits` bytes.
         alignas(64) uint8_t index[64], shift[64];
@@ -88,6 +123,24 @@ struct Spread {
         shifts = load_bytes(shift);
         mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
         read = bits == 8 ? ~__mmask64{0} : (__mmask64{1} << (8 * bits)) - 1;
+        two = bits > 4;
+        for (int h = 0; h < 2; ++h) {
+            // Four codes of each eight lie in at most four of their bytes: two such fours fill the eight bytes a shift chooses from.
+            const int start = h * bits / 2;
+            for (int i = 0; i < 64; ++i) {
+                index[i] = static_cast<uint8_t>(std::min(16 * bits - 1, i / 4 * bits + start + i % 4));
+                shift[i] = static_cast<uint8_t>(i % 8 / 4 * 32 + (4 * h + i % 4) * bits - 8 * start);
+            }
+            pair_bytes[h] = load_bytes(index);
+            pair_shifts[h] = load_bytes(shift);
+        }
+    }
+    void pair(const uint8_t* p, Bytes* out) const {
+        const __m512i low = load_bytes(p), high = two ? load_bytes(p + 64) : low;
+        for (int h = 0; h < 2; ++h) {
+            const __m512i v = _mm512_permutex2var_epi8(low, pair_bytes[h], high);
+            out[h] = _mm512_and_si512(_mm512_multishift_epi64_epi8(pair_shifts[h], v), mask);
+        }
     }
     void operator()(const uint8_t* p, Bytes* out) const {
         const __m512i v = _mm512_permutexvar_epi8(bytes, _mm512_maskz_loadu_epi8(read, p));
@@ -129,7 +182,7 @@ struct Spread {
 #endif
 
 struct Nibbles {
-    static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false;
+    static constexpr bool EVEN_ODD = true, TABLE = false, WIDE = false, PAIR = true;
     static constexpr int BYTES = 32;
     __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0), mask = _mm512_set1_epi8(15);
     explicit Nibbles(const PackedMatrix&) {}
@@ -139,9 +192,14 @@ struct Nibbles {
         const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         out[0] = _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), mask);
     }
+    void pair(const uint8_t* p, Bytes* out) const {
+        const __m512i both = load_bytes(p);
+        out[0] = _mm512_and_si512(both, mask);
+        out[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    }
 };
 struct Levels {  // a table of 16 values, rounded to int8 and moved up by 128
-    static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true;
+    static constexpr bool EVEN_ODD = true, TABLE = true, WIDE = true, PAIR = true;
     static constexpr int BYTES = 32;
     Nibbles codes;
     __m512i table;
@@ -156,9 +214,14 @@ struct Levels {  // a table of 16 values, rounded to int8 and moved up by 128
         codes(p, out);
         out[0] = _mm512_shuffle_epi8(table, out[0]);
     }
+    void pair(const uint8_t* p, Bytes* out) const {
+        codes.pair(p, out);
+        out[0] = _mm512_shuffle_epi8(table, out[0]);
+        out[1] = _mm512_shuffle_epi8(table, out[1]);
+    }
 };
 struct EightBits {
-    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true;
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = true, PAIR = false;
     static constexpr int BYTES = 64;
     explicit EightBits(const PackedMatrix&) {}
     static int64_t bytes(int) { return 64; }
@@ -166,13 +229,18 @@ struct EightBits {
     void operator()(const uint8_t* p, Bytes* out) const { out[0] = load_bytes(p); }
 };
 struct OddBits {
-    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false;
+    static constexpr bool EVEN_ODD = false, TABLE = false, WIDE = false, PAIR = NSTF_VBMI;
     static constexpr int BYTES = 0;
     Spread spread;
     explicit OddBits(const PackedMatrix& w) : spread(w.bits) {}
     static int64_t bytes(int bits) { return 8 * bits; }
     static constexpr int run() { return 8; }
     void operator()(const uint8_t* p, Bytes* out) const { spread(p, out); }
+    void pair(const uint8_t* p, Bytes* out) const {
+#if NSTF_VBMI
+        spread.pair(p, out);
+#endif
+    }
 };
 
 // 64 activations: their codes, their scales (a lane for each of the 16 sums of a chunk, or one a block) and the sums of the

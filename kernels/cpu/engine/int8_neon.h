@@ -3,6 +3,8 @@
 
 #include "each.h"
 
+#undef NSTF_PAIRED
+#define NSTF_PAIRED 0
 #undef NSTF_WORDS
 #define NSTF_WORDS 0
 

@@ -2,7 +2,8 @@
 // inside a namespace, after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h), so there is no include guard.
 //
 // 64 codes at a time become bytes, and one instruction or two multiply each four of them with four activations and add them up.
-// One row of activations: a row of codes is read as it is stored; a scale of activations covers 8 columns. Several
+// One row of activations: a row of codes is read as it is stored; a scale of activations covers 8 columns, and where the set can
+// (NSTF_PAIRED) two chunks are read at once. Several
 // rows: 16 rows of codes are unpacked side by side once, and each activation meets all 16; its scale covers 32 columns.
 // Codes are unsigned, so their zero points are taken off at the end, times the sums of the activations of a block of 32.
 // (Where eight-bit codes must be signed, 128 was taken off them, and is taken off their zero points.)
@@ -27,6 +28,10 @@ class PackedInt8 : public Leaf {
         factor_ = Codes::TABLE ? largest(w_) / 127 : 1.0f;
         for (int64_t j = 0; j < blocks_; ++j)
             group_of_.push_back(static_cast<int32_t>(std::min(w_.groups - 1, j * kBlock / w_.group)));
+        for (int64_t j = 0; PAIRS && j < padded_; ++j) {
+            const auto of = [&](int64_t i) { return group_of_[static_cast<size_t>(std::min(i, blocks_ - 1))]; };
+            in_sixteen_.push_back(of(j) - of(j / 16 * 16));
+        }
     }
 
     uintptr_t key() const override { return KEY + (Codes::EVEN_ODD ? 0 : 1); }
@@ -61,16 +66,23 @@ class PackedInt8 : public Leaf {
     // Whether several rows of activations meet codes of 16 bits, and what such a code takes.
     static constexpr bool WORDS = NSTF_WORDS && Codes::WIDE;
     static constexpr int CODE_BYTES = WORDS ? 2 : 1;
+    // Whether one row of activations meets two chunks of codes at once.
+#if NSTF_PAIRED
+    static constexpr bool PAIRS = Codes::PAIR;
+#else
+    static constexpr bool PAIRS = false;
+#endif
     static constexpr int SUMS = CHUNK_SUMS<Codes::EVEN_ODD>, FINE = CHUNK_SCALES<Codes::EVEN_ODD>;
 
     // What a thread works in: scales and zero points of up to 16 rows by group, sums of activations, and copies of the last rows.
     struct Room {
-        Buffer<float> scales, zeros, sums;
+        Buffer<float> scales, zeros, sums, by_block;
         Buffer<uint8_t> copies, panel, small;
         Buffer<int32_t> middles;
         static Room& mine(const PackedInt8& m) {
             thread_local Room room;
-            room.scales.grow(kPanel * m.padded_);
+            room.scales.grow(kPanel * m.padded_ + LANES);
+            if (PAIRS) room.by_block.grow(4 * m.padded_);
             room.zeros.grow(kPanel * m.padded_);
             room.sums.grow(kSeveral * m.padded_);
             room.copies.grow(kPanel * (m.w_.row_bytes + kBeyond + m.chunk_bytes_));
@@ -157,6 +169,9 @@ class PackedInt8 : public Leaf {
         const Codes unpack = codes_;
         const int64_t chunks = chunks_, chunk_bytes = Codes::BYTES > 0 ? Codes::BYTES : chunk_bytes_, padded = padded_;
         const int32_t* group_of = group_of_.data();
+#if NSTF_PAIRED
+        const float* by_block = SAME || !PAIRS ? scales : block_by_block<R>(scales, room);
+#endif
         for (int64_t b = 0; b < batch; ++b) {
             const int8_t* q = in.codes.data() + b * in.stride;
             const float* fine = in.scales.data() + b * in.scales_stride;
@@ -164,7 +179,11 @@ class PackedInt8 : public Leaf {
             const uint8_t* ahead = codes[0] + (R - 1) * w_.row_bytes + AHEAD;
             Floats total[R];
             each<R>([&](auto i) __attribute__((always_inline)) { total[i] = zero_floats(); });
-            for (int64_t c = 0; c < chunks; ++c) {
+            int64_t c = 0;
+#if NSTF_PAIRED
+            if constexpr (PAIRS) c = pairs<R, AHEAD>(unpack, codes, q, fine, by_block, ahead, total);
+#endif
+            for (; c < chunks; ++c) {
                 Bytes x[PARTS];
                 each<PARTS>([&](auto p) __attribute__((always_inline)) { x[p] = load_bytes(q + c * kChunk + p * 4 * LANES); });
                 constexpr int LEVEL = AHEAD == kFar ? 2 : 3;
@@ -216,6 +235,43 @@ class PackedInt8 : public Leaf {
             }
         }
     }
+
+#if NSTF_PAIRED
+    // The scales of R rows by block, from those by group.
+    template <int R>
+    const float* block_by_block(const float* scales, Room& room) const {
+        float* out = room.by_block.data();
+        for (int64_t j = 0; j < blocks_; j += LANES)
+            each<R>([&](auto i) __attribute__((always_inline)) {
+                store(out + i * padded_ + j, picked(scales + i * padded_ + group_of_[j], in_sixteen_.data() + j));
+            });
+        return out;
+    }
+
+    // The chunks of R rows two by two, added to `total`; how many there were.
+    template <int R, int64_t AHEAD>
+    int64_t pairs(const Codes& unpack, const uint8_t* const* codes, const int8_t* q, const float* fine, const float* by_block,
+                  const uint8_t*& ahead, Floats* total) const {
+        const int64_t chunks = chunks_ / 2 * 2, padded = padded_;
+        const int64_t chunk_bytes = Codes::BYTES > 0 ? Codes::BYTES : chunk_bytes_;
+        for (int64_t c = 0; c < chunks; c += 2) {
+            constexpr int LEVEL = AHEAD == kFar ? 2 : 3;
+            for (int64_t i = 0; i < 2 * R * chunk_bytes; i += 64) __builtin_prefetch(ahead + i, 0, LEVEL);
+            ahead += 2 * R * chunk_bytes;
+            Bytes x[2];
+            pair_bytes<Codes::EVEN_ODD>(q + c * kChunk, x);
+            const Floats by = pair_scales<Codes::EVEN_ODD>(fine + c * FINE);
+            each<R>([&](auto i) __attribute__((always_inline)) {
+                Bytes w[2];
+                unpack.pair(codes[i] + c * chunk_bytes, w);
+                const Floats scale = mul(by, four_blocks(by_block + i * padded + 2 * c));
+                const Ints found = widened(more<Codes::WIDE>(first<Codes::WIDE>(w[0], x[0]), w[1], x[1]));
+                total[i] = fma(to_floats(found), scale, total[i]);
+            });
+        }
+        return chunks;
+    }
+#endif
 
     // Vector k of the sums of products of a chunk.
     static Ints products(const Bytes* w, const Bytes* x, int k) {
@@ -380,7 +436,8 @@ class PackedInt8 : public Leaf {
     Spread zero_codes_;
     int64_t chunks_, blocks_, padded_, chunk_bytes_;
     float centre_, factor_;
-    std::vector<int32_t> group_of_;  // of a block
+    std::vector<int32_t> group_of_;    // of a block
+    std::vector<int32_t> in_sixteen_;  // the same, counted from the group of the first of each 16 blocks
 };
 
 inline Shared make(const PackedView& view) {
