@@ -56,8 +56,8 @@ def quick_plan(options):
     return make
 
 
-def bytes_of(report: dict, kind: str) -> int:
-    return sum(t["size_bytes"] for t in report["tensors"] if t["encoding"].startswith(kind))
+def bytes_of(report: dict, *kinds: str) -> int:
+    return sum(t["size_bytes"] for t in report["tensors"] if t["encoding"].startswith(kinds))
 
 
 def test_two_targets_get_different_formats_because_trellis_codes_are_slow_on_one(
@@ -66,7 +66,8 @@ def test_two_targets_get_different_formats_because_trellis_codes_are_slow_on_one
     slow, fast = quick_plan("avx2"), quick_plan("avx512")
     # Sums of bytes cost 0.6 cycles a weight with AVX2, more than reading it, and 0.15 with AVX-512.
     assert bytes_of(slow, "trellis") < 0.5 * bytes_of(fast, "trellis")
-    assert bytes_of(slow, "shuffle") > bytes_of(fast, "shuffle")
+    others = ("shuffle", "int", "grid")
+    assert bytes_of(slow, *others) > bytes_of(fast, *others)
     for report in (slow, fast):
         (found,) = report["speed"]["targets"]
         assert found["products_seconds"] <= report["speed"]["bound_seconds"] * 1.02
@@ -137,7 +138,7 @@ def test_balance_is_never_slower_than_nine_tenths_of_an_int_or_grid_file(run, ra
     balanced = run.plan(budget)
     assert balanced.size_bytes <= budget
     assert run.timing.of(balanced.mix) <= 1.01 * run.timing.of(reference.mix) / 0.9
-    assert balanced.expected_loss <= reference.expected_loss
+    assert balanced.expected_loss <= bounds.SLACK * reference.expected_loss
     # Bytes alone would have had a file that is far slower.
     run.timing = run.timing.preferring("size")
     assert run.timing.of(run.plan(budget).mix) > 1.2 * run.timing.of(balanced.mix)
