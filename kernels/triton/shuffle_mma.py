@@ -96,7 +96,8 @@ def shuffle_mma_kernel(
     groups = (rows + 31) // 32
     group = tl.minimum(segment * 8 + g, groups - 1)
     begin = part * STEPS
-    goes_on = (g > 0) | (part > 0)
+    # Lanes beyond the last group repeat it: with one group alone nothing lies before it.
+    goes_on = ((g > 0) & (group > 0)) | (part > 0)
     zero = (i > chunks + (1 << 20)).to(tl.int32)
     own = tables_of(table, zero, 0)
     if KEPT and PHASES == 2:

@@ -13,7 +13,9 @@ namespace {
 void levels(const StoredShuffle& s, const uint8_t* codes, const uint8_t* before, int first, int end, uint8_t (*out)[64]) {
     const int q = s.quarter_bits, phases = s.phases();
     auto symbol = [&](int i, int k) {  // -2 and -1: of the group before
-        const uint8_t byte = (i < 0 ? before + (i + 2) * 32 : codes + i * 32)[k / 2];
+        // By a name: GCC 12 with -fsanitize=undefined forgets the index of a conditional pointer.
+        const uint8_t* from = i < 0 ? before + (i + 2) * 32 : codes + i * 32;
+        const uint8_t byte = from[k / 2];
         return k & 1 ? byte >> 4 : byte & 15;
     };
     for (int r = first; r < end; ++r) {
