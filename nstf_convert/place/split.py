@@ -1,0 +1,114 @@
+"""Layers to the stages of a pipeline: the division with the least time of a step, within memory, exactly.
+
+A step with m microbatches takes max(sum of the stages' times, m * the slowest stage): one microbatch runs through all stages,
+or the slowest stage is never idle. Both depend on the division where devices are unlike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+Numbers = Sequence[float]
+
+
+def step_seconds(stages: Numbers, between: Numbers, microbatches: int) -> float:
+    """stages: seconds of each with one microbatch; between: of handing it on to the next, after each stage but the last."""
+    one = [s + (between[i] if i < len(between) else 0.0) for i, s in enumerate(stages)]
+    return max(sum(one), microbatches * max(one))
+
+
+def split(
+    times: Sequence[Numbers], fixed: Numbers, sizes: Sequence[Numbers], rooms: Numbers, microbatches: int
+) -> tuple[int, ...] | None:
+    """The stops of all stages, or None where no division fits.
+
+    times[s][l], sizes[s][l]: seconds and bytes of layer l on stage s. fixed[s]: seconds of the stage beside its layers (table,
+    head, handing on); rooms[s]: bytes for layers. Every stage has a layer at least.
+    """
+    count, layers = len(times), len(times[0])
+    if count > layers:
+        return None
+    spent = [[0.0, *accumulate(row)] for row in times]
+    held = [[0.0, *accumulate(row)] for row in sizes]
+    if all(row == times[0] for row in times):
+        return _alike(spent, fixed, held, rooms, layers)
+    return _unlike(spent, fixed, held, rooms, layers, microbatches)
+
+
+def _alike(
+    spent: Sequence[Numbers], fixed: Numbers, held: Sequence[Numbers], rooms: Numbers, layers: int
+) -> tuple[int, ...] | None:
+    """Of devices of one kind the sum is the same for every division, so the slowest stage decides: the least bound under
+    which stages that take all they can hold all layers."""
+    low, high = 0.0, spent[0][layers] + max(fixed)
+    best = _filled(spent, fixed, held, rooms, layers, high)
+    if best is None:
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = _filled(spent, fixed, held, rooms, layers, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+        if high - low <= 1e-12 * high:
+            break
+    return best
+
+
+def _filled(
+    spent: Sequence[Numbers], fixed: Numbers, held: Sequence[Numbers], rooms: Numbers, layers: int, bound: float
+) -> tuple[int, ...] | None:
+    """Stops where every stage takes as many layers as the bound and its memory allow, and leaves one for each stage after."""
+    at, stops = 0, []
+    slack = bound * (1 + 1e-12)
+    for s in range(len(spent)):
+        most = layers - (len(spent) - 1 - s)
+        stop = at
+        while (
+            stop < most
+            and held[s][stop + 1] - held[s][at] <= rooms[s]
+            and spent[s][stop + 1] - spent[s][at] + fixed[s] <= slack
+        ):
+            stop += 1
+        if stop == at:
+            return None
+        stops.append(stop)
+        at = stop
+    return tuple(stops) if at == layers else None
+
+
+def _unlike(
+    spent: Sequence[Numbers],
+    fixed: Numbers,
+    held: Sequence[Numbers],
+    rooms: Numbers,
+    layers: int,
+    microbatches: int,
+) -> tuple[int, ...] | None:
+    """By stage and layers done, the pairs (sum, slowest) that no other pair beats in both: the best is among the last."""
+    fronts: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {0: [(0.0, 0.0, ())]}
+    for s in range(len(spent)):
+        further: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}
+        for at, front in fronts.items():
+            for stop in range(at + 1, layers - (len(spent) - 1 - s) + 1):
+                if held[s][stop] - held[s][at] > rooms[s]:
+                    break
+                if s == len(spent) - 1 and stop < layers:
+                    continue
+                own = spent[s][stop] - spent[s][at] + fixed[s]
+                further.setdefault(stop, []).extend((a + own, max(b, own), (*c, stop)) for a, b, c in front)
+        fronts = {stop: _front(found) for stop, found in further.items()}
+    last = fronts.get(layers)
+    if not last:
+        return None
+    return min(last, key=lambda p: (max(p[0], microbatches * p[1]), p[0]))[2]
+
+
+def _front(points: list[tuple[float, float, tuple[int, ...]]]) -> list[tuple[float, float, tuple[int, ...]]]:
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for point in sorted(points):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
