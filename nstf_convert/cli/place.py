@@ -1,6 +1,7 @@
 """`nstf place`: which devices should hold which part of a model, and how fast it is predicted to run."""
 
 import json as json_text
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,14 +74,16 @@ def place(
     from nstf_convert.place.search import search
 
     chosen = None if machine is None else read_machine(machine)
-    found = read_model(model, encoding, kv_bits)
-    products: Products | None = None
-    if chosen is None:
-        chosen, products = measured(processes, found)
-        if save_machine is not None:
-            save_machine.write_text(json_text.dumps(chosen.to_json(), indent=1) + "\n", encoding="utf-8")
     load = Load(batch, context, prompt, overlap)
-    result = search(Predictor(found, Fabric(chosen), load, products), aim, devices)  # type: ignore[arg-type]
+    # An artifact stays open: what its trellis sections allow is read when a number of ranks is tried.
+    with ExitStack() as stack:
+        found = read_model(model, encoding, kv_bits, stack)
+        products: Products | None = None
+        if chosen is None:
+            chosen, products = measured(processes, found)
+            if save_machine is not None:
+                save_machine.write_text(json_text.dumps(chosen.to_json(), indent=1) + "\n", encoding="utf-8")
+        result = search(Predictor(found, Fabric(chosen), load, products), aim, devices)  # type: ignore[arg-type]
     if not result.predictions:
         raise NstfError(too_large(found, chosen))
     data = to_json(result, chosen, found.name, load, aim, top)
@@ -90,8 +93,8 @@ def place(
     show(data, found, chosen, [row_of(p, chosen) for p in result.predictions[:top]])
 
 
-def read_model(path: Path, encoding: str | None, kv_bits: float) -> "Model":
-    """The costs of an artifact or of a config. Raises UsageError."""
+def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStack) -> "Model":
+    """The costs of an artifact, which `stack` closes, or of a config. Raises UsageError."""
     from nstf_convert.place import costs
 
     if path.suffix != ".json":
@@ -99,8 +102,7 @@ def read_model(path: Path, encoding: str | None, kv_bits: float) -> "Model":
             raise UsageError("--encoding is for a config.json: an .nstf file says how it is stored")
         from nstf.runtime.artifact import open_artifact
 
-        with open_artifact(path) as artifact:
-            return costs.of_artifact(artifact, kv_bits)
+        return costs.of_artifact(stack.enter_context(open_artifact(path)), kv_bits)
     if encoding is None:
         raise UsageError(f"{path}: a config.json does not say how matrices are stored: add --encoding int4")
     if path.stat().st_size > LONGEST_CONFIG:
@@ -126,8 +128,8 @@ def too_large(model: "Model", machine: "Machine") -> str:
     """Why no plan is left, in one line."""
     room = sum(max(0.0, d.memory_bytes - d.reserved_bytes) for d in machine.devices)
     return (
-        f"no plan fits: {model.name} has {format_bytes(model.size_bytes)} of weights, and the devices of {machine.name} have "
-        f"{format_bytes(room)} together; give a smaller --batch or --context, fewer bits, or more devices"
+        f"no plan fits: {model.name} has {format_bytes(model.size_bytes)} of weights, and the devices of {machine.name} "
+        f"have {format_bytes(room)} together; give a smaller --batch or --context, fewer bits, or more devices"
     )
 
 

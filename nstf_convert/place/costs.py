@@ -1,7 +1,7 @@
 """What a model asks of a machine, from headers alone: matrices by layer, bytes, products, keys and values.
 
-A model is an artifact, or the config.json of one that is not here with an encoding for all its matrices. How matrices are cut
-among ranks says `runtime/tensor_parallel.py`, for both.
+A model is an artifact, or the config.json of one that is not here with an encoding for all its matrices. How matrices are
+cut among ranks says `runtime/tensor_parallel.py`, for both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
@@ -101,7 +101,9 @@ class Model:
     def size_bytes(self) -> int:
         """Bytes of all weights, each stored one once."""
         ends = [m for m in (self.table, None if self.tied else self.head) if m is not None]
-        return self.kept_bytes + sum(m.size_bytes for m in [*ends, *(m for layer in self.layers for m in layer)])
+        return self.kept_bytes + sum(
+            m.size_bytes for m in [*ends, *(m for layer in self.layers for m in layer)]
+        )
 
     def slices(self, ranks: int) -> str | None:
         """Why each expert cannot be cut into so many parts, or None."""
@@ -125,13 +127,14 @@ def of_artifact(artifact: Artifact, kv_bits: float = 16.0) -> Model:
     stored = {n: (artifact.record(n).tree, artifact.record(n).shape) for n in names}
     shared = {n: artifact.stored_name(n) for n in artifact.names() if n not in stored}
 
-    def problem(ranks: int) -> str | None:
+    def first_problem(ranks: int) -> str | None:
         try:
             parts = tensor_parts(artifact, ranks)
         except (UnsupportedError, UsageError) as error:
             return str(error)
         return next((f"{n}: {p.problem}" for n, p in parts.items() if p.problem is not None), None)
 
+    problem = cache(first_problem)
     return _model(artifact.path.name, config, stored, shared, kv_bits, problem, latent=False)
 
 
@@ -148,13 +151,7 @@ def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: floa
     shared = {h: tables[0] for h in heads if tables}
     for head in shared:
         del stored[head]
-    known: dict[int, str | None] = {}
-
-    def problem(ranks: int) -> str | None:
-        if ranks not in known:
-            known[ranks] = _first_problem(config, stored, ranks)
-        return known[ranks]
-
+    problem = cache(partial(_first_problem, config, stored))
     return _model(f"{name}, {encoding}", config, stored, shared, kv_bits, problem, latent=True)
 
 
@@ -256,7 +253,9 @@ def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) 
     )  # fmt: skip
 
 
-def _first_problem(config: Mapping[str, Any], stored: Mapping[str, tuple[Node, Shape]], ranks: int) -> str | None:
+def _first_problem(
+    config: Mapping[str, Any], stored: Mapping[str, tuple[Node, Shape]], ranks: int
+) -> str | None:
     """Why so many ranks cannot divide what is not here. Layers are alike: one of each shape is asked."""
     try:
         division = Division(config, ranks)

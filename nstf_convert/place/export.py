@@ -1,6 +1,6 @@
 """Plans as JSON and as what engines take.
 
-`load` is what `nstf.runtime.load(F, **load)` takes under torchrun with so many processes; None for plans that it does not run.
+`load` is what `nstf.runtime.load(F, **load)` takes under torchrun with so many processes; None for plans it does not run.
 `vllm` are arguments of `vllm serve`, and `environment` the variables that go with both.
 """
 
@@ -102,7 +102,18 @@ def environment(plan: Plan, machine: Machine) -> dict[str, str]:
 
 def columns() -> Sequence[str]:
     """Of the table of plans."""
-    return ("plan", "devices", "layers", "tokens/s", "ms a token", "prompt ms", "memory", "links", "idle", "cost")
+    return (
+        "plan",
+        "devices",
+        "layers",
+        "tokens/s",
+        "ms a token",
+        "prompt ms",
+        "memory",
+        "links",
+        "idle",
+        "cost",
+    )
 
 
 def row(found: Prediction, machine: Machine, memory: str) -> list[str]:
@@ -116,5 +127,3 @@ def row(found: Prediction, machine: Machine, memory: str) -> list[str]:
         f"{1e3 * found.step_s:.3f}", f"{1e3 * found.prompt_s:.1f}", memory, f"{100 * found.links_share:.0f} %",
         f"{100 * found.idle_share:.0f} %", f"{found.cost_per_token:.3g}",
     ]  # fmt: skip
-
-

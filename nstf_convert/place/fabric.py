@@ -19,6 +19,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nstf.errors import UsageError
 from nstf_convert.place.machine import Link, Machine
@@ -96,7 +97,7 @@ class Fabric:
         return 0.0 if source == target else self.together([(source, target)]).at(size_bytes)
 
     def handed_on(self, one: Sequence[int], other: Sequence[int], size_bytes: float) -> float:
-        """Seconds until every rank of the next stage has what every rank of a stage holds: rank by rank, at the same time."""
+        """Seconds until the ranks of the next stage have what those of a stage hold: rank by rank, at the same time."""
         count = max(len(one), len(other))
         flows = [(one[i % len(one)], other[i % len(other)]) for i in range(count)]
         # Messages that were measured started in the same way.
@@ -187,7 +188,8 @@ class Fabric:
             return
         each = sizes.pop()
         inner = self._slowest(
-            [[self._ring(tuple(m), passes), *self._line("direct", tuple(m), passes)] for m in hosts.values()], 1.0
+            [[self._ring(tuple(m), passes), *self._line("direct", tuple(m), passes)] for m in hosts.values()],
+            1.0,
         )
         # All ranks of a host talk to theirs on the other hosts at the same time, each about its part.
         columns = [tuple(members[i] for members in hosts.values()) for i in range(each)]
@@ -234,7 +236,10 @@ class Fabric:
                 through = 2.0 if at != first and at in self._number else 1.0
                 further = cost + through * (link.latency_s + _TYPICAL_BYTES / link.rate)
                 if further < best.get(name, math.inf):
-                    best[name], ways[name] = further, (latency + through * link.latency_s, (*edges, (number, way)))
+                    best[name], ways[name] = (
+                        further,
+                        (latency + through * link.latency_s, (*edges, (number, way))),
+                    )
                     heapq.heappush(todo, (further, name))
         return {self._number[name]: way for name, way in ways.items() if name in self._number}
 
@@ -244,7 +249,7 @@ def interpolated(curve: Sequence[tuple[float, float]], size_bytes: float) -> flo
     two, below the first as long as the first."""
     if size_bytes <= curve[0][0]:
         return curve[0][1]
-    for (low, a), (high, b) in zip(curve, curve[1:], strict=False):
+    for (low, a), (high, b) in pairwise(curve):
         if size_bytes <= high or (high, b) == curve[-1]:
             return a + (b - a) * (size_bytes - low) / (high - low)
     return curve[-1][1]

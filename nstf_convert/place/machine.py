@@ -8,9 +8,9 @@ A machine file is JSON:
      "links": [{"from": "gpu*", "to": "nvswitch", "bandwidth": 450e9, "share": 0.8, "latency_s": 1e-6, "source": "..."}],
      "collectives": {"start_s": 5e-6, "algorithms": ["ring", "tree", "direct"]}}
 
-`count` numbers the devices: gpu0, gpu1. A link joins devices or switches; a switch is any name that is no device. "from" may
-be a pattern, "mesh" joins all pairs of its devices. Bandwidths are bytes a second in one direction, both directions at a time
-unless "duplex" is "half". Shares are what programs reach of a data sheet's figure; figures that were measured have a share of 1.
+`count` numbers the devices: gpu0, gpu1. A link joins devices or switches; a switch is any name that is no device. "from"
+may be a pattern, "mesh" joins all pairs of its devices. Bandwidths are bytes a second in one direction, both directions at a
+time unless "duplex" is "half". Shares are what programs reach of a data sheet's figure; measured figures have a share of 1.
 """
 
 from __future__ import annotations
@@ -267,7 +267,9 @@ def _collectives(entry: Any, where: str) -> Collectives:
         raise UsageError(f"{where}: measured: an object, lists of [bytes, seconds] by number of ranks")
     for ranks, points in stated.items():
         good = str(ranks).isdigit() and isinstance(points, list) and len(points) > 1
-        if not good or not all(isinstance(p, list) and len(p) == 2 and all(map(_positive, p)) for p in points):
+        if not good or not all(
+            isinstance(p, list) and len(p) == 2 and all(map(_positive, p)) for p in points
+        ):
             raise UsageError(f"{where}: measured[{str(ranks)[:20]!r}]: two or more [bytes, seconds]")
         curves[int(ranks)] = tuple(sorted((float(b), float(s)) for b, s in points))
     start = _number(entry, "start_s", where, least=0.0) if "start_s" in entry else 0.0
@@ -316,16 +318,25 @@ def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
 
 def _rates(found: Any, where: str) -> dict[str, float]:
     if not isinstance(found, Mapping) or not found or not all(map(_positive, found.values())):
-        raise UsageError(f'{where}: "rates" must be operations per second by dtype, such as {{"bfloat16": 989e12}}')
+        raise UsageError(
+            f'{where}: "rates" must be operations per second by dtype, such as {{"bfloat16": 989e12}}'
+        )
     return {str(k): float(v) for k, v in found.items()}
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )
 
 
 def _number(
-    entry: Mapping[str, Any], key: str, where: str, least: float | None = None, most: float = math.inf, whole: bool = False
+    entry: Mapping[str, Any],
+    key: str,
+    where: str,
+    least: float | None = None,
+    most: float = math.inf,
+    whole: bool = False,
 ) -> float:
     """A finite number of an entry: positive, or at least `least`."""
     found = entry.get(key)

@@ -52,13 +52,21 @@ def run_workers(ranks: int, device: str, threads: int) -> dict[str, Any]:
     """What worker.py finds in so many processes."""
     with tempfile.TemporaryDirectory(prefix="nstf-place-") as folder:
         out = Path(folder) / "result.json"
-        task = {"ranks": ranks, "device": device, "threads": threads, "store": f"{folder}/store", "out": str(out)}
+        task = {
+            "ranks": ranks,
+            "device": device,
+            "threads": threads,
+            "store": f"{folder}/store",
+            "out": str(out),
+        }
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         running, logs = [], []
         for rank in range(ranks):
             logs.append((Path(folder) / f"{rank}.log").open("w+", encoding="utf-8"))
             command = [sys.executable, "-m", "nstf_convert.place.worker", json.dumps(task | {"rank": rank})]
-            running.append(subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment))
+            running.append(
+                subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment)
+            )
         try:
             codes = [process.wait(TIMEOUT_S) for process in running]
         except subprocess.TimeoutExpired as error:
@@ -98,7 +106,9 @@ def machine_of(found: dict[str, Any], false_pairs: Sequence[tuple[int, int]]) ->
     for a, b, points in found["links"]:
         latency, bandwidth = fit(points)
         links.append(Link(f"{devices[a].name}", f"{devices[b].name}", bandwidth, latency, source="measured"))
-    curves = {int(n): tuple((float(b), float(s)) for b, s in points) for n, points in found["all_reduce"].items()}
+    curves = {
+        int(n): tuple((float(b), float(s)) for b, s in points) for n, points in found["all_reduce"].items()
+    }
     # What a call takes beyond the two steps of two ranks.
     start = max(0.0, curves[2][0][1] - 2 * min(link.latency_s for link in links)) if 2 in curves else 0.0
     note = f"measured here by {ranks} {'processes on the CPU' if cpu else 'GPUs'}"
@@ -116,7 +126,7 @@ def machine_of(found: dict[str, Any], false_pairs: Sequence[tuple[int, int]]) ->
 def fit(points: Sequence[Sequence[float]]) -> tuple[float, float]:
     """(latency in seconds, bytes a second) of the line through (bytes, seconds) with the least squared relative errors.
 
-    Neither is negative: a latency below zero is taken as zero, and times that do not grow with bytes as an endless bandwidth.
+    A latency below zero is taken as zero, and times that do not grow with bytes as an endless bandwidth.
     """
     weights = [1 / s**2 for _, s in points]
     total = sum(weights)
@@ -170,7 +180,8 @@ def measured_products(machine: Machine, size_bytes: int) -> Products:
     def seconds(device: Device, matrix: Matrix, parts: int, rows: int) -> float | None:
         if not device.is_cpu or len(matrix.shape) != 2:
             return None
-        shape, share = matrix.shape, 1.0
+        shape: tuple[int, ...] = matrix.shape
+        share = 1.0
         if parts > 1 and matrix.axis is not None:
             if matrix.tree.kind in _PLAIN:
                 shape = tuple(-(-n // parts) if i == matrix.axis else n for i, n in enumerate(shape))

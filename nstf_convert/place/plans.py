@@ -109,7 +109,9 @@ def arrangements(fabric: Fabric, layout: Layout) -> Iterator[tuple[tuple[Group, 
     """Devices for the groups of every stage. Up to 8 devices all choices that differ are tried; of more, neighbours in the
     order of hosts, from each place where such a run may begin."""
     count = len(fabric.machine.devices)
-    order = sorted(range(count), key=lambda i: (fabric.machine.devices[i].host, fabric.machine.devices[i].numa, i))
+    order = sorted(
+        range(count), key=lambda i: (fabric.machine.devices[i].host, fabric.machine.devices[i].numa, i)
+    )
     if count <= MOST_CHOSEN:
         chosen: Iterator[Sequence[int]] = itertools.islice(
             _different(fabric, layout.devices, layout.ranks * layout.replicas), MOST_ARRANGEMENTS
@@ -141,9 +143,7 @@ def _different(fabric: Fabric, count: int, width: int) -> Iterator[tuple[int, ..
     same, one is taken. Within a stage devices are in ascending order."""
     likes = [d.like for d in fabric.machine.devices]
     total = len(likes)
-    ways = [
-        [() if a == b else _way(fabric, a, b) for b in range(total)] for a in range(total)
-    ]
+    ways = [[() if a == b else _way(fabric, a, b) for b in range(total)] for a in range(total)]
     colours = _colours(likes, ways)
 
     def go(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -186,7 +186,9 @@ def _colours(likes: Sequence[object], ways: Sequence[Sequence[object]]) -> list[
     for _ in likes:
         names = {}
         further = [
-            names.setdefault((found[i], tuple(sorted((found[j], w) for j, w in enumerate(row) if j != i))), len(names))  # type: ignore[arg-type,misc]
+            names.setdefault(
+                (found[i], tuple(sorted((found[j], w) for j, w in enumerate(row) if j != i))), len(names)
+            )  # type: ignore[arg-type,misc]
             for i, row in enumerate(ways)
         ]
         if len(set(further)) == len(set(found)):

@@ -7,8 +7,8 @@ A layer is its products (products.py), attention and the small kernels beside th
     experts, replicas     an all-to-all that sends rows to their experts and one that brings results back
     pipeline              a stage hands [rows, hidden] on to the next
 
-Which experts rows are sent to is taken as uniform: of E experts, B rows with k each touch E (1 - (1 - k / E)^B), and the device
-with the most of them decides. Stages work side by side on microbatches; their idle time is part of the prediction.
+Which experts rows are sent to is taken as uniform: of E experts, B rows with k each touch E (1 - (1 - k / E)^B), and the
+device with the most of them decides. Stages work side by side on microbatches; their idle time is part of the prediction.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from nstf_convert.place.costs import Matrix, Model
 from nstf_convert.place.fabric import Fabric
@@ -122,9 +123,7 @@ class Predictor:
             self._layers[key] = self._layer(index, groups, layout, rows, prompt)
         return self._layers[key]
 
-    def _layer(
-        self, index: int, groups: Sequence[Group], layout: Layout, rows: int, prompt: bool
-    ) -> Parts:
+    def _layer(self, index: int, groups: Sequence[Group], layout: Layout, rows: int, prompt: bool) -> Parts:
         matrices = self.model.layers[index]
         plain = [m for m in matrices if m.kind == "product"]
         stacks = [m for m in matrices if m.kind == "experts"]
@@ -249,7 +248,9 @@ class Predictor:
         if last and self.model.head is not None and not (self.model.tied and first):
             total += self.model.head.size_bytes / layout.ranks
         rows = min(CHUNK, self.load.prompt * math.ceil(self.load.batch / layout.replicas))
-        widest = max((m.shape[-2] for layer in self.model.layers for m in layer if m.kind == "product"), default=0)
+        widest = max(
+            (m.shape[-2] for layer in self.model.layers for m in layer if m.kind == "product"), default=0
+        )
         total += rows * (6 * facts.hidden + 2 * widest / layout.ranks) * facts.activation_bytes
         if last:
             total += 4.0 * math.ceil(self.load.batch / layout.replicas) * facts.vocab
@@ -273,7 +274,7 @@ class Predictor:
         size = rows * self.model.facts.hidden * self.model.facts.activation_bytes
         return [
             max(self.fabric.handed_on(a, b, size) for a, b in zip(one, other, strict=True))
-            for one, other in zip(stages, stages[1:], strict=False)
+            for one, other in pairwise(stages)
         ]
 
     def predict(self, plan: Plan) -> Prediction:

@@ -8,8 +8,8 @@ machine's own rates; more rows add what the matrix cores need:
     seconds = launch + max(stream, compute) + min(1, 64 / rows) * min(stream, compute)
 
 Up to 64 rows the two follow each other, from some hundreds on decoding hides behind the matrix cores (int4 on an H200,
-docs/gpu_speed.md: within 14 % for 28672 x 8192 at 1 to 4096 rows). Trellis codes are decoded again for every 32 rows, and from
-65 rows on written out in 16 bits once. On a CPU `--measure` puts times of the real kernels in the place of this model.
+docs/gpu_speed.md: within 15 % for 28672 x 8192 at 1 to 4096 rows). Trellis codes are decoded again for every 32 rows, and
+from 65 rows on written out in 16 bits once. On a CPU `--measure` puts times of the real kernels in the place of this model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ class Products:
         self._known: dict[tuple[object, ...], float] = {}
 
     def seconds(
-        self, device: Device, matrices: Sequence[Matrix], parts: int, rows: int, used: float = 1.0, each: float = 0.0
+        self,
+        device: Device,
+        matrices: Sequence[Matrix],
+        parts: int,
+        rows: int,
+        used: float = 1.0,
+        each: float = 0.0,
     ) -> float:
         """A product with one part of so many of each matrix, in one launch where they are stored alike.
 
@@ -101,7 +107,13 @@ def _leaf_seconds(device: Device, leaf: Leaf, share: float, rows: float) -> floa
     read = share * leaf.size_bytes / device.read_rate
     rate = vector_rate(device)
     decode = share * leaf.work[family_of(device)] / rate if rate else 0.0
-    compute = 2.0 * max(0.0, rows - 1) * share * leaf.weights / device.matrix_rate("float32" if device.is_cpu else "bfloat16")
+    compute = (
+        2.0
+        * max(0.0, rows - 1)
+        * share
+        * leaf.weights
+        / device.matrix_rate("float32" if device.is_cpu else "bfloat16")
+    )
     if device.is_cpu:
         # Decoded blocks serve all rows.
         return max(read, decode) + compute

@@ -85,7 +85,6 @@ def divided(
         return None
     firsts = (0, *stops[:-1])
     made = tuple(
-        Stage(tuple(groups), first, stop)
-        for groups, first, stop in zip(stages, firsts, stops, strict=True)
+        Stage(tuple(groups), first, stop) for groups, first, stop in zip(stages, firsts, stops, strict=True)
     )
     return Plan(layout, made, parts)

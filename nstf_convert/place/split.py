@@ -1,7 +1,7 @@
 """Layers to the stages of a pipeline: the division with the least time of a step, within memory, exactly.
 
-A step with m microbatches takes max(sum of the stages' times, m * the slowest stage): one microbatch runs through all stages,
-or the slowest stage is never idle. Both depend on the division where devices are unlike.
+A step with m microbatches takes max(sum of the stages' times, m * the slowest stage): one microbatch runs through all
+stages, or the slowest stage is never idle. Both depend on the division where devices are unlike.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def split(
 ) -> tuple[int, ...] | None:
     """The stops of all stages, or None where no division fits.
 
-    times[s][l], sizes[s][l]: seconds and bytes of layer l on stage s. fixed[s]: seconds of the stage beside its layers (table,
-    head, handing on); rooms[s]: bytes for layers. Every stage has a layer at least.
+    times[s][l], sizes[s][l]: seconds and bytes of layer l on stage s. fixed[s]: seconds of the stage beside its layers
+    (table, head, handing on); rooms[s]: bytes for layers. Every stage has a layer at least.
     """
     count, layers = len(times), len(times[0])
     if count > layers:
@@ -58,9 +58,14 @@ def _alike(
 
 
 def _filled(
-    spent: Sequence[Numbers], fixed: Numbers, held: Sequence[Numbers], rooms: Numbers, layers: int, bound: float
+    spent: Sequence[Numbers],
+    fixed: Numbers,
+    held: Sequence[Numbers],
+    rooms: Numbers,
+    layers: int,
+    bound: float,
 ) -> tuple[int, ...] | None:
-    """Stops where every stage takes as many layers as the bound and its memory allow, and leaves one for each stage after."""
+    """Stops where every stage takes as many layers as the bound and its memory allow, and leaves one for each after it."""
     at, stops = 0, []
     slack = bound * (1 + 1e-12)
     for s in range(len(spent)):

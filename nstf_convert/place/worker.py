@@ -37,7 +37,10 @@ def main(task: dict[str, Any]) -> None:
     if kind == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{task['store']}", rank=rank, world_size=ranks
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{task['store']}",
+        rank=rank,
+        world_size=ranks,
     )
     try:
         found = measured(rank, ranks, kind, place)
@@ -92,7 +95,8 @@ def product_rate(kind: str, place: torch.device, dtype: torch.dtype) -> float:
 def least(call: Callable[[], object], place: torch.device) -> float:
     """The least seconds of a call."""
     call()
-    times, end = [], time.perf_counter() + 3 * SECONDS
+    times: list[float] = []
+    end = time.perf_counter() + 3 * SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         times.append(timed(call, place))
     return min(times)
