@@ -7,7 +7,7 @@ On a CPU every process has one thread, and processes talk through gloo; on GPUs 
 for each shape (hidden x feed-forward) and number of rows:
 
     one device     all products of the layers on one process, the others wait
-    tensor N       q, k, v, gate and up by rows, o and down by columns (kernels/formats/shards.py), all-reduces after o and down
+    tensor N       q, k, v, gate and up by rows, o and down by columns (formats/shards.py), all-reduces after o and down
     pipeline N     layers one part after the other, [rows, hidden] handed on; one microbatch
 
 Predicted: the products' prices by the planner (timed alone on a CPU, by its model on a GPU) and the machine that

@@ -171,11 +171,11 @@ class Fabric:
         return step.times(passes * (ranks - 1), 1 / ranks)
 
     def _tree(self, group: tuple[int, ...], passes: int) -> Line:
-        """Two binary trees, the second shifted by a rank, so that who waits in one works in the other."""
+        """Two binary trees, the second from the other end: who has children in one has few or none in the other."""
         ranks = len(group)
         pairs = [(i, (i - 1) // 2) for i in range(1, ranks)]
         flows = [(group[a], group[b]) for a, b in pairs]
-        flows += [(group[(a + 1) % ranks], group[(b + 1) % ranks]) for a, b in pairs]
+        flows += [(group[-1 - a], group[-1 - b]) for a, b in pairs]
         one = self.together(flows)
         return Line(passes * math.ceil(math.log2(ranks)) * one.latency_s, passes * one.per_byte_s / 2)
 
@@ -198,7 +198,7 @@ class Fabric:
         outer = [step.times(passes * (count - 1), 1 / (count * each))]
         pairs = [(i, (i - 1) // 2) for i in range(1, count)]
         tree = [(c[a], c[b]) for c in columns for a, b in pairs]
-        tree += [(c[(a + 1) % count], c[(b + 1) % count]) for c in columns for a, b in pairs]
+        tree += [(c[-1 - a], c[-1 - b]) for c in columns for a, b in pairs]
         one = self.together(tree)
         outer.append(
             Line(passes * math.ceil(math.log2(count)) * one.latency_s, passes * one.per_byte_s / 2 / each)

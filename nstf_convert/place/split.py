@@ -6,6 +6,7 @@ stages, or the slowest stage is never idle. Both depend on the division where de
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -58,30 +59,33 @@ def _alike(
 
 
 def _filled(
-    spent: Sequence[Numbers],
-    fixed: Numbers,
-    held: Sequence[Numbers],
-    rooms: Numbers,
-    layers: int,
-    bound: float,
+    spent: Sequence[Numbers], fixed: Numbers, held: Sequence[Numbers], rooms: Numbers, layers: int, bound: float
 ) -> tuple[int, ...] | None:
-    """Stops where every stage takes as many layers as the bound and its memory allow, and leaves one for each after it."""
-    at, stops = 0, []
-    slack = bound * (1 + 1e-12)
+    """Stops under which no stage takes longer than the bound or holds more than its memory, or None.
+
+    From stage to stage, where the layers done may end; for each such place, where the stage before began.
+    """
+    begun: list[dict[int, int]] = []
+    places = [0]
     for s in range(len(spent)):
-        most = layers - (len(spent) - 1 - s)
-        stop = at
-        while (
-            stop < most
-            and held[s][stop + 1] - held[s][at] <= rooms[s]
-            and spent[s][stop + 1] - spent[s][at] + fixed[s] <= slack
-        ):
-            stop += 1
-        if stop == at:
+        most, found = layers - (len(spent) - 1 - s), {}
+        reached = 0
+        for at in places:
+            by_time = bisect_right(spent[s], spent[s][at] + max(0.0, bound * (1 + 1e-12) - fixed[s])) - 1
+            by_size = bisect_right(held[s], held[s][at] + rooms[s]) - 1
+            for stop in range(max(at, reached) + 1, min(most, by_time, by_size) + 1):
+                found[stop] = at
+                reached = stop
+        if not found:
             return None
-        stops.append(stop)
-        at = stop
-    return tuple(stops) if at == layers else None
+        begun.append(found)
+        places = sorted(found)
+    if layers not in begun[-1]:
+        return None
+    stops = [layers]
+    for found in reversed(begun[1:]):
+        stops.append(found[stops[-1]])
+    return tuple(reversed(stops))
 
 
 def _unlike(
