@@ -21,8 +21,8 @@ Experts = Literal["none", "slices", "whole"]
 # Devices among which every choice is tried, and choices of one layout at most.
 MOST_CHOSEN = 8
 MOST_ARRANGEMENTS = 5000
-# Stages of which every number is tried; beyond that powers of two.
-MOST_STAGES = 16
+# Of up to so many devices every number of stages and of ranks is tried; of more, powers of two.
+MOST_NUMBERS = 16
 Group = tuple[int, ...]
 
 
@@ -82,12 +82,11 @@ def layouts(model: Model, devices: int, batch: int) -> tuple[list[Layout], dict[
     """(the layouts that the model allows on up to so many devices, why numbers of ranks are not among them)."""
     found, refused = [], {}
     experts = model.facts.experts
-    ranks_known = [n for n in range(1, devices + 1) if n == 1 or (reason := model.problem(n)) is None]
+    ranks_known = [n for n in _numbers(devices, devices) if n == 1 or model.problem(n) is None]
     for n in _powers(devices):
-        if n not in ranks_known and (reason := model.problem(n)) is not None:
-            refused[n] = reason
-    most = min(devices, model.facts.layers)
-    for stages in sorted({*range(1, min(most, MOST_STAGES) + 1), *_powers(most)}):
+        if n not in ranks_known:
+            refused[n] = str(model.problem(n))
+    for stages in _numbers(min(devices, model.facts.layers), devices):
         for ranks in ranks_known:
             if stages * ranks > devices:
                 break
@@ -207,6 +206,11 @@ def _without_alike(fabric: Fabric, runs: Sequence[Sequence[int]]) -> Iterator[Se
         if shape not in seen:
             seen.add(shape)
             yield run
+
+
+def _numbers(most: int, devices: int) -> list[int]:
+    """The numbers of stages or ranks that are tried on so many devices."""
+    return _powers(most) if devices > MOST_NUMBERS else list(range(1, most + 1))
 
 
 def _powers(most: int) -> list[int]:

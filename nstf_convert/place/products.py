@@ -8,8 +8,9 @@ machine's own rates; more rows add what the matrix cores need:
     seconds = launch + max(stream, compute) + min(1, 64 / rows) * min(stream, compute)
 
 Up to 64 rows the two follow each other, from some hundreds on decoding hides behind the matrix cores (int4 on an H200,
-docs/gpu_speed.md: within 15 % for 28672 x 8192 at 1 to 4096 rows). Trellis codes are decoded again for every 32 rows, and
-from 65 rows on written out in 16 bits once. On a CPU `--measure` puts times of the real kernels in the place of this model.
+docs/gpu_speed.md: within 15 % for 28672 x 8192 at 1 to 4096 rows). Trellis codes are decoded again for every 32 rows beyond
+4, and from 65 rows on written out in 16 bits once. On a CPU `--measure` puts times of the real kernels in the place of this
+model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from nstf_convert.speed.model import work_of
 
 # Rows up to which decoding and multiplying follow each other.
 _SERIAL_ROWS = 64
-# Rows for which trellis codes are decoded once, and beyond which blocks are decoded for the library's product.
+# Rows for which trellis codes are decoded once; for each further so many it is done again; and rows beyond which blocks are
+# decoded for the library's product.
+_FREE_ROWS = 4
 _TRELLIS_ROWS = 32
 _MOST_TRELLIS_ROWS = 64
 # Seconds of a product: (matrix, its share of the rows or columns, rows of activations) -> seconds, or None where not known.
@@ -121,7 +124,7 @@ def _leaf_seconds(device: Device, leaf: Leaf, share: float, rows: float) -> floa
         written = 4.0 * share * leaf.weights / device.read_rate
         return max(read, decode) + written + compute
     if leaf.trellis:
-        decode *= 1 + (rows - 1) / _TRELLIS_ROWS
+        decode *= 1 + max(0.0, rows - _FREE_ROWS) / _TRELLIS_ROWS
     stream = max(read, decode)
     overlap = min(1.0, _SERIAL_ROWS / max(1.0, rows))
     return max(stream, compute) + overlap * min(stream, compute)

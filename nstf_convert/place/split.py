@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 Numbers = Sequence[float]
+# How near to the least the slowest stage is brought.
+_PRECISION = 1e-9
 
 
 def step_seconds(stages: Numbers, between: Numbers, microbatches: int) -> float:
@@ -42,10 +44,13 @@ def _alike(
 ) -> tuple[int, ...] | None:
     """Of devices of one kind the sum is the same for every division, so the slowest stage decides: the least bound under
     which stages that take all they can hold all layers."""
-    low, high = 0.0, spent[0][layers] + max(fixed)
+    low, high = (spent[0][layers] + sum(fixed)) / len(spent), spent[0][layers] + max(fixed)
     best = _filled(spent, fixed, held, rooms, layers, high)
-    if best is None:
-        return None
+    if best is None or len(spent) == 1:
+        return best
+    even = _filled(spent, fixed, held, rooms, layers, low)
+    if even is not None:
+        return even
     for _ in range(60):
         middle = (low + high) / 2
         found = _filled(spent, fixed, held, rooms, layers, middle)
@@ -53,13 +58,18 @@ def _alike(
             low = middle
         else:
             best, high = found, middle
-        if high - low <= 1e-12 * high:
+        if high - low <= _PRECISION * high:
             break
     return best
 
 
 def _filled(
-    spent: Sequence[Numbers], fixed: Numbers, held: Sequence[Numbers], rooms: Numbers, layers: int, bound: float
+    spent: Sequence[Numbers],
+    fixed: Numbers,
+    held: Sequence[Numbers],
+    rooms: Numbers,
+    layers: int,
+    bound: float,
 ) -> tuple[int, ...] | None:
     """Stops under which no stage takes longer than the bound or holds more than its memory, or None.
 

@@ -48,6 +48,8 @@ def model() -> Callable[..., Model]:
                 layer.append(Matrix(f"layers.{i}.mlp.down_proj.weight", tree, (side, 4 * side), "product", 1))
             made.append(tuple(layer))
         facts = Facts(side, 8, 64, 512.0, 8, (4.0 * side, 4.0 * side), (0,) * layers, experts, active)
-        return Model("test", facts, tuple(made), None, head, False, 0, lambda n: None if n <= ranks else "too many")
+        return Model(
+            "test", facts, tuple(made), None, head, False, 0, lambda n: None if n <= ranks else "too many"
+        )
 
     return make

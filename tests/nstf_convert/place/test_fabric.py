@@ -35,7 +35,9 @@ def test_all_reduces_on_a_switch_take_what_their_formulas_say(
 
 def test_one_rank_sends_nothing(machine: Callable[..., Machine]) -> None:
     fabric = Fabric(machine({}))
-    assert fabric.all_reduce((0,), SIZE) == fabric.all_gather((0,), SIZE) == fabric.all_to_all((0,), SIZE) == 0
+    assert (
+        fabric.all_reduce((0,), SIZE) == fabric.all_gather((0,), SIZE) == fabric.all_to_all((0,), SIZE) == 0
+    )
 
 
 def test_transfers_share_a_link_and_half_duplex_links_both_ways(machine: Callable[..., Machine]) -> None:
@@ -49,7 +51,9 @@ def test_a_mesh_has_a_link_for_every_pair() -> None:
     fabric = Fabric(read_machine("mi300x8"))
     link = fabric.machine.links[0]
     whole = tuple(range(8))
-    assert fabric.together((a, b) for a in whole for b in whole if a != b).per_byte_s == pytest.approx(1 / link.rate)
+    assert fabric.together((a, b) for a in whole for b in whole if a != b).per_byte_s == pytest.approx(
+        1 / link.rate
+    )
     # So all to all uses seven times the links that a ring does.
     assert fabric.all_reduce(whole, 1e8, "direct") < fabric.all_reduce(whole, 1e8, "ring") / 3
 
@@ -58,7 +62,9 @@ def test_two_hosts_are_reduced_within_first(machine: Callable[..., Machine]) -> 
     fabric = Fabric(read_machine("h100x16"))
     whole = tuple(range(16))
     assert fabric.best_algorithm(whole, 1e8) == "hierarchical"
-    inner, outer = (next(x for x in fabric.machine.links if x.kind == k).rate for k in ("NVLink", "InfiniBand"))
+    inner, outer = (
+        next(x for x in fabric.machine.links if x.kind == k).rate for k in ("NVLink", "InfiniBand")
+    )
     # Seven eighths twice within a host, an eighth twice by half between the two.
     expected = 2 * 7 / 8 * 1e8 / inner + 2 / 2 / 8 * 1e8 / outer
     assert fabric.all_reduce(whole, 1e8) == pytest.approx(expected, rel=0.05)

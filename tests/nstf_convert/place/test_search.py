@@ -26,7 +26,9 @@ def every_plan(predictor: Predictor) -> Iterator[Plan]:
         for devices in itertools.permutations(range(count), layout.devices):
             groups = [tuple(sorted(devices[s * ranks : (s + 1) * ranks])) for s in range(stages)]
             for cuts in itertools.combinations(range(1, layers), stages - 1):
-                made = [Stage((g,), a, b) for g, a, b in zip(groups, (0, *cuts), (*cuts, layers), strict=True)]
+                made = [
+                    Stage((g,), a, b) for g, a, b in zip(groups, (0, *cuts), (*cuts, layers), strict=True)
+                ]
                 for parts in microbatches(layout, predictor.load.batch):
                     yield Plan(layout, tuple(made), parts)
 
@@ -48,7 +50,9 @@ def test_the_search_finds_what_trying_everything_finds(machine: Made, model: Mad
         }
         for _ in range(3)
     ]
-    here = machine(*devices, link={"bandwidth": draw.choice([1e9, 1e11]), "latency_s": draw.choice([1e-7, 1e-5])})
+    here = machine(
+        *devices, link={"bandwidth": draw.choice([1e9, 1e11]), "latency_s": draw.choice([1e-7, 1e-5])}
+    )
     predictor = Predictor(of, Fabric(here), Load(batch=draw.choice([1, 4]), context=64, prompt=8))
     known = [p for p in map(predictor.predict, every_plan(predictor)) if fits(p, here)]
     found = search(predictor).predictions
@@ -93,7 +97,9 @@ def test_unlike_devices_get_unlike_parts(machine: Made, model: Made) -> None:
 def test_what_does_not_fit_is_left_out_and_named(machine: Made, model: Made) -> None:
     of = model(layers=4)
     small = {"memory_bytes": 0.4 * of.size_bytes}
-    predictor = Predictor(of, Fabric(machine(small, small, small, small)), Load(batch=1, context=16, prompt=1))
+    predictor = Predictor(
+        of, Fabric(machine(small, small, small, small)), Load(batch=1, context=16, prompt=1)
+    )
     result = search(predictor)
     assert all(len(p.plan.devices) >= 3 for p in result.predictions)
     assert {"one device", "tensor 2", "pipeline 2"} <= set(result.refused)
@@ -123,7 +129,9 @@ def test_slow_links_keep_a_model_on_one_device(machine: Made, model: Made) -> No
 def test_experts_are_dealt_out_where_rows_are_many_and_links_fast(machine: Made, model: Made) -> None:
     of = model(layers=2, side=1024, experts=64, active=2)
     here = machine({}, {}, {}, {}, link={"bandwidth": 1e12, "latency_s": 1e-7})
-    best = search(Predictor(of, Fabric(here), Load(batch=256, context=16, prompt=4))).predictions[0].plan.layout
+    best = (
+        search(Predictor(of, Fabric(here), Load(batch=256, context=16, prompt=4))).predictions[0].plan.layout
+    )
     assert best.experts == "whole" and best.ranks * best.replicas == 4
     # One row touches two of 64 experts: dealt out, one device may have both, and cut in slices each has its part of both.
     one = search(Predictor(of, Fabric(here), Load(batch=1, context=16, prompt=4))).predictions[0].plan.layout
@@ -137,7 +145,10 @@ def test_the_busiest_device_has_at_least_its_share() -> None:
     assert busiest(64, 8, 2, 4096) == pytest.approx(8)
     # Trying it: one row's two experts of 64 on 8 devices.
     draw = random.Random(0)
-    seen = [max(n.count(d) for d in range(8)) for n in ([e // 8 for e in draw.sample(range(64), 2)] for _ in range(4000))]
+    seen = [
+        max(n.count(d) for d in range(8))
+        for n in ([e // 8 for e in draw.sample(range(64), 2)] for _ in range(4000))
+    ]
     assert busiest(64, 8, 2, 1) == pytest.approx(sum(seen) / len(seen), rel=0.12)
 
 
