@@ -260,11 +260,11 @@ def main() -> None:
         + reduce_table
         + "\n"
         "## Tensor parallelism\n\nTime of a token for every sequence, and the share that is spent on links; hosts of 8, "
-        f"joined as above; context {CONTEXT}; memory is not looked at. A doubling of ranks pays while it gives {PAYS} times.\n\n"
+        f"joined as above; context {CONTEXT}; memory is not looked at. Doubling ranks pays while it gives {PAYS} times.\n\n"
         + tensor_table
         + "\n"
-        f"## The best divisions\n\nHosts of 8 H100, context {CONTEXT}. Independent copies of the model share the batch; each "
-        "is divided as stated, within its memory. Of all numbers of copies the one with the most tokens a second.\n\n"
+        f"## The best divisions\n\nHosts of 8 H100, context {CONTEXT}. Independent copies of the model share the "
+        "batch; each is divided as stated, within its memory. Of all numbers of copies that with the most tokens a second.\n\n"
         + plan_table
     )
 

@@ -109,6 +109,13 @@ class Predictor:
         """Sequences of a replica in a microbatch."""
         return max(1, math.ceil(self.load.batch / (layout.replicas * microbatches)))
 
+    @cached_property
+    def widest(self) -> int:
+        """The most rows of a matrix."""
+        return max(
+            (m.shape[-2] for layer in self.model.layers for m in layer if m.kind == "product"), default=0
+        )
+
     def each_layer(
         self, groups: Sequence[Group], layout: Layout, rows: int, prompt: bool = False
     ) -> list[float]:
@@ -248,10 +255,7 @@ class Predictor:
         if last and self.model.head is not None and not (self.model.tied and first):
             total += self.model.head.size_bytes / layout.ranks
         rows = min(CHUNK, self.load.prompt * math.ceil(self.load.batch / layout.replicas))
-        widest = max(
-            (m.shape[-2] for layer in self.model.layers for m in layer if m.kind == "product"), default=0
-        )
-        total += rows * (6 * facts.hidden + 2 * widest / layout.ranks) * facts.activation_bytes
+        total += rows * (6 * facts.hidden + 2 * self.widest / layout.ranks) * facts.activation_bytes
         if last:
             total += 4.0 * math.ceil(self.load.batch / layout.replicas) * facts.vocab
         return total
