@@ -264,7 +264,7 @@ def main() -> None:
         + tensor_table
         + "\n"
         f"## The best divisions\n\nHosts of 8 H100, context {CONTEXT}. Independent copies of the model share the "
-        "batch; each is divided as stated, within its memory. Of all numbers of copies that with the most tokens a second.\n\n"
+        "batch; each is divided as stated, within its memory. Of all numbers of copies, that with most tokens a second.\n\n"
         + plan_table
     )
 
