@@ -32,6 +32,8 @@ PANEL, HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 460.0, 360.0, 64.0, 56.0, 76.0, 18.0
 # A doubling of ranks that gives less than this no longer pays.
 PAYS = 1.3
 CONTEXT = 4096
+# That one copy of a model is divided over.
+MOST_DEVICES = 64
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -161,7 +163,7 @@ def copies_of(model: Model, name: str, hosts: int, load: Load) -> tuple[int, Pre
     parts of the devices. (copies, the plan of one)."""
     best: tuple[float, int, Prediction] | None = None
     total = 8 * hosts
-    copies = 1
+    copies = max(1, total // MOST_DEVICES)
     while copies <= min(total, load.batch):
         count = total // copies
         own = replace(load, batch=load.batch // copies)
@@ -172,6 +174,27 @@ def copies_of(model: Model, name: str, hosts: int, load: Load) -> tuple[int, Pre
             best = found[0].tokens_per_s * copies, copies, found[0]
         copies *= 2
     return None if best is None else (best[1], best[2])
+
+
+def experts(batch: int) -> str:
+    """The table of experts dealt out over more and more devices, a replica on each, one stage; memory is not looked at."""
+    counts = (8, 16, 32, 64, 128, 256)
+    lines = ["| shape | width | batch | " + " | ".join(f"{n} devices" for n in counts) + " |"]
+    lines.append("|---" * (3 + len(counts)) + "|")
+    for name in ("moe-30b-a3b", "moe-671b"):
+        for encoding, words in ENCODINGS.items():
+            model = shape(name, encoding)
+            predictor = Predictor(model, fabric_of("h100x8", 32), Load(batch=batch, context=CONTEXT))
+            cells = []
+            for n in counts:
+                if model.facts.experts % n:
+                    cells.append("-")
+                    continue
+                stage = Stage(tuple((i,) for i in range(n)), 0, model.facts.layers)
+                found = predictor.predict(Plan(Layout(1, 1, n, "whole"), (stage,)))
+                cells.append(f"{found.tokens_per_s / n:,.0f}, {100 * found.links_share:.0f} %")
+            lines.append(f"| {name} | {words} | {batch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def plans(names: Sequence[str], loads: Sequence[tuple[int, int]]) -> str:
@@ -247,26 +270,36 @@ def main() -> None:
     reduce_table, reduce_figure = reduces(sizes)
     tensor_table, figures = tensor_tables((1,) if options.quick else (1, 32))
     loads = ((1, 32),) if options.quick else ((1, 1), (1, 64), (8, 64), (8, 2048), (64, 2048))
+    expert_table = experts(2048)
     names = ("dense-70b", "dense-405b", "moe-30b-a3b", "moe-671b")
     plan_table = plans(names, loads)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "placement-reduces.svg").write_text(reduce_figure)
     for name, text in figures.items():
         (options.out / f"placement-{name}.svg").write_text(text)
-    (options.out / "placement-tables.md").write_text(
-        "# Placement at scale: a model's output\n\n"
-        "Written by `benchmarks/scale_study.py`. Predicted, not measured: [placement.md](placement.md) says from what.\n\n"
-        "## All-reduces\n\nHosts of 8 H100 (`h100x8`), one 400 Gb/s adapter for each device.\n\n"
-        + reduce_table
-        + "\n"
-        "## Tensor parallelism\n\nTime of a token for every sequence, and the share that is spent on links; hosts of 8, "
-        f"joined as above; context {CONTEXT}; memory is not looked at. Doubling ranks pays while it gives {PAYS} times.\n\n"
-        + tensor_table
-        + "\n"
-        f"## The best divisions\n\nHosts of 8 H100, context {CONTEXT}. Independent copies of the model share the "
-        "batch; each is divided as stated, within its memory. Of all numbers of copies, that with most tokens a second.\n\n"
-        + plan_table
-    )
+    tables = (reduce_table, tensor_table, expert_table, plan_table)
+    (options.out / "placement-tables.md").write_text(page(tables))
+
+
+def page(tables: Sequence[str]) -> str:
+    """The page of all tables."""
+    heads = (
+        "All-reduces", "Hosts of 8 H100 (`h100x8`), one 400 Gb/s adapter for each device.",
+        "Tensor parallelism", "Time of a token for every sequence, and the share that is spent on links; hosts of 8, joined "
+        f"as above; context {CONTEXT}; memory is not looked at. Doubling ranks pays while it gives {PAYS} times.",
+        "Experts", "Tokens a second of each device, and the share of links, where experts are dealt out over the devices "
+        f"and every device has its sequences; context {CONTEXT}; memory is not looked at.",
+        "The best divisions", f"Hosts of 8 H100, context {CONTEXT}. Independent copies of the model (each on "
+        f"{MOST_DEVICES} devices at most) share the batch; each is divided as stated, within its memory. Of all numbers of "
+        "copies, that with most tokens a second.",
+    )  # fmt: skip
+    parts = [
+        "# Placement at scale: a model's output\n",
+        "Written by `benchmarks/scale_study.py`. Predicted, not measured: [placement.md](placement.md) says from what.\n",
+    ]
+    for head, text, table in zip(heads[::2], heads[1::2], tables, strict=True):
+        parts += [f"## {head}\n", f"{text}\n", table]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

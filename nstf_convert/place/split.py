@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 Numbers = Sequence[float]
@@ -35,8 +36,28 @@ def split(
     spent = [[0.0, *accumulate(row)] for row in times]
     held = [[0.0, *accumulate(row)] for row in sizes]
     if all(row == times[0] for row in times):
+        if min(times[0]) == max(times[0]) and all(min(row) == max(row) for row in sizes):
+            return _counted(times[0][0], fixed, [row[0] for row in sizes], rooms, layers)
         return _alike(spent, fixed, held, rooms, layers)
     return _unlike(spent, fixed, held, rooms, layers, microbatches)
+
+
+def _counted(
+    seconds: float, fixed: Numbers, sizes: Numbers, rooms: Numbers, layers: int
+) -> tuple[int, ...] | None:
+    """The same where layers are all alike, too: each goes to the stage that is done first with it."""
+    most = [int(room // size) if room >= 0 else -1 for room, size in zip(rooms, sizes, strict=True)]
+    if min(most) < 1 or sum(most) < layers:
+        return None
+    counts = [1] * len(fixed)
+    waiting = [(2 * seconds + own, s) for s, own in enumerate(fixed) if most[s] > 1]
+    heapify(waiting)
+    for _ in range(layers - len(fixed)):
+        _, s = heappop(waiting)
+        counts[s] += 1
+        if counts[s] < most[s]:
+            heappush(waiting, ((counts[s] + 1) * seconds + fixed[s], s))
+    return tuple(accumulate(counts))
 
 
 def _alike(

@@ -63,12 +63,12 @@ def test_the_search_finds_what_trying_everything_finds(machine: Made, model: Mad
 
 def test_layers_are_divided_at_the_least_time_within_memory() -> None:
     draw = random.Random(0)
-    for case in range(60):
+    for case in range(80):
         count, layers, parts = draw.randint(1, 3), draw.randint(3, 6), draw.choice([1, 2, 8])
-        alike = case % 2 == 0
+        alike, uniform = case % 2 == 0, case % 4 == 0
         rows = [[draw.uniform(1, 3) for _ in range(layers)] for _ in range(count)]
-        times = [rows[0]] * count if alike else rows
-        sizes = [[draw.uniform(1, 2) for _ in range(layers)]] * count
+        times = [rows[0][:1] * layers if uniform else rows[0]] * count if alike else rows
+        sizes = [[1.5] * layers if uniform else [draw.uniform(1, 2) for _ in range(layers)]] * count
         fixed = [draw.uniform(0, 1) for _ in range(count)]
         rooms = [draw.uniform(1, 9) for _ in range(count)]
         costs = {}
