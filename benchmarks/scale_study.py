@@ -285,13 +285,13 @@ def page(tables: Sequence[str]) -> str:
     """The page of all tables."""
     heads = (
         "All-reduces", "Hosts of 8 H100 (`h100x8`), one 400 Gb/s adapter for each device.",
-        "Tensor parallelism", "Time of a token for every sequence, and the share that is spent on links; hosts of 8, joined "
-        f"as above; context {CONTEXT}; memory is not looked at. Doubling ranks pays while it gives {PAYS} times.",
-        "Experts", "Tokens a second of each device, and the share of links, where experts are dealt out over the devices "
-        f"and every device has its sequences; context {CONTEXT}; memory is not looked at.",
-        "The best divisions", f"Hosts of 8 H100, context {CONTEXT}. Independent copies of the model (each on "
+        "Tensor parallelism", ("Time of a token for every sequence, and the share spent on links; hosts of 8, joined "
+        f"as above; context {CONTEXT}; memory is not looked at. Doubling ranks pays while it gives {PAYS} times."),
+        "Experts", ("Tokens a second of each device, and the share of links, where experts are dealt out over the devices "
+        f"and every device has its sequences; context {CONTEXT}; memory is not looked at."),
+        "The best divisions", (f"Hosts of 8 H100, context {CONTEXT}. Independent copies of the model (each on "
         f"{MOST_DEVICES} devices at most) share the batch; each is divided as stated, within its memory. Of all numbers of "
-        "copies, that with most tokens a second.",
+        "copies, that with most tokens a second."),
     )  # fmt: skip
     parts = [
         "# Placement at scale: a model's output\n",
