@@ -145,7 +145,8 @@ def captured(call: Callable[[], object], place: torch.device) -> Callable[[], ob
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The thread that watches NCCL asks for events meanwhile, which other modes forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph.replay
 
@@ -202,14 +203,19 @@ def worker(task: dict[str, Any]) -> None:
         plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks)
     for name, own in plans.items():
         if name.startswith("pipeline"):
-            received = torch.empty_like(x)
+            received, sent = torch.empty_like(x), torch.empty_like(x)
 
-            def piped(own: Any = own, received: Tensor = received) -> None:
+            def stage(own: Any = own, received: Tensor = received, sent: Tensor = sent) -> None:
+                sent.copy_(run(own, received if rank else x))
+
+            whole = captured(stage, place)
+
+            def piped(whole: Any = whole, received: Tensor = received, sent: Tensor = sent) -> None:
                 if rank > 0:
                     dist.recv(received, rank - 1)
-                out = run(own, received if rank else x)
+                whole()
                 if rank + 1 < ranks:
-                    dist.send(out.contiguous(), rank + 1)
+                    dist.send(sent, rank + 1)
 
             calls[name] = piped
         else:
@@ -253,7 +259,7 @@ def start(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
     """Runs the workers; what the first one wrote."""
     with tempfile.TemporaryDirectory() as folder:
         task = task | {"ranks": ranks, "store": f"{folder}/store", "out": f"{folder}/out"}
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
         running = [
             subprocess.Popen([*command, json.dumps(task | {"rank": rank})], env=environment)
@@ -307,6 +313,7 @@ def main() -> None:
     if options.worker is not None:
         worker(json.loads(options.worker))
         return
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not there on every host
     # Prices of another hour are no use on a shared machine.
     cache.folder = lambda: None
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

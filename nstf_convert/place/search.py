@@ -1,7 +1,7 @@
 """The best plans of a model on a machine: every layout, arrangement of devices and number of microbatches, pruned by bounds.
 
-Left out early: numbers of ranks that the file cannot be cut into, arrangements that differ from others by names alone, and
-devices whose memory together does not hold the layers.
+Left out early: numbers of ranks that the file cannot be cut into, arrangements that differ from others by names alone,
+numbers of microbatches whose least possible time is beyond what is known, and devices whose memory does not hold the layers.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ def search(predictor: Predictor, aim: Aim = "time", most_devices: int | None = N
         fits = False
         for stages in arrangements(predictor.fabric, layout):
             for parts in microbatches(layout, predictor.load.batch):
+                # However layers are divided, the slowest stage has a share of the whole at least.
+                if layout in best and aim != "prompt":
+                    price = sum(machine.devices[i].cost_per_hour for g in stages for one in g for i in one)
+                    least = least_step(predictor, layout, stages, parts)
+                    scale = price / 3600 / predictor.load.batch if aim == "cost" else 1.0
+                    if scale * least > rank(best[layout], aim)[0] + 1e-12:
+                        continue
                 plan = divided(predictor, layout, stages, parts)
                 if plan is None:
                     continue
@@ -56,6 +63,14 @@ def rank(found: Prediction, aim: Aim) -> tuple[float, ...]:
     """Less is better; of equal plans the one with fewer devices and microbatches."""
     first = {"time": found.step_s, "cost": found.cost_per_token, "prompt": found.prompt_s}[aim]
     return (round(first, 12), len(found.plan.devices), found.plan.microbatches, found.step_s)
+
+
+def least_step(predictor: Predictor, layout: Layout, stages: Sequence[Sequence[Group]], parts: int) -> float:
+    """Seconds that no division of the layers over these devices beats: all layers where each is fastest, evenly."""
+    sequences = predictor.sequences(layout, parts)
+    times = [predictor.each_layer(groups, layout, sequences) for groups in stages]
+    total = sum(map(min, zip(*times, strict=True)))
+    return max(total, parts * total / layout.stages)
 
 
 def divided(
