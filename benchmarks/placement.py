@@ -1,6 +1,6 @@
 """Predicted against measured times of a model's layers, on one process and on several: what `nstf place` is worth.
 
-    python benchmarks/placement.py [--shapes 512x1536 ...] [--layers 4] [--encoding int4] [--ranks 2] [--rounds 5]
+    python benchmarks/placement.py [--shapes 512x1536 ...] [--layers 8] [--encoding int4] [--ranks 2] [--rounds 5]
         [--rows 1 16] [--json FILE]
 
 On a CPU every process has one thread, and processes talk through gloo; on GPUs every process has one, with NCCL. Compared
@@ -301,7 +301,7 @@ def predicted(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["256x768", "1024x2816", "2048x5632"])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--encoding", default="int4")
     parser.add_argument("--ranks", type=int, default=2, help="processes on a CPU; on GPUs all of them")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
