@@ -169,7 +169,7 @@ def repeated(call: Callable[[], object], place: torch.device) -> float:
 
 def captured(call: Callable[[], object], count: int) -> Callable[[], object]:
     """So many calls as a graph."""
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -185,6 +185,7 @@ def captured(call: Callable[[], object], count: int) -> Callable[[], object]:
 
 
 def repeated_on_host(call: Callable[[], object], place: torch.device) -> float:
+    """The same of a call as it is."""
     once = agreed(timed(call, place), place, most=True)
     count = int(min(200, max(TIMES, SECONDS / max(once, 1e-6))))
     times = []
