@@ -69,7 +69,7 @@ def least_step(predictor: Predictor, layout: Layout, stages: Sequence[Sequence[G
     """Seconds that no division of the layers over these devices beats: all layers where each is fastest, evenly."""
     sequences = predictor.sequences(layout, parts)
     times = [predictor.each_layer(groups, layout, sequences) for groups in stages]
-    total = sum(min(layer) for layer in zip(*times, strict=True))
+    total = float(sum(min(layer) for layer in zip(*times, strict=True)))
     return max(total, parts * total / layout.stages)
 
 
