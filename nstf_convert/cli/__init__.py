@@ -39,6 +39,7 @@ SUMMARIES = {
     "bench": "Measure tokens per second on this CPU or GPU.",
     "compile": "Compile GPU kernels ahead of time.",
     "profile": "Show where the time of a model goes.",
+    "place": "Find the best division of a model over several devices.",
     "export": "Decode into a Hugging Face folder.",
 }
 

@@ -66,12 +66,21 @@ def seconds(target: Target, atom: Atom) -> float:
     weights = atom.rows * atom.cols
     if target.is_cpu:
         family = target.name if target.name in CPUS else "avx2"
-        row, work = CPUS[family], _CYCLES[family][_kind(atom.leaf, wide=5)]
-        return row.start_s + max(atom.size_bytes / row.bandwidth, weights * work / row.rate)
+        row = CPUS[family]
+        work = work_of(atom.leaf, family) * weights
+        return row.start_s + max(atom.size_bytes / row.bandwidth, work / row.rate)
     card = ARCHITECTURES[target.name]
-    work = _instructions(atom.leaf, card.backend == "hip")
+    work = work_of(atom.leaf, card.backend) * weights
     read = atom.size_bytes / (_GPU_BANDWIDTH * card.bandwidth)
-    return card.launch_s + max(read, weights * work / card.vector_rate)
+    return card.launch_s + max(read, work / card.vector_rate)
+
+
+def work_of(leaf: Node, family: str) -> float:
+    """What decoding and multiplying one weight takes: cycles of a core on CPUs (`avx2`, `avx512`, `neon`), instructions of a
+    lane on GPUs (`cuda`, `hip`)."""
+    if family in _CYCLES:
+        return _CYCLES[family][_kind(leaf, wide=5)]
+    return _instructions(leaf, family == "hip")
 
 
 def _kind(leaf: Node, wide: int) -> str:

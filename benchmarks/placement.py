@@ -1,0 +1,372 @@
+"""Predicted against measured times of a model's layers, on one process and on several: what `nstf place` is worth.
+
+    python benchmarks/placement.py [--shapes 512x1536 ...] [--layers 8] [--encoding int4] [--ranks 2] [--rounds 5]
+        [--rows 1 16] [--json FILE]
+
+On a CPU every process has one thread, and processes talk through gloo; on GPUs every process has one, with NCCL. Compared
+for each shape (hidden x feed-forward) and number of rows:
+
+    one device     all products of the layers on one process, the others wait
+    tensor N       q, k, v, gate and up by rows, o and down by columns (formats/shards.py), all-reduces after o and down
+    pipeline N     layers one part after the other, [rows, hidden] handed on; one microbatch
+
+Predicted: the products' prices by the planner (timed alone on a CPU, by its model on a GPU) and the machine that
+`nstf place --measure` finds. On a GPU a second prediction takes products timed alone in a captured graph, so that errors of
+links and of the model can be told apart. Measured: the least of the rounds, in which the plans take turns; a plan takes as
+long as its slowest process. Norms, rotations and attention are left out on both sides: these are products and links.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.formats.shards import Span, shard
+from nstf.kernels.linear import linear
+from nstf_convert.place.costs import Matrix, tree_of
+from nstf_convert.place.fabric import Fabric
+from nstf_convert.place.machine import Machine
+from nstf_convert.place.measure import measure_machine, measured_products
+from nstf_convert.place.products import Products
+from nstf_convert.speed import cache
+from nstf_convert.speed.measure import Pool
+
+AXES = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
+GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+# What the goal says.
+WITHIN = 0.2
+
+
+def shapes_of(hidden: int, wide: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of a layer's matrices; keys and values have a quarter of the heads."""
+    return {
+        "q_proj": (hidden, hidden), "k_proj": (hidden // 4, hidden), "v_proj": (hidden // 4, hidden),
+        "o_proj": (hidden, hidden), "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
+    }  # fmt: skip
+
+
+def matrices(hidden: int, wide: int, encoding: str) -> list[Matrix]:
+    return [
+        Matrix(
+            f"layers.0.{n}.weight",
+            tree_of(encoding, f"{n}.weight", s),
+            s,
+            "product",
+            AXES[n],
+            GROUPS.get(n, ""),
+        )
+        for n, s in shapes_of(hidden, wide).items()
+    ]
+
+
+class Layer:
+    """A layer's products: on one process, or the part of a rank."""
+
+    def __init__(self, found: list[Matrix], pool: Pool, rank: int, ranks: int, place: torch.device) -> None:
+        self.parts: dict[str, EncodedTensor] = {}
+        for matrix in found:
+            whole = pool.filled(matrix.tree, matrix.shape)
+            # Small weights, so that activations stay finite through the layers.
+            for name in ("scale_super", "scale"):
+                if name in whole.arrays:
+                    whole.arrays[name].mul_(1e-4)
+                    break
+            size = matrix.shape[matrix.axis or 0] // ranks
+            part = (
+                shard(whole, Span(matrix.axis or 0, rank * size, (rank + 1) * size)) if ranks > 1 else whole
+            )
+            arrays = {k: a.to(place) for k, a in part.arrays.items()}
+            self.parts[matrix.name.split(".")[2]] = EncodedTensor(part.tree, part.shape, arrays)
+        self.reduces = ranks > 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        p = self.parts
+        q, _, _ = (linear(x, p[n], None) for n in ("q_proj", "k_proj", "v_proj"))
+        y = self._whole(linear(q, p["o_proj"], None))
+        h = F.silu(linear(y, p["gate_proj"], None)) * linear(y, p["up_proj"], None)
+        return self._whole(linear(h, p["down_proj"], None))
+
+    def _whole(self, y: Tensor) -> Tensor:
+        if self.reduces:
+            dist.all_reduce(y)
+        return y
+
+
+class Engine:
+    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device."""
+
+    def __init__(self, layer: Layer, rows: int) -> None:
+        from nstf.kernels.cpu.engine_matrix import compile_matrix
+
+        self.made = {n: compile_matrix(e) for n, e in layer.parts.items()}
+        self.outs = {n: torch.zeros(rows, e.shape[0]) for n, e in layer.parts.items()}
+        self.reduces, self.rows = layer.reduces, rows
+
+    def _times(self, name: str, x: Tensor) -> Tensor:
+        out = self.outs[name]
+        self.made[name].multiply_at(x.data_ptr(), self.rows, out.data_ptr(), 1)
+        return out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        q = self._times("q_proj", x)
+        self._times("k_proj", x)
+        self._times("v_proj", x)
+        y = self._whole(self._times("o_proj", q))
+        h = self._times("gate_proj", y)
+        self._times("up_proj", y)
+        return self._whole(self._times("down_proj", h))
+
+    def _whole(self, y: Tensor) -> Tensor:
+        if self.reduces:
+            dist.all_reduce(y)
+        return y
+
+
+def captured(call: Callable[[], object], place: torch.device) -> Callable[[], object]:
+    """On a GPU the call as a graph with its collectives inside; on a CPU as it is."""
+    if place.type != "cuda":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # The thread that watches NCCL asks for events meanwhile, which other modes forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
+def timed(call: Callable[[], object], place: torch.device) -> float:
+    if place.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if place.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float, place: torch.device) -> float:
+    held = torch.tensor([seconds], dtype=torch.float64, device=place)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return float(held.item())
+
+
+@torch.no_grad()
+def worker(task: dict[str, Any]) -> None:
+    """Measures the plans in step with the other processes."""
+    rank, ranks, kind = task["rank"], task["ranks"], task["device"]
+    torch.set_num_threads(1)
+    place = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{task['store']}",
+        rank=rank,
+        world_size=ranks,
+    )
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    rows, count = task["rows"], task["layers"]
+    found = matrices(*task["shape"], task["encoding"])
+    pool = Pool(count * sum(m.size_bytes for m in found))
+    x = torch.randn(rows, task["shape"][0], generator=torch.Generator().manual_seed(0)).to(place, dtype)
+
+    def layers(own_rank: int, own_ranks: int, own: int) -> list[Callable[[Tensor], Tensor]]:
+        made = [Layer(found, pool, own_rank, own_ranks, place) for _ in range(own)]
+        return [Engine(m, rows) for m in made] if kind == "cpu" else list(made)
+
+    def run(own: list[Callable[[Tensor], Tensor]], y: Tensor) -> Tensor:
+        for layer in own:
+            y = layer(y)
+        return y
+
+    calls: dict[str, Callable[[], object]] = {}
+    plans = {"one device": layers(0, 1, count) if rank == 0 else []}
+    if ranks > 1:
+        plans[f"tensor {ranks}"] = layers(rank, ranks, count)
+        plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks)
+    for name, own in plans.items():
+        if name.startswith("pipeline"):
+            received, sent = torch.empty_like(x), torch.empty_like(x)
+
+            def stage(own: Any = own, received: Tensor = received, sent: Tensor = sent) -> None:
+                sent.copy_(run(own, received if rank else x))
+
+            whole = captured(stage, place)
+
+            def piped(whole: Any = whole, received: Tensor = received, sent: Tensor = sent) -> None:
+                if rank > 0:
+                    dist.recv(received, rank - 1)
+                whole()
+                if rank + 1 < ranks:
+                    dist.send(sent, rank + 1)
+
+            calls[name] = piped
+        else:
+            calls[name] = captured(lambda own=own: run(own, x), place) if own else (lambda: None)
+    best = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        call()
+    for _ in range(task["rounds"]):
+        for name, call in calls.items():
+            for _ in range(task["times"]):
+                dist.barrier()
+                best[name] = min(best[name], slowest(timed(call, place), place))
+    if rank == 0:
+        alone = {m.name: alone_seconds(m, ranks, rows, place, dtype) for m in found} if kind == "cuda" else {}
+        Path(task["out"]).write_text(json.dumps({"plans": best, "alone": alone}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def alone_seconds(
+    matrix: Matrix, ranks: int, rows: int, place: torch.device, dtype: torch.dtype
+) -> dict[int, float]:
+    """On a GPU: a product of the whole matrix and of a part, in a captured graph through copies that no cache holds."""
+    found = {}
+    pool = Pool(matrix.size_bytes)
+    for parts in sorted({1, ranks}):
+        size = matrix.shape[matrix.axis or 0] // parts
+        whole = pool.filled(matrix.tree, matrix.shape)
+        part = shard(whole, Span(matrix.axis or 0, 0, size)) if parts > 1 else whole
+        copies = [
+            EncodedTensor(part.tree, part.shape, {k: a.to(place, copy=True) for k, a in part.arrays.items()})
+            for _ in range(max(2, (200 << 20) // max(1, part.size_bytes) + 1))
+        ]
+        x = torch.randn(rows, part.shape[1], device=place).to(dtype)
+        replay = captured(lambda x=x, copies=copies: [linear(x, c, None) for c in copies], place)
+        found[parts] = min(timed(replay, place) for _ in range(5)) / len(copies)
+    return found
+
+
+def start(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
+    """Runs the workers; what the first one wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = task | {"ranks": ranks, "store": f"{folder}/store", "out": f"{folder}/out"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        running = [
+            subprocess.Popen([*command, json.dumps(task | {"rank": rank})], env=environment)
+            for rank in range(ranks)
+        ]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            raise SystemExit("placement.py: a process failed; its message is above")
+        found: dict[str, Any] = json.loads(Path(task["out"]).read_text())
+        return found
+
+
+def predicted(
+    machine: Machine, products: Products, found: list[Matrix], rows: int, layers: int, alone: dict[str, Any]
+) -> dict[str, float]:
+    """Seconds of the plans. alone: products as timed by themselves, in the place of the prices."""
+    fabric, device, ranks = Fabric(machine), machine.devices[0], len(machine.devices)
+    everyone = tuple(range(ranks))
+    width = found[3].shape[0] * rows * (2 if device.kind != "cpu" else 4)
+
+    def layer(parts: int) -> float:
+        if alone:
+            return sum(float(alone[m.name][str(parts)]) for m in found)
+        if device.is_cpu:
+            return products.seconds(device, found, parts, rows)
+        # Every matrix is a launch of its own here.
+        return sum(products.seconds(device, [m], parts, rows) for m in found)
+
+    out = {"one device": layers * layer(1)}
+    if ranks > 1:
+        out[f"tensor {ranks}"] = layers * (
+            layer(ranks) / device.together + 2 * fabric.all_reduce(everyone, width)
+        )
+        handed = sum(fabric.handed_on((i,), (i + 1,), width) for i in range(ranks - 1))
+        out[f"pipeline {ranks}"] = layers * layer(1) + handed
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["256x768", "1024x2816", "2048x5632"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--encoding", default="int4")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on a CPU; on GPUs all of them")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", type=int, default=10, help="of each plan in a round")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        worker(json.loads(options.worker))
+        return
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not there on every host
+    # Prices of another hour are no use on a shared machine.
+    cache.folder = lambda: None
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks, kind = (gpus, "cuda") if gpus else (options.ranks, "cpu")
+    lines, right = [], 0
+    for text in options.shapes:
+        hidden, wide = map(int, text.split("x"))
+        found = matrices(hidden, wide, options.encoding)
+        for rows in options.rows:
+            task = {
+                "device": kind, "shape": [hidden, wide], "encoding": options.encoding, "rows": rows,
+                "layers": options.layers, "rounds": options.rounds, "times": options.times,
+            }  # fmt: skip
+            # Links and products are measured beside the plans, since a shared machine changes from minute to minute.
+            machine = measure_machine(ranks)
+            products = measured_products(machine, options.layers * sum(m.size_bytes for m in found))
+            guess = predicted(machine, products, found, rows, options.layers, {})
+            result = start(ranks, task)
+            again = predicted(machine, products, found, rows, options.layers, result["alone"])
+            lines.append(show(text, rows, guess, again if result["alone"] else None, result["plans"]))
+            right += lines[-1]["best_is_right"]
+    close = [abs(c - 1) <= WITHIN for line in lines for c in line["ratio"].values()]
+    print(
+        f"{sum(close)} of {len(close)} predictions within 20 %; the best plan named rightly in {right} of {len(lines)}"
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(lines, indent=1) + "\n")
+
+
+def show(
+    shape: str, rows: int, guess: dict[str, float], again: dict[str, float] | None, real: dict[str, float]
+) -> dict[str, Any]:
+    """Prints a shape's lines; the figures for JSON."""
+    order = {
+        "predicted": sorted(guess, key=lambda n: guess[n]),
+        "measured": sorted(real, key=lambda n: real[n]),
+    }
+    for name, seconds in real.items():
+        more = (
+            f"  with timed products {1e6 * again[name]:9.1f} us {again[name] / seconds:5.2f}" if again else ""
+        )
+        print(
+            f"{shape:12} rows {rows:4}  {name:12} predicted {1e6 * guess[name]:9.1f} us  measured {1e6 * seconds:9.1f} us"
+            f"  {guess[name] / seconds:5.2f}{more}",
+            flush=True,
+        )
+    # Plans that measure within a tenth of each other have no order.
+    first = real[order["predicted"][0]] <= 1.1 * real[order["measured"][0]]
+    return {
+        "shape": shape, "rows": rows, "predicted_s": guess, "with_timed_products_s": again, "measured_s": real,
+        "ratio": {n: guess[n] / s for n, s in real.items()}, "best_is_right": first, **order,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

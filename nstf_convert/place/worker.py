@@ -1,0 +1,230 @@
+"""One process of `nstf place --measure`: `python -m nstf_convert.place.worker TASK`, started by measure.py for each device.
+
+Times are those of the slowest process, of which a tenth of the measurements are below: what other programs did to the others
+says nothing of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Bytes of messages, by device.
+SIZES = {
+    "cpu": (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22),
+    "cuda": (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
+}
+# Seconds that one size is measured for, and times at least.
+SECONDS, TIMES = 0.03, 8
+# Calls in a row of a graph on GPUs.
+CAPTURED = 20
+_READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
+_SIDE = {"cpu": 512, "cuda": 8192}
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measures in step with the other processes; the first one writes what was found."""
+    rank, ranks, kind = int(task["rank"]), int(task["ranks"]), str(task["device"])
+    torch.set_num_threads(int(task["threads"]))
+    place = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{task['store']}",
+        rank=rank,
+        world_size=ranks,
+    )
+    try:
+        found = measured(rank, ranks, kind, place)
+        found["threads"] = int(task["threads"])
+        if rank == 0:
+            Path(task["out"]).write_text(json.dumps(found), encoding="utf-8")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(rank: int, ranks: int, kind: str, place: torch.device) -> dict[str, Any]:
+    """Everything, the same in all processes."""
+    alone = 0.0
+    dist.barrier()
+    if rank == 0:
+        alone = read_rate(kind, place)
+    dist.barrier()
+    together = read_rate(kind, place)
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    flops = product_rate(kind, place, dtype)
+    links = [
+        (a, b, [(size, exchange(rank, a, b, size, place)) for size in SIZES[kind]])
+        for a in range(ranks)
+        for b in range(a + 1, ranks)
+    ]
+    curves = {}
+    for count in sorted({n for n in (2, 4, 8, 16, ranks) if 1 < n <= ranks}):
+        group = dist.new_group(list(range(count)))
+        curves[count] = [(size, reduced(rank, count, group, size, place)) for size in SIZES[kind]]
+    return {
+        "ranks": ranks, "device": kind, "kind": named(kind), "name": described(kind), "dtype": str(dtype).split(".")[1],
+        "read_alone": agreed(alone, place, most=True), "read_together": agreed(together, place, most=False),
+        "flops": agreed(flops, place, most=False), "memory_bytes": memory(kind, ranks), "links": links, "all_reduce": curves,
+    }  # fmt: skip
+
+
+def read_rate(kind: str, place: torch.device) -> float:
+    """Bytes a second of a sum over memory."""
+    values = torch.zeros(_READ_BYTES[kind] // 4, device=place)
+    return _READ_BYTES[kind] / least(values.sum, place)
+
+
+def product_rate(kind: str, place: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a matrix product."""
+    side = _SIDE[kind]
+    a = torch.randn(side, side, device=place).to(dtype)
+    out = torch.empty_like(a)
+    return 2.0 * side**3 / least(lambda: torch.mm(a, a, out=out), place)
+
+
+def least(call: Callable[[], object], place: torch.device) -> float:
+    """The least seconds of a call."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + 3 * SECONDS
+    while len(times) < 3 or time.perf_counter() < end:
+        times.append(timed(call, place))
+    return min(times)
+
+
+def timed(call: Callable[[], object], place: torch.device) -> float:
+    wait(place)
+    start = time.perf_counter()
+    call()
+    wait(place)
+    return time.perf_counter() - start
+
+
+def wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+
+
+def exchange(rank: int, a: int, b: int, size: int, place: torch.device) -> float:
+    """Seconds that a message takes from rank a to rank b: half of there and back. Raises RuntimeError where what arrives is
+    not what was sent."""
+    sent = pattern(size, a, place)
+    got = torch.zeros_like(sent)
+
+    def there_and_back() -> None:
+        if rank == a:
+            dist.send(sent, b)
+            dist.recv(got, b)
+        elif rank == b:
+            dist.recv(got, a)
+            dist.send(got, a)
+
+    dist.barrier()
+    there_and_back()
+    if rank in (a, b) and not torch.equal(got, sent):
+        raise RuntimeError(f"a message of {size} bytes from rank {a} to {b} did not arrive as it was sent")
+    return repeated(there_and_back, place) / 2
+
+
+def reduced(rank: int, count: int, group: Any, size: int, place: torch.device) -> float:
+    """Seconds of an all-reduce among the first `count` ranks. Raises RuntimeError for a wrong sum."""
+    values = torch.full((max(1, size // 4),), float(rank + 1), device=place)
+    if rank < count:
+        dist.all_reduce(values, group=group)
+        if not torch.all(values == count * (count + 1) / 2):
+            raise RuntimeError(f"an all-reduce of {size} bytes among {count} ranks gave a wrong sum")
+    work = torch.zeros_like(values)
+    return repeated((lambda: dist.all_reduce(work, group=group)) if rank < count else (lambda: None), place)
+
+
+def pattern(size: int, seed: int, place: torch.device) -> Tensor:
+    """Bytes that both sides know."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(place)
+
+
+def repeated(call: Callable[[], object], place: torch.device) -> float:
+    """The typical seconds of a call that all processes make, those of the slowest. All make as many.
+
+    On GPUs many calls in a row are captured in a graph, as models run there: their start on the host is no part of it.
+    """
+    dist.barrier()
+    if place.type == "cuda":
+        replay = captured(call, CAPTURED)
+        return repeated_on_host(replay, place) / CAPTURED
+    return repeated_on_host(call, place)
+
+
+def captured(call: Callable[[], object], count: int) -> Callable[[], object]:
+    """So many calls as a graph."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # The thread that watches NCCL asks for events meanwhile, which other modes forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            call()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def repeated_on_host(call: Callable[[], object], place: torch.device) -> float:
+    """The same of a call as it is."""
+    once = agreed(timed(call, place), place, most=True)
+    count = int(min(200, max(TIMES, SECONDS / max(once, 1e-6))))
+    times = []
+    for _ in range(count):
+        times.append(timed(call, place))
+    return agreed(sorted(times)[count // 10], place, most=True)
+
+
+def agreed(value: float, place: torch.device, most: bool) -> float:
+    """The largest or the least of all processes' values."""
+    held = torch.tensor([value], dtype=torch.float64, device=place)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX if most else dist.ReduceOp.MIN)
+    return float(held.item())
+
+
+def named(kind: str) -> str:
+    """The device's kind, as machine files have it."""
+    if kind == "cpu":
+        return "cpu"
+    row = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        return str(row.gcnArchName).partition(":")[0]
+    return f"sm_{row.major}{row.minor}"
+
+
+def described(kind: str) -> str:
+    if kind == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return f"{platform.machine()} CPU"
+
+
+def memory(kind: str, ranks: int) -> float:
+    """Bytes of each device; of a CPU an equal share of what is free."""
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    from nstf_convert.pipeline.machine import free_host_bytes
+
+    return float(free_host_bytes()) / ranks
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""`nstf place`: the table, the JSON, and one line for every mistake."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstf_convert.place.machine import from_json
+from tests.nstf_convert.place.stored import LLAMA, artifact_of
+
+SHAPE = Path(__file__).parents[3] / "examples" / "shapes" / "dense-8b.json"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return artifact_of(tmp_path_factory.mktemp("place") / "model.nstf", LLAMA)
+
+
+def test_the_best_plans_are_a_table_and_json(nstf: Callable[..., Any], model: Path) -> None:
+    result = nstf("place", model, "--machine", "h200x2", "--batch", "4")
+    assert result.code == 0, result.err
+    assert "predicted, not measured" in result.out and "tokens/s" in result.out
+    for name in ("one device", "tensor 2", "pipeline 2"):
+        assert f"\n{name} " in result.out
+    data = nstf("place", model, "--machine", "h200x2", "--batch", "4", "--json").json
+    assert data["nstf_placement"] == 1 and {p["name"] for p in data["plans"]} == {
+        "one device",
+        "tensor 2",
+        "pipeline 2",
+    }
+    steps = [p["predicted"]["step_s"] for p in data["plans"]]
+    assert steps == sorted(steps) and all(
+        p["predicted"]["tokens_per_s"] == pytest.approx(4 / p["predicted"]["step_s"]) for p in data["plans"]
+    )
+
+
+def test_engines_take_what_the_json_says(nstf: Callable[..., Any], model: Path) -> None:
+    plans = {p["name"]: p for p in nstf("place", model, "--machine", "h200x2", "--json").json["plans"]}
+    assert plans["tensor 2"]["load"] == {"tensor_parallel": 2}
+    assert plans["tensor 2"]["vllm"] == ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "1"]
+    assert plans["tensor 2"]["environment"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert plans["pipeline 2"]["load"] is None
+    assert [s["layers"] for s in plans["pipeline 2"]["stages"]] == [[0, 1], [1, 2]]
+
+
+def test_mixtures_of_experts_name_expert_parallelism(nstf: Callable[..., Any]) -> None:
+    shape = SHAPE.with_name("moe-30b-a3b.json")
+    plans = nstf(
+        "place", shape, "--encoding", "int4", "--machine", "mi300x8", "--batch", "64", "--json"
+    ).json["plans"]
+    best = plans[0]
+    assert best["experts"] == "whole" and "--enable-expert-parallel" in best["vllm"]
+    assert best["data_parallel"] * best["tensor_parallel"] > 1 and set(best["environment"]) <= {
+        "HIP_VISIBLE_DEVICES"
+    }
+
+
+def test_the_aim_decides(nstf: Callable[..., Any]) -> None:
+    words = ("place", SHAPE, "--encoding", "int4", "--machine", "h100x8", "--json")
+    fast, cheap = (nstf(*words, "--aim", aim).json["plans"][0] for aim in ("time", "cost"))
+    assert cheap["name"] == "one device" and fast["tensor_parallel"] > 1
+    few = nstf(*words, "--devices", "2").json["plans"]
+    assert max(len(p["devices"]) for p in few) == 2
+
+
+def test_a_measured_machine_is_kept_and_read_again(
+    nstf: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nstf_convert.place import measure
+    from tests.nstf_convert.place.test_measure import FOUND
+
+    # The processes have a test of their own; kernels are not timed here.
+    monkeypatch.setattr(measure, "run_workers", lambda ranks, device, threads: FOUND)
+    monkeypatch.setattr(measure, "measured_products", lambda machine, size: measure.Products())
+    kept = tmp_path / "here.json"
+    first = nstf("place", model, "--measure", "--save-machine", kept, "--json")
+    assert first.code == 0, first.err
+    assert from_json(json.loads(kept.read_text())).devices[1].name == "process1"
+    again = nstf("place", model, "--machine", kept, "--json")
+    assert again.json == first.json
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --machine FILE (or an example's name) or --measure, one of them"),
+        (("--machine", "h200x2", "--measure"), "one of them"),
+        (("--machine", "h300"), "no such file, and no example; there are"),
+        (("--machine", "h200x2", "--aim", "fun"), "--aim 'fun': choose one of time, cost, prompt"),
+        (("--machine", "h200x2", "--encoding", "int4"), "--encoding is for a config.json"),
+        (("--machine", "h200x2", "--save-machine", "x"), "add --measure"),
+        (("--machine", "h200x2", "--batch", "0"), "Input should be greater than or equal to 1"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(
+    nstf: Callable[..., Any], model: Path, words: tuple[str, ...], message: str
+) -> None:
+    result = nstf("place", model, *words)
+    assert result.code == 2 and message in result.err and len(result.err.splitlines()) == 1
+
+
+def test_configs_that_are_wrong_are_named(nstf: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("--machine", "h200x2", "--encoding", "int4")
+    assert "add --encoding int4" in nstf("place", SHAPE, *words[:2]).err
+    for text, message in (("{", "not JSON"), ("[]", "not an object"), ("{}", "does not read the config")):
+        (tmp_path / "config.json").write_text(text)
+        result = nstf("place", tmp_path / "config.json", *words)
+        assert result.code == (6 if text == "{}" else 2) and message in result.err
+    assert nstf("place", tmp_path / "no.json", *words).code == 2
+    assert nstf("place", tmp_path / "no.nstf", *words).code == 2
+
+
+def test_what_fits_nowhere_says_by_how_much(nstf: Callable[..., Any]) -> None:
+    result = nstf("place", SHAPE.with_name("dense-405b.json"), "--encoding", "bf16", "--machine", "h200x2")
+    assert result.code == 1 and "no plan fits" in result.err and "755.96 GiB" in result.err

@@ -1,0 +1,136 @@
+"""Costs of a model from an artifact's header and from a config, and what products are predicted to take."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nstf.errors import UnsupportedError, UsageError
+from nstf.runtime.artifact import open_artifact
+from nstf_convert.place.costs import Matrix, of_artifact, of_config, tree_of
+from nstf_convert.place.fabric import Fabric
+from nstf_convert.place.machine import read_machine
+from nstf_convert.place.plans import Layout, Plan, Stage
+from nstf_convert.place.predict import Load, Predictor
+from nstf_convert.place.products import Products
+from tests.nstf_convert.place.stored import LLAMA, artifact_of
+
+SHAPES = Path(__file__).parents[3] / "examples" / "shapes"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_and_its_config_cost_the_same(tmp_path: Path, tied: bool) -> None:
+    config = LLAMA | {"tie_word_embeddings": tied}
+    with open_artifact(artifact_of(tmp_path / "m.nstf", config)) as artifact:
+        stored = of_artifact(artifact)
+        planned = of_config("m", config, "int4")
+        assert stored.size_bytes == planned.size_bytes
+        assert stored.size_bytes == sum(
+            e.end - e.start for n, e in artifact.entries.items() if not n.startswith("nstf.file/")
+        )
+        assert stored.facts == planned.facts and stored.facts.kv_bytes == 2 * 2 * 16 * 2
+        for one, other in zip(stored.layers, planned.layers, strict=True):
+            assert sorted(m.key for m in one) == sorted(m.key for m in other)
+        assert stored.tied is tied and stored.head is not None and stored.head.kind == "head"
+        # As `nstf inspect --tp` says: 256 columns in groups of 128 are two parts and not four.
+        assert stored.problem(2) is None and planned.problem(2) is None
+        assert "down_proj" in str(stored.problem(4)) and "down_proj" in str(planned.problem(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv_bytes"),
+    [
+        ("dense-8b", 8.03e9, 4096), ("dense-70b", 70.6e9, 4096), ("dense-405b", 405.9e9, 4096),
+        ("moe-30b-a3b", 30.5e9, 2048), ("moe-671b", 671e9, 1152),
+    ],
+)  # fmt: skip
+def test_the_shapes_are_those_of_the_models_they_are_named_after(
+    name: str, parameters: float, kv_bytes: int
+) -> None:
+    found = of_config(name, json.loads((SHAPES / f"{name}.json").read_text()), "bf16")
+    assert found.size_bytes / 2 == pytest.approx(parameters, rel=0.003)
+    assert found.facts.kv_bytes == kv_bytes
+
+
+def test_encodings_have_their_bits() -> None:
+    for word, bits in (
+        ("bf16", 16),
+        ("int4", 4.125),
+        ("int8", 8.125),
+        ("trellis3", 3),
+        ("trellis2.25", 2.25),
+    ):
+        matrix = Matrix("x", tree_of(word, "x.weight", (1024, 1024)), (1024, 1024), "product", 0)
+        assert 8 * matrix.size_bytes / 2**20 == pytest.approx(bits, rel=0.01)
+    assert tree_of("int4", "a.norm.weight", (64,)).kind == "dense"
+    assert tree_of("int4", "mlp.gate.weight", (64, 128)).kind == "dense"
+    for wrong in ("int9", "trellis7", "4", "trellis2.1"):
+        with pytest.raises(UsageError, match="write bf16"):
+            tree_of(wrong, "x", (64, 128))
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not read the config of this model of type 'nonsense'"):
+        of_config("x", {"model_type": "nonsense"}, "int4")
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    with pytest.raises(UnsupportedError, match="layers of type 'linear_attention' are not known"):
+        of_config(
+            "x",
+            {"model_type": "qwen3_next", "num_hidden_layers": 2, "num_experts": 4, "hidden_size": 64} | kinds,
+            "int4",
+        )
+
+
+# Microseconds on an H200 by rows of activations, 28672 x 8192 (docs/gpu_speed.md).
+MEASURED = {
+    "int4": {1: 36.6, 8: 40.9, 16: 51.2, 64: 87.8, 128: 104.8, 256: 157.2, 1024: 625, 4096: 2764},
+    "int3": {1: 55.3, 16: 78.6, 64: 92.7, 256: 179.4},
+    "int8": {1: 60.6, 16: 78.0, 256: 185.1},
+    "bf16": {1: 110.0, 256: 174.0},
+    "trellis2": {1: 46.8, 4: 47.4, 16: 71.0, 64: 206.0, 256: 387.0},
+    "trellis3": {1: 52.3, 16: 71.9, 64: 221.0, 256: 387.0},
+}
+
+
+@pytest.mark.parametrize("encoding", MEASURED)
+def test_products_are_predicted_within_a_fifth_of_what_an_h200_took(encoding: str) -> None:
+    device, shape = read_machine("h200x1").devices[0], (28672, 8192)
+    matrix = Matrix("x", tree_of(encoding, "x.weight", shape), shape, "product", 0)
+    for rows, microseconds in MEASURED[encoding].items():
+        found = 1e6 * Products().seconds(device, [matrix], 1, rows)
+        assert found == pytest.approx(microseconds, rel=0.2), (rows, found)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "batch", "milliseconds"),
+    [
+        ("int4", 1, 1.79),
+        ("int4", 4, 1.89),
+        ("int4", 8, 1.98),
+        ("bf16", 1, 4.41),
+        ("bf16", 4, 4.47),
+        ("bf16", 8, 4.53),
+    ],
+)
+def test_steps_of_a_whole_model_are_predicted_as_an_h200_took_them(
+    encoding: str, batch: int, milliseconds: float
+) -> None:
+    """docs/gpu_speed.md, "Whole model": the shape of an 8B model, prompts of 128 tokens, 128 decoded."""
+    model = of_config("8b", json.loads((SHAPES / "dense-8b.json").read_text()), encoding)
+    predictor = Predictor(model, Fabric(read_machine("h200x1")), Load(batch=batch, context=192))
+    found = predictor.predict(Plan(Layout(), (Stage(((0,),), 0, 32),)))
+    assert 1e3 * found.step_s == pytest.approx(milliseconds, rel=0.05)
+    assert found.links_share == found.idle_share == 0
+
+
+def test_memory_is_shared_as_tensors_are() -> None:
+    model = of_config("8b", json.loads((SHAPES / "dense-8b.json").read_text()), "int4")
+    predictor = Predictor(model, Fabric(read_machine("h200x2")), Load(batch=1, context=4096, prompt=1))
+    one = predictor.predict(Plan(Layout(), (Stage(((0,),), 0, 32),)))
+    two = predictor.predict(Plan(Layout(1, 2), (Stage(((0, 1),), 0, 32),)))
+    keys = 4096 * 32 * 4096
+    assert one.memory[0] == pytest.approx(model.size_bytes + keys, rel=0.001)
+    assert two.memory[0] == two.memory[1] == pytest.approx(one.memory[0] / 2, rel=0.001)
+    # A pipeline's ends hold table and head.
+    pipe = predictor.predict(Plan(Layout(2), (Stage(((0,),), 0, 16), Stage(((1,),), 16, 32))))
+    assert sum(pipe.memory) == pytest.approx(one.memory[0], rel=0.001)

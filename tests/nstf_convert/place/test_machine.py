@@ -1,0 +1,93 @@
+"""Machine files: what is read is what is written, and every mistake is one line that names its place."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstf.errors import UsageError
+from nstf_convert.place.machine import EXAMPLES, examples, from_json, read_machine
+
+GOOD: dict[str, Any] = {
+    "nstf_machine": 1,
+    "name": "pair",
+    "devices": [
+        {"name": "gpu", "count": 2, "kind": "sm_90", "memory_bytes": 1e9, "bandwidth": 1e12, "rates": {"int8": 1e14}}
+    ],
+    "links": [{"mesh": "gpu*", "bandwidth": 1e10, "latency_s": 1e-6}],
+    "collectives": {"measured": {"2": [[1024, 1e-5], [4096, 2e-5]]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", examples())
+def test_examples_are_read_and_every_figure_has_a_source(name: str) -> None:
+    machine = read_machine(name)
+    assert from_json(machine.to_json()) == machine
+    assert from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    for one in (*machine.devices, *machine.links):
+        assert len(one.source) > 5, one
+
+
+def test_the_examples_that_the_documentation_names_are_there() -> None:
+    wanted = {"h200x1", "h200x2", "h100x8", "mi300x8", "h100x16", "rtx4090x4", "cpu-2-cores"}
+    assert wanted == set(examples()) == {p.stem for p in EXAMPLES.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("nstf_machine",), 2, 'must be an object with "nstf_machine": 1'),
+        (("device",), [], "unknown key 'device'; did you mean 'devices'?"),
+        (("devices",), {}, "'devices' must be a list"),
+        (("devices",), [], "0 devices: give 1 to 4096"),
+        (("devices", 0, "memory_bytes"), -1, r"devices\[0\]: 'memory_bytes' is -1: it must be above 0"),
+        (("devices", 0, "memory_bytes"), True, "'memory_bytes' must be a number"),
+        (("devices", 0, "bandwidth"), float("nan"), "'bandwidth' must be a number, not 'nan'"),
+        (("devices", 0, "bandwidth_share"), 1.5, "'bandwidth_share' is 1.5: it must be above 0, at most 1"),
+        (("devices", 0, "count"), 1.5, "'count' is 1.5: it must be whole"),
+        (("devices", 0, "rates"), {}, '"rates" must be operations per second by dtype'),
+        (("devices", 0, "kind"), 3, "'kind' must be a text"),
+        (("devices", 0, "bandwith"), 1e12, "unknown key 'bandwith'; did you mean 'bandwidth'?"),
+        (("devices", 0, "name"), "", "the name is empty"),
+        (("links",), [], "no links lead from 'gpu0' to 'gpu1'"),
+        (("links", 0, "mesh"), "tpu*", r"links\[0\]: no device is called 'tpu\*'"),
+        (("links", 0, "from"), "gpu0", 'give either "mesh", or "from" and "to"'),
+        (("links", 0, "duplex"), "both", "duplex 'both': write full or half"),
+        (("collectives", "algorithms"), ["star"], "algorithms: a list of some of ring"),
+        (("collectives", "measured"), {"2": [[1, 1]]}, r"measured\['2'\]: two or more"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = copy.deepcopy(GOOD)
+    at: Any = data
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    with pytest.raises(UsageError, match=message) as error:
+        from_json(data, "m.json")
+    assert str(error.value).startswith("m.json") and "\n" not in str(error.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    data = copy.deepcopy(GOOD)
+    del data["devices"][0]["bandwidth"]
+    with pytest.raises(UsageError, match=r"devices\[0\]: 'bandwidth' is missing"):
+        from_json(data)
+
+
+def test_devices_of_one_name_are_refused() -> None:
+    data = copy.deepcopy(GOOD)
+    data["devices"].append(data["devices"][0] | {"name": "gpu1"})
+    del data["devices"][1]["count"]
+    with pytest.raises(UsageError, match="two devices are called 'gpu1'"):
+        from_json(data)
+
+
+def test_a_file_that_is_not_there_names_the_examples(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file, and no example; there are cpu-2-cores"):
+        read_machine(str(tmp_path / "no.json"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(UsageError, match="not JSON"):
+        read_machine(str(tmp_path / "bad.json"))

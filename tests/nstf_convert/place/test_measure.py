@@ -1,0 +1,75 @@
+"""`--measure` on a CPU with two processes, what is made of its figures, and messages that arrive wrong."""
+
+import pytest
+
+from nstf.errors import NstfError
+from nstf.kernels.cpu.engine_matrix import available
+from nstf.kernels.formats import Node, integer
+from nstf_convert.place import measure
+from nstf_convert.place.costs import Matrix
+from nstf_convert.place.fabric import Fabric
+from nstf_convert.place.measure import fit, machine_of, measure_machine, measured_products
+
+FOUND = {
+    "ranks": 2, "device": "cpu", "kind": "cpu", "name": "CPU", "dtype": "float32", "threads": 1, "read_alone": 1e10,
+    "read_together": 8e9, "flops": 1e11, "memory_bytes": 1e9, "links": [[0, 1, [[1000, 2e-5], [10_000, 1.1e-4]]]],
+    "all_reduce": {"2": [[1000, 5e-5], [10_000, 3e-4]]},
+}  # fmt: skip
+
+
+def test_two_processes_measure_this_machine() -> None:
+    machine = measure_machine(2)
+    assert [d.name for d in machine.devices] == ["process0", "process1"] and machine.devices[0].kind == "cpu"
+    assert 1e8 < machine.devices[0].bandwidth < 1e13 and 0 < machine.devices[0].together <= 1
+    (link,) = machine.links
+    assert 1e6 < link.bandwidth and 0 <= link.latency_s < 1
+    curve = machine.collectives.measured[2]
+    assert len(curve) == 7 and all(0 < seconds < 10 for _, seconds in curve)
+    assert Fabric(machine).all_reduce((0, 1), 1 << 20) > 0
+
+
+def test_measurements_become_a_machine() -> None:
+    machine = machine_of(FOUND, [])
+    assert machine.devices[0].together == pytest.approx(0.8)
+    assert (machine.links[0].latency_s, machine.links[0].bandwidth) == pytest.approx((1e-5, 1e8))
+    assert machine.collectives.start_s == pytest.approx(3e-5)
+    assert Fabric(machine).all_reduce((0, 1), 1000) == pytest.approx(5e-5)
+
+
+def test_copies_that_bring_something_else_are_named() -> None:
+    machine = machine_of(FOUND | {"device": "cuda", "kind": "sm_90"}, [(0, 1)])
+    assert "direct copies gpu0 to gpu1 do not bring what is sent" in machine.note
+
+
+def test_a_line_is_fitted_and_never_negative() -> None:
+    assert fit([(1e3, 1e-5 + 1e-7), (1e6, 1e-5 + 1e-4), (1e7, 1e-5 + 1e-3)]) == pytest.approx((1e-5, 1e10))
+    latency, bandwidth = fit([(1e3, 1e-8), (1e6, 1e-4), (1e7, 2e-3)])
+    assert latency == 0 and bandwidth > 0
+    assert fit([(1e3, 2e-5), (1e6, 1e-5)])[1] > 1e12
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.sys, "executable", "/bin/false")
+    with pytest.raises(NstfError, match="measuring failed in process 0 of 2: no message"):
+        measure_machine(2)
+
+
+@pytest.mark.skipif(not available(), reason="the compiled kernels are not here")
+def test_products_on_this_machine_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.speed import cache, prices
+
+    asked = []
+
+    def fake(atoms, isa, threads, size_bytes, batch=1):  # type: ignore[no-untyped-def]
+        asked.extend((a.rows, a.cols, threads, batch) for a in atoms)
+        return dict.fromkeys(atoms, 1e-06)
+
+    monkeypatch.setattr(cache, "folder", lambda: None)
+    monkeypatch.setattr(prices.measure, "measure", fake)
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 4)
+    machine = machine_of(FOUND, [])
+    products = measured_products(machine, 1 << 20)
+    tree = Node("int", integer.Params(bits=4, group=64))
+    matrix = Matrix("x", tree, (256, 512), "product", 1)
+    assert products.seconds(machine.devices[0], [matrix], 2, 3) == pytest.approx(1e-6)
+    assert asked == [(256, 256, 2, 3)]
