@@ -27,7 +27,7 @@ from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed.token import measured_rate

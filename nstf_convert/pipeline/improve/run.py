@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nstf.decomposers.add import LOW_BITS
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
@@ -15,6 +16,7 @@ from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 from nstf_convert.pipeline.improve.rival import LOOKS, Stopped, compared
 from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit
@@ -39,7 +41,7 @@ CONFIRM_ROUNDS = 4
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count.
+    with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes cost in time; without it only bytes count.
     stopped: single formats that were given up early. divisions: what ranks allow, where the file is to be divided among
     some; free: the table without that."""
 
@@ -51,6 +53,7 @@ class Run:
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
     with_hybrids: set[str] = field(default_factory=set)
+    grown: set[tuple[str, str]] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
     divisions: Divisions | None = None
@@ -64,20 +67,14 @@ class Run:
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
             if "add" in self.allowed and session.options.level.thorough:
-                known = session.statistics.has_hessian
-                low = [
-                    u
-                    for u in plans.low_bit_units(session, planned)
-                    if known(u) and u.name not in self.with_hybrids
-                ]
+                bits = plans.planned_bits(session, planned)
+                low = [session.units[n] for n in bits if n not in self.with_hybrids and bits[n] <= LOW_BITS]
+                low = [u for u in low if session.statistics.has_hessian(u)]
                 found = session.encoder.each(
-                    low, lambda u: session.encoder.hybrids(u, self.allowed), lambda u: None
+                    low, lambda u: session.encoder.at_few_bits(u, self.allowed, bits[u.name]), lambda u: None
                 )
                 self.with_hybrids |= found.keys()
-                for name, more in found.items():
-                    if self.divisions is not None:
-                        more = self.divisions.kept(session.units[name], more)
-                    self.table = self.table.with_more(name, more)
+                self._add(found)
             planned = self.planned(budget_bytes, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
             found_losses = plans.unconfirmed(self.table, planned)
@@ -89,7 +86,39 @@ class Run:
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
             with session.stages.stage("plan"):
                 planned = self.planned(budget_bytes, weights, exact)
-        return planned
+        return self._with_ranks(planned, budget_bytes, weights, exact)
+
+    def _with_ranks(
+        self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
+    ) -> Planned:
+        """The plan with the ranks of its decompositions adapted to what a byte buys in the other tensors."""
+        session = self.session
+        chosen = {
+            n: found
+            for n, r in planned.mix.items()
+            if r.family == "decomposed" and (n, key_of(r)) not in self.grown
+            and session.statistics.has_hessian(session.units[n])
+            and (found := self.table.find(n, r)) is not None
+        }  # fmt: skip
+        if not chosen or planned.price <= 0.0:
+            return planned
+        with session.stages.stage("ranks"):
+            more = session.encoder.each(
+                [session.units[n] for n in chosen],
+                lambda u: session.encoder.grown(u, self.allowed, chosen[u.name], planned.price),
+                lambda u: None,
+            )
+        self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
+        self._add({n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()})
+        with session.stages.stage("plan"):
+            return self.planned(budget_bytes, weights, exact)
+
+    def _add(self, found: Mapping[str, Sequence[Candidate]]) -> None:
+        """Puts further candidates into the table, by tensor; with ranks to divide among, those that can be divided."""
+        for name, more in found.items():
+            if self.divisions is not None:
+                more = self.divisions.kept(self.session.units[name], more)
+            self.table = self.table.with_more(name, more)
 
     def planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
         """A plan of the table as it is now, within the bound on time where there is one."""
