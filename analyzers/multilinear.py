@@ -1,11 +1,11 @@
 """What no low rank can take away: lower bounds of the expected loss from the unfoldings of a tensor.
 
 The loss of an approximation is 1/2 sum_j g_j d_j H d_j^T over the rows d_j of the error, with the input's second moment H
-and the weights g_j of the outputs: a plain norm of R dW L, R^2 = diag(g), L L^T = H. An unfolding is the matrix that a tensor
-becomes with some axes of a view as rows. A decomposition of given ranks has at most a certain rank in each of its unfoldings
-(SVD: the matrix; Tucker: a rank for each axis; tensor train: one for each bond; CP: the same for all), and no tensor of that
-rank is nearer than the energy of the unfolding's singular values beyond it (Eckart and Young 1936). The largest of these over
-the unfoldings is a bound from below.
+and the weights g_j of the outputs: a plain norm of R dW L, R^2 = diag(g), L L^T = H. An unfolding is the matrix that a
+tensor becomes with some axes of a view as rows. A decomposition of given ranks has at most a certain rank in each of its
+unfoldings (SVD: the matrix; Tucker: a rank for each axis; tensor train: one for each bond; CP: the same for all), and no
+tensor of that rank is nearer than the energy of the unfolding's singular values beyond it (Eckart and Young 1936). The
+largest of these over the unfoldings is a bound from below.
 
 The norm is exact where the unfolding keeps the inputs together and R is a product over its two sides. Where it splits the
 inputs (channels from taps), H is taken as the Kronecker product of its partial traces, and uneven weights of split rows as a
@@ -108,13 +108,15 @@ class Metric:
         return _root(self.hessian).to(self.weight.device, torch.float32)
 
     def unfolding(self, dims: Shape, axes: tuple[int, ...]) -> Unfolding:
-        """That of the view `dims` with `axes` as rows. Raises ValueError where the view does not keep rows and columns of the
-        matrix apart, or an axis is not one of its own."""
+        """That of the view `dims` with `axes` as rows. Raises ValueError where the view does not keep rows and columns of
+        the matrix apart, or an axis is not one of its own."""
         rows, _ = self.weight.shape
         first = next((k for k in range(1, len(dims)) if math.prod(dims[:k]) == rows), 0)
         inside = tuple(sorted(set(axes)))
         if math.prod(dims) != self.elements or not first or not inside or len(inside) == len(dims):
-            raise ValueError(f"axes {list(axes)} of {list(dims)} are no unfolding of {list(self.weight.shape)}")
+            raise ValueError(
+                f"axes {list(axes)} of {list(dims)} are no unfolding of {list(self.weight.shape)}"
+            )
         if inside[-1] >= len(dims) or inside[0] < 0:
             raise ValueError(f"axes {list(axes)} are not among those of {list(dims)}")
         if inside in (tuple(range(first)), tuple(range(first, len(dims)))):

@@ -138,8 +138,8 @@ def summary(
 ) -> Summary:
     """Measures one tensor. weight: [out, in], [experts, out, in], [out, in, kernel...] or a vector.
 
-    hessian: [n, n], n = in, or in * kernel, or for a convolution the channels. reshapes: of three axes or more that are looked
-    at. Raises ValueError for another size, NaN or infinity.
+    hessian: [n, n], n = in, or in * kernel, or for a convolution the channels. reshapes: of three axes or more that are
+    looked at. Raises ValueError for another size, NaN or infinity.
     """
     shape = tuple(weight.shape)
     role = role_of(name, shape, module_type)

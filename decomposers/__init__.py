@@ -6,7 +6,8 @@
     proposals(signature, target, room) -> recipes    what a conversion tries (nstf.proposals)
     NAME                                what users call it, where that is not the file's name
 
-`add` is made of other methods and has `KIND` and `proposals` alone. `METHODS` lists the files of this folder that are methods; `method(name)` imports one of them, nothing else.
+`add` is made of other methods and has `KIND` and `proposals` alone. `METHODS` lists the files of this folder that are
+methods; `method(name)` imports one of them, nothing else.
 """
 
 import importlib

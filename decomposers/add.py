@@ -1,7 +1,8 @@
 """A low-rank correction with 4-bit factors on a low-bit base: W ~ Q + A B. Pays only at very low rates, if at all.
 
-The correction takes the directions that matter most first; what is left has a smaller range to round (LQER, Zhang et al. 2024;
-CALDERA, Saha et al. 2024). It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correction and base in turn.
+The correction takes the directions that matter most first; what is left has a smaller range to round (LQER, Zhang et al.
+2024; CALDERA, Saha et al. 2024). It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correction and
+base in turn.
 """
 
 from nstf.kernels.formats import add

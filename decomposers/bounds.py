@@ -1,8 +1,8 @@
 """What a decomposition loses at least at a number of stored values, whatever its ranks.
 
 Each unfolding says what is lost at least when its rank is r. Ranks that lose at most t in every unfolding are at least
-r_i(t), and take at least numbers(r(t)) values. So a decomposition of fewer values loses more than t: the largest such t among
-LEVELS is the bound. It holds for the best decomposition there is, not only for the one that an algorithm finds.
+r_i(t), and take at least numbers(r(t)) values. So a decomposition of fewer values loses more than t: the largest such t
+among LEVELS is the bound. It holds for the best decomposition there is, not only for the one that an algorithm finds.
 """
 
 import math
@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from nstf.kernels.formats.tree import Shape
-from nstf.proposals import FactorForm, Room, Signature, Unfolding
+from nstf.proposals import FactorForm, Room, Unfolding
 
 LEVELS = np.geomspace(1.0, 1e-7, 128)
 """Losses that are looked at, as shares of the loss of erasing the tensor."""
@@ -69,8 +69,8 @@ def train_numbers(dims: Shape) -> Numbers:
 
 
 def tucker_numbers(dims: Shape) -> Numbers:
-    """Of a Tucker core with its bases: the ranks of the axes in turn, and last that of the matrix, which is at most the product
-    of the axes' ranks on either side. An axis that stays whole needs no basis."""
+    """Of a Tucker core with its bases: the ranks of the axes in turn, and last that of the matrix, which is at most the
+    product of the axes' ranks on either side. An axis that stays whole needs no basis."""
 
     def numbers(ranks: Sequence[np.ndarray]) -> np.ndarray:
         *axes, matrix = (r.astype(np.float64) for r in ranks)

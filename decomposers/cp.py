@@ -254,8 +254,8 @@ def rank_for_bytes(view: Shape, size_bytes: int, bytes_of: BytesOf) -> int | Non
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """In each view, at each of the room's sizes, the rank that fits, where no bound rules it out.
 
-    Of ranks above half the longest axis the unfoldings say little, and alternating least squares take long: these, and tensors
-    of more than LARGEST weights, are left out.
+    Of ranks above half the longest axis the unfoldings say little, and alternating least squares take long: these, and
+    tensors of more than LARGEST weights, are left out.
     """
     out: list[Recipe] = []
     if signature.weight.numel() > LARGEST:

@@ -218,8 +218,8 @@ def rank_for_bytes(shape: Shape, size_bytes: int, bytes_of: BytesOf, lead: int =
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """At each of the room's sizes the largest rank that fits, where no bound rules it out: the energy that the matrix, in the
-    norm of the loss, has beyond that rank. None where little is looked at."""
+    """At each of the room's sizes the largest rank that fits, where no bound rules it out: the energy that the matrix, in
+    the norm of the loss, has beyond that rank. None where little is looked at."""
     if room.quick or not room.sizes:
         return []
     out, matrix, signal = [], signature.matrix, signature.signal

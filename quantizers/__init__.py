@@ -43,7 +43,6 @@ _NOT_METHODS = ("stats",)
 MIN_LDLQ_COLS = 16
 
 
-
 def listed() -> tuple[str, ...]:
     """The methods among the files of the folder."""
     found = (m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)

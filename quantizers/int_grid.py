@@ -105,7 +105,9 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
 
 
 def _recipe(bits: int, group: int, symmetric: bool, scale_bits: int = 8) -> Recipe:
-    return Recipe("int_grid", {"bits": bits, "group": group, "symmetric": symmetric, "scale_bits": scale_bits})
+    return Recipe(
+        "int_grid", {"bits": bits, "group": group, "symmetric": symmetric, "scale_bits": scale_bits}
+    )
 
 
 def levels(params: Params) -> Levels:

@@ -172,4 +172,6 @@ def test_a_method_without_an_example_is_unknown_again() -> None:
 
 def test_the_documentation_lists_every_method() -> None:
     page = (Path(__file__).parent.parent / "docs" / "structure.md").read_text("utf-8")
-    assert methods.table() in page, "put what `python -m nstf_convert.pipeline.propose.methods` prints into docs/structure.md"
+    assert methods.table() in page, (
+        "put what `python -m nstf_convert.pipeline.propose.methods` prints into docs/structure.md"
+    )

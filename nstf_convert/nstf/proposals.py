@@ -21,7 +21,8 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Recipe:
     """How one tensor is to be stored, before it is. method: a quantiser, a decomposer or `dense`. params: its parameters,
-    plain JSON values. parts: recipes of its parts. least: a loss (nats) that it is known not to be below, no part of what it is.
+    plain JSON values. parts: recipes of its parts. least: a loss (nats) that it is known not to be below, no part of what
+    it is.
 
     Recipe("int_grid", {"bits": 4, "group": 64})                              a quantiser
     Recipe("svd", {"rank": 16}, {"factor": Recipe("int_grid", ...)})          a decomposition with quantised factors
@@ -113,8 +114,8 @@ class Signature(Protocol):
 
 @dataclass(frozen=True)
 class FactorForm:
-    """One way to store the factors of a decomposition. bytes_of: shape of a factor -> its bytes. bits: that a number takes at
-    least. noise: squared error of rounding a Gaussian factor, as a share of its energy."""
+    """One way to store the factors of a decomposition. bytes_of: shape of a factor -> its bytes. bits: that a number
+    takes at least. noise: squared error of rounding a Gaussian factor, as a share of its energy."""
 
     recipe: Recipe
     bytes_of: Callable[[Shape], int]
@@ -166,19 +167,22 @@ class Room:
     def rules_out(
         self, least: float, size_bytes: int, factor: FactorForm | None = None, signal: float = 0.0
     ) -> bool:
-        """Whether plain formats of so many bytes lose no more than `least`, with the rounding of the last factor added, which
-        takes its share of what is kept of `signal`."""
+        """Whether plain formats of so many bytes lose no more than `least`, with the rounding of the last factor added,
+        which takes its share of what is kept of `signal`."""
         return _rounded(least, factor, signal) >= self.rival(size_bytes)
 
     def may_win(
-        self, method: str, size_bytes: int, least: float, factor: FactorForm | None = None, signal: float = 0.0
+        self,
+        method: str,
+        size_bytes: int,
+        least: float,
+        factor: FactorForm | None = None,
+        signal: float = 0.0,
     ) -> bool:
         """The opposite of `rules_out`, which notes what is ruled out for the report. method: whose form it is."""
         if not self.rules_out(least, size_bytes, factor, signal):
             return True
-        self.looks.append(
-            Look(method, size_bytes, _rounded(least, factor, signal), self.rival(size_bytes))
-        )
+        self.looks.append(Look(method, size_bytes, _rounded(least, factor, signal), self.rival(size_bytes)))
         return False
 
 

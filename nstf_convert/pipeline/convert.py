@@ -147,7 +147,7 @@ def _choose(run: Run) -> Final:
     rivals, facts = run.rivals(budget_bytes), None
     run.ahead(rivals)
     if session.options.search_limits is None:
-        mix = run.encoded(planned)
+        mix = run.structure_that_pays(run.encoded(planned), budget_bytes)
     else:
         mix, _, facts = search(run, run.measure(planned), budget_bytes)
     return finish(run, mix, run.best(rivals, mix), facts)

@@ -45,7 +45,5 @@ def frontier(run: Run) -> dict[str, Any]:
 
 def _today(table: Table) -> Table:
     """The table without formats that only a bound on time brings in."""
-    kept = {
-        n: [c for c in found if not on_request(c.recipe.method)] for n, found in table.candidates.items()
-    }
+    kept = {n: [c for c in found if not on_request(c.recipe.method)] for n, found in table.candidates.items()}
     return replace(table, candidates=kept)

@@ -87,7 +87,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor of the file. `method`: what encoded it, by the name of `--formats`. `note` says why, for instance "copied: 576 values" or "expert saw 3 tokens"."""
+    """One tensor of the file. `method`: what encoded it, by the name of `--formats`. `note` says why, for instance
+    "copied: 576 values" or "expert saw 3 tokens"."""
 
     name: str
     role: str

@@ -117,8 +117,11 @@ def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
     """The candidate's loss over that of the plain hull at its bytes; None where the plain formats have no such size."""
     points = [Option(p.size_bytes, p.loss) for p in plain]
     hull = [points[i] for i in lower_hull(points)]
-    if not hull or priced.size_bytes < hull[0].size_bytes:
+    if not hull:
         return None
+    if priced.size_bytes < hull[0].size_bytes:
+        # Fewer bytes than any plain format takes: a win where it loses less all the same.
+        return priced.loss / hull[0].loss if priced.loss < hull[0].loss else None
     at = hull[-1].loss
     if priced.size_bytes > hull[-1].size_bytes and priced.loss < at:
         # More bytes than any plain format takes: no win. A loss in spite of them is one.
@@ -139,14 +142,14 @@ def lines(families: Sequence[Mapping[str, Any]]) -> list[str]:
 def _line(f: Mapping[str, Any]) -> str:
     out, bound = f.get("ruled_out", 0), _times(f.get("bound_ratio"))
     if not f["tensors"]:
-        return (
-            f"{f['family']}: bound {bound} the loss of the same bytes in rate on the best of {out} tensors; not tried"
-        )
+        return f"{f['family']}: bound {bound} the loss of the same bytes in rate on the best of {out} tensors; not tried"
     line = (
         f"{f['family']}: tried on {f['tensors']} tensors, won on {f['won']}, chosen for {f['chosen']}; loss against "
         f"the same bytes spent on rate: median {_times(f['median_ratio'])}, best {_times(f['best_ratio'])}"
     )
-    return line + (f"; not tried on {out} others, where the bound is {bound} that loss at best" if out else "")
+    return line + (
+        f"; not tried on {out} others, where the bound is {bound} that loss at best" if out else ""
+    )
 
 
 def _times(value: float | None) -> str:

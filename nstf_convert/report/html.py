@@ -215,7 +215,8 @@ def _families(families: Sequence[Mapping[str, Any]]) -> str:
         "Families against the same bytes spent on rate",
         _table(columns, rows) if rows else "",
         "Ratio: expected loss over that of the convex hull of the (other) plain formats at equal bytes, the best of "
-        "each tensor; below 1 the family wins. Not tried: tensors where a bound from below of the ratio is above 1; the least of them.",
+        "each tensor; below 1 the family wins. Not tried on: tensors where a bound from below of the ratio is above 1; "
+        "the least of them.",
     )
 
 

@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nstf.decomposers.add import LOW_BITS
+from nstf.errors import BudgetError
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
@@ -41,9 +42,9 @@ CONFIRM_ROUNDS = 4
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes cost in time; without it only bytes count.
-    stopped: single formats that were given up early. divisions: what ranks allow, where the file is to be divided among
-    some; free: the table without that."""
+    with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes
+    cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what ranks
+    allow, where the file is to be divided among some; free: the table without that."""
 
     session: Session
     meta: Meta
@@ -109,7 +110,9 @@ class Run:
                 lambda u: None,
             )
         self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
-        self._add({n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()})
+        self._add(
+            {n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()}
+        )
         with session.stages.stage("plan"):
             return self.planned(budget_bytes, weights, exact)
 
@@ -196,6 +199,26 @@ class Run:
         """Counts the tensors of a pass that were not `done` by an earlier one."""
         tick = counter(self.session, 2)
         return lambda unit: None if unit.name in done else tick(unit)
+
+    def structure_that_pays(self, mix: Trial, budget_bytes: int) -> Trial:
+        """A mix, or the plan without its decompositions where that measures better by the same last steps.
+
+        Expected losses know how much directions matter from the calibration alone; a decomposition leaves whole directions
+        out, and what seemed to matter least there is what a sample says least about.
+        """
+        if not any(r.family == "decomposed" for r in mix.planned.mix.values()):
+            return mix
+        kept = {
+            n: [c for c in found if c.recipe.family != "decomposed"]
+            for n, found in self.table.candidates.items()
+        }
+        try:
+            with self.session.stages.stage("plan"):
+                planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
+        except BudgetError:
+            return mix  # nothing else is small enough
+        plain = self.encoded(replace(planned, label="mix without decompositions"))
+        return plain if plain.score < mix.score else mix
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""

@@ -7,13 +7,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nstf import decomposers
-from nstf.decomposers.views import views
 from nstf.kernels.formats import Node, array_specs, dense, leaf_code_bits, node_to_json
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.proposals import Room, Signature, Target
@@ -44,7 +41,9 @@ class Candidate:
     exact: bool = False
 
 
-def plain_recipes(signature: Signature, methods: Iterable[str], few: bool, timed: bool = False) -> list[Recipe]:
+def plain_recipes(
+    signature: Signature, methods: Iterable[str], few: bool, timed: bool = False
+) -> list[Recipe]:
     """The quantised and dense forms of a tensor, of some methods. few: only those that may win, timed: and those that are
     faster than these."""
     allowed = frozenset(methods)

@@ -224,7 +224,9 @@ class Encoder:
 
     def _room(self, unit: Unit, allowed: set[str]) -> Room:
         return Room(
-            methods=frozenset(allowed), quick=self._few, size_of=lambda recipe: cand.arrays_bytes(unit, recipe)
+            methods=frozenset(allowed),
+            quick=self._few,
+            size_of=lambda recipe: cand.arrays_bytes(unit, recipe),
         )
 
     def _estimated(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 
+
 def losses(
     unit: Unit, wanted: Sequence[Recipe], known: Signature, rivals: Sequence[Candidate]
 ) -> list[tuple[Recipe, float]]:

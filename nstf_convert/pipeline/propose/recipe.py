@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nstf import decomposers, quantizers
 from nstf.decomposers.factors import lead_for
-from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, rotated, stored_bytes
+from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, stored_bytes
 from nstf.kernels.formats import add as add_format
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.proposals import Recipe

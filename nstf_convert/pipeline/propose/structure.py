@@ -1,10 +1,11 @@
 """Decompositions of one tensor: which are worth working out, and their ranks by what they measure.
 
-Every method bounds from below what it loses at a size (nstf.analyzers.multilinear, nstf.decomposers.bounds); what plain formats
-of the same bytes beat is not tried. Of the rest the one that promises most is really made, with rounded factors, and its
-measured loss joins what the next ones must beat. How far a method fell short of its bound is expected of its other ranks too,
-so a rank grows, in steps of the sizes here, as long as it buys more than the same bytes spent on bits. When a plan knows what
-a byte buys in the other tensors, ranks of the chosen ones are adapted to that price (`grow`).
+Every method bounds from below what it loses at a size (nstf.analyzers.multilinear, nstf.decomposers.bounds); what plain
+formats of the same bytes beat is not tried. Of the rest the one that promises most is really made, with rounded factors,
+and its measured loss joins what the next ones must beat. How far a method fell short of its bound is expected of its
+other ranks too, so a rank grows, in steps of the sizes here, as long as it may buy more than the same bytes spent on
+bits. Where a method found structure its ranks are then adapted by what each step measures: to the price of a byte in this
+tensor's plain formats, and once a plan knows what a byte buys in the other tensors, to that price (`grow`).
 """
 
 import math
@@ -20,13 +21,14 @@ from nstf_convert.planner.hull import Option, lower_hull
 
 # Bits per weight at which structure is compared with plain formats: low ranks take a fraction of a bit.
 BITS = (0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0, 1.5, 2.25, 3.25, 4.25, 6.25, 8.25)
+QUICK_BITS = 2.25
 # Recipes that are made for one tensor at most.
-MOST = 8
+MOST = 6
 # By how much a method falls short of its bound before anything of it was made.
 SHORTFALL = 1.0
-# Smaller than every plain format, where no plan can go otherwise, a form is worth making that loses so much of what erasing a
-# part of the tensor would.
-PROMISE = 0.5
+# Smaller than every plain format, where no plan can go otherwise, a form is worth making that loses so much of what
+# erasing a part of the tensor would: bounds in a skewed norm are loose, and real structure shows by more than this.
+PROMISE = 0.1
 # Steps of a rank's size when it is adapted to a price, the coarse one first, and how often each is taken.
 STEPS = (1.25, 1.08)
 MOST_STEPS = 4
@@ -55,8 +57,8 @@ class Found:
 
 
 def rival_of(points: Sequence[tuple[int, float]], signal: float) -> Callable[[int], float]:
-    """Bytes of the arrays -> the loss that mixing some forms gives there. Below the smallest it is PROMISE of what mixing that
-    one with erasing the tensor would lose."""
+    """Bytes of the arrays -> the loss that mixing some forms gives there. Below the smallest it is PROMISE of what mixing
+    that one with erasing the tensor would lose."""
     options = [Option(0, signal), *(Option(size, loss) for size, loss in points)]
     hull = [options[i] for i in lower_hull(options)]
     sizes, losses = [float(o.size_bytes) for o in hull], [o.loss for o in hull]
@@ -74,7 +76,9 @@ def explore(
     """Decompositions worth having. room: its methods and what it says of the effort. plain: (bytes of the arrays, expected
     loss) of the quantised and dense forms. measure: makes a recipe."""
     elements = math.prod(known.shape)
-    sizes = tuple(dict.fromkeys(max(8, int(elements * bits / 8)) for bits in BITS))
+    # Where little is looked at, what outputs count comes from a few windows: too little to leave most of a tensor out.
+    wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]
+    sizes = tuple(dict.fromkeys(max(8, int(elements * bits / 8)) for bits in wanted_bits))
     points, found = list(plain), Found()
     short: dict[tuple[str, str], float] = {}
     factors = room.factors or factor_forms()
@@ -98,23 +102,60 @@ def explore(
         found.made.append((best[1], loss))
         points.append((room.size_of(best[1]), loss))
         short[_kind(best[1])] = max(1.0, loss / max(_floor(best[1], noise, known.signal), 1e-300))
-    return found
+    rival = rival_of(plain, known.signal)
+    for made in _structure(found.made, lambda r: rival(room.size_of(r))):
+        price = _price(room.size_of(made[0]), made[1], plain, known.signal)
+        found.made.extend(
+            grow(known, target, replace(room, factors=factors), made, price, measure, STEPS[:1])
+        )
+    return Found(list({str(r): (r, v) for r, v in found.made}.values()), found.looks)
+
+
+def _structure(
+    made: Sequence[tuple[Recipe, float]], rival: Callable[[Recipe], float]
+) -> list[tuple[Recipe, float]]:
+    """Of each method what beats plain formats most."""
+    best: dict[str, tuple[float, tuple[Recipe, float]]] = {}
+    for recipe, loss in made:
+        share = loss / max(rival(recipe), 1e-300)
+        if share < 1.0 and share < best.get(recipe.method, (math.inf, None))[0]:
+            best[recipe.method] = share, (recipe, loss)
+    return [found for _, found in best.values()]
+
+
+def _price(size_bytes: int, loss: float, plain: Sequence[tuple[int, float]], signal: float) -> float:
+    """The most that a byte more takes off a loss by going over to a plain format."""
+    slopes = [
+        (loss - other) / (size - size_bytes) for size, other in plain if size > size_bytes and other < loss
+    ]
+    return max(slopes, default=0.0) or 1e-6 * signal / size_bytes
 
 
 def grow(
-    known: Signature, target: Target, room: Room, chosen: tuple[Recipe, float], price: float, measure: Measure
+    known: Signature,
+    target: Target,
+    room: Room,
+    chosen: tuple[Recipe, float],
+    price: float,
+    measure: Measure,
+    steps: Sequence[float] = STEPS,
 ) -> list[tuple[Recipe, float]]:
-    """Other ranks of a chosen decomposition, as long as each step lowers loss + price x bytes: up while a larger rank buys more
-    than the same bytes do elsewhere, down while a smaller one loses less than they save. With measured losses."""
+    """Other ranks of a chosen decomposition, as long as each step lowers loss + price x bytes: up while a larger rank
+    buys more than the same bytes do elsewhere, down while a smaller one loses less than they save. With measured
+    losses."""
     factors = tuple(f for f in room.factors or factor_forms() if f.recipe == chosen[0].parts.get("factor"))
     only = replace(room, methods=frozenset((chosen[0].method,)), factors=factors, rival=lambda size: math.inf)
     best, made = chosen, {}
-    for step in STEPS:
+    for step in steps:
         for direction in (step, 1 / step):
             for _ in range(MOST_STEPS):
                 size = room.size_of(best[0])
-                wanted = methods.structured(known, target, replace(only, sizes=(round(size * direction),), looks=[]))
-                same = [r for r in wanted if _kind(r) == _kind(best[0]) and r != best[0] and str(r) not in made]
+                wanted = methods.structured(
+                    known, target, replace(only, sizes=(round(size * direction),), looks=[])
+                )
+                same = [
+                    r for r in wanted if _kind(r) == _kind(best[0]) and r != best[0] and str(r) not in made
+                ]
                 if not same:
                     break
                 loss = measure(same[0])
@@ -138,10 +179,13 @@ def _kind(recipe: Recipe) -> tuple[str, str]:
 
 
 def _closest(looks: Sequence[Look], smallest: int) -> list[Look]:
-    """Of every method the look that came closest to its rival, among those of as many bytes as a plain format has: with next to
-    none everything loses as much as erasing the tensor."""
+    """Of every method the look that came closest to its rival, among those of as many bytes as a plain format has: with
+    next to none everything loses as much as erasing the tensor."""
     best: dict[str, Look] = {}
     for look in (k for k in looks if k.size_bytes >= smallest):
-        if look.method not in best or look.least / look.rival < best[look.method].least / best[look.method].rival:
+        if (
+            look.method not in best
+            or look.least / look.rival < best[look.method].least / best[look.method].rival
+        ):
             best[look.method] = look
     return list(best.values())
