@@ -175,18 +175,22 @@ def _root(h: Tensor) -> Tensor:
     h = h.double()
     h = (h + h.T) / 2
     lift = 1e-7 * max(float(h.diagonal().mean()), 1e-30)
+    factor: Tensor
     for _ in range(8):
         h.diagonal().add_(lift)
         factor, info = torch.linalg.cholesky_ex(h)
         if int(info) == 0:
-            return factor
+            break
         lift *= 4
-    values, vectors = torch.linalg.eigh(h)
-    return vectors * values.clamp_min(0.0).sqrt()
+    else:
+        values, vectors = torch.linalg.eigh(h)
+        factor = vectors * values.clamp_min(0.0).sqrt()
+    return factor
 
 
 def _sandwich(root: Tensor, gram: Tensor) -> Tensor:
-    return root.T @ gram @ root
+    product: Tensor = root.T @ gram @ root
+    return product
 
 
 def _separable(weights: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor, bool]:

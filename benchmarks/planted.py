@@ -2,7 +2,7 @@
 
     python benchmarks/planted.py [--noise 0 0.1 0.3]
 
-For every kind of structure and standard deviation of the noise (the structure has one of 1): the best form that was made, its
+bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
 bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
 tensor. Below the smallest plain format the hull is the line to the erased tensor. No calibration: all errors count alike.
 """
@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.1, 0.3])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| planted | shape | noise | best form made | bytes | its loss | plain formats there | CPU s, plain + structure |")
+    print(
+        "| planted | shape | noise | best form made | bytes | its loss | plain formats there | CPU s, plain + structure |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for kind in KINDS:
         for noise in arguments.noise[:1] if kind == "noise" else arguments.noise:

@@ -63,7 +63,7 @@ def train_numbers(dims: Shape) -> Numbers:
 
     def numbers(ranks: Sequence[np.ndarray]) -> np.ndarray:
         bonds = [np.ones(len(LEVELS)), *(r.astype(np.float64) for r in ranks), np.ones(len(LEVELS))]
-        return np.sum([bonds[i] * n * bonds[i + 1] for i, n in enumerate(dims)], axis=0)
+        return np.asarray(sum(bonds[i] * n * bonds[i + 1] for i, n in enumerate(dims)))
 
     return numbers
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from nstf import decomposers
 from nstf.proposals import FactorForm, Look, Recipe, Room, Signature, Target
 from nstf_convert.pipeline.propose import methods
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -75,6 +76,8 @@ def explore(
 ) -> Found:
     """Decompositions worth having. room: its methods and what it says of the effort. plain: (bytes of the arrays, expected
     loss) of the quantised and dense forms. measure: makes a recipe."""
+    if room.methods.isdisjoint(decomposers.METHODS) or (room.quick and len(known.shape) == 2):
+        return Found()  # without the products that spectra take
     elements = math.prod(known.shape)
     # Where little is looked at, what outputs count comes from a few windows: too little to leave most of a tensor out.
     wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]

@@ -92,10 +92,10 @@ def test_in_noise_nothing_is_tried_and_the_bounds_say_why(role) -> None:
 
 
 def test_no_matrix_of_a_rank_loses_less_than_the_bound_in_the_norm_of_its_inputs() -> None:
-    inputs = normal(300, 96, seed=5) * torch.logspace(0, -1, 96)
+    inputs = normal(300, 97, seed=5) * torch.logspace(0, -1, 97)
     hessian = inputs.T @ inputs / 300
     name, weight = planted("svd")
-    known, _, _, found, measure = explored(name, weight + 0.3 * normal(128, 96, seed=7), hessian)
+    known, _, _, found, measure = explored(name, weight + 0.3 * normal(127, 97, seed=7), hessian)
     assert found.made
     for rank in (1, 4, 12):
         exact = Recipe("svd", {"rank": rank}, {"factor": Recipe("dense", {"dtype": "float32"})})
@@ -123,7 +123,7 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
     save_file({n: t.contiguous() for n, t in map(planted, kinds)}, checkpoint)
     result = convert(
         ConvertOptions(
-            model=str(checkpoint), budget=Budget("ratio", 0.032), output=output, threads=1, prefer="size"
+            model=str(checkpoint), budget=Budget("ratio", 0.05), output=output, threads=1, prefer="size"
         )
     )
     report = result.report
