@@ -1,193 +1,229 @@
-"""Evidence for low multilinear rank: would Tucker, tensor train or CP keep more of a tensor than the best
-SVD?
+"""What no low rank can take away: lower bounds of the expected loss from the unfoldings of a tensor.
 
-Over every natural reshape (heads x head_dim x in; experts x out x in; out x in x kernel) the energy each
-format
-keeps with half as many numbers as the tensor has is compared with that of the truncated SVD of the plain
-matrix
-with as many numbers, which is optimal among matrices (Eckart and Young 1936). Tucker and tensor train are
-really
-cut (ST-HOSVD: Vannieuwenhoven et al. 2012; TT-SVD: Oseledets 2011). A CP of rank R has rank at most R in
-every
-unfolding, which bounds its energy from above at no cost; the CP itself is fitted on small tensors only.
+The loss of an approximation is 1/2 sum_j g_j d_j H d_j^T over the rows d_j of the error, with the input's second moment H
+and the weights g_j of the outputs: a plain norm of R dW L, R^2 = diag(g), L L^T = H. An unfolding is the matrix that a
+tensor becomes with some axes of a view as rows. A decomposition of given ranks has at most a certain rank in each of its
+unfoldings (SVD: the matrix; Tucker: a rank for each axis; tensor train: one for each bond; CP: the same for all), and no
+tensor of that rank is nearer than the energy of the unfolding's singular values beyond it (Eckart and Young 1936). The
+largest of these over the unfoldings is a bound from below.
+
+The norm is exact where the unfolding keeps the inputs together and R is a product over its two sides. Where it splits the
+inputs (channels from taps), H is taken as the Kronecker product of its partial traces, and uneven weights of split rows as a
+product of their means: then what follows is no bound, and a fourth of it is taken (MARGIN).
+
+Small sides get all singular values. Of large ones, of n values with the sum of energies t and of their squares f, the r
+largest add up to at most r t / n + sqrt(r (n - r) / n (f - t^2 / n)) (Cauchy and Schwarz, after their mean is taken off),
+which needs no eigenproblem; `sharpen` solves it where that does not settle the question.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nstf.analyzers.spectrum import singular_values, summarise
-
 Shape = tuple[int, ...]
-SHARE = 0.5
-CP_FITTED_NUMEL = 1 << 15
+
+MARGIN = 4.0
+"""What an estimate that is no bound is divided by."""
+SMALL = 128
+"""Sides up to this have their singular values found at once."""
+CHUNK = 1 << 26
+"""Weights that are looked at in one product."""
+ROUNDING = 2e-6
+"""Share of the energy that is taken off: products are in float32."""
+EVEN = 1.01
+"""Weights of rows that a product of their means meets within this factor count as such a product."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Of one reshape. kept energies are between 0 and 1, for `parameters` numbers stored.
+class Unfolding:
+    """One unfolding's energies beyond each rank, as losses (nats)."""
 
-    mode_effective_ranks: exp of the entropy of the singular values of each unfolding. cp_bound: no CP of that
-    many numbers keeps more. cp: what a fitted one kept, None on tensors too large to fit here.
-    """
+    def __init__(self, product: Tensor, symmetric: Callable[[], Tensor], share: float) -> None:
+        """product: [n, n], has the squared singular values as its eigenvalues; symmetric() too, and is symmetric; share: by
+        which losses are multiplied."""
+        self.side, self._share, self._symmetric = product.shape[0], share, symmetric
+        self._values: Tensor | None = None
+        total = float(product.diagonal().sum(dtype=torch.float64))
+        if self.side <= SMALL:
+            self.sharpen()
+            return
+        squares = float((product * product.T).sum(dtype=torch.float64))
+        ranks = np.arange(self.side + 1)
+        spread = max(0.0, squares - total * total / self.side) / self.side
+        most = ranks * total / self.side + np.sqrt(spread * ranks * (self.side - ranks))
+        self.tails = np.clip(total - most, 0.0, None) * share / 2
 
-    name: str
-    dims: Shape
-    parameters: int
-    mode_effective_ranks: tuple[float, ...]
-    svd: float
-    tucker: float
-    tensor_train: float
-    cp_bound: float
-    cp: float | None
+    def sharpen(self) -> None:
+        """From now on the tails are those of the singular values."""
+        if self._values is not None:
+            return
+        gram = self._symmetric().double()
+        values = torch.linalg.eigvalsh((gram + gram.T) / 2).flip(0).clamp_min(0.0)
+        self._values = values
+        tails = torch.nn.functional.pad(values.flip(0).cumsum(0).flip(0), (0, 1)).cpu().numpy()
+        self.tails = np.clip(tails - ROUNDING * tails[0], 0.0, None) * self._share / 2
 
     @property
-    def gain(self) -> float:
-        """Energy kept by the best multilinear format over that kept by the SVD; positive speaks for it."""
-        return max(self.tucker, self.tensor_train, self.cp or 0.0) - self.svd
+    def energies(self) -> Tensor:
+        """Squared singular values, falling, float64 [side], on the CPU."""
+        self.sharpen()
+        assert self._values is not None
+        return self._values.cpu()
+
+    @property
+    def effective_rank(self) -> float:
+        """exp of the entropy of the singular values (Roy and Vetterli 2007); 0 for a zero tensor."""
+        values = self.energies.sqrt()
+        if float(values.sum()) <= 0.0:
+            return 0.0
+        p = values / values.sum()
+        return math.exp(float(-(p * p.clamp_min(1e-300).log()).sum()))
+
+    def left_out(self, rank: int) -> float:
+        """What is lost at least at a rank."""
+        return float(self.tails[min(rank, self.side)])
 
 
-def natural_reshapes(role: str, shape: Shape, config: Mapping[str, Any] | None = None) -> dict[str, Shape]:
-    """The reshapes that mean something for a role; none for a plain matrix.
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A tensor as a matrix with its norm. weight: [rows, cols]; hessian: [cols, cols] or None for the identity; row_weight:
+    [rows] or None for ones. share: by which losses of its unfoldings are multiplied, where it is a part of a tensor."""
 
-    config: the model's config.json.
-    """
-    if role == "conv" and len(shape) >= 3 and math.prod(shape[2:]) > 1 and shape[1] > 1:
-        return {"kernel": (shape[0], shape[1], math.prod(shape[2:]))}
-    if len(shape) == 3:
-        return {"experts": shape}
-    if len(shape) != 2 or role not in ("q", "k", "v", "o"):
-        return {}
-    numbers = config or {}
-    names = ["num_key_value_heads"] if role in ("k", "v") else []
-    names += ["num_attention_heads", "n_head", "encoder_attention_heads"]
-    counts = [numbers[n] for n in names if type(numbers.get(n)) is int]
-    size = shape[1] if role == "o" else shape[0]
-    dim = numbers.get("head_dim")
-    heads = size // dim if type(dim) is int and dim > 0 and size % dim == 0 else (counts or [0])[0]
-    if heads < 2 or size % heads or size // heads < 2:
-        return {}
-    return {"heads": (shape[0], heads, size // heads) if role == "o" else (heads, size // heads, shape[1])}
+    weight: Tensor
+    hessian: Tensor | None
+    row_weight: Tensor | None
+    share: float = 1.0
 
+    @property
+    def elements(self) -> int:
+        return self.weight.numel()
 
-def evidence(weight: Tensor, name: str, dims: Shape) -> Evidence:
-    """Of the reshape `dims` of a weight whose plain matrix is [first axes, last axis], experts being rows.
+    @cached_property
+    def _root(self) -> Tensor:
+        assert self.hessian is not None
+        return _root(self.hessian).to(self.weight.device, torch.float32)
 
-    For dims of (out, in, kernel) or (out, heads, head_dim) the matrix is [out, the rest].
-    """
-    if math.prod(dims) != weight.numel() or len(dims) < 3:
-        raise ValueError(f"{list(dims)} is not a reshape of {list(weight.shape)} to three axes or more")
-    tensor = weight.detach().to(torch.float64).reshape(dims)
-    total = float(tensor.square().sum())
-    rows = math.prod(weight.shape[:-1]) if weight.ndim == 3 and name == "experts" else weight.shape[0]
-    budget = int(SHARE * weight.numel())
-    values = singular_values(weight.reshape(rows, -1))
-    modes = [_eigen(_unfold(tensor, axis)) for axis in range(len(dims))]
-    ranks = tuple(summarise(e.sqrt()).effective_rank for e, _ in modes)
-    if total <= 0.0:
-        return Evidence(name, dims, budget, ranks, 1.0, 1.0, 1.0, 1.0, None)
-    svd_rank = max(1, budget // (rows + weight.numel() // rows))
-    svd = float(values[:svd_rank].square().sum()) / total
-    cp_rank = max(1, budget // sum(dims))
-    bound = min(float(e[:cp_rank].sum()) for e, _ in modes) / total
-    tucker = _tucker(tensor, [e for e, _ in modes], budget) / total
-    train = _tensor_train(tensor, budget) / total
-    cp = _cp(tensor, cp_rank) if weight.numel() <= CP_FITTED_NUMEL else None
-    return Evidence(
-        name, dims, budget, ranks, min(svd, 1.0), min(tucker, 1.0), min(train, 1.0), min(bound, 1.0), cp
-    )
+    def unfolding(self, dims: Shape, axes: tuple[int, ...]) -> Unfolding:
+        """That of the view `dims` with `axes` as rows. Raises ValueError where the view does not keep rows and columns of
+        the matrix apart, or an axis is not one of its own."""
+        rows, _ = self.weight.shape
+        first = next((k for k in range(1, len(dims)) if math.prod(dims[:k]) == rows), 0)
+        inside = tuple(sorted(set(axes)))
+        if math.prod(dims) != self.elements or not first or not inside or len(inside) == len(dims):
+            raise ValueError(
+                f"axes {list(axes)} of {list(dims)} are no unfolding of {list(self.weight.shape)}"
+            )
+        if inside[-1] >= len(dims) or inside[0] < 0:
+            raise ValueError(f"axes {list(axes)} are not among those of {list(dims)}")
+        if inside in (tuple(range(first)), tuple(range(first, len(dims)))):
+            return self._of_matrix()
+        return self._of_view(dims, first, inside)
 
+    def _of_matrix(self) -> Unfolding:
+        """The matrix itself; of a large table some rows at a time."""
+        w, (rows, cols) = self.weight, self.weight.shape
+        hessian, weights = self.hessian, self.row_weight
+        if rows <= cols:
+            w = w.float()
+            gram = (w if hessian is None else w @ hessian.to(w)) @ w.T
+            if weights is not None:
+                root = weights.to(w).sqrt()
+                gram = gram * root * root[:, None]
+            return Unfolding(gram, lambda: gram, 1.0)
+        gram = torch.zeros(cols, cols, device=w.device)
+        step = max(1, CHUNK // cols)
+        for start in range(0, rows, step):
+            some = slice(start, start + step)
+            part = w[some].float()
+            gram += part.T @ (part if weights is None else part * weights[some].to(part)[:, None])
+        if hessian is None:
+            return Unfolding(gram, lambda: gram, 1.0)
+        known = hessian.to(gram)
+        return Unfolding(known @ gram, lambda: _sandwich(_root(known), gram.double()), 1.0)
 
-def _unfold(tensor: Tensor, axis: int) -> Tensor:
-    return tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
-
-
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared singular values, descending, and left singular vectors."""
-    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
-    return values.flip(0).clamp_min(0.0), vectors.flip(1)
-
-
-def _ranks(energies: list[Tensor], size_of: Callable[[list[int]], int], budget: int) -> list[int]:
-    """The largest common number of directions, by one energy threshold over all unfoldings, within the
-    budget.
-    """
-    levels = torch.cat(energies).sort(descending=True).values
-    low, high = 1, levels.numel()
-
-    def at(step: int) -> list[int]:
-        return [max(1, int((e >= float(levels[step - 1])).sum())) for e in energies]
-
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if size_of(at(middle)) <= budget else (low, middle - 1)
-    return at(low)
-
-
-def _tucker(tensor: Tensor, energies: list[Tensor], budget: int) -> float:
-    """Energy kept by a sequentially truncated HOSVD of at most `budget` numbers."""
-    dims = tuple(tensor.shape)
-
-    def size_of(ranks: list[int]) -> int:
-        bases = sum(n * r for n, r in zip(dims, ranks, strict=True) if r < n)
-        return math.prod(ranks) + bases
-
-    core = tensor
-    for axis, rank in enumerate(_ranks(energies, size_of, budget)):
-        if rank < dims[axis]:
-            basis = _eigen(_unfold(core, axis))[1][:, :rank]
-            moved = basis.T @ _unfold(core, axis)
-            others = [n for i, n in enumerate(core.shape) if i != axis]
-            core = moved.reshape(rank, *others).movedim(0, axis)
-    return float(core.square().sum())
+    def _of_view(self, dims: Shape, first: int, axes: tuple[int, ...]) -> Unfolding:
+        """An unfolding that splits rows, columns or both."""
+        tensor, share = self.weight.float(), self.share
+        if self.row_weight is not None:
+            inside = [a for a in axes if a < first]
+            split = inside and len(inside) < first
+            weights, exact = _separable(self.row_weight.to(tensor), dims[:first], inside) if split else (
+                self.row_weight.to(tensor), True,
+            )  # fmt: skip
+            tensor = tensor * weights.sqrt()[:, None]
+            share = share if exact else share / MARGIN
+        columns = [a - first for a in axes if a >= first]
+        if self.hessian is not None:
+            if columns and len(columns) < len(dims) - first:
+                tensor, share = _whitened_apart(tensor, self.hessian, dims[first:], columns), share / MARGIN
+            else:
+                tensor = tensor @ self._root
+        others = [a for a in range(len(dims)) if a not in axes]
+        side = math.prod(dims[a] for a in axes)
+        matrix = tensor.reshape(dims).permute(*axes, *others).reshape(side, -1)
+        matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+        gram = matrix @ matrix.T
+        return Unfolding(gram, lambda: gram, share)
 
 
-def _tensor_train(tensor: Tensor, budget: int) -> float:
-    """Energy kept by a TT-SVD of at most `budget` numbers."""
-    dims = tuple(tensor.shape)
-    sides = [tensor.reshape(math.prod(dims[:k]), -1) for k in range(1, len(dims))]
-    energies = [_eigen(m if m.shape[0] <= m.shape[1] else m.T)[0] for m in sides]
-
-    def size_of(ranks: list[int]) -> int:
-        bonds = [1, *ranks, 1]
-        return sum(bonds[i] * n * bonds[i + 1] for i, n in enumerate(dims))
-
-    rest, bond = tensor.reshape(1, -1), 1
-    for size, rank in zip(dims[:-1], _ranks(energies, size_of, budget), strict=True):
-        matrix = rest.reshape(bond * size, -1)
-        if matrix.shape[0] <= matrix.shape[1]:
-            rest = _eigen(matrix)[1][:, :rank].T @ matrix
-        else:
-            values, right = _eigen(matrix.T)
-            rest = values[:rank].sqrt()[:, None] * right[:, :rank].T
-        bond = rest.shape[0]
-    return float(rest.square().sum())
+def _root(h: Tensor) -> Tensor:
+    """L, L L^T = H, float64; H is lifted by what keeps it positive."""
+    h = h.double()
+    h = (h + h.T) / 2
+    lift = 1e-7 * max(float(h.diagonal().mean()), 1e-30)
+    factor: Tensor
+    for _ in range(8):
+        h.diagonal().add_(lift)
+        factor, info = torch.linalg.cholesky_ex(h)
+        if int(info) == 0:
+            break
+        lift *= 4
+    else:
+        values, vectors = torch.linalg.eigh(h)
+        factor = vectors * values.clamp_min(0.0).sqrt()
+    return factor
 
 
-def _cp(tensor: Tensor, rank: int) -> float | None:
-    """Energy kept by a CP fitted with tensorly (seeded, 30 sweeps); None without tensorly."""
-    try:
-        import tensorly
-        from tensorly.decomposition import parafac
-    except ImportError:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    start = []
-    for axis, size in enumerate(tensor.shape):
-        vectors = _eigen(_unfold(tensor, axis))[1][:, :rank]
-        extra = torch.randn(size, rank - vectors.shape[1], generator=generator, dtype=torch.float64)
-        start.append(torch.cat([vectors, extra / math.sqrt(size)], dim=1))
-    norm = tensor.norm()
-    before = tensorly.get_backend()
-    tensorly.set_backend("pytorch", local_threadsafe=True)
-    try:
-        ones = torch.ones(rank, dtype=torch.float64)
-        fitted = parafac(tensor / norm, rank, n_iter_max=30, init=(ones, start), tol=1e-6, l2_reg=1e-10)
-        error = float((tensorly.cp_to_tensor(fitted) - tensor / norm).square().sum())
-    finally:
-        tensorly.set_backend(before, local_threadsafe=True)
-    return max(0.0, 1.0 - error)
+def _sandwich(root: Tensor, gram: Tensor) -> Tensor:
+    product: Tensor = root.T @ gram @ root
+    return product
+
+
+def _separable(weights: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor, bool]:
+    """(row weights [rows] as a product over the axes `inside` and the others, whether that is what they are)."""
+    grid = weights.reshape(sizes)
+    rest = [a for a in range(len(sizes)) if a not in inside]
+    mean = grid.mean().clamp_min(1e-30)
+    product = grid.mean(rest, keepdim=True) * grid.mean(inside, keepdim=True) / mean
+    ratio = (grid + 1e-12 * mean) / (product + 1e-12 * mean)
+    low, high = float(ratio.min()), float(ratio.max())
+    if high <= EVEN * low:
+        return (product.expand(sizes) * min(1.0, low)).reshape(-1), True
+    return product.expand(sizes).reshape(-1), False
+
+
+def _apart(h: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor, Tensor]:
+    """The partial traces of H over the axes `inside` and the others; their Kronecker product has the trace of H."""
+    n = len(sizes)
+    rest = [a for a in range(n) if a not in inside]
+    order = [*inside, *rest]
+    a, b = math.prod(sizes[i] for i in inside), math.prod(sizes[i] for i in rest)
+    blocks = h.double().reshape(*sizes, *sizes).permute(*order, *(n + i for i in order)).reshape(a, b, a, b)
+    left, right = torch.einsum("ibjb->ij", blocks), torch.einsum("aiaj->ij", blocks)
+    return left, right / torch.trace(left).clamp_min(1e-30)
+
+
+def _whitened_apart(tensor: Tensor, h: Tensor, sizes: Shape, inside: list[int]) -> Tensor:
+    """The rows times the roots of the partial traces of H, each on its own axes."""
+    left, right = (_root(part).to(tensor) for part in _apart(h, sizes, inside))
+    rest = [a for a in range(len(sizes)) if a not in inside]
+    order = [*inside, *rest]
+    t = tensor.reshape(-1, *sizes).permute(0, *(1 + i for i in order))
+    shape = t.shape
+    t = torch.einsum("nab,ac->ncb", t.reshape(len(tensor), len(left), len(right)), left) @ right
+    back = [1 + order.index(i) for i in range(len(sizes))]
+    return t.reshape(shape).permute(0, *back).reshape(tensor.shape)

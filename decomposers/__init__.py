@@ -3,19 +3,26 @@
     PARAMS (Params)                     ranks and options, a frozen dataclass
     decompose(weight, params, stats_hessian=None) -> Decomposition
     rank_for_bytes(...), rank_for_error(...)   ranks from a byte budget, or from a relative error bound
+    proposals(signature, target, room) -> recipes    what a conversion tries (nstf.proposals)
+    NAME                                what users call it, where that is not the file's name
 
-`METHODS` lists the files of this folder that are methods; `method(name)` imports one of them, nothing else.
+`add` is made of other methods and has `KIND` and `proposals` alone. `METHODS` lists the files of this folder that are
+methods; `method(name)` imports one of them, nothing else.
 """
 
 import importlib
-from pathlib import Path
+import pkgutil
 from types import ModuleType
 
-_HELPERS = {"__init__", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
+_HELPERS = {"__init__", "bounds", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
 
-METHODS: tuple[str, ...] = tuple(
-    sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem not in _HELPERS)
-)
+
+def listed() -> tuple[str, ...]:
+    """The methods among the files of the folder."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _HELPERS))
+
+
+METHODS = listed()
 
 
 def method(name: str) -> ModuleType:

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.decomposers.factors import BytesOf, Decomposition, largest
+from nstf.decomposers.bounds import Frontier, cp_numbers
+from nstf.decomposers.factors import BytesOf, Decomposition, largest, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.tensorly_backend import torch_backend
+from nstf.decomposers.views import LARGEST, views_for
 from nstf.kernels.formats import cp
 from nstf.kernels.formats.tree import Shape
+from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = cp.KIND
 PENALTIES = (1e-10, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -246,6 +249,30 @@ def rank_for_bytes(view: Shape, size_bytes: int, bytes_of: BytesOf) -> int | Non
     """
     most = min(MAX_RANK, math.prod(view) // max(view))
     return largest(lambda r: sum(bytes_of((size, r)) for size in view) <= size_bytes, most)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """In each view, at each of the room's sizes, the rank that fits, where no bound rules it out.
+
+    Of ranks above half the longest axis the unfoldings say little, and alternating least squares take long: these, and
+    tensors of more than LARGEST weights, are left out.
+    """
+    out: list[Recipe] = []
+    if signature.weight.numel() > LARGEST:
+        return out
+    for view in views_for("cp", signature, room):
+        axes = [signature.unfolding(view.dims, (i,)) for i in range(len(view.dims))]
+        frontier = Frontier(signature.signal, [*axes, signature.matrix], cp_numbers(view.dims))
+        for factor in room.factors:
+            for size in room.sizes:
+                rank = rank_for_bytes(view.dims, size, factor.bytes_of)
+                if rank is None or rank > max(view.dims) // 2:
+                    continue
+                least = frontier.may_win(room, "cp", size, factor)
+                if least is not None:
+                    params = {"rank": rank, "view": list(view.dims)}
+                    out.append(Recipe("cp", params, {"factor": factor.recipe}, least))
+    return unique(out)
 
 
 def rank_for_error(

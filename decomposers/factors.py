@@ -1,7 +1,8 @@
 """A decomposition before its factors are stored: which node it is, the dense factors, how to round them."""
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, dense, join
 from nstf.kernels.formats.tree import Shape, decode, format_of
+from nstf.proposals import Recipe
 
 Leaf = Callable[[str, Tensor, Tensor | None], EncodedTensor]
 """leaf(child name, dense factor, metric or None) -> the factor encoded. The metric is what `Stats.hessian` is
@@ -107,6 +109,11 @@ def largest(fits: Callable[[int], bool], most: int) -> int | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def unique(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Without those that are there already: at neighbouring sizes the ranks may be the same."""
+    return list({json.dumps(r.to_json(), sort_keys=True): r for r in recipes}.values())
 
 
 def check_finite(weight: Tensor, what: str = "weight") -> None:

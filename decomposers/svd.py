@@ -13,7 +13,7 @@ eigenproblem. Squaring loses singular values below 1e-8 of the largest: less tha
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +24,16 @@ from nstf.decomposers.factors import (
     Decomposition,
     check_finite,
     largest,
+    unique,
 )
 from nstf.decomposers.norms import DAMPING, cholesky, damped, solve_spd
 from nstf.kernels.formats import low_rank
 from nstf.kernels.formats.tree import Shape
+from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = low_rank.KIND
+NAME = "low_rank"
 CHUNK = 8192
-LARGEST = 1 << 26  # weights that are looked at in one product
 
 
 @dataclass(frozen=True)
@@ -149,19 +151,6 @@ def prepare(
     return Prepared(w, tuple(weight.shape), lead, singular, vectors.flip(1), h, root, row_weight)
 
 
-def singular_values(
-    weight: Tensor,
-    hessian: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    lead: int = 1,
-    damping: float = DAMPING,
-) -> Tensor:
-    """Those of `prepare`, float64 [min(rows, cols)] falling, without the vectors: several times as fast on a GPU."""
-    gram, _ = _whitened_gram(*_checked(weight, hessian, row_weight, lead, damping))
-    values: Tensor = torch.linalg.eigvalsh(gram)
-    return values.flip(0).clamp_min(0.0).sqrt()
-
-
 def _checked(
     weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, lead: int, damping: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -215,6 +204,25 @@ def rank_for_bytes(shape: Shape, size_bytes: int, bytes_of: BytesOf, lead: int =
     return largest(lambda r: bytes_of((rows, r)) + bytes_of((r, cols)) <= size_bytes, min(rows, cols))
 
 
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """At each of the room's sizes the largest rank that fits, where no bound rules it out: the energy that the matrix, in
+    the norm of the loss, has beyond that rank. None where little is looked at."""
+    if room.quick or not room.sizes:
+        return []
+    out, matrix, signal = [], signature.matrix, signature.signal
+    for factor in room.factors:
+        for size in room.sizes:
+            rank = rank_for_bytes(signature.shape, size, factor.bytes_of, signature.lead)
+            if rank is None:
+                continue
+            if not room.rules_out(matrix.left_out(rank), size, factor, signal):
+                matrix.sharpen()
+            least = matrix.left_out(rank)
+            if room.may_win("svd", size, least, factor, signal):
+                out.append(Recipe("svd", {"rank": rank}, {"factor": factor.recipe}, least))
+    return unique(out)
+
+
 def rank_for_error(
     weight: Tensor,
     error: float,
@@ -224,39 +232,6 @@ def rank_for_error(
 ) -> int:
     """The smallest rank with relative error at most `error` in the norm of the statistics."""
     return prepare(weight, stats_hessian, row_weight, lead).rank_for_error(error)
-
-
-def low_rank_bounds(
-    weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, ranks: Sequence[int]
-) -> list[float]:
-    """Lower bounds of the expected loss of any approximation of each rank, without an eigenproblem.
-
-    weight: [rows, cols]. hessian: [cols, cols] or None. row_weight: [rows] or None. The loss is at least half the sum of
-    all but the `rank` largest of the n eigenvalues of G = R W H W^T R, R^2 = diag(row_weight) and n = min(rows, cols).
-    Of numbers with the sum t and the sum of squares f the r largest add up to at most
-    r t / n + sqrt(r (n - r) / n (f - t^2 / n))
-    (Cauchy and Schwarz, after their mean is taken off). Both follow from one product with H on the smaller side.
-    """
-    rows, cols = weight.shape
-    n = min(rows, cols)
-    if rows <= cols:
-        w = weight.detach().float()
-        gram = (w if hessian is None else w @ hessian.to(w)) @ w.T
-        product = gram if row_weight is None else gram * row_weight.to(w)
-        # R^-1 G R has the eigenvalues of G.
-    else:
-        gram = torch.zeros(cols, cols, device=weight.device)
-        # The table of a large vocabulary some rows at a time.
-        for start in range(0, rows, max(1, LARGEST // cols)):
-            some = slice(start, start + max(1, LARGEST // cols))
-            w = weight[some].detach().float()
-            gram += w.T @ (w if row_weight is None else w * row_weight[some].to(w)[:, None])
-        product = gram if hessian is None else hessian.to(gram) @ gram
-    total = float(product.diagonal().sum(dtype=torch.float64))
-    squares = float((product * product.T).sum(dtype=torch.float64))
-    spread = max(0.0, squares - total * total / n)
-    most = [r * total / n + math.sqrt(spread * r * (n - r) / n) if r < n else total for r in ranks]
-    return [max(0.0, (total - m) / 2) for m in most]
 
 
 def _metric(h: Tensor | None) -> Tensor | None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
+from nstf.decomposers.bounds import Frontier, train_numbers
+from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
+from nstf.decomposers.views import views_for
 from nstf.kernels.formats import tensor_train
 from nstf.kernels.formats.tree import Shape
+from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = tensor_train.KIND
 
@@ -152,6 +155,29 @@ def rank_for_bytes(
         return useful_ranks(ranks, view)
 
     return ranks_for_bytes(tensor_train.max_ranks(view), size_of, size_bytes, energies, useful)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """In each view, at each of the room's sizes, the bond sizes that keep most energy, where no bound rules them out."""
+    out = []
+    for view in views_for("tensor_train", signature, room):
+        bonds = [signature.unfolding(view.dims, tuple(range(k))) for k in range(1, len(view.dims))]
+        frontier = Frontier(signature.signal, bonds, train_numbers(view.dims))
+        for factor in room.factors:
+            for size in room.sizes:
+                least = frontier.may_win(room, "tensor_train", size, factor)
+                if least is None:
+                    continue
+                energies = [b.energies for b in bonds]
+                ranks = rank_for_bytes(view.dims, size, factor.bytes_of, energies)
+                if ranks is None:
+                    continue
+                # These ranks need not be the ones that the bound allows.
+                least = max(least, *(b.left_out(r) for b, r in zip(bonds, ranks, strict=True)))
+                if room.may_win("tensor_train", size, least, factor, signature.signal):
+                    params = {"ranks": list(ranks), "view": list(view.dims)}
+                    out.append(Recipe("tensor_train", params, {"factor": factor.recipe}, least))
+    return unique(out)
 
 
 def useful_ranks(ranks: Ranks, view: Shape) -> Ranks:

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nstf.decomposers.factors import BytesOf, Decomposition, lead_for
+from nstf.decomposers.bounds import Frontier, tucker_numbers
+from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
 from nstf.decomposers.tensorly_backend import torch_backend
+from nstf.decomposers.views import views_for
 from nstf.kernels.formats import tucker
 from nstf.kernels.formats.tree import Shape
+from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = tucker.KIND
 
@@ -216,6 +219,28 @@ def rank_for_bytes(
 
     part = ranks_for_bytes(tuple(view[i] for i in chosen), size_of, size_bytes, some, useful)
     return None if part is None else whole(part)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """In each view, at each of the room's sizes, the core that keeps most energy, where no bound rules it out."""
+    out = []
+    for view in views_for("tucker", signature, room):
+        axes = [signature.unfolding(view.dims, (i,)) for i in range(len(view.dims))]
+        frontier = Frontier(signature.signal, [*axes, signature.matrix], tucker_numbers(view.dims))
+        for factor in room.factors:
+            for size in room.sizes:
+                least = frontier.may_win(room, "tucker", size, factor)
+                if least is None:
+                    continue
+                ranks = rank_for_bytes(view.dims, size, factor.bytes_of, energies=[a.energies for a in axes])
+                if ranks is None:
+                    continue
+                # These ranks need not be the ones that the bound allows.
+                least = max(least, *(a.left_out(r) for a, r in zip(axes, ranks, strict=True)))
+                if room.may_win("tucker", size, least, factor, signature.signal):
+                    params = {"ranks": list(ranks), "view": list(view.dims)}
+                    out.append(Recipe("tucker", params, {"factor": factor.recipe}, least))
+    return unique(out)
 
 
 def useful_ranks(ranks: Ranks, view: Shape) -> Ranks:

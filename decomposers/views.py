@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nstf.kernels.formats.tree import MAX_DIMS, Shape
+from nstf.proposals import Room, Signature
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class View:
     whole_input: bool = True
 
 
+LARGEST = 1 << 24
+"""Weights up to which views of three axes and more are looked at."""
 ALL = ("tucker", "tensor_train", "cp")
 OUT_HEADS = ("q", "k", "v")
 TABLES = ("embedding", "head", "position")
@@ -61,6 +64,17 @@ def views(role: str, shape: Shape, config: Mapping[str, Any] | None = None) -> l
     if rows is not None and columns is not None:
         found.append(View("balanced", (*rows, *columns), ("tensor_train", "cp"), whole_input=False))
     return found
+
+
+def views_for(method: str, signature: Signature, room: Room) -> list[View]:
+    """The views of three axes and more that make sense for a method. None of tensors of more than LARGEST weights, but for
+    stacks of experts, and none of matrices where little is looked at."""
+    if not room.sizes:
+        return []
+    large = signature.role != "expert_stack" and signature.weight.numel() > LARGEST
+    if large or (room.quick and len(signature.shape) == 2):
+        return []
+    return [v for v in views(signature.role, signature.shape, signature.config) if method in v.methods]
 
 
 def balanced(size: int, parts: int) -> Shape | None:

@@ -128,7 +128,7 @@ class ConvertOptions:
     formats: tuple[str, ...] | None = option(
         None,
         "Only these methods, separated by commas: int, grid, fp8, mxfp4, trellis, shuffle, low_rank, cp, tucker, "
-        "tensor_train, add (a low rank on low bits). Without it all (with --prefer "
+        "tensor_train, add (a low rank on low bits); any file of quantizers/ or decomposers/. Without it all (with --prefer "
         "size all but shuffle).",
         ADVANCED,
         metavar="LIST",

@@ -1,4 +1,4 @@
-"""Tensor -> fewer bits: one file per method, `int_grid`, `fp8`, `mxfp4`, `grid16`.
+"""Tensor -> fewer bits: one file per method.
 
 A method is a module of this folder with these names; a new file is found and tested without a line elsewhere:
 
@@ -9,17 +9,25 @@ A method is a module of this folder with these names; a new file is found and te
     decode                                  `nstf.kernels.formats.decode`
     estimate(weight, params, stats) -> float    expected loss, without encoding
     estimate_many(weight, [params, ...], stats) -> list[float]    what recipes have in common is done once
+    proposals(signature, target, room) -> recipes    what a conversion tries (nstf.proposals)
 
-and, where tensors gain from being encoded together,
+and, where they say something,
 
-    encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]
+    encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]    tensors gain from being encoded together
+    NAME          what users call it, where that is not the file's name
+    ON_REQUEST    tried only where it is named or the plan counts time
+    REACH         bits a weight up to which no other plain format loses less at its bytes; fits(cols): for which rows
+    EVERY_ROW     estimates want all rows, not a sample
+    SLOW          encoding takes minutes on a large model
 
 Work is done on the weight's device; statistics lie there too. Encoded arrays are on the CPU.
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Sequence
+from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +35,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nstf.kernels.formats import EncodedTensor
+    from nstf.proposals import Recipe
     from nstf.quantizers.stats import Stats
 
 _NOT_METHODS = ("stats",)
+# Factors with few columns are not worth a Hessian's feedback; this is where LDLQ starts.
+MIN_LDLQ_COLS = 16
 
-METHODS = tuple(
-    sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg and m.name not in _NOT_METHODS)
-)
+
+def listed() -> tuple[str, ...]:
+    """The methods among the files of the folder."""
+    found = (m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
+    return tuple(sorted(name for name in found if name not in _NOT_METHODS))
+
+
+METHODS = listed()
 
 
 def method(name: str) -> ModuleType:
@@ -41,6 +57,25 @@ def method(name: str) -> ModuleType:
     if name not in METHODS:
         raise ValueError(f"unknown quantiser {name[:40]!r}; known are {', '.join(METHODS)}")
     return importlib.import_module(f"nstf.quantizers.{name}")
+
+
+def filled(recipe: "Recipe", shape: tuple[int, ...], lead: int) -> Any:
+    """The `Params` of a quantiser's recipe for a tensor of `shape`, with what follows from the shape filled in."""
+    from nstf.kernels.formats import rotated
+
+    cls = method(recipe.method).Params
+    known = {f.name for f in fields(cls)}
+    given = dict(recipe.params)
+    cols = math.prod(shape[lead:])
+    if "rounding" in known:
+        given.setdefault("rounding", "ldlq" if cols >= MIN_LDLQ_COLS else "nearest")
+    if "block" in known:
+        given.setdefault("block", rotated.block_for(cols))
+    if "sections" in given:
+        given["sections"] = tuple(tuple(section) for section in given["sections"])
+    if "lead" in known:
+        given["lead"] = lead
+    return cls(**given)
 
 
 def encode_many(

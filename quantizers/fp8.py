@@ -10,13 +10,14 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, decode, stored_bytes
 from nstf.kernels.formats import fp8 as fmt
+from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
     """`estimate` for several params, all with the same `lead`."""
     forms = [Form(levels(p), p.group, _rounding(p)) for p in params]
     return expected_losses(weight, params[0].lead, forms, stats)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """Both variants with a scale for each row; none where little is looked at, since 8-bit integers lose less."""
+    if room.from_bits:
+        return []
+    return [Recipe("fp8", {"variant": variant, "group": 0}) for variant in ("e4m3fn", "e4m3fnuz")]
 
 
 def levels(params: Params) -> Levels:

@@ -1,20 +1,25 @@
 """`int_grid`: integers of 2 to 8 bits, symmetric or with a zero point, one scale per group (format `int`)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, integer, stored_bytes
+from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
+
+
+NAME = "int"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,33 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
     """`estimate` for several params, all with the same `lead`."""
     forms = [Form(levels(p), p.group, _rounding(p)) for p in params]
     return expected_losses(weight, params[0].lead, forms, stats)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """Every number of bits, with scales for groups of 32 and 64, and for rows where a few bytes matter.
+
+    Zero points pay below 6 bits; wide groups at many bits never reach the hull, so they are left out. Below `room.from_bits`
+    only what is fast is left.
+    """
+    out = []
+    for bits in range(2, 9):
+        out += [_recipe(bits, group, True) for group in (32, 64)]
+        out.append(_recipe(bits, 0, True, 16))
+        if bits <= 5:
+            out += [_recipe(bits, group, False) for group in ((32, 64) if bits < 5 else (32,))]
+        if bits <= 3:
+            out += [_recipe(bits, 128, symmetric) for symmetric in (True, False)]
+
+    def fast(params: Mapping[str, Any]) -> bool:
+        return target.timed and params["group"] == 32 and params["symmetric"]
+
+    return [r for r in out if r.params["bits"] >= room.from_bits or fast(r.params)]
+
+
+def _recipe(bits: int, group: int, symmetric: bool, scale_bits: int = 8) -> Recipe:
+    return Recipe(
+        "int_grid", {"bits": bits, "group": group, "symmetric": symmetric, "scale_bits": scale_bits}
+    )
 
 
 def levels(params: Params) -> Levels:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, stored_bytes
 from nstf.kernels.formats import mxfp4 as fmt
+from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
 
 _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
 LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
@@ -66,6 +67,11 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
     """`estimate` for several params, all with the same `lead`."""
     forms = [Form(LEVELS, fmt.BLOCK, _rounding(p)) for p in params]
     return expected_losses(weight, params[0].lead, forms, stats)
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """The standard's one form; none where another method loses less at 4 bits."""
+    return [] if room.from_bits > 4 else [Recipe("mxfp4")]
 
 
 def _pack(rounded: Rounded) -> dict[str, Tensor]:

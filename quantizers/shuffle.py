@@ -15,13 +15,16 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor, Node, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK, round_columns
+from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.rounding.block_ldlq import SPAN
 from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
 
+# Only where it is named or the plan counts time: what it gains over `trellis` is speed.
+ON_REQUEST = True
 # Mean squared error on N(0, 1) by quarter bits (benchmarks/shuffle.py).
 MSE = {
     8: 0.0774,
@@ -158,6 +161,13 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
         lost = MSE[p.quarter_bits] * trace / (2 * (1 - _growth(metric, p.quarter_bits)))
         out.append(energies[p.lead] * lost)
     return out
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """Every rate; none where another method loses less and time does not count."""
+    if room.from_bits and not target.timed:
+        return []
+    return [Recipe("shuffle", {"quarter_bits": q}) for q in form.RATES]
 
 
 def _shared(energy: Tensor) -> Tensor:

@@ -14,13 +14,25 @@ from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import trellis as form
+from nstf.proposals import Recipe, Room, Signature, Target
+from nstf.quantizers import filled
 from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.rounding.trellis_lanes import refit, search
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "encode_many", "estimate", "estimate_many", "tree"]
+__all__ = [
+    "Params",
+    "bits",
+    "decode",
+    "encode",
+    "encode_many",
+    "estimate",
+    "estimate_many",
+    "proposals",
+    "tree",
+]
 
 # Mean squared error on N(0, 1) by quarter bits, at the width below (benchmarks/trellis.py), and the width: the ratio of the
 # weights' standard deviation to the codebook's that is best. More bits reach further into the tails.
@@ -50,6 +62,16 @@ MSE = {
 WIDTH = {
     q: 1.0 if q <= 11 else 1.03 if q == 12 else 1.06 if q <= 16 else 1.08 if q <= 20 else 1.12 for q in MSE
 }
+# Up to so many bits a weight no other plain format loses less at the same bytes.
+REACH = 6
+# The estimate is a closed form over all rows: a sample would only be coarser.
+EVERY_ROW = True
+# Encoding takes minutes on a large model.
+SLOW = True
+# Rates that rows may have when they differ, in quarter bits.
+SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
+# Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
+SMALLEST_ENERGY = 1e-6
 # A section's tiles are searched 16 at a time: smaller ones cost encoding time for hardly any gain.
 SMALLEST_SECTION = 64
 # One seed for the signs of all tensors, so that q, k and v share the rotation of their input.
@@ -138,6 +160,37 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
             at += n
         out.append(total)
     return out
+
+
+def fits(cols: int) -> bool:
+    """Whether rows of so many columns are as long as a tile is wide."""
+    return cols >= form.SIDE
+
+
+def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    """Every rate for all rows, and rates by row.
+
+    The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
+    """
+    rows, cols, inner, stats = signature.rows, signature.cols, signature.weight, signature.stats
+    if not fits(cols):
+        return []
+    out = [Recipe("trellis", {"quarter_bits": q}) for q in sorted(MSE)]
+    if signature.lead != 1 or rows < 2 * SMALLEST_SECTION:
+        return out
+    params = filled(Recipe("trellis"), signature.shape, signature.lead)
+    energy = row_energy(inner, params, stats)
+    losses = {q: unit_loss(q, inner, params, stats) for q in MSE}
+    typical = float(energy.clamp_min(float(energy.max()) * SMALLEST_ENERGY).log().mean().exp())
+    allowed = {q: losses[q] for q in SECTION_RATES}
+    energy = energy.cpu()  # a GPU would be asked for every price
+    found = []
+    for q in sorted(losses):
+        # At this price the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
+        price = typical * losses[q] * 2 * math.log(2) / (cols / 8)
+        found.append(best_sections(energy, allowed, cols, price))
+    different = [s for s in dict.fromkeys(found) if len(s) > 1]
+    return [*out, *(Recipe("trellis", {"sections": [list(section) for section in s]}) for s in different)]
 
 
 def row_energy(weight: Tensor, params: Params, stats: Stats | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The worked examples of CONTRIBUTING.md run as they are printed."""
 
-import importlib.util
+import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import nstf.decomposers
 import nstf.kernels.formats
@@ -17,40 +19,44 @@ from nstf.decomposers.factors import dense_bytes, dense_leaf, lead_for
 from nstf.kernels.formats import EncodedTensor, check, decode, stored_bytes, tree
 from nstf.quantizers import int_grid
 from nstf.quantizers.stats import Stats, loss
+from nstf_convert.cli import run
+from nstf_convert.pipeline.propose import methods
+
+from .nstf_convert.pipeline.conftest import WORDS, make_llama
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text("utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
 
 
+PACKAGES = {
+    "kernels/formats": nstf.kernels.formats,
+    "quantizers": nstf.quantizers,
+    "decomposers": nstf.decomposers,
+}
+
+
 @pytest.fixture
-def example(tmp_path: Path) -> Iterator[dict[str, ModuleType]]:
-    """The examples as modules of their packages, and the packages as they were afterwards."""
-    loaded = {}
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The examples as files of their packages, found as every file there is, and the packages as they were afterwards."""
     for path, code in EXAMPLES.items():
-        file = tmp_path / path
+        file = tmp_path / "examples" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
-        name = "nstf." + path.removesuffix(".py").replace("/", ".")
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        if path.startswith("kernels/formats/"):  # found as every format is, by looking into the package
-            nstf.kernels.formats.__path__.append(str(file.parent))
-            tree._formats.cache_clear()
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, module)
-        spec.loader.exec_module(module)
-        loaded[path] = module
-    yield loaded
-    for path in EXAMPLES:
-        name = "nstf." + path.removesuffix(".py").replace("/", ".")
+    for folder, package in PACKAGES.items():
+        package.__path__.append(str(tmp_path / "examples" / folder))
+    tree._formats.cache_clear()
+    for package in (nstf.quantizers, nstf.decomposers):
+        monkeypatch.setattr(package, "METHODS", package.listed())
+    names = {path: "nstf." + path.removesuffix(".py").replace("/", ".") for path in EXAMPLES}
+    yield {path: importlib.import_module(name) for path, name in names.items()}
+    for package in PACKAGES.values():
+        package.__path__.pop()
+    for name in names.values():
         parent, _, child = name.rpartition(".")
         delattr(sys.modules[parent], child)
         del sys.modules[name]
-        if path.startswith("kernels/formats/"):
-            nstf.kernels.formats.__path__.pop()
     tree._formats.cache_clear()
+    methods._source.cache_clear()
 
 
 def weight_and_stats() -> tuple[torch.Tensor, Stats]:
@@ -108,5 +114,64 @@ def test_the_decomposer_of_the_page_is_exact_at_full_rank_and_can_be_quantised(
     assert float((rounded - weight).norm() / weight.norm()) < 0.02
 
 
-def test_a_kind_without_an_example_is_unknown_again() -> None:
+def test_a_whole_conversion_uses_both_methods_of_the_page(
+    example: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, planted = tmp_path / "model", "model.layers.0.mlp.up_proj.weight"
+    from transformers import LlamaForCausalLM
+
+    make_llama(model, layers=1)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(model / "model.safetensors")
+    a, b = (torch.randn(2, *size, generator=generator) for size in ((8, 8), (12, 8)))
+    weight = torch.einsum("rij,rkl->ikjl", a, b).reshape(96, 64)
+    weight = weight / weight.std() + 0.02 * torch.randn(96, 64, generator=generator)
+    save_file({**tensors, planted: 0.25 * weight.bfloat16()}, model / "model.safetensors", {"format": "pt"})
+    text, out, report = tmp_path / "text.txt", tmp_path / "out.nstf", tmp_path / "report.json"
+    text.write_text(" ".join(WORDS[i % len(WORDS)] for i in range(0, 7 * 900, 7)))
+    command = re.search(r"^    nstf (convert MODEL .*)$", TEXT, re.MULTILINE)
+    assert command is not None
+    given = {"MODEL": str(model), "TEXT": str(text), "OUT": str(out), "REPORT": str(report)}
+    words = [given.get(word, word) for word in command[1].split()]
+    # What the page leaves out makes it quick.
+    code = run([*words, *"--samples 6 --seq-len 32 --threads 1 --effort fast --prefer size".split()])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    written = json.loads(report.read_text())
+    by_name = {t["name"]: t for t in written["tensors"]}
+    assert by_name[planted]["method"] == "kronecker" and by_name[planted]["tree"]["kind"] == "kronecker"
+    assert {t["method"] for t in written["tensors"]} == {"dense", "kronecker", "nf4"}
+    assert any(f["family"] == "kronecker" and f["chosen"] >= 1 for f in written["families"])
+    assert re.search(r"kronecker: tried on \d+ tensors, won on", printed.out)
+    file = nstf.open(out)
+    assert file.tensors[planted].tree["kind"] == "kronecker"
+    loaded = nstf.runtime.load(out)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = loaded(tokens).logits
+    original = load_file(model / "model.safetensors")[planted].float()
+    assert float((file.decode(planted).float() - original).norm() / original.norm()) < 0.05
+    decoded = {name: file.decode(name) for name in file.tensors}
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference.load_state_dict({n: decoded.get(n, v) for n, v in reference.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(logits.float(), reference(tokens).logits, rtol=0.02, atol=0.02)
+
+
+def test_the_methods_of_the_page_can_be_asked_for_by_name_alone(example: dict[str, ModuleType]) -> None:
+    assert methods.method_families(["nf4", "kronecker"]) == {"nf4", "kronecker", "dense"}
+    assert {"nf4", "kronecker"} < methods.method_families(None)
+    assert "| `kronecker` | `decomposers/kronecker.py` |" in methods.table()
+
+
+def test_a_method_without_an_example_is_unknown_again() -> None:
     assert "kronecker" not in nstf.kernels.formats.kinds()
+    with pytest.raises(ValueError, match="unknown format 'nf4'"):
+        methods.method_families(["nf4"])
+
+
+def test_the_documentation_lists_every_method() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "structure.md").read_text("utf-8")
+    assert methods.table() in page, (
+        "put what `python -m nstf_convert.pipeline.propose.methods` prints into docs/structure.md"
+    )

@@ -4,14 +4,14 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# nstf.errors may be imported by all; a folder always by itself.
+# nstf.errors may be imported by all, nstf.proposals by what proposes and what it is told; a folder always by itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "runtime": {"kernels"},
     "integrations": {"runtime"},
-    "quantizers": {"kernels"},
-    "decomposers": {"kernels"},
-    "analyzers": {"kernels"},
+    "quantizers": {"kernels", "proposals"},
+    "decomposers": {"kernels", "proposals"},
+    "analyzers": {"kernels", "proposals"},
 }
 
 

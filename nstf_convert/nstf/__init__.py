@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from nstf_convert.options import ConvertResult as ConvertResult
 
 __version__ = "0.1.0"
-_PARTS = ("analyzers", "decomposers", "errors", "integrations", "kernels", "quantizers", "runtime")
+_PARTS = (
+    "analyzers",
+    "decomposers",
+    "errors",
+    "integrations",
+    "kernels",
+    "proposals",
+    "quantizers",
+    "runtime",
+)
 # Name here -> (module, name there).
 _NAMES = {
     "convert": ("nstf_convert", "convert"),

@@ -27,7 +27,7 @@ from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed.token import measured_rate
@@ -147,7 +147,7 @@ def _choose(run: Run) -> Final:
     rivals, facts = run.rivals(budget_bytes), None
     run.ahead(rivals)
     if session.options.search_limits is None:
-        mix = run.encoded(planned)
+        mix = run.structure_that_pays(run.encoded(planned), budget_bytes)
     else:
         mix, _, facts = search(run, run.measure(planned), budget_bytes)
     return finish(run, mix, run.best(rivals, mix), facts)

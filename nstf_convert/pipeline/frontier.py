@@ -7,7 +7,7 @@ from nstf.errors import BudgetError
 from nstf_convert.options import PREFERENCES
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.improve.run import Run
-from nstf_convert.pipeline.propose.candidates import ON_REQUEST
+from nstf_convert.pipeline.propose.methods import on_request
 from nstf_convert.pipeline.propose.table import Table
 
 # Bits per weight, everything in the file counted, at which plans are made.
@@ -45,7 +45,5 @@ def frontier(run: Run) -> dict[str, Any]:
 
 def _today(table: Table) -> Table:
     """The table without formats that only a bound on time brings in."""
-    kept = {
-        n: [c for c in found if c.recipe.method not in ON_REQUEST] for n, found in table.candidates.items()
-    }
+    kept = {n: [c for c in found if not on_request(c.recipe.method)] for n, found in table.candidates.items()}
     return replace(table, candidates=kept)

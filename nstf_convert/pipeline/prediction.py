@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nstf.analyzers.signatures import Signature
 from nstf.kernels.formats import trellis as form
 from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
 from nstf.kernels.trellis_encode import encode_tiles, search_threads
@@ -22,6 +23,7 @@ from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.encoder import working_bytes
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.report.build import layer_of
@@ -339,7 +341,6 @@ def _trial(machine: Machine, few_forms: bool) -> tuple[float, float]:
     weight = torch.randn(TRIAL, generator=generator).to(machine.device)
     inputs = torch.randn(2 * cols, cols, generator=generator).to(machine.device)
     known = Stats(inputs.T @ inputs / len(inputs), torch.ones(rows, device=machine.device))
-    unit = Unit("trial.weight", TRIAL, "bfloat16", "linear")
     grid = Recipe("int_grid", {"bits": 8, "group": 64, "symmetric": True, "scale_bits": 8})
     threads = torch.get_num_threads()
     try:
@@ -348,8 +349,8 @@ def _trial(machine: Machine, few_forms: bool) -> tuple[float, float]:
         if machine.on_gpu:
             return rounding / weight.numel(), 0.0
         start = time.perf_counter()
-        cand.estimates(unit, weight, known, cand.simple_recipes(unit, cand.method_families(None), few_forms))
-        cand.trellis_recipes(unit, weight, known)
+        trial = Signature(weight, known, dtype="bfloat16")
+        cand.estimates(trial, cand.plain_recipes(trial, method_families(None), few_forms))
         return rounding / weight.numel() / machine.threads, time.perf_counter() - start
     finally:
         torch.set_num_threads(threads)

@@ -10,6 +10,7 @@ from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Final
 from nstf_convert.pipeline.progress import peaks
+from nstf_convert.pipeline.propose import methods
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Option, pareto
@@ -79,7 +80,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         attention=run.meta.attention and {**run.meta.attention, "choice": run.meta.attention_facts},
         calibration=header.calibration(session),
         stages=session.stages.done,
-        families=families.compare(_priced(run, final)),
+        families=families.compare(_priced(run, final), _ruled_out(run)),
         resources=resources(session),
         speed=speed(run, final),
         tensor_parallel=run.cost_of_division(size_bytes),
@@ -97,6 +98,19 @@ def _priced(run: Run, final: Final) -> list[families.Tensor]:
             priced.append(families.Priced(c.tree, c.size_bytes, value, c.exact or true is not None))
         chosen = mixes.tree_of(run.session.units[name], final.planned.mix.get(name))
         out.append(families.Tensor(name, tuple(priced), chosen))
+    return out
+
+
+def _ruled_out(run: Run) -> dict[str, list[float]]:
+    """By family: how many times as much as the same bytes in plain formats each tensor loses at least, where for that reason
+    nothing of the family was tried."""
+    out: dict[str, list[float]] = {}
+    for name, options in run.table.candidates.items():
+        tried = {c.recipe.method for c in options}
+        for look in run.session.encoder.looks(run.session.units[name], run.allowed):
+            if look.method not in tried and look.rival > 0.0:
+                family = families.family_of_kind(methods.kind_of(look.method))
+                out.setdefault(family, []).append(look.least / look.rival)
     return out
 
 
@@ -119,6 +133,7 @@ def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
         expected_loss=None if recipe is None else expected_loss(run, final, name),
         calibrated=session.statistics.calibrated(unit),
         note=note,
+        method="dense" if recipe is None else methods.name_of(recipe.method),
         signature=session.encoder.signature(unit) if session.options.signatures else {},
         rejected=rejected,
     )

@@ -27,8 +27,8 @@ from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
 from nstf_convert.pipeline.progress import NOTICE, Stages
-from nstf_convert.pipeline.propose.candidates import may_be_trellis
 from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.methods import method_families, reach
 from nstf_convert.pipeline.propose.units import Statistics, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key, undamaged
@@ -230,7 +230,8 @@ class Session:
         """What encodes the units by the session's statistics, which came from the calibration of that fingerprint."""
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
         few = not self.options.level.thorough and self.options.formats is None
-        few = few and all(may_be_trellis(u) for u in self.units.values() if u.kept is None)
+        methods = method_families(None)
+        few = few and all(reach(methods, u.cols) for u in self.units.values() if u.kept is None)
         timed = self.options.bounds_time
         return Encoder(
             self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few, timed

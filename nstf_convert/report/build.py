@@ -16,8 +16,9 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
                   "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
-     "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio"}],
-     "tensors": [{"name", "role", "layer", "shape", "dtype", "encoding", "tree", "nominal_bits", "disk_bits",
+     "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio",
+                   "ruled_out": tensors that a bound kept it from, "bound_ratio": the least bound there}],
+     "tensors": [{"name", "role", "layer", "shape", "dtype", "method", "encoding", "tree", "nominal_bits", "disk_bits",
                   "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
                   "rejected": [{"encoding", "size_bytes", "expected_loss"}]}],
      "attention": {the attention plan} | null,
@@ -86,7 +87,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor of the file. `note` says why, for instance "copied: 576 values" or "expert saw 3 tokens"."""
+    """One tensor of the file. `method`: what encoded it, by the name of `--formats`. `note` says why, for instance
+    "copied: 576 values" or "expert saw 3 tokens"."""
 
     name: str
     role: str
@@ -98,6 +100,7 @@ class TensorReport:
     calibrated: bool = False
     note: str = ""
     signature: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "dense"
     rejected: Sequence[Alternative] = ()
 
 
@@ -235,6 +238,7 @@ def _tensor(t: TensorReport) -> dict[str, Any]:
         "layer": layer_of(t.name),
         "shape": list(t.shape),
         "dtype": t.dtype,
+        "method": t.method,
         "encoding": compact(t.tree),
         "tree": node_to_json(t.tree),
         "nominal_bits": leaf_code_bits(t.tree, t.shape) / numel,

@@ -62,10 +62,21 @@ def family_of(tree: Node) -> tuple[str, bool]:
     return family_of(tree.children["x"]) if "x" in tree.children else (tree.kind, not tree.children)
 
 
-def compare(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+def family_of_kind(kind: str) -> str:
+    """The family of the encodings whose node has a kind."""
+    return HYBRID if kind == "add" else _KINDS.get(kind, (kind, False))[0]
+
+
+def compare(
+    tensors: Sequence[Tensor], ruled_out: Mapping[str, Sequence[float]] | None = None
+) -> list[dict[str, Any]]:
     """A row for every family that was tried: tensors and candidates tried, candidates encoded, tensors on which its
     best ratio is below 1 (`won`), tensors stored so in the file (`chosen`), median and best of the best ratios.
+
+    ruled_out: family -> bounds from below of such ratios, of the tensors on which nothing of the family was tried because no
+    form of it could win; in the rows their number and the least (`ruled_out`, `bound_ratio`).
     """
+    bounds = ruled_out or {}
     best: dict[str, list[float]] = {}
     tried: dict[str, list[Priced]] = {}
     chosen: dict[str, int] = {}
@@ -83,17 +94,20 @@ def compare(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
             ratios = [r for p in members if (r := ratio(p, others)) is not None]
             if ratios:
                 best.setdefault(family, []).append(min(ratios))
-    found = [f for f in ORDER if f in tried] + sorted(set(tried) - {*ORDER, ""})
+    known = {*tried, *bounds}
+    found = [f for f in ORDER if f in known] + sorted(known - {*ORDER, ""})
     return [
         {
             "family": family,
-            "tensors": seen[family],
-            "candidates": len(tried[family]),
-            "exact": sum(p.exact for p in tried[family]),
+            "tensors": seen.get(family, 0),
+            "candidates": len(tried.get(family, ())),
+            "exact": sum(p.exact for p in tried.get(family, ())),
             "won": sum(r < 1.0 for r in best.get(family, [])),
             "chosen": chosen.get(family, 0),
             "median_ratio": median(best[family]) if family in best else None,
             "best_ratio": min(best[family]) if family in best else None,
+            "ruled_out": len(bounds.get(family, ())),
+            "bound_ratio": min(bounds[family]) if bounds.get(family) else None,
         }
         for family in found
     ]
@@ -103,8 +117,11 @@ def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
     """The candidate's loss over that of the plain hull at its bytes; None where the plain formats have no such size."""
     points = [Option(p.size_bytes, p.loss) for p in plain]
     hull = [points[i] for i in lower_hull(points)]
-    if not hull or priced.size_bytes < hull[0].size_bytes:
+    if not hull:
         return None
+    if priced.size_bytes < hull[0].size_bytes:
+        # Fewer bytes than any plain format takes: a win where it loses less all the same.
+        return priced.loss / hull[0].loss if priced.loss < hull[0].loss else None
     at = hull[-1].loss
     if priced.size_bytes > hull[-1].size_bytes and priced.loss < at:
         # More bytes than any plain format takes: no win. A loss in spite of them is one.
@@ -119,11 +136,20 @@ def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
 
 def lines(families: Sequence[Mapping[str, Any]]) -> list[str]:
     """The comparison as text, one line a family."""
-    return [
+    return [_line(f) for f in families]
+
+
+def _line(f: Mapping[str, Any]) -> str:
+    out, bound = f.get("ruled_out", 0), _times(f.get("bound_ratio"))
+    if not f["tensors"]:
+        return f"{f['family']}: bound {bound} the loss of the same bytes in rate on the best of {out} tensors; not tried"
+    line = (
         f"{f['family']}: tried on {f['tensors']} tensors, won on {f['won']}, chosen for {f['chosen']}; loss against "
         f"the same bytes spent on rate: median {_times(f['median_ratio'])}, best {_times(f['best_ratio'])}"
-        for f in families
-    ]
+    )
+    return line + (
+        f"; not tried on {out} others, where the bound is {bound} that loss at best" if out else ""
+    )
 
 
 def _times(value: float | None) -> str:

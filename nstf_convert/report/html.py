@@ -194,6 +194,8 @@ def _families(families: Sequence[Mapping[str, Any]]) -> str:
             f["chosen"],
             _number(f["median_ratio"], ".3g"),
             _number(f["best_ratio"], ".3g"),
+            f.get("ruled_out", 0),
+            _number(f.get("bound_ratio"), ".3g"),
         )
         for f in families
     ]
@@ -206,12 +208,15 @@ def _families(families: Sequence[Mapping[str, Any]]) -> str:
         "chosen for",
         "median ratio",
         "best",
+        "not tried on",
+        "bound there",
     )
     return _section(
         "Families against the same bytes spent on rate",
         _table(columns, rows) if rows else "",
         "Ratio: expected loss over that of the convex hull of the (other) plain formats at equal bytes, the best of "
-        "each tensor; below 1 the family wins.",
+        "each tensor; below 1 the family wins. Not tried on: tensors where a bound from below of the ratio is above 1; "
+        "the least of them.",
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nstf.analyzers import signatures
-from nstf.analyzers.signatures import signature
+from nstf.analyzers.signatures import summary
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -19,12 +19,13 @@ def hessian_of(size: int) -> torch.Tensor:
 
 
 def test_a_projection_has_everything() -> None:
-    config = {"num_attention_heads": 4}
-    s = signature("model.layers.3.self_attn.q_proj.weight", noise(32, 24), hessian_of(24), config)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    s = summary(name, noise(32, 24), hessian_of(24), reshapes=[(4, 8, 24)])
     assert (s.role, s.layer, s.shape, s.rows, s.cols, s.sampled) == ("q", 3, (32, 24), 32, 24, False)
     assert s.spectrum is not None and s.whitened is not None
     assert s.whitened.effective_rank < s.spectrum.effective_rank
-    assert [e.dims for e in s.multilinear] == [(4, 8, 24)]
+    assert [v.dims for v in s.views] == [(4, 8, 24)]
+    assert [0 < rank <= size for rank, size in zip(s.views[0].effective_ranks, (4, 8, 24), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_projection_has_everything() -> None:
     ],
 )
 def test_every_kind_of_tensor_has_one(name, shape, hessian, matrix) -> None:
-    s = signature(name, noise(*shape), None if hessian is None else hessian_of(hessian))
+    s = summary(name, noise(*shape), None if hessian is None else hessian_of(hessian))
     assert (s.rows, s.cols) == matrix
     assert (s.whitened is None) == (hessian is None)
     text = json.dumps(s.to_json(), allow_nan=False)
@@ -49,17 +50,17 @@ def test_every_kind_of_tensor_has_one(name, shape, hessian, matrix) -> None:
 
 def test_rows_beyond_the_limit_are_sampled_and_said_so(monkeypatch) -> None:
     monkeypatch.setattr(signatures, "ROW_LIMIT", 64)
-    s = signature("model.embed_tokens.weight", noise(1000, 16))
+    s = summary("model.embed_tokens.weight", noise(1000, 16))
     assert s.rows_used == 64 and s.sampled and s.to_json()["sampled"] is True
 
 
 def test_same_tensor_gives_the_same_signature() -> None:
-    first, second = (signature("a.weight", noise(20, 12), hessian_of(12)) for _ in range(2))
+    first, second = (summary("a.weight", noise(20, 12), hessian_of(12)) for _ in range(2))
     assert first == second
 
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="hessian of shape"):
-        signature("a.weight", noise(20, 12), hessian_of(20))
+        summary("a.weight", noise(20, 12), hessian_of(20))
     with pytest.raises(ValueError, match="NaN or infinity"):
-        signature("a.weight", torch.full((4, 4), torch.nan))
+        summary("a.weight", torch.full((4, 4), torch.nan))

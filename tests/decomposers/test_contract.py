@@ -75,8 +75,9 @@ def int4_leaf(name: str, factor: torch.Tensor, metric: torch.Tensor | None) -> E
 
 
 def test_the_methods_are_the_files_of_the_folder() -> None:
-    assert decomposers.METHODS == ("cp", "svd", "tensor_train", "tucker")
-    for name in decomposers.METHODS:
+    assert decomposers.METHODS == ("add", "cp", "svd", "tensor_train", "tucker")
+    assert all(callable(decomposers.method(name).proposals) for name in decomposers.METHODS)
+    for name in set(decomposers.METHODS) - {"add"}:
         module = decomposers.method(name)
         for attribute in ("PARAMS", "KIND", "decompose", "rank_for_bytes", "rank_for_error"):
             assert hasattr(module, attribute), f"{name} lacks {attribute}"

@@ -12,7 +12,6 @@ from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe, describe, tree_of
 from nstf_convert.pipeline.propose.table import Table
-from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Infeasible, Option, TooSlow, allocate
 
@@ -21,8 +20,6 @@ Seconds = Callable[[str, Candidate], float]
 # (tensors, the recipe of all) -> seconds that a token saves where they run as one.
 Saved = Callable[[Sequence[str], Recipe], float]
 
-# Below this many bits per weight on disk, low-rank corrections and low-bit bases are worth trying.
-LOW_BITS = 4.0
 # Bytes of the budget a plan may leave unspent without being made again.
 SPARE_BYTES = 512
 
@@ -86,7 +83,7 @@ def plan_mix(
         size = exact_size(session, mix, meta)
         if size <= budget_bytes and (best is None or allocation.loss < best_loss):
             best_loss = allocation.loss  # with `weights`, which the plan's own figure is without
-            best = Planned(mix, expected_loss(table, mix), size, "mix")
+            best = Planned(mix, expected_loss(table, mix), size, "mix", allocation.multiplier)
         spare = budget_bytes - size
         # What the finish itself left over is too little for any step; another round would find the same.
         left_over = target - allocation.size_bytes
@@ -167,9 +164,9 @@ def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:
     return out
 
 
-def low_bit_units(session: Session, planned: Planned) -> list[Unit]:
-    """Matrices the plan gives few bits, where hybrids are worth a look."""
-    out = []
+def planned_bits(session: Session, planned: Planned) -> dict[str, float]:
+    """Bits a weight on disk that a plan gives each quantised matrix, tables that are looked up left out."""
+    out = {}
     for name, recipe in planned.mix.items():
         unit = session.units[name]
         if (
@@ -178,8 +175,7 @@ def low_bit_units(session: Session, planned: Planned) -> list[Unit]:
             and len(unit.shape) == 2
             and "embedding" not in unit.uses
         ):
-            if cand.bits_of(unit, mixes.tree_of(unit, recipe))[1] <= LOW_BITS:
-                out.append(unit)
+            out[name] = cand.bits_of(unit, mixes.tree_of(unit, recipe))[1]
     return out
 
 

@@ -18,7 +18,7 @@ from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_p
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Pieces, SharedStep, Sharer
 from nstf_convert.pipeline.calibrate.statistics import calibrate_model, data_found
 from nstf_convert.pipeline.machine import torch_threads
-from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.units import Statistics
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.pipeline.store.workdir import content_key, undamaged

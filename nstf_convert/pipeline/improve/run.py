@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nstf.decomposers.add import LOW_BITS
+from nstf.errors import BudgetError
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
@@ -15,6 +17,7 @@ from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
 from nstf_convert.pipeline.improve.rival import LOOKS, Stopped, compared
 from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit
@@ -39,9 +42,9 @@ CONFIRM_ROUNDS = 4
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at. timing: what mixes cost in time; without it only bytes count.
-    stopped: single formats that were given up early. divisions: what ranks allow, where the file is to be divided among
-    some; free: the table without that."""
+    with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes
+    cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what ranks
+    allow, where the file is to be divided among some; free: the table without that."""
 
     session: Session
     meta: Meta
@@ -51,6 +54,7 @@ class Run:
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
     with_hybrids: set[str] = field(default_factory=set)
+    grown: set[tuple[str, str]] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
     divisions: Divisions | None = None
@@ -64,20 +68,14 @@ class Run:
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
             if "add" in self.allowed and session.options.level.thorough:
-                known = session.statistics.has_hessian
-                low = [
-                    u
-                    for u in plans.low_bit_units(session, planned)
-                    if known(u) and u.name not in self.with_hybrids
-                ]
+                bits = plans.planned_bits(session, planned)
+                low = [session.units[n] for n in bits if n not in self.with_hybrids and bits[n] <= LOW_BITS]
+                low = [u for u in low if session.statistics.has_hessian(u)]
                 found = session.encoder.each(
-                    low, lambda u: session.encoder.hybrids(u, self.allowed), lambda u: None
+                    low, lambda u: session.encoder.at_few_bits(u, self.allowed, bits[u.name]), lambda u: None
                 )
                 self.with_hybrids |= found.keys()
-                for name, more in found.items():
-                    if self.divisions is not None:
-                        more = self.divisions.kept(session.units[name], more)
-                    self.table = self.table.with_more(name, more)
+                self._add(found)
             planned = self.planned(budget_bytes, weights, exact)
         for _ in range(CONFIRM_ROUNDS):
             found_losses = plans.unconfirmed(self.table, planned)
@@ -89,7 +87,41 @@ class Run:
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
             with session.stages.stage("plan"):
                 planned = self.planned(budget_bytes, weights, exact)
-        return planned
+        return self._with_ranks(planned, budget_bytes, weights, exact)
+
+    def _with_ranks(
+        self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
+    ) -> Planned:
+        """The plan with the ranks of its decompositions adapted to what a byte buys in the other tensors."""
+        session = self.session
+        chosen = {
+            n: found
+            for n, r in planned.mix.items()
+            if r.family == "decomposed" and (n, key_of(r)) not in self.grown
+            and session.statistics.has_hessian(session.units[n])
+            and (found := self.table.find(n, r)) is not None
+        }  # fmt: skip
+        if not chosen or planned.price <= 0.0:
+            return planned
+        with session.stages.stage("ranks"):
+            more = session.encoder.each(
+                [session.units[n] for n in chosen],
+                lambda u: session.encoder.grown(u, self.allowed, chosen[u.name], planned.price),
+                lambda u: None,
+            )
+        self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
+        self._add(
+            {n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()}
+        )
+        with session.stages.stage("plan"):
+            return self.planned(budget_bytes, weights, exact)
+
+    def _add(self, found: Mapping[str, Sequence[Candidate]]) -> None:
+        """Puts further candidates into the table, by tensor; with ranks to divide among, those that can be divided."""
+        for name, more in found.items():
+            if self.divisions is not None:
+                more = self.divisions.kept(self.session.units[name], more)
+            self.table = self.table.with_more(name, more)
 
     def planned(self, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool) -> Planned:
         """A plan of the table as it is now, within the bound on time where there is one."""
@@ -167,6 +199,26 @@ class Run:
         """Counts the tensors of a pass that were not `done` by an earlier one."""
         tick = counter(self.session, 2)
         return lambda unit: None if unit.name in done else tick(unit)
+
+    def structure_that_pays(self, mix: Trial, budget_bytes: int) -> Trial:
+        """A mix, or the plan without its decompositions where that measures better by the same last steps.
+
+        Expected losses know how much directions matter from the calibration alone; a decomposition leaves whole directions
+        out, and what seemed to matter least there is what a sample says least about.
+        """
+        if not any(r.family == "decomposed" for r in mix.planned.mix.values()):
+            return mix
+        kept = {
+            n: [c for c in found if c.recipe.family != "decomposed"]
+            for n, found in self.table.candidates.items()
+        }
+        try:
+            with self.session.stages.stage("plan"):
+                planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
+        except BudgetError:
+            return mix  # nothing else is small enough
+        plain = self.encoded(replace(planned, label="mix without decompositions"))
+        return plain if plain.score < mix.score else mix
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""

@@ -1,9 +1,9 @@
 """Encoded tensors and tables of estimates, made once and kept in the work directory by content address."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,23 +11,26 @@ from torch import Tensor
 
 from nstf import __version__
 from nstf.analyzers.heap import give_back
-from nstf.analyzers.signatures import signature
+from nstf.analyzers.signatures import Signature, summary
+from nstf.decomposers.views import views
 from nstf.kernels.formats import EncodedTensor, dense, node_from_json, node_to_json
 from nstf.kernels.trellis_encode import search_threads
+from nstf.proposals import Look, Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine, each_of
 from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import hybrids
+from nstf_convert.pipeline.propose import hybrids, structure
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
+from nstf_convert.pipeline.propose.methods import structured, versions
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 6
+ALGORITHMS = 7
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
@@ -171,70 +174,87 @@ class Encoder:
         )
 
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
-        """Every quantised, dense and decomposed candidate of a tensor, with expected losses."""
-        simple = cand.simple_recipes(unit, allowed, self._few, self._timed)
-        table = self._estimated(unit, simple, self._tries_low_rank(allowed))
-        out = [self._candidate(unit, r, v) for r, v in zip(simple, table["losses"], strict=True)]
-        if "trellis" in allowed:
-            out += [self._candidate(unit, _recipe(data), value) for data, value in table["trellis"]]
-        for data, value in table["low_rank"]:
-            out.append(self._candidate(unit, _recipe(data), value))
-        structured = allowed & {"cp", "tucker", "tensor_train"}
-        if structured and unit.role in ("conv", "expert_stack"):
-            for r, value in self._structured(unit, structured, allowed, out, float(table["signal"])):
-                out.append(self._candidate(unit, r, value, exact=True))
-        return out
+        """Every quantised, dense and decomposed candidate of a tensor: the first two with expected losses, decompositions
+        with measured ones."""
+        table = self._estimated(unit, allowed)
+        return [self._candidate(unit, data, v) for data, v in table["plain"]] + [
+            self._candidate(unit, data, v, exact=True) for data, v in table["made"]
+        ]
 
-    def hybrids(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
-        """Low-bit bases with low-rank corrections, expected losses with the corrections really made."""
-        from nstf.decomposers import svd
+    def looks(self, unit: Unit, allowed: set[str]) -> list[Look]:
+        """What bounds ruled out: of every method the look that came closest to plain formats."""
+        return [Look(*found) for found in self._estimated(unit, allowed)["looks"]]
 
-        largest = min(_matrix(unit)) // 4
-        wanted = [r for r in hybrids.all_recipes(allowed) if r.parts["correction"].params["rank"] <= largest]
-        if not wanted:
-            return []
-        rivals = self.candidates(unit, allowed - {"add"})
-        key = self._key("hybrids", unit, recipes=[r.to_json() for r in wanted], allowed=sorted(allowed))
+    def at_few_bits(self, unit: Unit, allowed: set[str], bits: float) -> list[Candidate]:
+        """What methods propose once a plan gives a tensor so many bits a weight: corrections, with expected losses."""
+        rivals = self.candidates(unit, allowed)
+        methods = sorted(allowed)
+        key = self._key("few bits", unit, methods=methods, versions=versions(methods), bits=bits)
         found = self._work.find_metadata(key)
         if found is None:
-            inner, stats = self.inputs(unit)
-            possible = hybrids.that_may_win(unit, wanted, inner, stats, rivals)
-            losses = []
-            if possible:
-                prepared = svd.prepare(inner, stats.hessian, stats.row_weight, unit.lead)
-                losses = hybrids.losses(unit, possible, inner, stats, prepared, rivals)
+            known = self._learnt(unit)
+            points = [(cand.arrays_bytes(unit, c.recipe), c.loss) for c in rivals]
+            room = replace(
+                self._room(unit, allowed), planned=bits, rival=structure.rival_of(points, known.signal)
+            )
+            wanted = structured(known, Target(self._timed), room)
+            sums = [r for r in wanted if r.method == "add"]
+            losses = hybrids.losses(unit, sums, known, rivals) if sums else []
+            losses += [(r, self.encode(unit, r).loss) for r in wanted if r.method != "add"]
             found = {"losses": [[r.to_json(), v] for r, v in losses]}
             self._work.put(key, {}, found)
-        return [self._candidate(unit, _recipe(data), v) for data, v in found["losses"]]
+        return [self._candidate(unit, data, v) for data, v in found["losses"]]
 
-    def _candidate(self, unit: Unit, recipe: Recipe, value: float, exact: bool = False) -> Candidate:
+    def grown(self, unit: Unit, allowed: set[str], chosen: Candidate, price: float) -> list[Candidate]:
+        """Other ranks of a decomposition that a plan took, made while they pay at its price of a byte (nats)."""
+        made = structure.grow(
+            self._learnt(unit), Target(self._timed), self._room(unit, allowed), (chosen.recipe, chosen.loss),
+            price, lambda recipe: self.encode(unit, recipe).loss,
+        )  # fmt: skip
+        return [replace(self._candidate(unit, r.to_json(), v), exact=True) for r, v in made]
+
+    def _candidate(self, unit: Unit, data: dict[str, Any], value: float, exact: bool = False) -> Candidate:
+        recipe = _recipe(data)
         tree, size = cand.price(unit, recipe)
         return Candidate(recipe, tree, size, value, exact)
 
-    def _estimated(self, unit: Unit, simple: Sequence[Recipe], low_rank: bool) -> dict[str, Any]:
+    def _learnt(self, unit: Unit) -> Signature:
+        inner, stats = self.inputs(unit)
+        return Signature(inner, stats, unit.lead, unit.role, unit.dtype, self._config)
+
+    def _room(self, unit: Unit, allowed: set[str]) -> Room:
+        return Room(
+            methods=frozenset(allowed),
+            quick=self._few,
+            size_of=lambda recipe: cand.arrays_bytes(unit, recipe),
+        )
+
+    def _estimated(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:
+        methods = sorted(allowed)
         key = self._key(
-            "estimates", unit, recipes=[r.to_json() for r in simple], low_rank=low_rank, few=self._few
+            "estimates", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed
         )
         found = self._work.find_metadata(key)
         if found is not None:
             return found
-        inner, stats = self.inputs(unit)
-        losses = cand.estimates(unit, inner, stats, simple)
-        paths = cand.trellis_recipes(unit, inner, stats)
+        known = self._learnt(unit)
+        inner, stats = known.weight, known.stats
+        simple = cand.plain_recipes(known, allowed, self._few, self._timed)
+        losses = cand.estimates(known, simple)
         rows, sampled, lead = inner, stats, unit.lead
         if self._few:
-            rows, sampled = cand.sample_rows(unit, inner, stats)
+            rows, sampled = cand.sample_rows(inner, stats, unit.lead)
             lead = 1
         signal = loss(rows, torch.zeros((), device=inner.device).expand(rows.shape), sampled, lead)
-        rivals = [*zip(simple, losses, strict=True), *paths]
-        wanted = cand.low_rank_that_may_win(unit, inner, stats, rivals) if low_rank else []
-        factors: list[tuple[Recipe, float]] = []
-        if wanted:
-            factors = cand.low_rank_recipes(wanted, cand.low_rank_losses(unit, inner, stats))
+        points = [(cand.arrays_bytes(unit, r), v) for r, v in zip(simple, losses, strict=True)]
+        made = structure.explore(
+            known, Target(self._timed), self._room(unit, allowed), points,
+            lambda recipe: self.encode(unit, recipe).loss,
+        )  # fmt: skip
         table = {
-            "losses": losses,
-            "low_rank": [[r.to_json(), v] for r, v in factors],
-            "trellis": [[r.to_json(), v] for r, v in paths],
+            "plain": [[r.to_json(), v] for r, v in zip(simple, losses, strict=True)],
+            "made": [[r.to_json(), v] for r, v in made.made],
+            "looks": [[k.method, k.size_bytes, k.least, k.rival] for k in made.looks],
             "signal": signal,
         }
         self._work.put(key, {}, table)
@@ -252,33 +272,14 @@ class Encoder:
                 known = self.statistics.of(unit, inner).hessian
                 hessian = None if known is None else known.cpu()
             inner = inner.cpu()
-            found = signature(unit.name, inner, hessian, self._config).to_json()
+            reshapes = [v.dims for v in views(unit.role, unit.inner_shape, self._config) if len(v.dims) > 2]
+            found = summary(unit.name, inner, hessian, reshapes=reshapes).to_json()
             self._work.put(key, {}, found)
         return found
 
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""
-        simple = cand.simple_recipes(unit, allowed, self._few, self._timed)
-        return float(self._estimated(unit, simple, self._tries_low_rank(allowed))["signal"])
-
-    def _tries_low_rank(self, allowed: set[str]) -> bool:
-        """Whether matrices of low rank are proposed; no trained language model was seen to have any that trellis codes do
-        not beat."""
-        return "svd" in allowed and not (self._few and "trellis" in allowed)
-
-    def _structured(
-        self, unit: Unit, methods: set[str], allowed: set[str], rivals: Sequence[Candidate], signal: float
-    ) -> Iterable[tuple[Recipe, float]]:
-        # The rivals follow from what is allowed.
-        key = self._key("structured", unit, methods=sorted(methods), allowed=sorted(allowed))
-        found = self._work.find_metadata(key)
-        if found is None:
-            inner, stats = self.inputs(unit)
-            wanted = cand.structured_recipes(unit, inner, stats, self._config, rivals, signal)
-            found = {"recipes": [r.to_json() for r in wanted if r.method in methods]}
-            self._work.put(key, {}, found)
-        for recipe in map(_recipe, found["recipes"]):
-            yield recipe, self.encode(unit, recipe).loss
+        return float(self._estimated(unit, allowed)["signal"])
 
 
 def working_bytes(unit: Unit) -> int:

@@ -1,13 +1,7 @@
-"""How one tensor is to be stored, before it is: a small JSON-able description that can be priced and carried out.
+"""A recipe (nstf.proposals) priced and carried out: its tree, its bytes, its estimate, the encoded tensor."""
 
-Recipe("int_grid", {"bits": 4, "group": 64})                              a quantiser
-Recipe("svd", {"rank": 16}, {"factor": Recipe("int_grid", ...)})          a decomposition with quantised factors
-Recipe("add", {}, {"base": Recipe("int_grid", ...), "correction": Recipe("svd", ...)})
-Recipe("dense", {"dtype": "bfloat16"})                                    as it is
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,36 +9,28 @@ from torch import Tensor
 
 from nstf import decomposers, quantizers
 from nstf.decomposers.factors import lead_for
-from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, rotated, stored_bytes
+from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, stored_bytes
 from nstf.kernels.formats import add as add_format
 from nstf.kernels.formats.tree import Shape, format_of
+from nstf.proposals import Recipe
+from nstf.quantizers import filled
 from nstf.quantizers.stats import Stats
 
-# Factors with few columns are not worth a Hessian's feedback; this is where LDLQ starts.
-MIN_LDLQ_COLS = 16
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """method: a quantiser, a decomposer, `add` or `dense`. params: its parameters. parts: recipes of its parts."""
-
-    method: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, "Recipe"] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, canonical enough to be hashed."""
-        out: dict[str, Any] = {"method": self.method, "params": dict(self.params)}
-        if self.parts:
-            out["parts"] = {n: p.to_json() for n, p in self.parts.items()}
-        return out
-
-    @property
-    def family(self) -> str:
-        """`quantised`, `decomposed`, `hybrid` or `dense`: what the report counts."""
-        if self.method in ("add", "dense"):
-            return "hybrid" if self.method == "add" else "dense"
-        return "quantised" if self.method in quantizers.METHODS else "decomposed"
+__all__ = [
+    "Recipe",
+    "bytes_of",
+    "decode",
+    "decompose",
+    "describe",
+    "encode",
+    "encode_many",
+    "estimate",
+    "estimate_many",
+    "on_device",
+    "permuted",
+    "size_of",
+    "tree_of",
+]
 
 
 def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
@@ -57,7 +43,7 @@ def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
             add_format.KIND, add_format.Params(), {n: tree_of(p, shape, lead) for n, p in parts.items()}
         )
     if recipe.method in quantizers.METHODS:
-        return quantizers.method(recipe.method).tree(quantiser_params(recipe, shape, lead))  # type: ignore[no-any-return]
+        return quantizers.method(recipe.method).tree(filled(recipe, shape, lead))  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
     kind, params = module.KIND, _node_params(recipe, lead)
     children = {
@@ -95,7 +81,7 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
         return EncodedTensor(tree, shape, arrays)
     if recipe.method in quantizers.METHODS:
         module = quantizers.method(recipe.method)
-        return module.encode(weight, quantiser_params(recipe, shape, lead), stats)  # type: ignore[no-any-return]
+        return module.encode(weight, filled(recipe, shape, lead), stats)  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
     factor = recipe.parts["factor"]
 
@@ -117,7 +103,7 @@ def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int
     batch = []
     for i in plain:
         recipe, weight, stats, lead = items[i]
-        batch.append((recipe.method, weight, quantiser_params(recipe, tuple(weight.shape), lead), stats))
+        batch.append((recipe.method, weight, filled(recipe, tuple(weight.shape), lead), stats))
     for i, encoded in zip(plain, quantizers.encode_many(batch, scratch), strict=True):
         out[i] = encoded
     return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
@@ -137,7 +123,7 @@ def estimate(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> float:
 
 def estimate_many(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: int) -> list[float]:
     """`estimate` for several recipes of one quantiser."""
-    params = [quantiser_params(r, tuple(weight.shape), lead) for r in wanted]
+    params = [filled(r, tuple(weight.shape), lead) for r in wanted]
     return quantizers.method(wanted[0].method).estimate_many(weight, params, stats)  # type: ignore[no-any-return]
 
 
@@ -183,25 +169,6 @@ def describe(node: Node) -> str:
     rank = getattr(p, "rank", getattr(p, "ranks", None))
     detail = "" if rank is None else f" r{rank if isinstance(rank, int) else 'x'.join(map(str, rank))}"
     return f"{node.kind}{detail} ({', '.join(inner)})"
-
-
-def quantiser_params(recipe: Recipe, shape: Shape, lead: int) -> Any:
-    """The `Params` of a quantiser's recipe for a tensor of `shape`, with what follows from the shape filled in."""
-    cls = quantizers.method(recipe.method).Params
-    known = {f.name for f in fields(cls)}
-    given = dict(recipe.params)
-    cols = 1
-    for size in shape[lead:]:
-        cols *= size
-    if "rounding" in known:
-        given.setdefault("rounding", "ldlq" if cols >= MIN_LDLQ_COLS else "nearest")
-    if "block" in known:
-        given.setdefault("block", rotated.block_for(cols))
-    if "sections" in given:
-        given["sections"] = tuple(tuple(section) for section in given["sections"])
-    if "lead" in known:
-        given["lead"] = lead
-    return cls(**given)
 
 
 def _decomposer_params(recipe: Recipe, lead: int) -> Any:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, Pieces, SharedStep, Sharer
-from nstf_convert.pipeline.propose.candidates import Candidate, method_families
+from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.methods import is_slow, method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit, fused_groups
 from nstf_convert.pipeline.session import Session
 
-# Encoding with these takes minutes on a large model.
-SLOW_METHODS = ("trellis",)
+__all__ = ["Table", "build_table", "is_slow", "key_of", "leave_candidates"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,6 @@ def _taken(
         return own[group]
 
     return {name for name, taken in session.encoder.each(units, work, progress).items() if taken}
-
-
-def is_slow(recipe: Recipe) -> bool:
-    """Whether encoding takes minutes on a large model."""
-    return recipe.method in SLOW_METHODS or any(is_slow(p) for p in recipe.parts.values())
 
 
 def key_of(recipe: Recipe) -> str:

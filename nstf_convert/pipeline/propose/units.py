@@ -54,6 +54,11 @@ class Unit:
         return math.prod(self.shape)
 
     @property
+    def cols(self) -> int:
+        """Columns of its matrix."""
+        return math.prod(self.inner_shape[self.lead :])
+
+    @property
     def large_table(self) -> bool:
         """Whether it is a table that is encoded some rows at a time; what reads activations is taken whole."""
         return self.lead == 1 and self.elements > LARGE_TABLE and "embedding" in self.uses

@@ -38,7 +38,7 @@ def test_the_shell_is_told_what_may_come_next():
 def test_formats_have_one_set_of_names(nstf, tiny, tmp_path):
     text = " ".join(nstf("convert", "--help").out.split())
     listed = text.partition("separated by commas: ")[2].partition(" (a low rank")[0].split(", ")
-    from nstf_convert.pipeline.propose.candidates import method_families
+    from nstf_convert.pipeline.propose.methods import method_families
 
     with pytest.raises(ValueError, match="unknown format 'nonsense'; known are ") as error:
         method_families(["nonsense"])

@@ -15,7 +15,7 @@ from nstf_convert.pipeline.improve import run as runs
 from nstf_convert.pipeline.improve.run import Run, few_layers
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.table import Table, build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.report.build import layer_of

@@ -15,7 +15,7 @@ from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.mix import tree_of
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose.candidates import method_families
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.propose.units import Unit

@@ -28,7 +28,9 @@ def test_a_ratio_is_taken_on_the_hull_at_equal_bytes() -> None:
     assert ratio(Priced(low_rank(), 200, 4.0, True), PLAIN) == pytest.approx(2.0)
     assert ratio(Priced(low_rank(), 500, 1.5, True), PLAIN) == pytest.approx(1.5)
     assert ratio(Priced(low_rank(), 500, 0.5, True), PLAIN) is None
-    assert ratio(Priced(low_rank(), 99, 0.1, True), PLAIN) is None
+    # Smaller than every plain format: a win where it loses less than the smallest.
+    assert ratio(Priced(low_rank(), 99, 9.0, True), PLAIN) is None
+    assert ratio(Priced(low_rank(), 99, 2.0, True), PLAIN) == pytest.approx(0.25)
     assert ratio(Priced(low_rank(), 150, 1.0, True), ()) is None
 
 
@@ -49,6 +51,20 @@ def test_families_are_counted_by_tensor_with_median_and_best() -> None:
     # No other plain format to compare with.
     assert found["int"]["median_ratio"] is None and found["int"]["won"] == 0
     assert "SVD: tried on 2 tensors, won on 1, chosen for 1" in lines(compare(tensors))[0]
+
+
+def test_what_a_bound_ruled_out_is_said_with_the_bound() -> None:
+    tensors = [
+        Tensor("a", (*PLAIN, Priced(low_rank(), 150, 2.5, True)), low_rank()),
+        Tensor("b", PLAIN, integers(3)),
+    ]
+    rows = compare(tensors, {"SVD": [3.0, 2.0], "CP": [4.8, 9.0]})
+    assert [(f["family"], f["ruled_out"], f["bound_ratio"]) for f in rows] == [
+        ("CP", 2, 4.8), ("SVD", 2, 2.0), ("int", 0, None),
+    ]  # fmt: skip
+    said = lines(rows)
+    assert said[0] == "CP: bound 4.80x the loss of the same bytes in rate on the best of 2 tensors; not tried"
+    assert said[1].endswith("; not tried on 2 others, where the bound is 2.00x that loss at best")
 
 
 def test_wrappers_belong_to_what_they_hold() -> None:

@@ -1,0 +1,190 @@
+"""What a method is told about a tensor, and what it answers with: the protocol of `quantizers/` and `decomposers/`.
+
+    proposals(signature, target, room) -> recipes
+
+signature: what was learnt of the tensor. target: what time costs where the file will run. room: the bytes that are of
+interest, what the same bytes buy elsewhere, and how hard to look. A recipe says how the tensor would be stored; the pipeline
+prices it, finds its loss and lets the planner choose. A module with `proposals` in one of the two folders is a method of
+`nstf convert`; nothing else names it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor is to be stored, before it is. method: a quantiser, a decomposer or `dense`. params: its parameters,
+    plain JSON values. parts: recipes of its parts. least: a loss (nats) that it is known not to be below, no part of what
+    it is.
+
+    Recipe("int_grid", {"bits": 4, "group": 64})                              a quantiser
+    Recipe("svd", {"rank": 16}, {"factor": Recipe("int_grid", ...)})          a decomposition with quantised factors
+    Recipe("add", {}, {"base": Recipe("int_grid", ...), "correction": Recipe("svd", ...)})
+    Recipe("dense", {"dtype": "bfloat16"})                                    as it is
+    """
+
+    method: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, "Recipe"] = field(default_factory=dict)
+    least: float = field(default=0.0, compare=False, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, canonical enough to be hashed."""
+        out: dict[str, Any] = {"method": self.method, "params": dict(self.params)}
+        if self.parts:
+            out["parts"] = {n: p.to_json() for n, p in self.parts.items()}
+        return out
+
+    @property
+    def family(self) -> str:
+        """`quantised`, `decomposed`, `hybrid` or `dense`: what the report counts."""
+        from nstf import quantizers
+
+        if self.method in ("add", "dense"):
+            return "hybrid" if self.method == "add" else "dense"
+        return "quantised" if self.method in quantizers.METHODS else "decomposed"
+
+
+class Unfolding(Protocol):
+    """The matrix that a tensor becomes when some axes of a view are its rows and the others its columns, in the norm of the
+    expected loss."""
+
+    side: int
+    """The number of rows or of columns, the smaller one: no rank is above it."""
+    tails: Any
+    """Losses (nats) that no tensor of rank 0, 1, ... `side` in this unfolding is below: float64 [side + 1], falling."""
+
+    @property
+    def energies(self) -> Tensor:
+        """Squared singular values, falling, float64 [side]."""
+        ...
+
+    def left_out(self, rank: int) -> float:
+        """The one of `tails` at a rank."""
+        ...
+
+    def sharpen(self) -> None:
+        """From now on `tails` are as high as they can be; before, they may come from the energies' moments alone."""
+        ...
+
+
+class Signature(Protocol):
+    """What was learnt of one tensor (nstf.analyzers.signatures makes them).
+
+    shape: of the tensor that is encoded, [out, in, ...] or [experts, out, in]. lead: leading axes that make the rows of its
+    matrix. role: as in nstf.analyzers.roles. dtype: the checkpoint's. config: the model's config.json. weight: the tensor.
+    stats: `hessian` [cols, cols] or None, `row_weight` [rows] or None (nstf.quantizers.stats). signal: the loss of erasing
+    the tensor, nats.
+    """
+
+    shape: Shape
+    lead: int
+    role: str
+    dtype: str
+    config: Mapping[str, Any]
+    weight: Tensor
+    stats: Any
+    rows: int
+    cols: int
+
+    @property
+    def signal(self) -> float: ...
+
+    @property
+    def matrix(self) -> Unfolding:
+        """The tensor as the matrix that it is stored as."""
+        ...
+
+    @property
+    def plain(self) -> Unfolding:
+        """The matrix with the weights of its rows but without the inputs' second moment."""
+        ...
+
+    def unfolding(self, dims: Shape, axes: tuple[int, ...]) -> Unfolding:
+        """That of the view `dims` with `axes` as rows. The first axes of the view make the rows of the matrix."""
+        ...
+
+
+@dataclass(frozen=True)
+class FactorForm:
+    """One way to store the factors of a decomposition. bytes_of: shape of a factor -> its bytes. bits: that a number
+    takes at least. noise: squared error of rounding a Gaussian factor, as a share of its energy."""
+
+    recipe: Recipe
+    bytes_of: Callable[[Shape], int]
+    bits: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the file will run. timed: whether the plan counts time, so that forms are wanted that are faster than others of
+    the same bytes though they lose more."""
+
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """A form that was looked at and not tried: no form of the method and of these bytes loses less than `least`, and plain
+    formats lose `rival` there."""
+
+    method: str
+    size_bytes: int
+    least: float
+    rival: float
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is of interest for one tensor.
+
+    methods: those of the conversion. from_bits: below so many bits a weight another method of the conversion is known to
+    lose less than scalar grids (0: none is). sizes: bytes of the arrays at which structure is compared. factors: how factors
+    may be stored. rival: bytes of the arrays -> loss that plain formats have there. size_of: recipe -> bytes of its
+    arrays. planned: None, or the bits a weight that
+    a first plan gives the tensor, where what is only worth a look at a known rate is proposed. quick: whether only what is
+    expected to win is wanted. looks: what was ruled out, filled by `may_win`.
+    """
+
+    methods: frozenset[str] = frozenset()
+    from_bits: int = 0
+    sizes: Sequence[int] = ()
+    factors: Sequence[FactorForm] = ()
+    rival: Callable[[int], float] = lambda size_bytes: math.inf
+    size_of: Callable[[Recipe], int] = lambda recipe: 0
+    planned: float | None = None
+    quick: bool = False
+    looks: list[Look] = field(default_factory=list, compare=False)
+
+    def rules_out(
+        self, least: float, size_bytes: int, factor: FactorForm | None = None, signal: float = 0.0
+    ) -> bool:
+        """Whether plain formats of so many bytes lose no more than `least`, with the rounding of the last factor added,
+        which takes its share of what is kept of `signal`."""
+        return _rounded(least, factor, signal) >= self.rival(size_bytes)
+
+    def may_win(
+        self,
+        method: str,
+        size_bytes: int,
+        least: float,
+        factor: FactorForm | None = None,
+        signal: float = 0.0,
+    ) -> bool:
+        """The opposite of `rules_out`, which notes what is ruled out for the report. method: whose form it is."""
+        if not self.rules_out(least, size_bytes, factor, signal):
+            return True
+        self.looks.append(Look(method, size_bytes, _rounded(least, factor, signal), self.rival(size_bytes)))
+        return False
+
+
+def _rounded(least: float, factor: FactorForm | None, signal: float) -> float:
+    return least if factor is None else least + factor.noise * max(0.0, signal - least)

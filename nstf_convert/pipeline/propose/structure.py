@@ -1,0 +1,194 @@
+"""Decompositions of one tensor: which are worth working out, and their ranks by what they measure.
+
+Every method bounds from below what it loses at a size (nstf.analyzers.multilinear, nstf.decomposers.bounds); what plain
+formats of the same bytes beat is not tried. Of the rest the one that promises most is really made, with rounded factors,
+and its measured loss joins what the next ones must beat. How far a method fell short of its bound is expected of its
+other ranks too, so a rank grows, in steps of the sizes here, as long as it may buy more than the same bytes spent on
+bits. Where a method found structure its ranks are then adapted by what each step measures: to the price of a byte in this
+tensor's plain formats, and once a plan knows what a byte buys in the other tensors, to that price (`grow`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from nstf import decomposers
+from nstf.proposals import FactorForm, Look, Recipe, Room, Signature, Target
+from nstf_convert.pipeline.propose import methods
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.planner.hull import Option, lower_hull
+
+# Bits per weight at which structure is compared with plain formats: low ranks take a fraction of a bit.
+BITS = (0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0, 1.5, 2.25, 3.25, 4.25, 6.25, 8.25)
+QUICK_BITS = 2.25
+# Recipes that are made for one tensor at most.
+MOST = 6
+# By how much a method falls short of its bound before anything of it was made.
+SHORTFALL = 1.0
+# Smaller than every plain format, where no plan can go otherwise, a form is worth making that loses so much of what
+# erasing a part of the tensor would: bounds in a skewed norm are loose, and real structure shows by more than this.
+PROMISE = 0.1
+# Steps of a rank's size when it is adapted to a price, the coarse one first, and how often each is taken.
+STEPS = (1.25, 1.08)
+MOST_STEPS = 4
+
+# Recipe -> its measured loss.
+Measure = Callable[[Recipe], float]
+
+
+def factor_forms() -> tuple[FactorForm, ...]:
+    """How factors may be stored: 8-bit integers by row, 4-bit ones in groups of 32. A Gaussian's range is about 4.5 standard
+    deviations in a row, 2.6 in 32 values; rounding errors are uniform."""
+    found = []
+    for bits, group, extra, reach in ((8, 0, {}, 4.5), (4, 32, {"scale_bits": 8}, 2.6)):
+        recipe = Recipe("int_grid", {"bits": bits, "group": group, "symmetric": True, **extra})
+        noise = (reach / (2 ** (bits - 1) - 1)) ** 2 / 12
+        found.append(FactorForm(recipe, recipes.bytes_of(recipe), float(bits), noise))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """made: recipes with measured losses. looks: the closest of what each method did not try."""
+
+    made: list[tuple[Recipe, float]] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+
+
+def rival_of(points: Sequence[tuple[int, float]], signal: float) -> Callable[[int], float]:
+    """Bytes of the arrays -> the loss that mixing some forms gives there. Below the smallest it is PROMISE of what mixing
+    that one with erasing the tensor would lose."""
+    options = [Option(0, signal), *(Option(size, loss) for size, loss in points)]
+    hull = [options[i] for i in lower_hull(options)]
+    sizes, losses = [float(o.size_bytes) for o in hull], [o.loss for o in hull]
+    smallest = sizes[1] if len(sizes) > 1 else 0.0
+
+    def rival(size_bytes: int) -> float:
+        return float(np.interp(size_bytes, sizes, losses)) * (1.0 if size_bytes >= smallest else PROMISE)
+
+    return rival
+
+
+def explore(
+    known: Signature, target: Target, room: Room, plain: Sequence[tuple[int, float]], measure: Measure
+) -> Found:
+    """Decompositions worth having. room: its methods and what it says of the effort. plain: (bytes of the arrays, expected
+    loss) of the quantised and dense forms. measure: makes a recipe."""
+    if room.methods.isdisjoint(decomposers.METHODS) or (room.quick and len(known.shape) == 2):
+        return Found()  # without the products that spectra take
+    elements = math.prod(known.shape)
+    # Where little is looked at, what outputs count comes from a few windows: too little to leave most of a tensor out.
+    wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]
+    sizes = tuple(dict.fromkeys(max(8, int(elements * bits / 8)) for bits in wanted_bits))
+    points, found = list(plain), Found()
+    short: dict[tuple[str, str], float] = {}
+    factors = room.factors or factor_forms()
+    noise = {str(f.recipe): f.noise for f in factors}
+    while len(found.made) < MOST:
+        now = replace(room, sizes=sizes, factors=factors, rival=rival_of(points, known.signal), looks=[])
+        wanted = methods.structured(known, target, now)
+        if not found.made:
+            found.looks.extend(_closest(now.looks, min((size for size, _ in plain), default=0)))
+        best: tuple[float, Recipe] | None = None
+        for recipe in wanted:
+            if any(recipe == made for made, _ in found.made):
+                continue
+            expected = _floor(recipe, noise, known.signal) * short.get(_kind(recipe), SHORTFALL)
+            share = expected / max(now.rival(now.size_of(recipe)), 1e-300)
+            if share < 1.0 and (best is None or share < best[0]):
+                best = share, recipe
+        if best is None:
+            break
+        loss = measure(best[1])
+        found.made.append((best[1], loss))
+        points.append((room.size_of(best[1]), loss))
+        short[_kind(best[1])] = max(1.0, loss / max(_floor(best[1], noise, known.signal), 1e-300))
+    rival = rival_of(plain, known.signal)
+    for made in _structure(found.made, lambda r: rival(room.size_of(r))):
+        price = _price(room.size_of(made[0]), made[1], plain, known.signal)
+        found.made.extend(
+            grow(known, target, replace(room, factors=factors), made, price, measure, STEPS[:1])
+        )
+    return Found(list({str(r): (r, v) for r, v in found.made}.values()), found.looks)
+
+
+def _structure(
+    made: Sequence[tuple[Recipe, float]], rival: Callable[[Recipe], float]
+) -> list[tuple[Recipe, float]]:
+    """Of each method what beats plain formats most."""
+    best: dict[str, tuple[float, tuple[Recipe, float]]] = {}
+    for recipe, loss in made:
+        share = loss / max(rival(recipe), 1e-300)
+        if share < 1.0 and share < best.get(recipe.method, (math.inf, None))[0]:
+            best[recipe.method] = share, (recipe, loss)
+    return [found for _, found in best.values()]
+
+
+def _price(size_bytes: int, loss: float, plain: Sequence[tuple[int, float]], signal: float) -> float:
+    """The most that a byte more takes off a loss by going over to a plain format."""
+    slopes = [
+        (loss - other) / (size - size_bytes) for size, other in plain if size > size_bytes and other < loss
+    ]
+    return max(slopes, default=0.0) or 1e-6 * signal / size_bytes
+
+
+def grow(
+    known: Signature,
+    target: Target,
+    room: Room,
+    chosen: tuple[Recipe, float],
+    price: float,
+    measure: Measure,
+    steps: Sequence[float] = STEPS,
+) -> list[tuple[Recipe, float]]:
+    """Other ranks of a chosen decomposition, as long as each step lowers loss + price x bytes: up while a larger rank
+    buys more than the same bytes do elsewhere, down while a smaller one loses less than they save. With measured
+    losses."""
+    factors = tuple(f for f in room.factors or factor_forms() if f.recipe == chosen[0].parts.get("factor"))
+    only = replace(room, methods=frozenset((chosen[0].method,)), factors=factors, rival=lambda size: math.inf)
+    best, made = chosen, {}
+    for step in steps:
+        for direction in (step, 1 / step):
+            for _ in range(MOST_STEPS):
+                size = room.size_of(best[0])
+                wanted = methods.structured(
+                    known, target, replace(only, sizes=(round(size * direction),), looks=[])
+                )
+                same = [
+                    r for r in wanted if _kind(r) == _kind(best[0]) and r != best[0] and str(r) not in made
+                ]
+                if not same:
+                    break
+                loss = measure(same[0])
+                made[str(same[0])] = same[0], loss
+                if loss + price * room.size_of(same[0]) >= best[1] + price * size:
+                    break
+                best = same[0], loss
+    return list(made.values())
+
+
+def _floor(recipe: Recipe, noise: dict[str, float], signal: float) -> float:
+    """The bound of a recipe with the rounding of one factor."""
+    share = noise.get(str(recipe.parts.get("factor")), 0.0)
+    return recipe.least + share * max(0.0, signal - recipe.least)
+
+
+def _kind(recipe: Recipe) -> tuple[str, str]:
+    """Recipes of one kind differ in their ranks alone."""
+    view = {k: v for k, v in recipe.params.items() if k not in ("rank", "ranks")}
+    return recipe.method, f"{view} {recipe.parts}"
+
+
+def _closest(looks: Sequence[Look], smallest: int) -> list[Look]:
+    """Of every method the look that came closest to its rival, among those of as many bytes as a plain format has: with
+    next to none everything loses as much as erasing the tensor."""
+    best: dict[str, Look] = {}
+    for look in (k for k in looks if k.size_bytes >= smallest):
+        if (
+            look.method not in best
+            or look.least / look.rival < best[look.method].least / best[look.method].rival
+        ):
+            best[look.method] = look
+    return list(best.values())

@@ -1,0 +1,137 @@
+"""Planted structure is found and chosen at equal bytes, and in noise nothing is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nstf.analyzers.signatures import Signature
+from nstf.proposals import Room, Target
+from nstf.quantizers.stats import Stats, loss
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline import Budget, convert
+from nstf_convert.pipeline.propose import candidates as cand
+from nstf_convert.pipeline.propose import methods, structure
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
+
+NOISE = 0.05
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def factors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [normal(*shape, seed=i + 1) for i, shape in enumerate(shapes)]
+
+
+def planted(kind: str) -> tuple[str, torch.Tensor]:
+    """(name in a checkpoint, tensor of unit variance) with one structure and nothing else."""
+    if kind == "svd":
+        a, b = factors((127, 4), (4, 97))  # primes: there is no reshape of it
+        return "layers.0.mlp.up_proj.weight", (a @ b) / 2
+    if kind == "cp":
+        found = torch.einsum("ir,jr,kr,lr->ijkl", *factors((64, 6), (48, 6), (3, 6), (3, 6)))
+    elif kind == "tucker":
+        found = torch.einsum("abc,ia,jb,kc->ijk", *factors((3, 12, 12), (16, 3), (40, 12), (48, 12)))
+    elif kind == "tensor_train":
+        found = torch.einsum("aib,bjc,ckd->ijk", *factors((1, 16, 3), (3, 40, 8), (8, 48, 1)))
+    else:
+        found = normal(128, 96)
+    name = {"cp": "stem.conv.weight", "noise": "layers.0.mlp.gate_proj.weight"}.get(
+        kind, f"moe.experts.{kind}.weight"
+    )
+    return name, found / found.std()
+
+
+def explored(name: str, weight: torch.Tensor, hessian: torch.Tensor | None = None):
+    """(unit, signature, what is known of plain formats, what was made, what was ruled out) of one tensor."""
+    role, lead = ("expert_stack", 2) if "experts" in name else ("conv", 1) if "conv" in name else ("up", 1)
+    unit = Unit(name, tuple(weight.shape), "float32", role, lead)
+    stats = Stats(hessian)
+    known = Signature(weight, stats, lead, role)
+    allowed = methods.method_families(None)
+    simple = cand.plain_recipes(known, allowed, few=False)
+    plain = [
+        (cand.arrays_bytes(unit, r), v) for r, v in zip(simple, cand.estimates(known, simple), strict=True)
+    ]
+    room = Room(frozenset(allowed), size_of=lambda recipe: cand.arrays_bytes(unit, recipe))
+
+    def measure(recipe: Recipe) -> float:
+        made = recipes.decode(recipes.encode(recipe, weight, stats, lead))
+        return loss(weight, made.reshape(weight.shape), stats, lead)
+
+    return known, plain, room, structure.explore(known, Target(), room, plain, measure), measure
+
+
+@pytest.mark.parametrize("kind", ["svd", "cp", "tucker", "tensor_train"])
+def test_planted_structure_in_noise_is_found_and_beats_the_same_bytes_in_plain_formats(kind) -> None:
+    name, weight = planted(kind)
+    weight = weight + NOISE * normal(*weight.shape, seed=99)
+    known, plain, room, found, _ = explored(name, weight)
+    rival = structure.rival_of(plain, known.signal)
+    own = [(r, v) for r, v in found.made if r.method == kind]
+    assert min(v / rival(room.size_of(r)) for r, v in own) < 0.05
+    for recipe, measured in found.made:
+        assert measured >= 0.999 * recipe.least, "a bound from below is above what was measured"
+
+
+@pytest.mark.parametrize("role", ["up", "conv", "experts"])
+def test_in_noise_nothing_is_tried_and_the_bounds_say_why(role) -> None:
+    shape = {"up": (128, 96), "conv": (64, 48, 3, 3), "experts": (8, 48, 64)}[role]
+    known, plain, _, found, _ = explored(f"x.{role}.weight", normal(*shape))
+    assert found.made == []
+    looks = {look.method: look for look in found.looks}
+    assert {"svd", "tucker", "tensor_train"} <= set(looks)
+    rival = structure.rival_of(plain, known.signal)
+    for look in looks.values():
+        assert look.least >= look.rival == rival(look.size_bytes) > 0
+
+
+def test_no_matrix_of_a_rank_loses_less_than_the_bound_in_the_norm_of_its_inputs() -> None:
+    inputs = normal(300, 97, seed=5) * torch.logspace(0, -1, 97)
+    hessian = inputs.T @ inputs / 300
+    name, weight = planted("svd")
+    known, _, _, found, measure = explored(name, weight + 0.3 * normal(127, 97, seed=7), hessian)
+    assert found.made
+    for rank in (1, 4, 12):
+        exact = Recipe("svd", {"rank": rank}, {"factor": Recipe("dense", {"dtype": "float32"})})
+        bound = known.matrix.left_out(rank)
+        assert bound <= measure(exact) <= 1.2 * bound
+
+
+def test_a_rank_grows_while_it_buys_more_than_a_byte_elsewhere_and_shrinks_where_it_does_not() -> None:
+    weight = normal(128, 40, seed=1) * torch.logspace(0, -2, 40) @ normal(40, 96, seed=2)
+    known, _, room, _, measure = explored("layers.0.mlp.up_proj.weight", weight)
+    factor = structure.factor_forms()[0].recipe
+    middle = Recipe("svd", {"rank": 10}, {"factor": factor})
+    start = middle, measure(middle)
+    sizes = {}
+    for price in (0.0, 1e9):
+        made = structure.grow(known, Target(), room, start, price, measure)
+        best = min([*made, start], key=lambda m: m[1] + price * room.size_of(m[0]))
+        sizes[price] = room.size_of(best[0])
+    assert sizes[1e9] < room.size_of(middle) < sizes[0.0]
+
+
+def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) -> None:
+    kinds = ("svd", "cp", "tucker", "tensor_train", "noise")
+    checkpoint, output = tmp_path / "planted.safetensors", tmp_path / "out.nstf"
+    save_file({n: t.contiguous() for n, t in map(planted, kinds)}, checkpoint)
+    result = convert(
+        ConvertOptions(
+            model=str(checkpoint), budget=Budget("ratio", 0.05), output=output, threads=1, prefer="size"
+        )
+    )
+    report = result.report
+    chosen = {t["name"]: t["method"] for t in report["tensors"]}
+    by_kind = {kind: chosen[planted(kind)[0]] for kind in kinds}
+    assert by_kind["svd"] == "low_rank" and by_kind["cp"] == "cp" and by_kind["noise"] == "trellis"
+    # A Tucker core is a short train too, and the other way round.
+    assert {by_kind["tucker"], by_kind["tensor_train"]} <= {"tucker", "tensor_train"}
+    assert any(
+        f["family"] == "SVD" and f["ruled_out"] >= 1 and f["bound_ratio"] > 1 for f in report["families"]
+    )

@@ -1,0 +1,1 @@
+../../nstf_convert/nstf/proposals.py
