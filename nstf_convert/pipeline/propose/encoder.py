@@ -18,7 +18,7 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine, each_of
 from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import hybrids
+from nstf_convert.pipeline.propose import chains, hybrids
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
@@ -183,6 +183,11 @@ class Encoder:
         if structured and unit.role in ("conv", "expert_stack"):
             for r, value in self._structured(unit, structured, allowed, out, float(table["signal"])):
                 out.append(self._candidate(unit, r, value, exact=True))
+        if self._timed:
+            known = [c.recipe for c in out]
+            for r in chains.recipes(unit, allowed):
+                if r not in known:
+                    out.append(self._candidate(unit, r, self.encode(unit, r).loss, exact=True))
         return out
 
     def hybrids(self, unit: Unit, allowed: set[str]) -> list[Candidate]:

@@ -1,0 +1,314 @@
+"""Trains a ResNet-18 on photographs with handwritten digits, converts it with and without structure, and measures both.
+
+    pip install scikit-learn pillow
+    python benchmarks/convolution.py train --out out/resnet18
+    python benchmarks/convolution.py compare out/resnet18 --budgets 0.25 0.15 0.1 --threads 2 --json out/convolution.json
+    python benchmarks/convolution.py layers --threads 2
+    python benchmarks/convolution.py stems --threads 2
+
+The pictures are real and come inside the package scikit-learn (BSD-3): its 1,797 handwritten digits (UCI, Optical Recognition
+of Handwritten Digits, CC BY 4.0) laid over parts of its two photographs (china.jpg and flower.jpg, CC BY), turned, scaled and
+shaded at random. Training and test differ in the digits and in the parts of the photographs.
+
+`compare` converts the model at each budget twice (`nstf convert --prefer speed`): with formats of bits alone, and with
+decompositions as well. Of every file: bytes, KL divergence from the float32 model and right answers on 1,024 test pictures, and
+the time of a batch on this machine, in turn with float32 torch in both layouts. `layers` times single convolutions of ResNet-18
+against decoding the weight and torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with random weights.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SIZE = 64
+TEST_SEED, CALIBRATION_SEED = 10**9, 5 * 10**8
+TESTED, CALIBRATED, BATCH = 1024, 256, 16
+BITS_ONLY = "int_grid,grid16,shuffle"
+STRUCTURED = f"{BITS_ONLY},svd,tucker,cp,tensor_train"
+ROUNDS = 9
+
+
+class Pictures:
+    """Digits on photographs: `draw(count, seed)` gives the same pictures each time."""
+
+    def __init__(self, test: bool) -> None:
+        from sklearn.datasets import load_digits, load_sample_image
+
+        digits = load_digits()
+        kept = torch.arange(len(digits.target)) % 5 == 0
+        kept = kept if test else ~kept
+        self.digits = torch.tensor(digits.images, dtype=torch.float32)[kept] / 16
+        self.labels = torch.tensor(digits.target)[kept]
+        photographs = [torch.tensor(load_sample_image(n)).permute(2, 0, 1) / 255 for n in ("china.jpg", "flower.jpg")]
+        cut = photographs[0].shape[2] * 3 // 4
+        self.photographs = [p[:, :, cut:] if test else p[:, :, :cut] for p in photographs]
+
+    def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """(pictures [count, 3, SIZE, SIZE] about 0, labels [count])."""
+        g = torch.Generator().manual_seed(seed)
+
+        def uniform(low: float, high: float, *shape: int) -> Tensor:
+            return torch.rand(count, *shape, generator=g) * (high - low) + low
+
+        which = torch.randint(len(self.digits), (count,), generator=g)
+        angle, size = uniform(-0.35, 0.35), uniform(1.3, 3.0)
+        cosine, sine = torch.cos(angle) * size, torch.sin(angle) * size
+        moved = uniform(-1, 1, 2) * (size - 1.0)[:, None]
+        affine = torch.stack([cosine, -sine, moved[:, 0], sine, cosine, moved[:, 1]], 1).view(-1, 2, 3)
+        grid = F.affine_grid(affine, [count, 1, SIZE, SIZE], align_corners=False)
+        mask = F.grid_sample(self.digits[which][:, None], grid, align_corners=False)
+        behind = torch.empty(count, 3, SIZE, SIZE)
+        for i in range(count):
+            photograph = self.photographs[int(torch.randint(2, (), generator=g))]
+            top, left = (int(torch.randint(n - SIZE, (), generator=g)) for n in photograph.shape[1:])
+            behind[i] = photograph[:, top : top + SIZE, left : left + SIZE]
+        ink = uniform(0, 1, 3, 1, 1)
+        # Far enough from what is behind it to be read.
+        far = (ink.mean((1, 2, 3)) - behind.mean((1, 2, 3))).abs() < 0.35
+        ink[far] = torch.where(behind[far].mean((1, 2, 3), keepdim=True) > 0.5, 0.1, 0.9) + 0 * ink[far]
+        strength = mask * uniform(0.6, 1.0, 1, 1, 1)
+        picture = behind * (1 - strength) + ink * strength + 0.03 * torch.randn(behind.shape, generator=g)
+        return (picture - 0.5) / 0.25, self.labels[which]
+
+
+def build() -> nn.Module:
+    """ResNet-18 for ten classes, untrained: 11.2 M parameters."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+    )
+    return ResNetForImageClassification(config)
+
+
+def train(out: Path, steps: int, batch: int, rate: float) -> None:
+    """Trains and writes the model."""
+    torch.manual_seed(0)
+    model = build().to(memory_format=torch.channels_last)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
+    pictures = Pictures(test=False)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 100) * (1 + math.cos(math.pi * step / steps)) / 2
+        x, y = pictures.draw(batch, step)
+        model.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(pixel_values=x.to(memory_format=torch.channels_last)).logits
+        loss = F.cross_entropy(logits.float(), y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % max(1, steps // 20) == 0:
+            print(f"step {step + 1}: loss {float(loss):.3f}, {time.process_time():.0f} s of processor time", flush=True)
+    model.eval().to(memory_format=torch.contiguous_format).save_pretrained(out)
+    print(f"right on test pictures: {accuracy(logits_of(model)):.4f}")
+
+
+@torch.inference_mode()
+def logits_of(model: Any, count: int = TESTED) -> Tensor:
+    """Logits of the test pictures [count, 10]."""
+    pictures = Pictures(test=True)
+    parts = [pictures.draw(64, TEST_SEED + start)[0] for start in range(0, count, 64)]
+    return torch.cat([model(pixel_values=x).logits.float() for x in parts])
+
+
+def labels(count: int = TESTED) -> Tensor:
+    pictures = Pictures(test=True)
+    return torch.cat([pictures.draw(64, TEST_SEED + start)[1] for start in range(0, count, 64)])
+
+
+def accuracy(logits: Tensor) -> float:
+    return float((logits.argmax(-1) == labels(len(logits))).float().mean())
+
+
+def divergence(logits: Tensor, reference: Tensor) -> float:
+    """Mean KL divergence in nats."""
+    p = F.log_softmax(reference.double(), -1)
+    return float((p.exp() * (p - F.log_softmax(logits.double(), -1))).sum(-1).mean())
+
+
+def in_turn(ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Seconds of each way: the least of some rounds, in which they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    return {name: min(found[1:]) for name, found in times.items()}
+
+
+def compare(folder: Path, budgets: Sequence[float], threads: int, extra: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows: every file, and float32."""
+    import nstf.runtime
+    from safetensors.torch import save_file
+    from transformers import ResNetForImageClassification
+
+    torch.set_num_threads(threads)
+    data = folder / "calibration.safetensors"
+    save_file({"pixel_values": Pictures(test=False).draw(CALIBRATED, CALIBRATION_SEED)[0]}, str(data))
+    model = ResNetForImageClassification.from_pretrained(folder).eval()
+    last = ResNetForImageClassification.from_pretrained(folder).eval().to(memory_format=torch.channels_last)
+    reference = logits_of(model)
+    x = Pictures(test=True).draw(BATCH, TEST_SEED)[0]
+    x_last = x.to(memory_format=torch.channels_last)
+    rows: list[dict[str, Any]] = [
+        {"file": "float32", "bytes": 4 * sum(p.numel() for p in model.parameters()), "top1": accuracy(reference)}
+    ]
+    ways: dict[str, Callable[[], object]] = {
+        "float32": lambda: model(pixel_values=x),
+        "float32 channels last": lambda: last(pixel_values=x_last),
+    }
+    for budget in budgets:
+        for name, formats in (("bits", BITS_ONLY), ("structure", STRUCTURED)):
+            out = folder / f"{name}-{budget}.nstf"
+            report = out.with_suffix(".json")
+            command = [
+                *(sys.executable, "-m", "nstf_convert", "convert", str(folder), "--budget", str(budget), "-o", str(out)),
+                *("--dataset", str(data), "--formats", formats, "--prefer", "speed", "--report", str(report), "--force"),
+                *("--work-dir", str(folder / f"{name}.work"), *extra),
+            ]
+            if code := subprocess.run(command, stdout=sys.stderr).returncode:
+                print(f"{name} at {budget}: no file (exit code {code})", file=sys.stderr)
+                continue
+            loaded = nstf.runtime.load(out)
+            logits = logits_of(loaded)
+            kinds: dict[str, int] = {}
+            for tensor in json.loads(report.read_text("utf-8"))["tensors"]:
+                kind = str(tensor["encoding"]).split()[0]
+                kinds[kind] = kinds.get(kind, 0) + 1
+            rows.append(
+                {
+                    "file": f"{name} {budget}",
+                    "bytes": out.stat().st_size,
+                    "kld": divergence(logits, reference),
+                    "top1": accuracy(logits),
+                    "encodings": kinds,
+                }
+            )
+            ways[f"{name} {budget}"] = lambda loaded=loaded: loaded(pixel_values=x)  # type: ignore[misc]
+    with torch.inference_mode():
+        times = in_turn(ways)
+    rows.insert(1, {**rows[0], "file": "float32 channels last"})
+    for row in rows:
+        row["seconds"] = times[row["file"]]
+    return rows
+
+
+LAYERS = {  # channels, outputs, kernel, stride, side of the image
+    "stem 7x7": (3, 64, 7, 2, 96),
+    "3x3 64": (64, 64, 3, 1, 24),
+    "3x3 128": (128, 128, 3, 1, 12),
+    "3x3 256": (256, 256, 3, 1, 6),
+    "3x3 512": (512, 512, 3, 1, 3),
+    "3x3 64, 56": (64, 64, 3, 1, 56),
+    "3x3 256, 14": (256, 256, 3, 1, 14),
+    "1x1 256-1024, 14": (256, 1024, 1, 1, 14),
+    "3x3/2 128-256, 28": (128, 256, 3, 2, 28),
+}
+STEMS = {  # the same with height and width
+    "ViT-B/16 patches": (3, 768, (16, 16), (16, 16), (224, 224), (0, 0)),
+    "Whisper small, conv1": (80, 768, (1, 3), (1, 1), (1, 3000), (0, 1)),
+    "Whisper small, conv2": (768, 768, (1, 3), (1, 2), (1, 3000), (0, 1)),
+}
+
+
+def encoded_weight(method: str, weight: Tensor, **params: Any) -> Any:
+    from nstf import quantizers
+
+    module = quantizers.method(method)
+    return module.encode(weight, module.Params(**params))
+
+
+def layers(threads: int, batch: int) -> list[dict[str, Any]]:
+    """Single convolutions of ResNet-18 and ResNet-50, in 4-bit integers."""
+    cases = {
+        name: (c, o, (k, k), (s, s), (side, side), (k // 2, k // 2)) for name, (c, o, k, s, side) in LAYERS.items()
+    }
+    return _timed(cases, threads, batch)
+
+
+def stems(threads: int) -> list[dict[str, Any]]:
+    """First layers of a ViT and of Whisper with random weights."""
+    return _timed(STEMS, threads, 1)
+
+
+def _timed(cases: dict[str, Any], threads: int, batch: int) -> list[dict[str, Any]]:
+    from nstf.kernels.convolution import Geometry, convolve
+    from nstf.kernels.formats import decode
+
+    torch.set_num_threads(threads)
+    rows = []
+    for name, (channels, out, kernel, stride, sides, padding) in cases.items():
+        torch.manual_seed(0)
+        weight = torch.randn(out, channels, *kernel) / math.sqrt(channels * math.prod(kernel))
+        stored = {f"int{b} g{g}": encoded_weight("int_grid", weight, bits=b, group=g) for b, g in ((4, 64), (4, 0), (8, 0))}
+        stored["grid g64"] = encoded_weight("grid16", weight, group=64)
+        stored["shuffle 3"] = encoded_weight("shuffle", weight, quarter_bits=12)
+        x = torch.randn(batch, channels, *sides).relu()
+        own = Geometry(stride, (padding[0], padding[0], padding[1], padding[1]))
+        x_last, w_last = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+        first = stored["int4 g64"]
+        with torch.inference_mode():
+            ways: dict[str, Callable[[], object]] = {
+                "float32": lambda: F.conv2d(x, weight, None, stride, padding),
+                "float32 last": lambda: F.conv2d(x_last, w_last, None, stride, padding),
+                "decoded": lambda: F.conv2d(x, decode(first), None, stride, padding),
+                "int4 g64 last": lambda: convolve(x_last, first, None, own),
+            }
+            for kind, one in stored.items():
+                ways[kind] = lambda one=one: convolve(x, one, None, own)  # type: ignore[misc]
+            times = in_turn(ways)
+            reference = convolve(x, first, None, own, exact=True)
+            error = (convolve(x, first, None, own) - reference).norm() / reference.norm()
+        best = min(times["float32"], times["float32 last"])
+        rows.append(
+            {
+                "layer": name,
+                "float32_us": best * 1e6,
+                "int8_error": float(error),
+                **{kind: round(best / seconds, 2) for kind, seconds in times.items()},
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("what", choices=("train", "compare", "layers", "stems"))
+    parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
+    parser.add_argument("--out", type=Path, help="where `train` writes the model")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (16)")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--budgets", type=float, nargs="+", default=(0.25, 0.15, 0.1))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.what == "train":
+        train(args.out or args.model, args.steps, args.batch or 32, args.rate)
+        return
+    if args.what == "compare":
+        rows = compare(args.model, args.budgets, args.threads, args.extra.split())
+    else:
+        rows = layers(args.threads, args.batch or 16) if args.what == "layers" else stems(args.threads)
+    for row in rows:
+        print(json.dumps(row))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

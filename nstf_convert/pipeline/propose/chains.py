@@ -1,0 +1,55 @@
+"""Decompositions of convolutions that take fewer multiplications than the dense weight, whatever their bytes.
+
+Where a plan bounds time, what structure gains is time: a low rank (a kernel with fewer outputs, then 1x1) and Tucker-2 (1x1, a
+smaller kernel, 1x1) at stated shares of the dense weight's multiplications, with factors of few and of many bits. The planner
+weighs their loss, bytes and measured seconds against those of codes alone.
+"""
+
+import math
+
+from nstf.kernels.formats.tree import Shape
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
+
+# Shares of the dense weight's multiplications.
+SHARES = (0.55, 0.35)
+FACTORS = (
+    Recipe("int_grid", {"bits": 6, "group": 64, "symmetric": True, "scale_bits": 8}),
+    Recipe("int_grid", {"bits": 4, "group": 64, "symmetric": True, "scale_bits": 8}),
+)
+# A chain has two or three convolutions to start and its results to write: smaller weights gain nothing.
+SMALLEST = 1 << 14
+
+
+def recipes(unit: Unit, allowed: set[str]) -> list[Recipe]:
+    """Chains of a convolution over two axes, of the methods that are allowed."""
+    shape = unit.inner_shape
+    if unit.role != "conv" or len(shape) != 4 or unit.elements < SMALLEST or "int_grid" not in allowed:
+        return []
+    out = []
+    for share in SHARES:
+        found = {"svd": _low_rank(shape, share), "tucker": _tucker(shape, share)}
+        for method, params in found.items():
+            if method in allowed and params is not None:
+                out += [Recipe(method, params, {"factor": factor}) for factor in FACTORS]
+    return out
+
+
+def _low_rank(shape: Shape, share: float) -> dict[str, int] | None:
+    """The rank r of which r (out + in k) is that share of out in k; a multiple of 16, as many rows as kernels take."""
+    out, width = shape[0], math.prod(shape[1:])
+    rank = int(share * out * width / (out + width)) // 16 * 16
+    return {"rank": rank} if rank else None
+
+
+def _tucker(shape: Shape, share: float) -> dict[str, list[int]] | None:
+    """Equal shares of both channels such that r_in in + r_out r_in k + r_out out is that share of out in k."""
+    out, width, taps = shape[0], shape[1], math.prod(shape[2:])
+    if taps == 1:
+        return None
+    linear, whole = (out * out + width * width) / (out * width * taps), 1.0
+    part = (-linear + math.sqrt(linear * linear + 4 * whole * share)) / (2 * whole)
+    ranks = [int(part * out) // 16 * 16, int(part * width) // 16 * 16]
+    if min(ranks) == 0:
+        return None
+    return {"ranks": [*ranks, *shape[2:]], "view": list(shape)}
