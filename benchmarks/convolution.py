@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIZE = 64
+SIZE = 48
 TEST_SEED, CALIBRATION_SEED = 10**9, 5 * 10**8
 TESTED, CALIBRATED, BATCH = 1024, 256, 16
 BITS_ONLY = "int_grid,grid16,shuffle"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.memo import per_encoded
+from nstf.kernels.triton.aot import target_here
 from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
@@ -25,8 +26,9 @@ from nstf.kernels.triton.numbers import codes_at, numbers32, scale_value
 from nstf.kernels.triton.packed import FORMATS, LANES, Layout, Packed, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-# Pixels and output channels of a program: the largest tiles of which a GPU of any of the targets holds the sums in registers.
+# Pixels and output channels of a program; of fewer pixels on RDNA, whose registers would not hold the places of more.
 _PIXELS, _ROWS = 64, 64
+_RDNA_PIXELS = 32
 # Places within an image and its results are 32-bit numbers.
 _MOST = 1 << 31
 
@@ -152,8 +154,11 @@ def convolution_specs(
     stride: tuple[int, int] = (1, 1),
     before: tuple[int, int] = (0, 0),
     dilation: tuple[int, int] = (1, 1),
+    arch: str = "sm_90",
 ) -> list[KernelSpec]:
     """The launch for results of `pixels` pixels in all. before: rows and columns of padding in front."""
+    rdna = arch.startswith(("gfx10", "gfx11", "gfx12"))
+    across = _RDNA_PIXELS if rdna else _PIXELS
     wide = dtype == torch.float32 or (dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
     sizes = (
         *("pixels", "rows", "cols", "padded", "height", "width", "out_height", "out_width"),
@@ -181,14 +186,14 @@ def convolution_specs(
                 "BEFORE": before,
                 "DILATION": dilation,
                 "WIDE": wide,
-                "BM": _PIXELS,
+                "BM": across,
                 "BN": _ROWS,
                 "LANES": LANES,
             },
             divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
-            num_warps=4,
+            num_warps=8 if rdna else 4,
             kind="convolution",
-            grid=(triton.cdiv(pixels, _PIXELS), triton.cdiv(layout.rows, _ROWS), 1),
+            grid=(triton.cdiv(pixels, across), triton.cdiv(layout.rows, _ROWS), 1),
         )
     ]
 
@@ -230,7 +235,14 @@ def convolve(
     x = x.contiguous(memory_format=layout)
     y = torch.empty(len(x), encoded.shape[0], height, width, dtype=x.dtype, device=x.device, memory_format=layout)
     spec = convolution_specs(
-        packed.layout, x.dtype, pixels, (kernel[0], kernel[1]), stride, (padding[0], padding[2]), dilation
+        packed.layout,
+        x.dtype,
+        pixels,
+        (kernel[0], kernel[1]),
+        stride,
+        (padding[0], padding[2]),
+        dilation,
+        target_here() or "sm_90",
     )[0]
     sizes = (pixels, packed.layout.rows, packed.layout.cols, packed.layout.padded)
     launch(

@@ -171,8 +171,11 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
             }
             return;
         }
-        int8_t* codes = room.grow(p.width);
-        for (int64_t c = shape_.channels * part / p.parts; c < shape_.channels * (part + 1) / p.parts; ++c)
+        int8_t* codes = room.grow(p.height * p.width);
+        for (int64_t c = shape_.channels * part / p.parts; c < shape_.channels * (part + 1) / p.parts; ++c) {
+            const bool whole = image.phases == 1 && image.row == p.width;  // as the image itself
+            kernels_->quantise(from + c * p.height * p.width, p.height * p.width, inverse, zero,
+                               whole ? to + c * image.plane + image.before[0] * image.row : codes);
             for (int64_t y = 0; y < image.height; ++y) {
                 if (!image.used(y)) continue;
                 int8_t* line = to + c * image.plane + y * image.row;
@@ -181,17 +184,9 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
                     std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.row));
                     continue;
                 }
-                const float* source = from + (c * p.height + row) * p.width;
-                if (image.phases == 1) {
-                    std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.before[1]));
-                    kernels_->quantise(source, p.width, inverse, zero, line + image.before[1]);
-                    const int64_t end = image.before[1] + p.width;
-                    std::memset(line + end, static_cast<int8_t>(zero), static_cast<size_t>(image.row - end));
-                } else {
-                    kernels_->quantise(source, p.width, inverse, zero, codes);
-                    image.spread(codes, p.width, static_cast<int8_t>(zero), line);
-                }
+                if (!whole) image.spread(codes + row * p.width, p.width, static_cast<int8_t>(zero), line);
             }
+        }
     };
     parallel_for(p.threads, images * p.parts, task);
 }

@@ -51,11 +51,11 @@ static void convolve(const ByteRows& form, const ConvRows& w, const int8_t* x, c
             const Floats scale = set(w.scales[r * groups + g]);
             each<V>([&](auto v) __attribute__((always_inline)) {
                 float* to = out + r * kPixels + v * LANES;
-                Floats total = mul(to_floats(sum[r][v]), scale);
+                Floats total = g == 0 ? mul(to_floats(sum[r][v]), scale) : fma(to_floats(sum[r][v]), scale, load(to));
                 if (form.zeros)
                     total = negative_fma(set(w.zeros[r * groups + g]), to_floats(as_ints(load_bytes(sums + g * kPixels + v * LANES))),
                                          total);
-                store(to, g == 0 ? total : fma(total, set(1.0f), load(to)));
+                store(to, total);
             });
         });
     }

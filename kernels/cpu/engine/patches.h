@@ -46,9 +46,15 @@ struct Image {
     // A row of codes [columns] into its phases.
     void spread(const int8_t* codes, int64_t columns, int8_t zero, int8_t* to) const {
         std::memset(to, zero, static_cast<size_t>(row));
-        for (int64_t x = 0; x < columns; ++x) {
-            const int64_t at = x + before[1];
-            to[at % phases * phase + at / phases] = codes[x];
+        if (phases == 1) {
+            std::memcpy(to + before[1], codes, static_cast<size_t>(columns));
+            return;
+        }
+        for (int64_t p = 0; p < phases; ++p) {
+            // The first column of the phase that is no padding.
+            const int64_t first = (std::max<int64_t>(before[1] - p, 0) + phases - 1) / phases;
+            int8_t* line = to + p * phase + first;
+            for (int64_t x = first * phases + p - before[1]; x < columns; x += phases) *line++ = codes[x];
         }
     }
 
@@ -62,13 +68,10 @@ struct Image {
             for (int64_t c = 0; c < channels; ++c) {
                 int8_t* line = to + c * plane;
                 const int64_t end = std::min(columns, first + kBlock);
-                if (phases == 1) {
-                    for (int64_t x = first; x < end; ++x) line[x + before[1]] = codes[x * channels + c];
-                } else {
-                    for (int64_t x = first; x < end; ++x) {
-                        const int64_t at = x + before[1];
-                        line[at % phases * phase + at / phases] = codes[x * channels + c];
-                    }
+                int64_t p = (first + before[1]) % phases, at = (first + before[1]) / phases;
+                for (int64_t x = first; x < end; ++x) {
+                    line[p * phase + at] = codes[x * channels + c];
+                    if (++p == phases) p = 0, ++at;
                 }
             }
     }

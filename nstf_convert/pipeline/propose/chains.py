@@ -36,10 +36,9 @@ def recipes(unit: Unit, allowed: set[str]) -> list[Recipe]:
 
 
 def _low_rank(shape: Shape, share: float) -> dict[str, int] | None:
-    """The rank r of which r (out + in k) is that share of out in k; a multiple of 16, as many rows as kernels take."""
+    """The rank r of which r (out + in k) is that share of out in k."""
     out, width = shape[0], math.prod(shape[1:])
-    rank = int(share * out * width / (out + width)) // 16 * 16
-    return {"rank": rank} if rank else None
+    return {"rank": rank} if (rank := _whole(share * out * width / (out + width))) < min(out, width) else None
 
 
 def _tucker(shape: Shape, share: float) -> dict[str, list[int]] | None:
@@ -49,7 +48,12 @@ def _tucker(shape: Shape, share: float) -> dict[str, list[int]] | None:
         return None
     linear, whole = (out * out + width * width) / (out * width * taps), 1.0
     part = (-linear + math.sqrt(linear * linear + 4 * whole * share)) / (2 * whole)
-    ranks = [int(part * out) // 16 * 16, int(part * width) // 16 * 16]
-    if min(ranks) == 0:
+    ranks = [_whole(part * out), _whole(part * width)]
+    if ranks[0] >= out or ranks[1] >= width:
         return None
     return {"ranks": [*ranks, *shape[2:]], "view": list(shape)}
+
+
+def _whole(rank: float) -> int:
+    """The nearest multiple of 8, so that no kernel has a few rows or columns left over; at least one."""
+    return max(8, round(rank / 8) * 8)
