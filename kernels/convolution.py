@@ -49,7 +49,7 @@ def convolve(
     x: Tensor,
     encoded: EncodedTensor,
     bias: Tensor | None = None,
-    geometry: Geometry = Geometry(),  # noqa: B008 (frozen)
+    geometry: Geometry = Geometry(),
     exact: bool = False,
 ) -> Tensor:
     """The convolution of images with an encoded weight, in x's dtype and layout.
@@ -74,10 +74,14 @@ def _from_codes(
     if x.device.type == "cuda":
         from nstf.kernels.triton import convolution as triton
 
-        return triton.convolve(x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        return triton.convolve(
+            x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+        )
     if exact or not cpu.available():
         return None
-    return cpu.convolve(x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    return cpu.convolve(
+        x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+    )
 
 
 def _decoded(x: Tensor, encoded: EncodedTensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -124,7 +128,11 @@ def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -
             for stage in stages:
                 x = _stage(x, stage, geometry, exact)
             return x
-    if encoded.shape[2:] == (1, 1) and geometry.pointwise and kind not in ("dense", "fp8", "mxfp4", "trellis"):
+    if (
+        encoded.shape[2:] == (1, 1)
+        and geometry.pointwise
+        and kind not in ("dense", "fp8", "mxfp4", "trellis")
+    ):
         if getattr(params, "lead", 1) != 1 or kind in ("permute", "rotated"):
             return None
         matrix = _as_matrix(encoded)
@@ -145,7 +153,8 @@ class _Stage:
 def _stage(x: Tensor, stage: _Stage, geometry: Geometry, exact: bool) -> Tensor:
     sides = (stage.rows, stage.columns)
     stride, dilation = (
-        (values[0] if sides[0] else 1, values[1] if sides[1] else 1) for values in (geometry.stride, geometry.dilation)
+        (values[0] if sides[0] else 1, values[1] if sides[1] else 1)
+        for values in (geometry.stride, geometry.dilation)
     )
     padding = tuple(p if sides[i // 2] else 0 for i, p in enumerate(geometry.padding))
     own = Geometry(stride, padding, dilation, stage.groups)  # type: ignore[arg-type]
@@ -234,8 +243,8 @@ def multiplications(tree: Node, shape: tuple[int, ...]) -> int:
 
 
 def rounded(weight: Tensor) -> EncodedTensor:
-    """A part of a chain that no kernel reads as it is stored, as 8-bit integers with a scale for each row: factors whose stored
-    rows are the columns of their product, cores whose rows are not their first axis.
+    """A part of a chain that no kernel reads as it is stored, as 8-bit integers with a scale for each row: factors whose
+    stored rows are the columns of their product, cores whose rows are not their first axis.
 
     Made once and kept as long as the tensor that it is part of: a byte for each of its weights.
     """

@@ -48,8 +48,8 @@ class EncodedEmbedding(nn.Embedding):
 
 
 class EncodedConv:
-    """A convolution over one or two axes by `nstf.kernels.convolution`; others (transposed, over three axes) decode W for the
-    time of the call, and so do gradients and torch.compile.
+    """A convolution over one or two axes by `nstf.kernels.convolution`; others (transposed, over three axes) decode W for
+    the time of the call, and so do gradients and torch.compile.
 
     exact_products: no int8 activations; `nstf.runtime.load` turns them on where it was not asked for exact products.
     """
@@ -78,7 +78,9 @@ def _geometry(module: Any, around: list[int]) -> Geometry:
     if len(module.kernel_size) == 2:
         padding = (around[2], around[3], around[0], around[1])
         return Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups)
-    return Geometry((1, module.stride[0]), (0, 0, around[0], around[1]), (1, module.dilation[0]), module.groups)
+    return Geometry(
+        (1, module.stride[0]), (0, 0, around[0], around[1]), (1, module.dilation[0]), module.groups
+    )
 
 
 @per_encoded

@@ -49,7 +49,9 @@ def convolve(
         for i in (0, 1)
     )
     if height < 1 or width < 1:
-        raise ValueError(f"images of {x.shape[2]} x {x.shape[3]} are smaller than the kernel {list(encoded.shape[2:])}")
+        raise ValueError(
+            f"images of {x.shape[2]} x {x.shape[3]} are smaller than the kernel {list(encoded.shape[2:])}"
+        )
     y = torch.empty(len(x), encoded.shape[0], height, width, memory_format=layout)
     added = None if bias is None else bias.to(torch.float32).contiguous()
     if y.numel():

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Convolutions from packed codes (int, grid, fp8, mxfp4): an implicit product, for kernels of any size, 1x1 among them.
 
-A program makes BM pixels of BN output channels. It goes through the columns of the weight 32 at a time: each is a channel and
-a place in the kernel, so that the activations of a tile are read from the image where its patches lie, and the weight's
+A program makes BM pixels of BN output channels. It goes through the columns of the weight 32 at a time: each is a channel
+and a place in the kernel, so that the activations of a tile are read from the image where its patches lie, and the weight's
 numbers are made from the codes in registers. Nothing is laid out in memory beforehand.
 """
 
@@ -105,7 +105,7 @@ def convolution_kernel(
     if len(PLANES) > 2:
         at2 = (safe[:, None] * PLANES[2] + rows * SHIFTS[2]) * (padded // 32) + word[None, :]
     total = tl.zeros([BM, BN], tl.float32)
-    for chunk in range(0, padded // (RUN * J)):
+    for chunk in range(padded // (RUN * J)):
         for j in tl.static_range(J):
             if j % N0 == 0:
                 w0 = tl.load(words + at0 + (chunk * (J // N0) + j // N0) * LANES)
@@ -224,7 +224,9 @@ def convolve(
     packed = _packed(encoded)
     kernel = encoded.shape[2:]
     height, width = (
-        (x.shape[2 + i] + padding[2 * i] + padding[2 * i + 1] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
+        (x.shape[2 + i] + padding[2 * i] + padding[2 * i + 1] - dilation[i] * (kernel[i] - 1) - 1)
+        // stride[i]
+        + 1
         for i in (0, 1)
     )
     pixels = len(x) * height * width
@@ -233,7 +235,9 @@ def convolve(
     last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
     x = x.contiguous(memory_format=layout)
-    y = torch.empty(len(x), encoded.shape[0], height, width, dtype=x.dtype, device=x.device, memory_format=layout)
+    y = torch.empty(
+        len(x), encoded.shape[0], height, width, dtype=x.dtype, device=x.device, memory_format=layout
+    )
     spec = convolution_specs(
         packed.layout,
         x.dtype,
@@ -246,6 +250,16 @@ def convolve(
     )[0]
     sizes = (pixels, packed.layout.rows, packed.layout.cols, packed.layout.padded)
     launch(
-        spec, x, *leaf_arguments(packed), y, *sizes, x.shape[2], x.shape[3], height, width, *x.stride(), *y.stride()
+        spec,
+        x,
+        *leaf_arguments(packed),
+        y,
+        *sizes,
+        x.shape[2],
+        x.shape[3],
+        height,
+        width,
+        *x.stride(),
+        *y.stride(),
     )
     return y if bias is None else y.add_(bias.to(y.dtype)[:, None, None])

@@ -1,8 +1,8 @@
 """Seconds of whole convolutions, chains of a decomposition included, at the size of image that the model gives each.
 
-What a convolution takes depends on the image more than on the weight, so a layer is timed as it is: one image, random codes, the
-kernels of `nstf.kernels.convolution`. Formats of one layer are timed in turn. Where the target is not here, a layer takes as
-many products of one row as it has pixels, divided by what several rows at once save.
+What a convolution takes depends on the image more than on the weight, so a layer is timed as it is: one image, random codes,
+the kernels of `nstf.kernels.convolution`. Formats of one layer are timed in turn. Where the target is not
+here, a layer takes as many products of one row as it has pixels, divided by what several rows at once save.
 """
 
 import json
@@ -37,7 +37,13 @@ class Layer:
         """Of the result."""
         own, kernel = self.geometry, self.shape[2:]
         sides = (
-            (self.image[i] + own.padding[2 * i] + own.padding[2 * i + 1] - own.dilation[i] * (kernel[i] - 1) - 1)
+            (
+                self.image[i]
+                + own.padding[2 * i]
+                + own.padding[2 * i + 1]
+                - own.dilation[i] * (kernel[i] - 1)
+                - 1
+            )
             // own.stride[i]
             + 1
             for i in (0, 1)
@@ -71,7 +77,9 @@ def layers_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str
         )
         weight = tuple(part.weight.shape)
         found[f"{name}.weight"] = Layer(
-            (*weight[:2], 1, weight[2]) if one else weight, own, (1, shape[2]) if one else (shape[2], shape[3])
+            (*weight[:2], 1, weight[2]) if one else weight,
+            own,
+            (1, shape[2]) if one else (shape[2], shape[3]),
         )
 
     for name, part in module.named_modules():

@@ -71,7 +71,9 @@ class Prices:
         missing = {key: tree for key, tree in keys.items() if key not in kept.seconds}
         if missing:
             _warn_where_busy(self)
-            found = convolutions.measure(layer, list(missing.values()), target.isa, self.threads, self.size_bytes)
+            found = convolutions.measure(
+                layer, list(missing.values()), target.isa, self.threads, self.size_bytes
+            )
             kept.add(dict(zip(missing, found, strict=True)))
 
     def _of(self, target: Target, stored: Stored, batch: int) -> float:

@@ -91,12 +91,17 @@ def test_generated_shapes_and_formats(samples: ModuleType, isa: str) -> None:
         found = error(convolve(x, encoded, bias, own), wanted)
         assert found < INT8_ERROR, (name, images, shape, own)
         assert error(convolve(x, encoded, bias, own, exact=True), wanted) < 1e-5
-        assert own.groups > 1 or cpu.convolve(x, encoded, bias, own.stride, own.padding, own.dilation, 1) is not None
+        assert (
+            own.groups > 1
+            or cpu.convolve(x, encoded, bias, own.stride, own.padding, own.dilation, 1) is not None
+        )
 
 
 @compiled
 @pytest.mark.parametrize("threads", [1, 2])
-def test_layout_batch_and_threads_do_not_change_the_values(samples: ModuleType, isa: str, threads: int) -> None:
+def test_layout_batch_and_threads_do_not_change_the_values(
+    samples: ModuleType, isa: str, threads: int
+) -> None:
     encoded = samples.random_encoded(samples.leaf("int", bits=4, group=64), (48, 24, 3, 3))
     x = torch.randn(3, 24, 17, 9).relu()
     own = Geometry((1, 1), (1, 1, 1, 1))
@@ -127,7 +132,11 @@ def test_an_image_that_is_not_finite_spoils_no_other(samples: ModuleType, isa: s
 CHAINS = {
     "low rank": ("low_rank", {"rank": 9}, ("a", "b")),
     "tucker-2": ("tucker", {"ranks": (20, 12, 3, 3), "view": (40, 24, 3, 3)}, ("core", "factor0", "factor1")),
-    "tucker, taps": ("tucker", {"ranks": (20, 12, 4), "view": (40, 24, 9)}, ("core", "factor0", "factor1", "factor2")),
+    "tucker, taps": (
+        "tucker",
+        {"ranks": (20, 12, 4), "view": (40, 24, 9)},
+        ("core", "factor0", "factor1", "factor2"),
+    ),
     "tucker, out alone": ("tucker", {"ranks": (9, 24, 3, 3), "view": (40, 24, 3, 3)}, ("core", "factor0")),
     "cp": ("cp", {"rank": 17, "view": (40, 24, 3, 3)}, ("factor0", "factor1", "factor2", "factor3")),
     "cp, taps": ("cp", {"rank": 17, "view": (40, 24, 9)}, ("factor0", "factor1", "factor2")),
@@ -186,5 +195,5 @@ def test_wrong_channels_and_small_images_are_refused(samples: ModuleType) -> Non
     encoded = samples.random_encoded(samples.leaf("int", bits=4, group=0), (8, 4, 3, 3))
     with pytest.raises(ValueError, match="do not fit an encoded convolution"):
         convolve(torch.randn(1, 5, 8, 8), encoded)
-    with pytest.raises((ValueError, RuntimeError), match="(?i)kernel"):
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)kernel"):
         convolve(torch.randn(1, 4, 2, 2), encoded)

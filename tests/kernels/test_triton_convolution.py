@@ -47,8 +47,14 @@ for number, (tree, images, shape, stride, padding, dilation) in enumerate(cases)
 
 
 def test_the_interpreted_kernel_is_the_convolution() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

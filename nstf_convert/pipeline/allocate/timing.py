@@ -67,7 +67,7 @@ class Timing:
         units = [u for u in session.units.values() if len(u.shape) == 2]
         self.groups = {} if any(t.is_cpu for t in self.targets) else fused_groups(units)
         self._uses = {n: uses_of(u, session.config) for n, u in session.units.items()}
-        # Convolutions take as long as their images are large: they are priced as they are, one image in the place of a token.
+        # Convolutions take as long as their images are large: they are priced as they are, an image in the place of a token.
         self._layers = convolution_layers(session)
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
         self._common: tuple[float, ...] | None = None
@@ -88,7 +88,9 @@ class Timing:
         """Measures all formats of a table in turn, where their target is here."""
         units = self.session.units
         used = [(n, c.tree) for n, found in sorted(table.candidates.items()) for c in found if self._uses[n]]
-        self.prices.prepare((tree, units[n].shape, units[n].lead) for n, tree in used if n not in self._layers)
+        self.prices.prepare(
+            (tree, units[n].shape, units[n].lead) for n, tree in used if n not in self._layers
+        )
         self.prices.prepare_convolutions((self._layers[n], tree) for n, tree in used if n in self._layers)
 
     def held(self, table: Table) -> Table:
@@ -208,11 +210,7 @@ class Timing:
         """What the same plain file takes on each target: how times on one compare with times on another."""
         if self._common is None:
             units = [u for u in self.session.units.values() if u.kept is None]
-            each = [
-                [self._uses[u.name] * s for s in self._common_of(u)]
-                for u in units
-                if self._uses[u.name]
-            ]
+            each = [[self._uses[u.name] * s for s in self._common_of(u)] for u in units if self._uses[u.name]]
             self._common = tuple(sum(column) for column in zip(*each, strict=True)) or (1.0,) * len(
                 self.targets
             )
@@ -241,9 +239,11 @@ def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:
 
 
 def convolution_layers(session: Session) -> dict[str, Layer]:
-    """The convolutions of a model that reads images or sound, by the tensor they read; inputs of the size of the dataset's, or
-    of the config's."""
-    if session.model is None or not any(len(u.shape) in (3, 4) and "linear" in u.uses for u in session.units.values()):
+    """The convolutions of a model that reads images or sound, by the tensor they read; inputs of the size of the dataset's,
+    or of the config's."""
+    if session.model is None or not any(
+        len(u.shape) in (3, 4) and "linear" in u.uses for u in session.units.values()
+    ):
         return {}
     shape = _input_shape(session)
     if shape is None:
@@ -261,7 +261,7 @@ def _input_shape(session: Session) -> tuple[str, tuple[int, ...]] | None:
     for path in session.options.datasets or ():
         if Path(path).suffix == ".safetensors":
             with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as arrays:
-                if name in arrays.keys():  # noqa: SIM118 (it is no mapping)
+                if name in arrays.keys():
                     return name, tuple(arrays.get_slice(name).get_shape()[1:])
     try:
         return input_shape(session.model)
