@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIZE = 32
+SIZE = 48
 TEST_SEED, CALIBRATION_SEED = 10**9, 5 * 10**8
 TESTED, CALIBRATED, BATCH = 1024, 256, 16
 BITS_ONLY = "int_grid,grid16"
@@ -340,11 +340,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (16)")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.15, 0.1, 0.07))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="on a busy machine train with one: two wait for each other")
     parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "train":
+        torch.set_num_threads(args.threads)
         train(args.out or args.model, args.steps, args.batch or 32, args.rate)
         return
     if args.what == "compare":
