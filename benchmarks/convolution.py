@@ -251,16 +251,15 @@ def compare(
     return rows
 
 
-LAYERS = {  # channels, outputs, kernel, stride, side of the image
-    "stem 7x7": (3, 64, 7, 2, 96),
-    "3x3 64": (64, 64, 3, 1, 24),
-    "3x3 128": (128, 128, 3, 1, 12),
-    "3x3 256": (256, 256, 3, 1, 6),
-    "3x3 512": (512, 512, 3, 1, 3),
+LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
+    "stem 7x7/2": (3, 64, 7, 2, 224),
     "3x3 64, 56": (64, 64, 3, 1, 56),
+    "3x3 128, 28": (128, 128, 3, 1, 28),
     "3x3 256, 14": (256, 256, 3, 1, 14),
-    "1x1 256-1024, 14": (256, 1024, 1, 1, 14),
+    "3x3 512, 7": (512, 512, 3, 1, 7),
     "3x3/2 128-256, 28": (128, 256, 3, 2, 28),
+    "1x1 64-256, 56": (64, 256, 1, 1, 56),
+    "1x1 256-1024, 14": (256, 1024, 1, 1, 14),
 }
 STEMS = {  # the same with height and width
     "ViT-B/16 patches": (3, 768, (16, 16), (16, 16), (224, 224), (0, 0)),
@@ -337,10 +336,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (16)")
+    parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (1)")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.15, 0.1, 0.07))
-    parser.add_argument("--threads", type=int, default=2, help="on a busy machine train with one: two wait for each other")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="on a busy machine train with one: two wait for each other"
+    )
     parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -351,7 +352,7 @@ def main() -> None:
     if args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     else:
-        rows = layers(args.threads, args.batch or 16) if args.what == "layers" else stems(args.threads)
+        rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
     for row in rows:
         print(json.dumps(row))
     if args.json is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nstf.kernels import convolution
 from nstf.kernels.convolution import Geometry, convolve, multiplications
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import engine_matrix, ext
@@ -153,11 +154,6 @@ def test_chains_are_the_convolution_with_the_decoded_weight(
     encoded = samples.random_encoded(tree, (40, 24, 3, 3))
     x, bias = torch.randn(2, 24, 12, 10).relu(), torch.randn(40)
     wanted = reference(x, decode(encoded), bias, geometry)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the whole weight was decoded")
-
-    from nstf.kernels import convolution
 
     whole = convolution._decoded
 
