@@ -19,7 +19,7 @@ from nstf.kernels.formats import Node, node_to_json, stored_bytes
 from nstf.kernels.formats.tree import Shape
 from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, using
 
-ROUNDS = 5
+ROUNDS = 3
 # Rows of activations at once against one: a row of codes is read and unpacked for all of them.
 SEVERAL = 8.0
 
