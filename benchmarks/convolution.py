@@ -3,6 +3,7 @@
     pip install scikit-learn pillow
     python benchmarks/convolution.py train --out out/resnet18
     python benchmarks/convolution.py compare out/resnet18 --budgets 0.15 0.1 0.07 --threads 2 --json out/convolution.json
+    python benchmarks/convolution.py alike out/resnet18 --threads 2
     python benchmarks/convolution.py layers --threads 2
     python benchmarks/convolution.py stems --threads 2
 
@@ -11,11 +12,12 @@ Recognition of Handwritten Digits, CC BY 4.0) laid over parts of its two photogr
 turned, scaled and shaded at random. Training and test differ in the digits and in the parts of the photographs.
 
 `compare` converts the model at each budget twice (`nstf convert --prefer speed`): with formats of bits alone, and with
-decompositions as well. Of every file: bytes, KL divergence from the float32 model and right answers on 1,024 test pictures,
-and the time of a batch on this machine, in turn with float32 torch in both layouts; of one picture of 224 x 224 too, which
-the network reads as well. `layers` times single convolutions of ResNet-18 and ResNet-50 against decoding the weight for
-torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with random weights.
-With one thread the clock is the processor time of the process.
+decompositions as well. Of every file: bytes, KL divergence from the float32 model and right answers on 1,024 test
+pictures, and the time of a batch on this machine, in turn with float32 torch in both layouts; of one picture of 224 x
+224 too, which the network reads as well. `alike` does the same, without a plan, for weights whose layers are all stored
+alike, in a minute. `layers` times single convolutions of ResNet-18 and ResNet-50 against decoding the weight for
+torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with random weights. With
+one thread the clock is the processor time of the process.
 """
 
 import argparse
@@ -32,122 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIZE = 48
-TEST_SEED, CALIBRATION_SEED = 10**9, 5 * 10**8
-TESTED, CALIBRATED, BATCH = 1024, 256, 16
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from photographs import CALIBRATION_SEED, TEST_SEED, Pictures, accuracy, divergence, logits_of, train
+
+CALIBRATED, BATCH = 256, 16
 BITS_ONLY = "int_grid,grid16"
 STRUCTURED = f"{BITS_ONLY},svd,tucker"
 LARGE_SIZE = 224
 ROUNDS = 9
-
-
-class Pictures:
-    """Digits on photographs: `draw(count, seed)` gives the same pictures each time."""
-
-    def __init__(self, test: bool) -> None:
-        from sklearn.datasets import load_digits, load_sample_image
-
-        digits = load_digits()
-        kept = torch.arange(len(digits.target)) % 5 == 0
-        kept = kept if test else ~kept
-        self.digits = torch.tensor(digits.images, dtype=torch.float32)[kept] / 16
-        self.labels = torch.tensor(digits.target)[kept]
-        photographs = [
-            torch.tensor(load_sample_image(n)).permute(2, 0, 1) / 255 for n in ("china.jpg", "flower.jpg")
-        ]
-        cut = photographs[0].shape[2] * 3 // 4
-        self.photographs = [p[:, :, cut:] if test else p[:, :, :cut] for p in photographs]
-
-    def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(pictures [count, 3, SIZE, SIZE] about 0, labels [count])."""
-        g = torch.Generator().manual_seed(seed)
-
-        def uniform(low: float, high: float, *shape: int) -> Tensor:
-            return torch.rand(count, *shape, generator=g) * (high - low) + low
-
-        which = torch.randint(len(self.digits), (count,), generator=g)
-        angle, size = uniform(-0.35, 0.35), uniform(1.0, 1.7)
-        cosine, sine = torch.cos(angle) * size, torch.sin(angle) * size
-        moved = uniform(-1, 1, 2) * (size - 1.0)[:, None]
-        affine = torch.stack([cosine, -sine, moved[:, 0], sine, cosine, moved[:, 1]], 1).view(-1, 2, 3)
-        grid = F.affine_grid(affine, [count, 1, SIZE, SIZE], align_corners=False)
-        mask = F.grid_sample(self.digits[which][:, None], grid, align_corners=False)
-        behind = torch.empty(count, 3, SIZE, SIZE)
-        for i in range(count):
-            photograph = self.photographs[int(torch.randint(2, (), generator=g))]
-            top, left = (int(torch.randint(n - SIZE, (), generator=g)) for n in photograph.shape[1:])
-            behind[i] = photograph[:, top : top + SIZE, left : left + SIZE]
-        ink = uniform(0, 1, 3, 1, 1)
-        # Far enough from what is behind it to be read.
-        far = (ink.mean((1, 2, 3)) - behind.mean((1, 2, 3))).abs() < 0.35
-        ink[far] = torch.where(behind[far].mean((1, 2, 3), keepdim=True) > 0.5, 0.1, 0.9) + 0 * ink[far]
-        strength = mask * uniform(0.7, 1.0, 1, 1, 1)
-        picture = behind * (1 - strength) + ink * strength + 0.03 * torch.randn(behind.shape, generator=g)
-        return (picture - 0.5) / 0.25, self.labels[which]
-
-
-def build() -> nn.Module:
-    """ResNet-18 for ten classes, untrained: 11.2 M parameters."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(
-        embedding_size=64,
-        hidden_sizes=[64, 128, 256, 512],
-        depths=[2, 2, 2, 2],
-        layer_type="basic",
-        num_labels=10,
-    )
-    return ResNetForImageClassification(config)
-
-
-def train(out: Path, steps: int, batch: int, rate: float) -> None:
-    """Trains and writes the model."""
-    torch.manual_seed(0)
-    model = build().to(memory_format=torch.channels_last)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
-    pictures = Pictures(test=False)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
-        x, y = pictures.draw(batch, step)
-        model.train()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(pixel_values=x.to(memory_format=torch.channels_last)).logits
-        loss = F.cross_entropy(logits.float(), y)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if (step + 1) % max(1, steps // 20) == 0:
-            print(
-                f"step {step + 1}: loss {loss.item():.3f}, {time.process_time():.0f} s of processor time",
-                flush=True,
-            )
-    model.eval().to(memory_format=torch.contiguous_format).save_pretrained(out)
-    print(f"right on test pictures: {accuracy(logits_of(model)):.4f}")
-
-
-@torch.inference_mode()
-def logits_of(model: Any, count: int = TESTED) -> Tensor:
-    """Logits of the test pictures [count, 10]."""
-    pictures = Pictures(test=True)
-    parts = [pictures.draw(64, TEST_SEED + start)[0] for start in range(0, count, 64)]
-    return torch.cat([model(pixel_values=x).logits.float() for x in parts])
-
-
-def labels(count: int = TESTED) -> Tensor:
-    pictures = Pictures(test=True)
-    return torch.cat([pictures.draw(64, TEST_SEED + start)[1] for start in range(0, count, 64)])
-
-
-def accuracy(logits: Tensor) -> float:
-    return float((logits.argmax(-1) == labels(len(logits))).float().mean())
-
-
-def divergence(logits: Tensor, reference: Tensor) -> float:
-    """Mean KL divergence in nats."""
-    p = F.log_softmax(reference.double(), -1)
-    return float((p.exp() * (p - F.log_softmax(logits.double(), -1))).sum(-1).mean())
 
 
 def in_turn(ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
@@ -251,6 +145,86 @@ def compare(
     return rows
 
 
+def alike(folder: Path, threads: int) -> list[dict[str, Any]]:
+    """Rows: all layers alike, in integers of 4, 3 and 2 bits, and 3x3 layers of low rank at two shares of the products."""
+    import copy
+
+    from transformers import ResNetForImageClassification
+
+    from nstf.quantizers.stats import Stats
+    from nstf.runtime.modules import attach
+    from nstf.runtime.parameter import EncodedParameter
+    from nstf_convert.pipeline.propose import chains
+    from nstf_convert.pipeline.propose.recipe import Recipe, encode
+    from nstf_convert.pipeline.propose.units import Unit
+
+    torch.set_num_threads(threads)
+    model = ResNetForImageClassification.from_pretrained(folder).eval()
+    reference = logits_of(model)
+    moments = _moments(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+
+    def integers(bits: int) -> Recipe:
+        return Recipe("int_grid", {"bits": bits, "group": 64, "symmetric": True, "scale_bits": 8})
+
+    def chain(weight: Tensor, which: int) -> Recipe:
+        unit = Unit("weight", tuple(weight.shape), "float32", "conv", uses=("linear",))
+        found = [
+            r for r in chains.recipes(unit, {"svd", "int_grid"}) if r.parts["factor"].params["bits"] == 6
+        ]
+        large = weight.numel() > 100_000 and weight.shape[2] == 3
+        return found[which] if large else integers(6)
+
+    plans: dict[str, Callable[[Tensor], Recipe]] = {f"int{b}": lambda w, b=b: integers(b) for b in (4, 3, 2)}  # type: ignore[misc]
+    plans |= {f"low rank {s}": lambda w, i=i: chain(w, i) for i, s in enumerate(chains.SHARES)}  # type: ignore[misc]
+    rows: list[dict[str, Any]] = [{"file": "float32", "top1": accuracy(reference)}]
+    models = {"float32": model}
+    for name, recipe in plans.items():
+        made, size = copy.deepcopy(model), 0
+        for path, layer in layers.items():
+            weight = layer.weight.detach()
+            encoded = encode(recipe(weight), weight, Stats(moments.get(path), torch.ones(len(weight))), 1)
+            part: Any = made.get_submodule(path)
+            attach(part, "weight", EncodedParameter(encoded, torch.float32))
+            part.exact_products = False
+            size += encoded.size_bytes
+        logits = logits_of(made)
+        rows.append(
+            {"file": name, "bytes": size, "kld": divergence(logits, reference), "top1": accuracy(logits)}
+        )
+        models[name] = made
+    x = Pictures(test=True).draw(1, TEST_SEED)[0]
+    large = F.interpolate(x, size=(LARGE_SIZE, LARGE_SIZE), mode="bilinear").to(
+        memory_format=torch.channels_last
+    )
+    models["float32"].to(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        times = in_turn({n: lambda m=m: m(pixel_values=large) for n, m in models.items()})  # type: ignore[misc]
+    return [{**row, "ms_large": round(1e3 * times[row["file"]], 1)} for row in rows]
+
+
+@torch.inference_mode()
+def _moments(model: nn.Module) -> dict[str, Tensor]:
+    """Second moments of the patches of the smaller layers on 24 pictures; others are taken without data."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, layer: nn.Conv2d, x: Tensor) -> None:
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+        rows = patches.transpose(1, 2).reshape(-1, patches.shape[1])
+        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:2048]]
+        found[name] = rows.T @ rows / len(rows)
+
+    hooks = [
+        m.register_forward_pre_hook(lambda m, given, n=n: note(n, m, given[0]))
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Conv2d) and m.weight.numel() <= 300_000
+    ]
+    model(pixel_values=Pictures(test=False).draw(24, CALIBRATION_SEED)[0])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
     "stem 7x7/2": (3, 64, 7, 2, 224),
     "3x3 64, 56": (64, 64, 3, 1, 56),
@@ -332,7 +306,7 @@ def _layer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=("train", "compare", "layers", "stems"))
+    parser.add_argument("what", choices=("train", "compare", "alike", "layers", "stems"))
     parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
     parser.add_argument("--steps", type=int, default=1200)
@@ -351,6 +325,8 @@ def main() -> None:
         return
     if args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
+    elif args.what == "alike":
+        rows = alike(args.model, args.threads)
     else:
         rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
     for row in rows:
