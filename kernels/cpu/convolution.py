@@ -72,7 +72,7 @@ class _Made:
     """The convolutions made of one weight: by geometry, and by the instruction set they were made for."""
 
     def __init__(self, encoded: EncodedTensor) -> None:
-        self.kernel = encoded.shape[2:]
+        self.kernel = (encoded.shape[2], encoded.shape[3])
         shape = (encoded.shape[0], math.prod(encoded.shape[1:]))
         self.matrix = EncodedTensor(encoded.tree, shape, encoded.arrays)
         self.known: dict[Any, Any] = {}
