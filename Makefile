@@ -75,7 +75,7 @@ sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavi
 	    --config-settings=cmake.define.NSTF_SANITIZE=ON .
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
-	    tests/kernels/test_engine_chains.py \
+	    tests/kernels/test_engine_chains.py tests/kernels/test_convolution.py \
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
 	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py \
 	    tests/runtime/test_engine_batch.py tests/runtime/test_token_sampler.py tests/quantizers/test_shuffle.py \

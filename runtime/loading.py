@@ -29,7 +29,7 @@ from nstf.runtime.compiled import use_compiled
 from nstf.runtime.devices import usable
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
-from nstf.runtime.modules import attach, dense_parameter, stays_encoded
+from nstf.runtime.modules import EncodedConv, attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
@@ -62,7 +62,8 @@ def load(
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
     `model.generate` use the C++ engine on a CPU and captured graphs on a GPU where they can, "exact" the engine without
-    its int8 activations, "off" neither.
+    its int8 activations, "off" neither. Convolutions on a CPU have int8 activations with
+    "auto" alone (docs/convolutions.md).
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
@@ -119,6 +120,9 @@ def _load(
     model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
     _use_expert_loop(model)
     _fill(model, artifact, compute)
+    for module in model.modules():
+        if isinstance(module, EncodedConv):
+            module.exact_products = engine != "auto"
     _set_generation_config(model, artifact)
     make_citizen(model, path)
     plan = artifact.manifest.attention

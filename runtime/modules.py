@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from nstf.kernels.convolution import Geometry, convolve
+from nstf.kernels.formats import EncodedTensor
+from nstf.kernels.memo import per_encoded
 from nstf.runtime import operators
 from nstf.runtime.gradient import linear
 from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding
@@ -44,7 +48,49 @@ class EncodedEmbedding(nn.Embedding):
 
 
 class EncodedConv:
-    """A convolution: W is decoded for the time of the call (the product itself dominates)."""
+    """A convolution over one or two axes by `nstf.kernels.convolution`; others (transposed, over three axes) decode W for
+    the time of the call, and so do gradients and torch.compile.
+
+    exact_products: no int8 activations; `nstf.runtime.load` turns them on where it was not asked for exact products.
+    """
+
+    exact_products = True
+
+    def _conv_forward(self, input: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        module: Any = self
+        sides = len(module.kernel_size)
+        differentiated = torch.is_grad_enabled() and (
+            input.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if sides > 2 or input.dim() != sides + 2 or differentiated or torch.compiler.is_compiling():
+            y: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+            return y
+        around = module._reversed_padding_repeated_twice  # last axis first, before and after
+        if module.padding_mode != "zeros":
+            input, around = functional.pad(input, around, mode=module.padding_mode), [0] * (2 * sides)
+        geometry, images = _geometry(module, around), input if sides == 2 else input[:, :, None]
+        y = convolve(images, _two_sided(module.weight_encoded.encoded), bias, geometry, self.exact_products)
+        return y if sides == 2 else y[:, :, 0]
+
+
+def _geometry(module: Any, around: list[int]) -> Geometry:
+    """A module's geometry over two axes; one axis is that of the columns."""
+    if len(module.kernel_size) == 2:
+        padding = (around[2], around[3], around[0], around[1])
+        return Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups)
+    return Geometry(
+        (1, module.stride[0]), (0, 0, around[0], around[1]), (1, module.dilation[0]), module.groups
+    )
+
+
+@per_encoded
+def _flat(encoded: EncodedTensor) -> EncodedTensor:
+    """A kernel over one axis as one over two."""
+    return EncodedTensor(encoded.tree, (*encoded.shape[:2], 1, encoded.shape[2]), encoded.arrays)
+
+
+def _two_sided(encoded: EncodedTensor) -> EncodedTensor:
+    return encoded if len(encoded.shape) == 4 else _flat(encoded)
 
 
 class EncodedExperts:
@@ -133,7 +179,7 @@ def _kind(base: type[nn.Module], names: frozenset[str]) -> tuple[type, bool]:
         if base is Conv1D:
             return EncodedConv1D, True
         if issubclass(base, nn.modules.conv._ConvNd):
-            return EncodedConv, False
+            return EncodedConv, True
     if "expert" in base.__name__.lower():
         return EncodedExperts, False
     return EncodedWeights, False

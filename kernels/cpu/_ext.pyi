@@ -83,6 +83,24 @@ def shuffle_round(
     threads: int,
 ) -> None: ...
 
+class Convolution:
+    def __init__(
+        self,
+        weight: EngineMatrix,
+        channels: int,
+        kernel: tuple[int, int],
+        stride: tuple[int, int],
+        before: tuple[int, int],
+        after: tuple[int, int],
+        dilation: tuple[int, int],
+        groups: int,
+    ) -> None: ...
+    @property
+    def kernel(self) -> str: ...
+    def run_at(
+        self, x: int, images: int, height: int, width: int, bias: int, y: int, last: bool, threads: int
+    ) -> None: ...
+
 class EngineMatrix:
     @property
     def kernel(self) -> str: ...

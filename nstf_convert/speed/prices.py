@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from nstf.kernels.formats import Node
 from nstf.kernels.formats.tree import Shape
-from nstf_convert.speed import cache, measure, model
+from nstf_convert.speed import cache, convolutions, measure, model
 from nstf_convert.speed.atoms import Atom, atoms_of
+from nstf_convert.speed.convolutions import Layer
 from nstf_convert.speed.targets import Target
 
 log = logging.getLogger("nstf")
@@ -43,6 +44,37 @@ class Prices:
         atoms = [atom for stored in many for atom, _ in atoms_of(*stored)]
         for target in self.targets:
             self._learn(target, atoms, batch)
+
+    def convolution(self, layer: Layer, tree: Node) -> tuple[float, ...]:
+        """The time of a convolution of one image on each target."""
+        return tuple(self._convolution(t, layer, tree) for t in self.targets)
+
+    def prepare_convolutions(self, many: Iterable[tuple[Layer, Node]]) -> None:
+        """Measures what these will need, the formats of a layer in turn."""
+        trees: dict[Layer, list[Node]] = {}
+        for layer, tree in many:
+            trees.setdefault(layer, []).append(tree)
+        for target in self.targets:
+            if target.is_cpu and target.here:
+                for layer, own in trees.items():
+                    self._measure_convolutions(target, layer, own)
+
+    def _convolution(self, target: Target, layer: Layer, tree: Node) -> float:
+        if not (target.is_cpu and target.here):
+            return convolutions.modelled(layer, tree, self._of(target, (tree, layer.shape, 1), 1))
+        self._measure_convolutions(target, layer, [tree])
+        return self._caches[target.isa].seconds[convolutions.pool_key(layer, tree, self.size_bytes)]
+
+    def _measure_convolutions(self, target: Target, layer: Layer, trees: Sequence[Node]) -> None:
+        kept = self._caches[target.isa]
+        keys = {convolutions.pool_key(layer, tree, self.size_bytes): tree for tree in trees}
+        missing = {key: tree for key, tree in keys.items() if key not in kept.seconds}
+        if missing:
+            _warn_where_busy(self)
+            found = convolutions.measure(
+                layer, list(missing.values()), target.isa, self.threads, self.size_bytes
+            )
+            kept.add(dict(zip(missing, found, strict=True)))
 
     def _of(self, target: Target, stored: Stored, batch: int) -> float:
         parts = list(atoms_of(*stored))

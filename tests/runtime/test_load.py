@@ -11,6 +11,7 @@ import torch
 
 import nstf.runtime
 from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.kernels.cpu import ext
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import Shared, parse_header, write_artifact
 
@@ -25,7 +26,7 @@ ARCHITECTURES = (
 def test_logits_equal_those_of_the_dense_model(tiny: ModuleType, architecture: str, tmp_path: Path) -> None:
     dense = tiny.new_model(architecture)
     path = tiny.write(tmp_path, dense)
-    model = nstf.runtime.load(path)
+    model = nstf.runtime.load(path, engine="exact")
     inputs = tiny.inputs_of(architecture)
     with torch.no_grad():
         expected, found = dense(**inputs)[0], model(**inputs)[0]
@@ -34,6 +35,19 @@ def test_logits_equal_those_of_the_dense_model(tiny: ModuleType, architecture: s
     if model.can_generate() and "input_ids" in inputs:
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(**inputs, **options), dense.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("architecture", ["ResNetForImageClassification", "WhisperForConditionalGeneration"])
+def test_convolutions_have_int8_activations_unless_exact_ones_are_asked_for(
+    tiny: ModuleType, architecture: str, tmp_path: Path
+) -> None:
+    path = tiny.write(tmp_path, tiny.new_model(architecture))
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        exact = nstf.runtime.load(path, engine="exact")(**inputs)[0]
+        found = nstf.runtime.load(path)(**inputs)[0]
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+    assert torch.equal(found, exact) == (ext is None or not ext.engine_int8())
 
 
 def test_the_model_holds_what_the_artifact_holds_and_nothing_dense(tiny: ModuleType, tmp_path: Path) -> None:

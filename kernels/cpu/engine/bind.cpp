@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
+#include <tuple>
 
+#include "convolution.h"
 #include "leaves.h"
 #include "layer_plan.h"
 #include "model.h"
@@ -111,6 +113,37 @@ void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int thread
     m.matrix->multiply(reinterpret_cast<const float*>(x), batch, reinterpret_cast<float*>(y), m.matrix->rows, std::max(1, threads));
 }
 
+// A convolution, and what its weight keeps.
+class HeldConvolution {
+  public:
+    using Two = std::tuple<int64_t, int64_t>;
+    HeldConvolution(const Held& weight, int64_t channels, Two kernel, Two stride, Two before, Two after, Two dilation, int64_t groups)
+        : convolution_(weight.matrix, shape(channels, kernel, stride, before, after, dilation, groups)), keep_(weight.keep) {}
+
+    // Addresses of float32 arrays; bias may be 0.
+    void run(uintptr_t x, int64_t images, int64_t height, int64_t width, uintptr_t bias, uintptr_t y, bool last, int threads) const {
+        if (images < 0 || height < 1 || width < 1) throw std::invalid_argument("convolution: no image");
+        nb::gil_scoped_release release;
+        convolution_.run(reinterpret_cast<const float*>(x), images, height, width, reinterpret_cast<const float*>(bias),
+                         reinterpret_cast<float*>(y), last, std::max(1, threads));
+    }
+    std::string kernel() const { return convolution_.kernel(); }
+
+  private:
+    static ConvolutionShape shape(int64_t channels, Two kernel, Two stride, Two before, Two after, Two dilation, int64_t groups) {
+        ConvolutionShape s{};
+        s.channels = channels, s.groups = groups;
+        std::tie(s.kernel[0], s.kernel[1]) = kernel;
+        std::tie(s.stride[0], s.stride[1]) = stride;
+        std::tie(s.before[0], s.before[1]) = before;
+        std::tie(s.after[0], s.after[1]) = after;
+        std::tie(s.dilation[0], s.dilation[1]) = dilation;
+        return s;
+    }
+    Convolution convolution_;
+    std::vector<nb::object> keep_;
+};
+
 class Engine {
   public:
     Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm)
@@ -201,6 +234,12 @@ void bind_engine(nb::module_& m) {
             if (row < 0 || row >= h.matrix->rows) throw std::invalid_argument("no such row");
             h.matrix->decode(row, reinterpret_cast<float*>(out));
         });
+    nb::class_<HeldConvolution>(m, "Convolution")
+        .def(nb::init<const Held&, int64_t, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two,
+                      HeldConvolution::Two, int64_t>(),
+             "weight"_a, "channels"_a, "kernel"_a, "stride"_a, "before"_a, "after"_a, "dilation"_a, "groups"_a)
+        .def_prop_ro("kernel", &HeldConvolution::kernel)
+        .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "bias"_a, "y"_a, "last"_a, "threads"_a);
     m.def("engine_packed", &packed, "linear"_a, "exact"_a);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);

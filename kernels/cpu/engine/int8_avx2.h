@@ -16,6 +16,8 @@ using Floats = __m256;
 constexpr int LANES = 8, TOKENS = 4, BLOCKS = 2;
 constexpr int SHORT_ROWS = 2, LONG_ROWS = 1;
 constexpr bool SIGNED = !NSTF_VNNI;
+// Whether `more` adds to sums of 32 bits.
+constexpr bool CHAINED = NSTF_VNNI;
 constexpr uintptr_t KEY = 6;
 
 inline Floats zero_floats() { return _mm256_setzero_ps(); }
@@ -67,6 +69,9 @@ inline __m256i in_turn(__m256i sum) {
 inline Ints add_ints(Ints a, Ints b) { return in_turn(_mm256_add_epi32(a, b)); }
 inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 inline Ints set_int(int32_t i) { return _mm256_set1_epi32(i); }
+inline Ints as_ints(Bytes v) { return v; }
+inline Bytes as_bytes(Ints v) { return v; }
+inline Floats as_floats(Bytes v) { return _mm256_castsi256_ps(v); }
 #if NSTF_VNNI
 inline Ints widened(Narrow v) { return v; }
 template <bool WIDE>

@@ -15,6 +15,8 @@ using Floats = __m512;
 constexpr int LANES = 16, TOKENS = 8, BLOCKS = 1;
 constexpr int SHORT_ROWS = 4, LONG_ROWS = 4;
 constexpr bool SIGNED = false;
+// Whether `more` adds to sums of 32 bits.
+constexpr bool CHAINED = true;
 constexpr uintptr_t KEY = 2;
 
 inline Floats zero_floats() { return _mm512_setzero_ps(); }
@@ -57,6 +59,9 @@ inline Bytes four_bytes(const int8_t* p) {
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints set_int(int32_t i) { return _mm512_set1_epi32(i); }
+inline Ints as_ints(Bytes v) { return v; }
+inline Bytes as_bytes(Ints v) { return v; }
+inline Floats as_floats(Bytes v) { return _mm512_castsi512_ps(v); }
 inline Ints widened(Narrow v) { return v; }
 template <bool WIDE>
 inline Narrow first(Bytes w, Bytes x) {

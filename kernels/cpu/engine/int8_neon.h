@@ -14,6 +14,8 @@ using Floats = float32x4_t;
 constexpr int LANES = 4, TOKENS = 4, BLOCKS = 2;
 constexpr int SHORT_ROWS = 4, LONG_ROWS = 4;
 constexpr bool SIGNED = true;
+// Whether `more` adds to sums of 32 bits.
+constexpr bool CHAINED = NSTF_DOT;
 constexpr uintptr_t KEY = 2;
 
 inline Floats zero_floats() { return vdupq_n_f32(0); }
@@ -62,6 +64,9 @@ inline Bytes four_bytes(const int8_t* p) {
 inline Ints add_ints(Ints a, Ints b) { return vaddq_s32(a, b); }
 inline Ints sub_ints(Ints a, Ints b) { return vsubq_s32(a, b); }
 inline Ints set_int(int32_t i) { return vdupq_n_s32(i); }
+inline Ints as_ints(Bytes v) { return vreinterpretq_s32_s8(v); }
+inline Bytes as_bytes(Ints v) { return vreinterpretq_s8_s32(v); }
+inline Floats as_floats(Bytes v) { return vreinterpretq_f32_s8(v); }
 #if NSTF_DOT
 using Narrow = int32x4_t;
 inline Ints widened(Narrow v) { return v; }

@@ -25,6 +25,17 @@ struct Input {
     int64_t stride = 0, scales_stride = 0, sums_stride = 0;
 };
 
+// Rows of codes as bytes, for products whose activations lie word by word (convolution.h). Columns come 64 at a time, padded to
+// whole chunks; even_odd: of each 64 the even ones first. A weight is scale * (byte - middle), or scale * byte - zero where
+// there are zero points (`zeros`). wide, run: as the pieces of a set have them (packed_int8.h).
+struct ByteRows {
+    bool even_odd, wide, zeros, is_signed;
+    int run;
+    int32_t middle;
+    int64_t group, groups, chunks;  // columns of a group; groups and chunks of a row
+    int unit;                       // rows that are unpacked together start at multiples of this
+};
+
 class Matrix {
   public:
     Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols) {}
@@ -59,7 +70,17 @@ class Leaf : public Matrix {
     virtual void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const = 0;
 
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override;
+
+    // How `unpack` gives rows; null for leaves that do not.
+    virtual const ByteRows* byte_rows() const { return nullptr; }
+    // Rows first to first + count - 1: codes [count][64 chunks], scales [count][groups] and, where there are zero points, zeros
+    // alike. For at most kUnpacked rows.
+    virtual void unpack(int64_t first, int count, uint8_t* codes, float* scales, float* zeros) const {
+        static_cast<void>(first), static_cast<void>(count), static_cast<void>(codes);
+        static_cast<void>(scales), static_cast<void>(zeros);
+    }
 };
+constexpr int kUnpacked = 32;
 
 using Shared = std::shared_ptr<Matrix>;
 

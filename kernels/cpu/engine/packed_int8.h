@@ -32,6 +32,27 @@ class PackedInt8 : public Leaf {
             const auto of = [&](int64_t i) { return group_of_[static_cast<size_t>(std::min(i, blocks_ - 1))]; };
             in_sixteen_.push_back(of(j) - of(j / 16 * 16));
         }
+        bytes_ = {Codes::EVEN_ODD, Codes::WIDE, w_.zeros != nullptr, Codes::WIDE && SIGNED, codes_.run(),
+                  static_cast<int32_t>(centre_), w_.group, w_.groups, chunks_, 1};
+    }
+
+    const ByteRows* byte_rows() const override { return &bytes_; }
+    void unpack(int64_t first, int count, uint8_t* codes, float* scales, float* zeros) const override {
+        Room& room = Room::mine(*this);
+        for (int i = 0; i < count; ++i) {
+            Floats unused;
+            row_scales<1>(w_, first + i, room.scales.data(), padded_, room.small.data(), nullptr, &unused);
+            const uint8_t* from = row(first + i, 0, room);
+            for (int64_t c = 0; c < chunks_; ++c) {
+                Bytes parts[PARTS];
+                codes_(from + c * chunk_bytes_, parts);
+                for (int p = 0; p < PARTS; ++p) store_bytes(codes + (i * chunks_ + c) * kChunk + p * 4 * LANES, parts[p]);
+            }
+            for (int64_t g = 0; g < w_.groups; ++g) {
+                scales[i * w_.groups + g] = factor_ * room.scales.data()[g];
+                if (w_.zeros != nullptr) zeros[i * w_.groups + g] = factor_ * room.zeros.data()[g];
+            }
+        }
     }
 
     uintptr_t key() const override { return KEY + (Codes::EVEN_ODD ? 0 : 1); }
@@ -438,6 +459,7 @@ class PackedInt8 : public Leaf {
     float centre_, factor_;
     std::vector<int32_t> group_of_;    // of a block
     std::vector<int32_t> in_sixteen_;  // the same, counted from the group of the first of each 16 blocks
+    ByteRows bytes_;
 };
 
 inline Shared make(const PackedView& view) {

@@ -1,4 +1,5 @@
 // The int8 kernels for AVX2, with and without AVX-VNNI.
+#include "convolution.h"
 #include "int8.h"
 
 #if NSTF_X86
@@ -14,8 +15,10 @@ namespace {
 constexpr Isa SELF = Isa::kAvx2;
 #include "int8_avx2.h"
 #include "packed_int8.h"
+#include "convolve_int8.h"
 }  // namespace
 }  // namespace avx2
+const ConvolutionKernels& convolution_avx2() { return avx2::kConvolution; }
 Shared packed_int8_avx2(const PackedView& view) { return avx2::make(view); }
 }  // namespace nstf::engine
 #undef NSTF_VNNI
@@ -30,8 +33,10 @@ namespace {
 constexpr Isa SELF = Isa::kAvx2Vnni;
 #include "int8_avx2.h"
 #include "packed_int8.h"
+#include "convolve_int8.h"
 }  // namespace
 }  // namespace avx2_vnni
+const ConvolutionKernels& convolution_avx2_vnni() { return avx2_vnni::kConvolution; }
 Shared packed_int8_avx2_vnni(const PackedView& view) { return avx2_vnni::make(view); }
 }  // namespace nstf::engine
 #undef NSTF_VNNI

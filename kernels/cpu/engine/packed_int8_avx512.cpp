@@ -1,4 +1,5 @@
 // The int8 kernels for AVX-512 with VNNI, with and without VBMI.
+#include "convolution.h"
 #include "int8.h"
 
 #if NSTF_X86
@@ -14,8 +15,10 @@ namespace {
 constexpr Isa SELF = Isa::kAvx512Vnni;
 #include "int8_avx512.h"
 #include "packed_int8.h"
+#include "convolve_int8.h"
 }  // namespace
 }  // namespace avx512_vnni
+const ConvolutionKernels& convolution_avx512() { return avx512_vnni::kConvolution; }
 Shared packed_int8_avx512_vnni(const PackedView& view) { return avx512_vnni::make(view); }
 }  // namespace nstf::engine
 #undef NSTF_VBMI

@@ -1,5 +1,6 @@
 // The int8 kernels for AArch64, with and without its dot product instructions.
 #include "../half.h"
+#include "convolution.h"
 #include "int8.h"
 
 #if defined(__aarch64__)
@@ -13,8 +14,10 @@ namespace {
 constexpr Isa SELF = Isa::kNeon;
 #include "int8_neon.h"
 #include "packed_int8.h"
+#include "convolve_int8.h"
 }  // namespace
 }  // namespace neon
+const ConvolutionKernels& convolution_neon() { return neon::kConvolution; }
 Shared packed_int8_neon(const PackedView& view) { return neon::make(view); }
 }  // namespace nstf::engine
 #undef NSTF_DOT
@@ -31,8 +34,10 @@ namespace {
 constexpr Isa SELF = Isa::kNeonDot;
 #include "int8_neon.h"
 #include "packed_int8.h"
+#include "convolve_int8.h"
 }  // namespace
 }  // namespace neon_dot
+const ConvolutionKernels& convolution_neon_dot() { return neon_dot::kConvolution; }
 Shared packed_int8_neon_dot(const PackedView& view) { return neon_dot::make(view); }
 }  // namespace nstf::engine
 #undef NSTF_DOT

@@ -90,6 +90,22 @@ class ShuffleInt8 : public Shuffle {
         }
     }
 
+    const ByteRows* byte_rows() const override { return exact_ ? nullptr : &bytes_; }
+    // Twice a level less twice its centre, which is half a whole number.
+    void unpack(int64_t first, int count, uint8_t* codes, float* scales, float*) const override {
+        const auto before = stored_.before(first / kGroupRows);
+        for (int64_t c = 0; c < chunks_; ++c) {
+            alignas(64) uint8_t levels[kGroupRows][kChunk];
+            group(stored_.group(first / kGroupRows) + c * Q * kChunk, before.bytes + c * before.stride, levels);
+            for (int i = 0; i < count; ++i)
+                for (int p = 0; p < PARTS; ++p) {
+                    const Bytes level = load_bytes(levels[i] + p * 4 * LANES);
+                    store_bytes(codes + (i * chunks_ + c) * kChunk + p * 4 * LANES, sum(level, level));
+                }
+        }
+        for (int i = 0; i < count; ++i) scales[i] = 0.5f * stored_.scales[static_cast<size_t>(first + i)];
+    }
+
     void decode_rows(int64_t first, int64_t count, float* out) const override {
         for (int64_t row = first; row < first + count;) {
             const int64_t g = row / kGroupRows, end = std::min(first + count, (g + 1) * kGroupRows);
@@ -217,6 +233,8 @@ class ShuffleInt8 : public Shuffle {
 
     bool exact_;
     int64_t chunks_, blocks_, padded_;
+    // Levels twice are below 127: 16 bits hold two products' sum, as of codes of seven bits.
+    ByteRows bytes_ = {true, false, false, false, run_of(7), 63, cols, 1, chunks_, kGroupRows};
 };
 
 inline Shared make(StoredShuffle s, bool exact) {

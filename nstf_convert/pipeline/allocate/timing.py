@@ -5,17 +5,24 @@ target where it is slowest beside a common measure, every matrix in 4-bit intege
 of the targets, so that no target pays for another. A mean would let a file be slow on one of them.
 """
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from nstf.errors import BudgetError
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nstf.errors import BudgetError, UsageError
 from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.runtime.engine import MATRICES
+from nstf.runtime.skeleton import build_skeleton
 from nstf.runtime.stacking import agree
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.calibrate.text import input_shape
 from nstf_convert.pipeline.outcome import Planned
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
@@ -23,6 +30,7 @@ from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit, fused_groups
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed import targets
+from nstf_convert.speed.convolutions import Layer, layers_of
 from nstf_convert.speed.prices import Prices, Stored
 from nstf_convert.speed.token import Token
 
@@ -59,6 +67,8 @@ class Timing:
         units = [u for u in session.units.values() if len(u.shape) == 2]
         self.groups = {} if any(t.is_cpu for t in self.targets) else fused_groups(units)
         self._uses = {n: uses_of(u, session.config) for n, u in session.units.items()}
+        # Convolutions take as long as their images are large: they are priced as they are, an image in the place of a token.
+        self._layers = convolution_layers(session)
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
         self._common: tuple[float, ...] | None = None
         self.bounds: dict[int, Bound | None] = {}
@@ -77,13 +87,11 @@ class Timing:
     def prepare(self, table: Table) -> None:
         """Measures all formats of a table in turn, where their target is here."""
         units = self.session.units
-        many = [
-            (c.tree, units[n].shape, units[n].lead)
-            for n, found in sorted(table.candidates.items())
-            for c in found
-            if self._uses[n]
-        ]
-        self.prices.prepare(many)
+        used = [(n, c.tree) for n, found in sorted(table.candidates.items()) for c in found if self._uses[n]]
+        self.prices.prepare(
+            (tree, units[n].shape, units[n].lead) for n, tree in used if n not in self._layers
+        )
+        self.prices.prepare_convolutions((self._layers[n], tree) for n, tree in used if n in self._layers)
 
     def held(self, table: Table) -> Table:
         """The table without formats that a target does not hold; of a tensor that would have none left, all stay."""
@@ -99,7 +107,13 @@ class Timing:
         key = name, "" if recipe is None else key_of(recipe)
         if key not in self._known:
             uses = self._uses[name]
-            once = self.prices.seconds(self._stored(unit, recipe)) if uses else (0.0,) * len(self.targets)
+            layer = self._layers.get(name)
+            if not uses:
+                once = (0.0,) * len(self.targets)
+            elif layer is not None:
+                once = self.prices.convolution(layer, mixes.tree_of(unit, recipe))
+            else:
+                once = self.prices.seconds(self._stored(unit, recipe))
             self._known[key] = tuple(uses * s for s in once)
         return self._known[key]
 
@@ -175,7 +189,7 @@ class Timing:
     def prefill_rates(self, mix: Mapping[str, Recipe]) -> tuple[float | None, ...]:
         """Tokens of a prompt a second, as far as products decide, by target; None where the target is not here."""
         known = [t.is_cpu and t.here for t in self.targets]
-        if not any(known):
+        if not any(known) or self._layers:
             return (None,) * len(known)
         units = [u for n, u in self.session.units.items() if self._uses[n]]
         stored = [self._stored(u, mix.get(u.name)) for u in units]
@@ -196,18 +210,17 @@ class Timing:
         """What the same plain file takes on each target: how times on one compare with times on another."""
         if self._common is None:
             units = [u for u in self.session.units.values() if u.kept is None]
-            each = [
-                [self._uses[u.name] * s for s in self.prices.seconds(self._plain(u))]
-                for u in units
-                if self._uses[u.name]
-            ]
+            each = [[self._uses[u.name] * s for s in self._common_of(u)] for u in units if self._uses[u.name]]
             self._common = tuple(sum(column) for column in zip(*each, strict=True)) or (1.0,) * len(
                 self.targets
             )
         return self._common
 
-    def _plain(self, unit: Unit) -> Stored:
-        return tree_of(COMMON, unit.inner_shape, unit.lead), unit.inner_shape, unit.lead
+    def _common_of(self, unit: Unit) -> tuple[float, ...]:
+        tree, layer = tree_of(COMMON, unit.inner_shape, unit.lead), self._layers.get(unit.name)
+        if layer is not None:
+            return self.prices.convolution(layer, tree)
+        return self.prices.seconds((tree, unit.inner_shape, unit.lead))
 
 
 def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:
@@ -223,6 +236,37 @@ def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:
         active = (config or {}).get("num_experts_per_tok") or (config or {}).get("top_k_experts") or total
         return min(1.0, float(str(active)) / total)
     return float(products)
+
+
+def convolution_layers(session: Session) -> dict[str, Layer]:
+    """The convolutions of a model that reads images or sound, by the tensor they read; inputs of the size of the dataset's,
+    or of the config's."""
+    if session.model is None or not any(
+        len(u.shape) in (3, 4) and "linear" in u.uses for u in session.units.values()
+    ):
+        return {}
+    shape = _input_shape(session)
+    if shape is None:
+        return {}
+    name, size = shape
+    with torch.device("meta"):
+        found = layers_of(build_skeleton(session.model.config), {name: torch.empty(1, *size)})
+    stored = {p: session.model.stored_name(p) for p in found}
+    return {stored[p]: layer for p, layer in found.items() if stored[p] in session.units}
+
+
+def _input_shape(session: Session) -> tuple[str, tuple[int, ...]] | None:
+    assert session.model is not None
+    name = getattr(session.model.module, "main_input_name", "")
+    for path in session.options.datasets or ():
+        if Path(path).suffix == ".safetensors":
+            with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as arrays:
+                if name in arrays.keys():
+                    return name, tuple(arrays.get_slice(name).get_shape()[1:])
+    try:
+        return input_shape(session.model)
+    except UsageError:
+        return None
 
 
 def fastest(mixes_found: Iterable[Planned], timing: Timing) -> float | None:

@@ -183,7 +183,7 @@ def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
     Natural signals have a power spectrum near 1/f^2, so their second moments are close to those of this noise;
     real inputs (a .safetensors file as the dataset) are better, and the report says which were used.
     """
-    name, shape = _input_shape(model)
+    name, shape = input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     total = samples + HELD_OUT_WINDOWS + REPORT_WINDOWS
     spatial = shape[1:]
@@ -239,7 +239,8 @@ def longest_window(model: StreamedModel) -> int:
     )
 
 
-def _input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
+def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
+    """(name, shape of one) of the images or spectrograms that a model reads, by its config. Raises UsageError for others."""
     config = model.module.config
     name = getattr(model.module, "main_input_name", "")
     if name == "pixel_values":

@@ -20,7 +20,7 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine, each_of
 from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import hybrids, structure
+from nstf_convert.pipeline.propose import chains, hybrids, structure
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
@@ -175,11 +175,17 @@ class Encoder:
 
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Every quantised, dense and decomposed candidate of a tensor: the first two with expected losses, decompositions
-        with measured ones."""
+        with measured ones; where time counts, also decompositions that take fewer multiplications."""
         table = self._estimated(unit, allowed)
-        return [self._candidate(unit, data, v) for data, v in table["plain"]] + [
+        out = [self._candidate(unit, data, v) for data, v in table["plain"]] + [
             self._candidate(unit, data, v, exact=True) for data, v in table["made"]
         ]
+        if self._timed:
+            known = [c.recipe for c in out]
+            for r in chains.recipes(unit, allowed):
+                if r not in known:
+                    out.append(self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True))
+        return out
 
     def looks(self, unit: Unit, allowed: set[str]) -> list[Look]:
         """What bounds ruled out: of every method the look that came closest to plain formats."""

@@ -1,0 +1,339 @@
+"""Trains a ResNet-18 on photographs with handwritten digits, converts it with and without structure, and measures both.
+
+    pip install scikit-learn pillow
+    python benchmarks/convolution.py train --out out/resnet18
+    python benchmarks/convolution.py compare out/resnet18 --budgets 0.15 0.1 0.07 --threads 2 --json out/convolution.json
+    python benchmarks/convolution.py alike out/resnet18 --threads 2
+    python benchmarks/convolution.py layers --threads 2
+    python benchmarks/convolution.py stems --threads 2
+
+The pictures are real and come inside the package scikit-learn (BSD-3): its 1,797 handwritten digits (UCI, Optical
+Recognition of Handwritten Digits, CC BY 4.0) laid over parts of its two photographs (china.jpg and flower.jpg, CC BY),
+turned, scaled and shaded at random. Training and test differ in the digits and in the parts of the photographs.
+
+`compare` converts the model at each budget twice (`nstf convert --prefer speed`): with formats of bits alone, and with
+decompositions as well. Of every file: bytes, KL divergence from the float32 model and right answers on 1,024 test
+pictures, and the time of a batch on this machine, in turn with float32 torch in both layouts; of one picture of 224 x
+224 too, which the network reads as well. `alike` does the same, without a plan, for weights whose layers are all stored
+alike, in a minute. `layers` times single convolutions of ResNet-18 and ResNet-50 against decoding the weight for
+torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with random weights. With
+one thread the clock is the processor time of the process.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from photographs import CALIBRATION_SEED, TEST_SEED, Pictures, accuracy, divergence, logits_of, train
+
+CALIBRATED, BATCH = 256, 16
+BITS_ONLY = "int_grid,grid16"
+STRUCTURED = f"{BITS_ONLY},svd,tucker"
+LARGE_SIZE = 224
+ROUNDS = 9
+
+
+def in_turn(ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Seconds of each way: the least of some rounds, in which they take turns."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            start = clock()
+            way()
+            times[name].append(clock() - start)
+    return {name: min(found[1:]) for name, found in times.items()}
+
+
+def compare(
+    folder: Path, budgets: Sequence[float], threads: int, extra: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows: every file, and float32."""
+    from safetensors.torch import save_file
+    from transformers import ResNetForImageClassification
+
+    import nstf.runtime
+
+    torch.set_num_threads(threads)
+    data = folder / "calibration.safetensors"
+    save_file({"pixel_values": Pictures(test=False).draw(CALIBRATED, CALIBRATION_SEED)[0]}, str(data))
+    model = ResNetForImageClassification.from_pretrained(folder).eval()
+    last = ResNetForImageClassification.from_pretrained(folder).eval().to(memory_format=torch.channels_last)
+    reference = logits_of(model)
+    x = Pictures(test=True).draw(BATCH, TEST_SEED)[0]
+    x_last = x.to(memory_format=torch.channels_last)
+    large = F.interpolate(x[:1], size=(LARGE_SIZE, LARGE_SIZE), mode="bilinear")
+    large_last = large.to(memory_format=torch.channels_last)
+    rows: list[dict[str, Any]] = [
+        {
+            "file": "float32",
+            "bytes": 4 * sum(p.numel() for p in model.parameters()),
+            "top1": accuracy(reference),
+        }
+    ]
+    ways: dict[str, Callable[[], object]] = {
+        "float32": lambda: model(pixel_values=x),
+        "float32 channels last": lambda: last(pixel_values=x_last),
+        "float32, large": lambda: model(pixel_values=large),
+        "float32 channels last, large": lambda: last(pixel_values=large_last),
+    }
+    for budget in budgets:
+        for name, formats in (("bits", BITS_ONLY), ("structure", STRUCTURED)):
+            out = folder / f"{name}-{budget}.nstf"
+            report = out.with_suffix(".json")
+            command = [
+                *(
+                    sys.executable,
+                    "-m",
+                    "nstf_convert",
+                    "convert",
+                    str(folder),
+                    "--budget",
+                    str(budget),
+                    "-o",
+                    str(out),
+                ),
+                *(
+                    "--dataset",
+                    str(data),
+                    "--formats",
+                    formats,
+                    "--prefer",
+                    "speed",
+                    "--report",
+                    str(report),
+                    "--force",
+                ),
+                *("--work-dir", str(folder / f"{name}.work"), *extra),
+            ]
+            if code := subprocess.run(command, stdout=sys.stderr).returncode:
+                print(f"{name} at {budget}: no file (exit code {code})", file=sys.stderr)
+                continue
+            loaded = nstf.runtime.load(out)
+            logits = logits_of(loaded)
+            kinds: dict[str, int] = {}
+            for tensor in json.loads(report.read_text("utf-8"))["tensors"]:
+                kind = str(tensor["encoding"]).split()[0]
+                kinds[kind] = kinds.get(kind, 0) + 1
+            rows.append(
+                {
+                    "file": f"{name} {budget}",
+                    "bytes": out.stat().st_size,
+                    "kld": divergence(logits, reference),
+                    "top1": accuracy(logits),
+                    "encodings": kinds,
+                }
+            )
+            ways[f"{name} {budget}"] = lambda loaded=loaded: loaded(pixel_values=x)  # type: ignore[misc]
+            ways[f"{name} {budget}, large"] = lambda loaded=loaded: loaded(pixel_values=large)  # type: ignore[misc]
+    with torch.inference_mode():
+        times = in_turn(ways)
+    rows.insert(1, {**rows[0], "file": "float32 channels last"})
+    for row in rows:
+        row["seconds"], row["seconds_large"] = times[row["file"]], times[f"{row['file']}, large"]
+    return rows
+
+
+def alike(folder: Path, threads: int) -> list[dict[str, Any]]:
+    """Rows: all layers alike, in integers of 4, 3 and 2 bits, and 3x3 layers of low rank at two shares of the products."""
+    import copy
+
+    from transformers import ResNetForImageClassification
+
+    from nstf.quantizers.stats import Stats
+    from nstf.runtime.modules import attach
+    from nstf.runtime.parameter import EncodedParameter
+    from nstf_convert.pipeline.propose import chains
+    from nstf_convert.pipeline.propose.recipe import Recipe, encode
+    from nstf_convert.pipeline.propose.units import Unit
+
+    torch.set_num_threads(threads)
+    model = ResNetForImageClassification.from_pretrained(folder).eval()
+    reference = logits_of(model)
+    moments = _moments(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+
+    def integers(bits: int) -> Recipe:
+        return Recipe("int_grid", {"bits": bits, "group": 64, "symmetric": True, "scale_bits": 8})
+
+    def chain(weight: Tensor, which: int) -> Recipe:
+        unit = Unit("weight", tuple(weight.shape), "float32", "conv", uses=("linear",))
+        found = [
+            r for r in chains.recipes(unit, {"svd", "int_grid"}) if r.parts["factor"].params["bits"] == 6
+        ]
+        large = weight.numel() > 100_000 and weight.shape[2] == 3
+        return found[which] if large else integers(6)
+
+    plans: dict[str, Callable[[Tensor], Recipe]] = {f"int{b}": lambda w, b=b: integers(b) for b in (4, 3, 2)}  # type: ignore[misc]
+    plans |= {f"low rank {s}": lambda w, i=i: chain(w, i) for i, s in enumerate(chains.SHARES)}  # type: ignore[misc]
+    rows: list[dict[str, Any]] = [{"file": "float32", "top1": accuracy(reference)}]
+    models = {"float32": model}
+    for name, recipe in plans.items():
+        made, size = copy.deepcopy(model), 0
+        for path, layer in layers.items():
+            weight = layer.weight.detach()
+            encoded = encode(recipe(weight), weight, Stats(moments.get(path), torch.ones(len(weight))), 1)
+            part: Any = made.get_submodule(path)
+            attach(part, "weight", EncodedParameter(encoded, torch.float32))
+            part.exact_products = False
+            size += encoded.size_bytes
+        logits = logits_of(made)
+        rows.append(
+            {"file": name, "bytes": size, "kld": divergence(logits, reference), "top1": accuracy(logits)}
+        )
+        models[name] = made
+    x = Pictures(test=True).draw(1, TEST_SEED)[0]
+    large = F.interpolate(x, size=(LARGE_SIZE, LARGE_SIZE), mode="bilinear").to(
+        memory_format=torch.channels_last
+    )
+    models["float32"].to(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        times = in_turn({n: lambda m=m: m(pixel_values=large) for n, m in models.items()})  # type: ignore[misc]
+    return [{**row, "ms_large": round(1e3 * times[row["file"]], 1)} for row in rows]
+
+
+@torch.inference_mode()
+def _moments(model: nn.Module) -> dict[str, Tensor]:
+    """Second moments of the patches of the smaller layers on 24 pictures; others are taken without data."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, layer: nn.Conv2d, x: Tensor) -> None:
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+        rows = patches.transpose(1, 2).reshape(-1, patches.shape[1])
+        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:2048]]
+        found[name] = rows.T @ rows / len(rows)
+
+    hooks = [
+        m.register_forward_pre_hook(lambda m, given, n=n: note(n, m, given[0]))
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Conv2d) and m.weight.numel() <= 300_000
+    ]
+    model(pixel_values=Pictures(test=False).draw(24, CALIBRATION_SEED)[0])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
+    "stem 7x7/2": (3, 64, 7, 2, 224),
+    "3x3 64, 56": (64, 64, 3, 1, 56),
+    "3x3 128, 28": (128, 128, 3, 1, 28),
+    "3x3 256, 14": (256, 256, 3, 1, 14),
+    "3x3 512, 7": (512, 512, 3, 1, 7),
+    "3x3/2 128-256, 28": (128, 256, 3, 2, 28),
+    "1x1 64-256, 56": (64, 256, 1, 1, 56),
+    "1x1 256-1024, 14": (256, 1024, 1, 1, 14),
+}
+STEMS = {  # the same with height and width
+    "ViT-B/16 patches": (3, 768, (16, 16), (16, 16), (224, 224), (0, 0)),
+    "Whisper small, conv1": (80, 768, (1, 3), (1, 1), (1, 3000), (0, 1)),
+    "Whisper small, conv2": (768, 768, (1, 3), (1, 2), (1, 3000), (0, 1)),
+}
+
+
+def encoded_weight(method: str, weight: Tensor, **params: Any) -> Any:
+    from nstf import quantizers
+
+    module = quantizers.method(method)
+    return module.encode(weight, module.Params(**params))
+
+
+def layers(threads: int, batch: int) -> list[dict[str, Any]]:
+    """Single convolutions of ResNet-18 and ResNet-50, in 4-bit integers."""
+    cases = {
+        name: (c, o, (k, k), (s, s), (side, side), (k // 2, k // 2))
+        for name, (c, o, k, s, side) in LAYERS.items()
+    }
+    return _timed(cases, threads, batch)
+
+
+def stems(threads: int) -> list[dict[str, Any]]:
+    """First layers of a ViT and of Whisper with random weights."""
+    return _timed(STEMS, threads, 1)
+
+
+def _timed(cases: dict[str, Any], threads: int, batch: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        return [{"layer": name, **_layer(batch, *case)} for name, case in cases.items()]
+
+
+def _layer(
+    batch: int, channels: int, out: int, kernel: Any, stride: Any, sides: Any, padding: Any
+) -> dict[str, Any]:
+    """Times of one convolution as multiples of float32's better layout, and the error of int8 activations."""
+    from nstf.kernels.convolution import Geometry, convolve
+    from nstf.kernels.formats import decode
+
+    torch.manual_seed(0)
+    weight = torch.randn(out, channels, *kernel) / math.sqrt(channels * math.prod(kernel))
+    stored = {
+        f"int{b} g{g}": encoded_weight("int_grid", weight, bits=b, group=g)
+        for b, g in ((4, 64), (4, 0), (8, 0))
+    }
+    stored["grid g64"] = encoded_weight("grid16", weight, group=64)
+    stored["shuffle 3"] = encoded_weight("shuffle", weight, quarter_bits=12, block=0)
+    x = torch.randn(batch, channels, *sides).relu()
+    own = Geometry(stride, (padding[0], padding[0], padding[1], padding[1]))
+    x_last, w_last = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    first = stored["int4 g64"]
+    ways: dict[str, Callable[[], object]] = {
+        "float32": lambda: F.conv2d(x, weight, None, stride, padding),
+        "float32 last": lambda: F.conv2d(x_last, w_last, None, stride, padding),
+        "decoded": lambda: F.conv2d(x, decode(first), None, stride, padding),
+        "int4 g64 last": lambda: convolve(x_last, first, None, own),
+    }
+    for kind, one in stored.items():
+        ways[kind] = lambda one=one: convolve(x, one, None, own)  # type: ignore[misc]
+    times = in_turn(ways)
+    reference = convolve(x, first, None, own, exact=True)
+    error = (convolve(x, first, None, own) - reference).norm() / reference.norm()
+    best = min(times["float32"], times["float32 last"])
+    speeds = {kind: round(best / seconds, 2) for kind, seconds in times.items()}
+    return {"float32_us": round(best * 1e6), "int8_error": round(float(error), 4), **speeds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("what", choices=("train", "compare", "alike", "layers", "stems"))
+    parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
+    parser.add_argument("--out", type=Path, help="where `train` writes the model")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (1)")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--budgets", type=float, nargs="+", default=(0.15, 0.1, 0.07))
+    parser.add_argument(
+        "--threads", type=int, default=2, help="on a busy machine train with one: two wait for each other"
+    )
+    parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.what == "train":
+        torch.set_num_threads(args.threads)
+        train(args.out or args.model, args.steps, args.batch or 32, args.rate)
+        return
+    if args.what == "compare":
+        rows = compare(args.model, args.budgets, args.threads, args.extra.split())
+    elif args.what == "alike":
+        rows = alike(args.model, args.threads)
+    else:
+        rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
+    for row in rows:
+        print(json.dumps(row))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

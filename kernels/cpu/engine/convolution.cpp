@@ -1,0 +1,270 @@
+#include "convolution.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "../parallel.h"
+#include "patches.h"
+
+namespace nstf::engine {
+namespace {
+
+// Bytes of a tile's activations, which the second cache holds beside the weight's rows; and of the images that are rounded at a time.
+constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
+// Tiles for each thread, where there are pixels enough: threads are rarely equally fast.
+constexpr int64_t kTilesPerThread = 3;
+
+const ConvolutionKernels* kernels() {
+    switch (isa()) {
+#if NSTF_X86
+        case Isa::kAvx512Vbmi:
+        case Isa::kAvx512Vnni: return &convolution_avx512();
+        case Isa::kAvx2Vnni: return &convolution_avx2_vnni();
+        case Isa::kAvx512:
+        case Isa::kAvx2: return &convolution_avx2();
+#elif defined(__aarch64__)
+#if NSTF_DOTPROD
+        case Isa::kNeonDot: return &convolution_neon_dot();
+#endif
+        case Isa::kNeon: return &convolution_neon();
+#endif
+        default: return nullptr;
+    }
+}
+
+// Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
+// chunk, the middle quarters change places.
+void unpack(const Leaf& leaf, const ByteRows& form, int64_t first, int count, uint8_t* codes, float* scales, float* zeros) {
+    leaf.unpack(first, count, codes, scales, zeros);
+    if (!form.even_odd) return;
+    for (uint8_t *chunk = codes, *end = codes + count * form.chunks * 64; chunk < end; chunk += 64)
+        std::swap_ranges(chunk + 16, chunk + 32, chunk + 32);
+}
+
+}  // namespace
+
+// One call: how its images lie, and what all of its tasks read.
+struct Convolution::Plan {
+    Image image;
+    int64_t height, width, out_height, out_width;  // of the images as they came
+    bool last;
+    int threads;
+    int8_t* planes;             // rounded images
+    float *range, *scale, *zero;  // by image: [parts][2]; step; the code that stands for zero
+    int parts;                  // that an image's rounding is shared out in
+    const int32_t* columns;     // of a group's first channel: where each column of a row is, or -1
+    int64_t pixels() const { return out_height * out_width; }
+};
+
+Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
+    : weight_(std::move(weight)), leaf_(dynamic_cast<const Leaf*>(weight_.get())), form_(leaf_ ? leaf_->byte_rows() : nullptr),
+      kernels_(kernels()), shape_(shape) {
+    const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0; };
+    if (shape.channels < 1 || shape.groups < 1 || !positive(shape.kernel) || !positive(shape.stride) || !positive(shape.dilation) ||
+        shape.before[0] < 0 || shape.before[1] < 0 || shape.after[0] < 0 || shape.after[1] < 0)
+        throw std::invalid_argument("convolution: a size is out of range");
+    if (shape.channels % shape.groups || weight_->rows % shape.groups ||
+        weight_->cols != shape.channels / shape.groups * shape.kernel[0] * shape.kernel[1])
+        throw std::invalid_argument("convolution: the weight has another shape");
+    // Sums of products of a group stay below 2^31.
+    if (form_ == nullptr || kernels_ == nullptr || form_->group > 65536 ||
+        (shape.groups > 1 && weight_->rows / shape.groups % form_->unit))
+        throw std::invalid_argument("convolution: no kernel for this weight");
+    std::vector<uint8_t> codes(static_cast<size_t>(kUnpacked * form_->chunks * 64));
+    std::vector<float> scales(static_cast<size_t>(kUnpacked * form_->groups)), zeros(scales);
+    for (int64_t row = 0; row < weight_->rows; row += kUnpacked) {
+        const int count = static_cast<int>(std::min<int64_t>(kUnpacked, weight_->rows - row));
+        unpack(*leaf_, *form_, row, count, codes.data(), scales.data(), zeros.data());
+        for (int64_t r = 0; r < count; ++r) {
+            double total = 0;
+            for (int64_t k = 0; k < weight_->cols; ++k) {
+                const int64_t g = r * form_->groups + std::min(form_->groups - 1, k / form_->group);
+                const uint8_t code = codes[static_cast<size_t>(r * form_->chunks * 64 + Image::place(k, form_->even_odd))];
+                const int value = form_->is_signed ? static_cast<int8_t>(code) : code;
+                const size_t at = static_cast<size_t>(g);
+                total += form_->zeros ? scales[at] * static_cast<float>(value) - zeros[at]
+                                      : scales[at] * static_cast<float>(value - form_->middle);
+            }
+            row_sums_.push_back(static_cast<float>(total));
+        }
+    }
+}
+
+std::string Convolution::kernel() const { return "implicit product, " + weight_->kernel(); }
+
+int64_t Convolution::size(int side, int64_t of) const {
+    const int64_t reach = shape_.dilation[side] * (shape_.kernel[side] - 1) + 1;
+    const int64_t room = of + shape_.before[side] + shape_.after[side] - reach;
+    return room < 0 ? 0 : room / shape_.stride[side] + 1;
+}
+
+void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const float* bias, float* y, bool last,
+                      int threads) const {
+    Plan p;
+    p.height = height, p.width = width, p.last = last, p.threads = threads;
+    p.out_height = size(0, height), p.out_width = size(1, width);
+    ConvolutionShape shape = shape_;
+    if (shape.kernel[0] * shape.kernel[1] * shape.stride[0] * shape.stride[1] == 1 &&
+        shape.before[0] + shape.before[1] + shape.after[0] + shape.after[1] == 0) {
+        // A product with each pixel: rows of the image need not be told apart.
+        p.width = p.out_width = height * width, p.height = p.out_height = 1;
+    }
+    if (images * p.pixels() == 0) return;
+    p.image = Image(shape, p.height, p.width);
+    if (p.image.bytes > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("convolution: an image is too large");
+    const std::vector<int32_t> columns = p.image.columns(shape, form_->chunks, form_->even_odd);
+    p.columns = columns.data();
+    const int64_t chunk = std::clamp<int64_t>(kImageBytes / p.image.bytes, 1, images);
+    p.parts = chunk >= threads ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
+    thread_local Buffer<int8_t> planes;
+    thread_local Buffer<float> numbers;
+    p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
+    p.range = numbers.grow(chunk * (2 * p.parts + 2));
+    p.scale = p.range + chunk * 2 * p.parts, p.zero = p.scale + chunk;
+    const int64_t in = shape.channels * p.height * p.width, out = weight_->rows * p.pixels();
+    for (int64_t i = 0; i < images; i += chunk) {
+        const int64_t count = std::min(chunk, images - i);
+        range(p, x + i * in, count);
+        lay_out(p, x + i * in, count);
+        tiles(p, count, bias, y + i * out);
+    }
+}
+
+void Convolution::range(const Plan& p, const float* x, int64_t images) const {
+    const int64_t size = shape_.channels * p.height * p.width;
+    auto task = [&](int64_t t) {
+        const int64_t part = t % p.parts, from = size * part / p.parts, end = size * (part + 1) / p.parts;
+        kernels_->range(x + t / p.parts * size + from, end - from, p.range + 2 * t, p.range + 2 * t + 1);
+    };
+    parallel_for(p.threads, images * p.parts, task);
+    for (int64_t i = 0; i < images; ++i) {
+        float low = 0, high = 0, odd = 0;
+        for (int part = 0; part < p.parts; ++part) {
+            const float* r = p.range + 2 * (i * p.parts + part);
+            low = std::min(low, r[0]), high = std::max(high, r[1]), odd += r[0] - r[0];
+        }
+        // 252 and not 254 steps, so that neither end is rounded beyond a byte. NaN and infinities make the image's results NaN.
+        p.scale[i] = std::isnan(odd) ? std::numeric_limits<float>::quiet_NaN() : high / 252 - low / 252;
+        p.zero[i] = p.scale[i] > 1e-30f ? std::nearbyint(-126 - low / p.scale[i]) : 0.0f;
+    }
+}
+
+void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
+    const Image& image = p.image;
+    auto task = [&](int64_t t) {
+        thread_local Buffer<int8_t> room;
+        const int64_t i = t / p.parts, part = t % p.parts;
+        const float scale = p.scale[i], inverse = scale > 1e-30f ? 1 / scale : 0.0f, zero = p.zero[i];
+        const float* from = x + i * shape_.channels * p.height * p.width;
+        int8_t* to = p.planes + i * image.bytes;
+        if (p.last) {  // shared out by rows
+            int8_t* codes = room.grow(p.width * shape_.channels);
+            for (int64_t y = image.height * part / p.parts; y < image.height * (part + 1) / p.parts; ++y) {
+                if (!image.used(y)) continue;
+                const int64_t row = y - image.before[0];
+                const bool there = row >= 0 && row < p.height;
+                if (there) kernels_->quantise(from + row * p.width * shape_.channels, p.width * shape_.channels, inverse, zero, codes);
+                image.spread_channels(there ? codes : nullptr, p.width, shape_.channels, static_cast<int8_t>(zero), to + y * image.row);
+            }
+            return;
+        }
+        int8_t* codes = room.grow(p.height * p.width);
+        for (int64_t c = shape_.channels * part / p.parts; c < shape_.channels * (part + 1) / p.parts; ++c) {
+            const bool whole = image.phases == 1 && image.row == p.width;  // as the image itself
+            kernels_->quantise(from + c * p.height * p.width, p.height * p.width, inverse, zero,
+                               whole ? to + c * image.plane + image.before[0] * image.row : codes);
+            for (int64_t y = 0; y < image.height; ++y) {
+                if (!image.used(y)) continue;
+                int8_t* line = to + c * image.plane + y * image.row;
+                const int64_t row = y - image.before[0];
+                if (row < 0 || row >= p.height) {
+                    std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.row));
+                    continue;
+                }
+                if (!whole) image.spread(codes + row * p.width, p.width, static_cast<int8_t>(zero), line);
+            }
+        }
+    };
+    parallel_for(p.threads, images * p.parts, task);
+}
+
+void Convolution::tiles(const Plan& p, int64_t images, const float* bias, float* y) const {
+    const int64_t pixels = images * p.pixels(), tiles = (pixels + kPixels - 1) / kPixels, groups = shape_.groups;
+    const int64_t own = weight_->rows / groups, panels = (own + kUnpacked - 1) / kUnpacked;
+    // Tiles together share the work of unpacking codes.
+    int64_t together = std::clamp<int64_t>(kTileBytes / (form_->chunks * 64 * kPixels), 1, 16);
+    together = std::clamp<int64_t>(tiles * groups / (p.threads * kTilesPerThread), 1, together);
+    const int64_t across = (tiles + together - 1) / together;
+    // Few pixels: the rows are shared out too.
+    const int64_t shares =
+        std::clamp<int64_t>(p.threads == 1 ? 1 : p.threads * kTilesPerThread / std::max<int64_t>(1, across * groups), 1, panels);
+    auto one = [&](int64_t t) {
+        const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
+        const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
+        task(p, images, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
+             bias, y);
+    };
+    parallel_for(p.threads, across * groups * shares, one);
+}
+
+// Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.
+void Convolution::task(const Plan& p, int64_t images, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
+                       const float* bias, float* y) const {
+    static_cast<void>(images);
+    struct Room {
+        Buffer<int8_t> x;
+        Buffer<uint8_t> codes;
+        Buffer<int32_t> sums;
+        Buffer<float> floats;
+    };
+    thread_local Room room;
+    const int64_t chunks = form_->chunks, groups = form_->groups, size = chunks * 64 * kPixels;
+    const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
+    int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
+    uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
+    int32_t* sums = room.sums.grow(tiles * groups * kPixels);
+    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * tiles * kPixels + 2 * kUnpacked * kPixels);
+    float *zeros = scales + kUnpacked * groups, *step = zeros + kUnpacked * groups, *shift = step + tiles * kPixels;
+    float *found = shift + tiles * kPixels, *done = found + kUnpacked * kPixels;
+
+    const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
+        p.image.patches(planes, p.columns, chunks * 16, from, count, p.out_height, p.out_width, x + t * size);
+        kernels_->sums(*form_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
+        for (int64_t i = 0; i < kPixels; ++i) {
+            const int64_t image = (from + std::min(i, count - 1)) / p.pixels();
+            step[t * kPixels + i] = p.scale[image], shift[t * kPixels + i] = p.zero[image];
+        }
+    }
+    for (int64_t r = row; r < row_end; r += kUnpacked) {
+        const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
+        unpack(*leaf_, *form_, r, rows, codes, scales, zeros);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
+            kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
+            for (int i = 0; i < rows; ++i) {
+                const float add = bias == nullptr ? 0.0f : bias[r + i], by = row_sums_[static_cast<size_t>(r + i)];
+                const auto finish = [&](int64_t at, int64_t n, float* to) {
+                    kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, by, add, n, to);
+                };
+                if (p.last) {
+                    finish(0, count, done + i * kPixels);
+                    continue;
+                }
+                for (int64_t at = 0; at < count;) {  // image by image
+                    const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
+                    const int64_t n = std::min(count - at, p.pixels() - pixel);
+                    finish(at, n, y + (image * out_rows + r + i) * p.pixels() + pixel);
+                    at += n;
+                }
+            }
+            if (p.last) kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
+        }
+    }
+}
+
+}  // namespace nstf::engine

@@ -1,0 +1,77 @@
+// Convolutions from stored codes: an implicit product of the weight [out, channels * kernel] with the patches of the image, of which
+// only a tile is laid out at a time, in the caches. Activations are rounded to int8 once, with a scale and a zero point for each
+// image; the weight's codes become bytes 32 rows at a time and meet a tile of pixels.
+//
+// A tile's activations lie [word of four columns][64 pixels][4], so that a vector is some pixels' next four columns, and four codes
+// of a row meet all of them at once. Sums are whole numbers until the end of a group of codes, which has a scale.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "leaves.h"
+
+namespace nstf::engine {
+
+constexpr int kPixels = 64;  // of a tile
+
+struct ConvolutionShape {
+    int64_t channels, kernel[2], stride[2], before[2], after[2], dilation[2], groups;  // [0]: rows, [1]: columns of the image
+};
+
+// What an instruction set does. out: [rows][64].
+struct ConvolutionKernels {
+    // Sums of activations by group of codes, [group][64], each times `by`.
+    void (*sums)(const ByteRows& form, const int8_t* x, int32_t by, int32_t* out);
+    // Rows of bytes times a tile. sums: those of the groups, times minus the middle of the codes where there are no zero points.
+    void (*tile)(const ByteRows& form, const uint8_t* codes, const float* scales, const float* zeros, int rows, const int8_t* x,
+                 const int32_t* sums, int pixels, float* out);
+    void (*range)(const float* x, int64_t count, float* least, float* most);
+    void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
+    // y = (x - shift * by) * scale + bias, over pixels.
+    void (*finish)(const float* x, const float* scale, const float* shift, float by, float bias, int64_t count, float* y);
+    // y[p][r] = x[r][p].
+    void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
+};
+#if NSTF_X86
+const ConvolutionKernels& convolution_avx512();
+const ConvolutionKernels& convolution_avx2_vnni();
+const ConvolutionKernels& convolution_avx2();
+#elif defined(__aarch64__)
+const ConvolutionKernels& convolution_neon();
+#if NSTF_DOTPROD
+const ConvolutionKernels& convolution_neon_dot();
+#endif
+#endif
+
+class Convolution {
+  public:
+    // weight: [out, channels / groups * kernel]. Throws std::invalid_argument for a weight without bytes (`byte_rows`), or of another
+    // width.
+    Convolution(Shared weight, const ConvolutionShape& shape);
+
+    // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y alike, [out] channels.
+    // bias: [out] or null.
+    void run(const float* x, int64_t images, int64_t height, int64_t width, const float* bias, float* y, bool last,
+             int threads) const;
+    // Height and width of what comes out.
+    int64_t size(int side, int64_t of) const;
+    std::string kernel() const;
+
+  private:
+    struct Plan;
+    void range(const Plan& p, const float* x, int64_t images) const;
+    void lay_out(const Plan& p, const float* x, int64_t images) const;
+    void tiles(const Plan& p, int64_t images, const float* bias, float* y) const;
+    void task(const Plan& p, int64_t images, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
+              const float* bias, float* y) const;
+
+    Shared weight_;
+    const Leaf* leaf_;
+    const ByteRows* form_;
+    const ConvolutionKernels* kernels_;
+    ConvolutionShape shape_;
+    std::vector<float> row_sums_;  // of the weight, as the bytes give it
+};
+
+}  // namespace nstf::engine

@@ -1,0 +1,129 @@
+"""Seconds of whole convolutions, chains of a decomposition included, at the size of image that the model gives each.
+
+What a convolution takes depends on the image more than on the weight, so a layer is timed as it is: one image, random codes,
+the kernels of `nstf.kernels.convolution`. Formats of one layer are timed in turn. Where the target is not
+here, a layer takes as many products of one row as it has pixels, divided by what several rows at once save.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nstf.kernels.convolution import Geometry, convolve, multiplications
+from nstf.kernels.formats import Node, node_to_json, stored_bytes
+from nstf.kernels.formats.tree import Shape
+from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, using
+
+ROUNDS = 3
+# Rows of activations at once against one: a row of codes is read and unpacked for all of them.
+SEVERAL = 8.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution of the model. shape: its weight's, [out, channels / groups, kh, kw]; image: height, width."""
+
+    shape: Shape
+    geometry: Geometry
+    image: tuple[int, int]
+
+    @property
+    def pixels(self) -> int:
+        """Of the result."""
+        own, kernel = self.geometry, self.shape[2:]
+        sides = (
+            (
+                self.image[i]
+                + own.padding[2 * i]
+                + own.padding[2 * i + 1]
+                - own.dilation[i] * (kernel[i] - 1)
+                - 1
+            )
+            // own.stride[i]
+            + 1
+            for i in (0, 1)
+        )
+        return math.prod(sides)
+
+    def key(self, tree: Node) -> str:
+        """Of a measurement, as a file's."""
+        text = json.dumps(node_to_json(tree), sort_keys=True, separators=(",", ":"))
+        own = self.geometry
+        return f"conv {text} {self.shape} {self.image} {own.stride} {own.padding} {own.dilation} {own.groups}"
+
+
+def layers_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Layer]:
+    """The convolutions over one or two axes of a model on the meta device, by the name of their weight. inputs: those of one
+    forward, on the meta device. A model whose forward needs values gives those that were reached before it did."""
+    found: dict[str, Layer] = {}
+    hooks = []
+
+    def note(name: str, part: Any, given: Any) -> None:
+        sides, shape = len(part.kernel_size), tuple(given[0].shape)
+        if len(shape) != sides + 2 or part.padding_mode != "zeros":
+            return
+        around = part._reversed_padding_repeated_twice
+        one = sides == 1
+        own = Geometry(
+            (1, *part.stride) if one else part.stride,
+            (0, 0, around[0], around[1]) if one else (around[2], around[3], around[0], around[1]),
+            (1, *part.dilation) if one else part.dilation,
+            part.groups,
+        )
+        weight = tuple(part.weight.shape)
+        found[f"{name}.weight"] = Layer(
+            (*weight[:2], 1, weight[2]) if one else weight,
+            own,
+            (1, shape[2]) if one else (shape[2], shape[3]),
+        )
+
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Conv1d | nn.Conv2d):
+            hooks.append(part.register_forward_pre_hook(lambda m, given, name=name: note(name, m, given)))
+    try:
+        with torch.no_grad():
+            module(**inputs)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        pass  # what comes later is priced as a product with one row
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, size_bytes: int) -> list[float]:
+    """Seconds of a layer with its weight stored as each of the trees. size_bytes: of the whole model's weights."""
+    pool = Pool(size_bytes)
+    x = torch.rand(1, layer.shape[1] * layer.geometry.groups, *layer.image)
+    times: list[list[float]] = [[] for _ in trees]
+    before, clock = torch.get_num_threads(), clock_for(threads)
+    torch.set_num_threads(threads)
+    try:
+        with using(isa), torch.inference_mode():
+            stored = [pool.filled(tree, layer.shape) for tree in trees]
+            for turn in range(ROUNDS + 1):
+                pool.pass_by()
+                for found, encoded in zip(times, stored, strict=True):
+                    start = clock()
+                    convolve(x, encoded, None, layer.geometry)
+                    if turn:  # what is made at the first use is not counted
+                        found.append(clock() - start)
+    finally:
+        torch.set_num_threads(before)
+    return [typical(found) for found in times]
+
+
+def modelled(layer: Layer, tree: Node, product_seconds: float) -> float:
+    """Seconds on a machine that is not here, from those of a product of the whole matrix with one row."""
+    share = multiplications(tree, layer.shape) / math.prod(layer.shape)
+    return product_seconds * max(1.0, share * layer.pixels / SEVERAL)
+
+
+def pool_key(layer: Layer, tree: Node, size_bytes: int) -> str:
+    """A measurement's key, with the caches that it was made with."""
+    return f"{pool_bytes(size_bytes)} {layer.key(tree)} {stored_bytes(tree, layer.shape)}"

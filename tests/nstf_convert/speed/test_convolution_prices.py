@@ -1,0 +1,87 @@
+"""Prices of convolutions: layers found with their images, chains proposed by their multiplications, measured once."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nstf.kernels.convolution import Geometry, multiplications
+from nstf.kernels.cpu import convolution as cpu
+from nstf.kernels.cpu import ext
+from nstf_convert.pipeline.propose import chains
+from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
+from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.speed import cache, convolutions, targets
+from nstf_convert.speed.convolutions import Layer, layers_of
+from nstf_convert.speed.prices import Prices
+
+INT4 = Recipe("int_grid", {"bits": 4, "group": 64, "symmetric": True, "scale_bits": 8})
+LOW_RANK = Recipe("svd", {"rank": 16}, {"factor": INT4})
+LAYER = Layer((64, 32, 3, 3), Geometry((1, 1), (1, 1, 1, 1)), (12, 10))
+
+
+def unit(*shape: int) -> Unit:
+    return Unit("conv.weight", shape, "float32", "conv", uses=("linear",))
+
+
+def test_layers_are_found_with_the_images_they_meet() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 7, stride=2, padding=(3, 2)), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2, dilation=2)
+        )
+        sound = nn.Sequential(nn.Conv1d(4, 6, 3, stride=2, padding=1))
+        found = layers_of(model, {"input": torch.empty(1, 3, 33, 40)})
+        heard = layers_of(sound, {"input": torch.empty(1, 4, 21)})
+    assert found == {
+        "0.weight": Layer((8, 3, 7, 7), Geometry((2, 2), (3, 3, 2, 2)), (33, 40)),
+        "2.weight": Layer((16, 4, 3, 3), Geometry((1, 1), (0, 0, 0, 0), (2, 2), 2), (17, 19)),
+    }
+    assert found["0.weight"].pixels == 17 * 19 and found["2.weight"].pixels == 13 * 15
+    assert heard == {"0.weight": Layer((6, 4, 1, 3), Geometry((1, 2), (0, 0, 1, 1)), (1, 21))}
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (128, 64, 3, 3), (512, 256, 3, 3), (256, 256, 1, 1)])
+def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(shape: tuple[int, ...]) -> None:
+    found = chains.recipes(unit(*shape), {"svd", "tucker", "int_grid"})
+    methods = {r.method for r in found}
+    tucker = shape[2:] == (3, 3) and math.prod(shape) <= chains.LARGEST_TUCKER
+    assert methods == ({"svd", "tucker"} if tucker else {"svd"})
+    for recipe in found:
+        share = multiplications(tree_of(recipe, shape, 1), shape) / math.prod(shape)
+        # Ranks are multiples of 8, which is much of a small weight.
+        assert any(abs(s - share) < 0.09 for s in chains.SHARES), (recipe, share)
+    assert chains.recipes(unit(*shape), {"tucker", "svd"}) == []
+
+
+def test_a_layer_is_measured_once_and_found_by_the_next_conversion(monkeypatch, tmp_path) -> None:
+    calls = []
+
+    def fake(layer, trees, isa, threads, size_bytes):
+        calls.append(len(trees))
+        return [1e-6 * multiplications(t, layer.shape) for t in trees]
+
+    monkeypatch.setattr(convolutions, "measure", fake)
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
+    trees = [tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK)]
+    for _ in range(2):
+        prices = Prices([targets.Target("cpu", "portable", True)], 1, 1 << 20)
+        prices.prepare_convolutions((LAYER, t) for t in trees)
+        dense, chain = (prices.convolution(LAYER, t)[0] for t in trees)
+        assert dense == pytest.approx(1e-6 * 64 * 288, rel=1e-2) and chain < 0.5 * dense
+    assert calls == [2]
+
+
+def test_a_target_that_is_not_here_is_slower_for_larger_images_and_faster_for_chains() -> None:
+    prices = Prices([targets.Target("sm_90", "", False)], 1, 1 << 20)
+    larger = Layer(LAYER.shape, LAYER.geometry, (48, 40))
+    dense, chain = (tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK))
+    assert prices.convolution(larger, dense) > prices.convolution(LAYER, dense)
+    assert prices.convolution(larger, chain) < prices.convolution(larger, dense)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the extension was not built")
+def test_every_kind_of_tree_is_measured() -> None:
+    trees = [tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK, Recipe("dense", {"dtype": "float32"}))]
+    found = convolutions.measure(LAYER, trees, ext.isa(), 1, 1 << 20)
+    assert len(found) == 3 and min(found) >= 0
