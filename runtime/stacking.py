@@ -3,7 +3,7 @@
 The parts stay what they were, as views of the stack, so no codes are held twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ _WHOLE = ("table",)
 
 @dataclass(frozen=True)
 class Matrix:
-    """A projection: an encoded matrix or a dense one, and its bias."""
+    """A projection: an encoded matrix or a dense one, and its bias. joined: makes the whole of what a rank's part gives."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
+    joined: Callable[[Tensor], Tensor] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -37,9 +38,11 @@ class Matrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.encoded is not None:
-            return linear(x, self.encoded, self.bias)
-        assert self.dense is not None
-        return F.linear(x, self.dense, self.bias)
+            y = linear(x, self.encoded, self.bias)
+        else:
+            assert self.dense is not None
+            y = F.linear(x, self.dense, self.bias)
+        return y if self.joined is None else self.joined(y)
 
 
 def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
@@ -50,8 +53,10 @@ def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
 def matrix_of(module: Any) -> Matrix:
     """The projection that a linear module is."""
     stored = module._modules.get("weight_encoded")
-    bias = module.bias
-    return Matrix(stored.encoded, None, bias) if stored is not None else Matrix(None, module.weight, bias)
+    bias, joined = module.bias, getattr(module, "joined", None)
+    if stored is None:
+        return Matrix(None, module.weight, bias, joined)
+    return Matrix(stored.encoded, None, bias, joined)
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

@@ -78,6 +78,15 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
         return decoder(encoded, arch_of(ids.device))(ids, dtype)
 
 
+def whole(encoded: EncodedTensor, batch: int, dtype: torch.dtype) -> Tensor | None:
+    """decode(encoded) where the product with `batch` rows of activations would decode it; None where it reads the codes."""
+    arch = arch_of(next(iter(encoded.arrays.values())).device)
+    if encoded.tree.kind not in (*PACKED, *CODES) or _kernel_of(encoded, batch, dtype, arch) != "blocks":
+        return None
+    with torch.cuda.device(next(iter(encoded.arrays.values())).device):
+        return decoder(encoded, arch)(slice(0, encoded.shape[0]), dtype)
+
+
 def resident(encoded: EncodedTensor) -> EncodedTensor:
     """The same tensor as it should be kept on its device: packed codes in the kernels' order, instead of the stored one."""
     device = next(iter(encoded.arrays.values())).device

@@ -1,0 +1,133 @@
+"""Small models that two ranks run together, and what both sides of the test compute; run as a program it is rank 1.
+
+    python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does)
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nstf.runtime
+from nstf import quantizers
+from nstf.errors import NstfError
+from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.formats.dense import Params as Dense
+from nstf.runtime.artifact import Shared, write_artifact
+from nstf.runtime.graph_decoder import Decoder
+from nstf.runtime.skeleton import build_skeleton, parameter_names
+
+BASE = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# Tied and untied heads of 64 + 36 tokens, biases of q, k, v and of o, fewer KV heads than ranks, norms of heads and of
+# outputs with a scaled table, experts. Odd layers of the first are stored as dense bfloat16.
+CASES: dict[str, dict[str, Any]] = {
+    "llama, tied, biases": {
+        **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen 2, one KV head": {
+        **BASE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1,
+    },
+    "gemma 3": {
+        **BASE, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True,
+        "sliding_window": 16,
+    },
+    "qwen 3, experts": {
+        **BASE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+LIMIT = timedelta(seconds=60)
+
+
+def dense(values: torch.Tensor) -> EncodedTensor:
+    name = str(values.dtype).removeprefix("torch.")
+    return EncodedTensor(Node("dense", Dense(name)), tuple(values.shape), {"values": values})
+
+
+def write(folder: Path, name: str) -> Path:
+    """The artifact of a case with random weights, 4-bit integers in groups of 8."""
+    config = CASES[name]
+    torch.manual_seed(0)
+    model = build_skeleton(config)
+    stored = set(parameter_names(model))
+    method: Any = quantizers.method("int_grid")
+    tensors: dict[str, Any] = {}
+    for parameter, value in model.named_parameters(remove_duplicate=False):
+        weight = torch.randn(value.shape) * 0.2
+        if parameter not in stored:
+            tensors[parameter] = Shared("model.embed_tokens.weight")
+        elif weight.dim() == 1:
+            tensors[parameter] = dense(weight + ("norm" in parameter))
+        elif ".layers.1.self_attn" in parameter:
+            tensors[parameter] = dense(weight.bfloat16())
+        elif weight.dim() == 2:
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=8))
+        else:
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=8, lead=2))
+    path = folder / f"{sorted(CASES).index(name)}.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(config).encode()})
+    return path
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def outcome(path: Path, ranks: int) -> dict[str, Any]:
+    """Logits in two dtypes, greedy tokens by transformers and by the captured decoder's step, and what is held."""
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            model: Any = nstf.runtime.load(path, dtype=dtype, engine="off", tensor_parallel=ranks)
+            found[str(dtype)] = model(prompt()).logits
+        found["tokens"] = model.generate(prompt(), **GREEDY)
+        if model.config.model_type != "qwen3_moe":  # its captured decoder does not exist
+            found["captured"] = list(Decoder(model).generate(prompt(), 8))
+    found["bytes"] = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
+    found["class"] = type(model.model.layers[0].self_attn.o_proj).__mro__
+    return found
+
+
+def refusals(folder: Path) -> list[str]:
+    """The messages of loads that every rank refuses."""
+    return [refusal(folder / "0.nstf", 3), refusal(folder / "uncut.nstf", 2), refusal(folder / "gpt2.nstf", 2)]
+
+
+def refusal(path: Path, ranks: int, **options: Any) -> str:
+    try:
+        nstf.runtime.load(path, tensor_parallel=ranks, **options)
+    except NstfError as error:
+        return str(error)
+    return "loaded"
+
+
+def both_sides(folder: Path) -> dict[str, Any]:
+    """What each rank computes, in the same order."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    try:
+        found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
+        return found | {"refusals": refusals(folder)}
+    finally:
+        dist.destroy_process_group()
+
+
+def path_of(folder: Path, name: str) -> Path:
+    return folder / f"{sorted(CASES).index(name)}.nstf"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = both_sides(Path(sys.argv[1]))
+    for name in CASES:
+        results[name].pop("class")
+    torch.save(results, Path(sys.argv[1]) / "rank1.pt")
