@@ -97,8 +97,6 @@ class DividedModel:
                 derive(module, DividedHead, ranks=ranks, width=_width(whole, ranks.size), vocabulary=whole)
         elif span.axis == 1:
             module.in_features = span.size
-            if ranks.rank:
-                module.bias = None
             derive(module, SummedLinear, ranks=ranks, following=())
         else:
             module.out_features = span.size
@@ -134,7 +132,7 @@ class DividedModel:
     def _refusal(self, source: str, error: FormatError) -> UnsupportedError:
         return UnsupportedError(
             f"{self.artifact.path}: {source} cannot be divided among {self.ranks.size} ranks: {error}; "
-            f"`nstf convert --tp {self.ranks.size}` makes a file that can"
+            f"`nstf inspect --tp {self.ranks.size}` lists what cannot"
         )
 
 

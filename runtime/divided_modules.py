@@ -7,6 +7,7 @@ it was and its class becomes one derived from its own. Inference only: sums let 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nstf.kernels.formats.shards import Span
+from nstf.kernels.linear import linear32
+from nstf.kernels.triton.linear import product32
 from nstf.runtime.ahead import decoded_ahead
 from nstf.runtime.ranks import Ranks
 
@@ -25,7 +28,7 @@ class Divided:
 
 
 class SummedLinear(Divided):
-    """A product cut by columns: the sum over ranks. Its bias is on rank 0 alone, so that it is added once.
+    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would; then the bias.
 
     following: the encoded weights of the products that come next. Those that will be decoded as a whole are decoded while
     the sum is under way.
@@ -33,20 +36,27 @@ class SummedLinear(Divided):
 
     following: tuple[Any, ...]
 
-    def forward(self: Any, input: Tensor) -> Tensor:
-        y: Tensor = super().forward(input)  # type: ignore[misc]
-        batch = y.numel() // y.shape[-1]
-
+    def forward(self, input: Tensor) -> Tensor:
         def meanwhile() -> None:
             for parameter in self.following:
-                parameter.ahead = decoded_ahead(parameter.encoded, batch, input.dtype)
+                parameter.ahead = decoded_ahead(
+                    parameter.encoded, input.numel() // input.shape[-1], input.dtype
+                )
 
-        summed: Tensor = self.ranks.sum(y, meanwhile if self.following else None)
-        return summed
+        return self.product(input, meanwhile if self.following else None)
 
-    def joined(self, y: Tensor) -> Tensor:
-        """The whole of what this rank's weights alone give."""
-        return self.ranks.sum(y)
+    def product(self: Any, x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """The product of all ranks. meanwhile: as for `Ranks.sum`."""
+        stored = self._modules.get("weight_encoded")
+        if stored is not None:
+            part = linear32(x, stored.encoded)
+        else:
+            part = product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
+        y: Tensor = self.ranks.sum(part, meanwhile)
+        if self.bias is None:
+            return y.to(x.dtype)
+        # Rounded where one process rounds: torch's own product adds the bias before, ours after.
+        return y.to(x.dtype) + self.bias if stored is not None else (y + self.bias).to(x.dtype)
 
 
 class AheadLinear:
@@ -89,11 +99,11 @@ class DividedHead(Divided):
     vocabulary: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.joined(super().forward(input))  # type: ignore[misc]
+        return self.product(input)
 
-    def joined(self, y: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """The logits of all tokens."""
-        return self.ranks.joined(y, self.width, self.vocabulary)
+        return self.ranks.joined(super().forward(x), self.width, self.vocabulary)  # type: ignore[misc]
 
 
 class DividedExperts(Divided):
@@ -107,7 +117,7 @@ class DividedExperts(Divided):
         own = (local >= 0) & (local < self.num_experts)
         local = torch.where(own, local, self.num_experts)
         y: Tensor = super().forward(hidden_states, local, top_k_weights)  # type: ignore[misc]
-        return self.ranks.sum(y)
+        return self.ranks.sum(y.float()).to(y.dtype)
 
 
 def derive(module: Any, kind: type, **attributes: Any) -> None:

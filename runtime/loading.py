@@ -129,7 +129,8 @@ def _load(
         model, artifact, compute = _filled(path, device, dtype, verify, mapped, None)
     else:
         model, artifact, compute = ranks.agree(
-            lambda: _filled(path, device, dtype, verify, mapped, ranks), lambda made: made[1].manifest.header_sha256
+            lambda: _filled(path, device, dtype, verify, mapped, ranks),
+            lambda made: made[1].manifest.header_sha256,
         )
         model.nstf_ranks = ranks
     _set_generation_config(model, artifact)

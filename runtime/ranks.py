@@ -21,6 +21,10 @@ Result = TypeVar("Result")
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class OtherFailed(NstfError):
+    """Another rank failed; its own message says why."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those of torch.distributed's default group."""
@@ -57,7 +61,7 @@ class Ranks:
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
         """What `work` gives, once it went well on every rank. same: what of it all must have alike.
 
-        Raises what `work` raises, and NstfError where it failed on another rank, so that none waits for one that is gone.
+        Raises what `work` raises, and OtherFailed where it failed on another rank, so that none waits for one that is gone.
         """
         try:
             result = work()
@@ -67,7 +71,7 @@ class Ranks:
         key = same(result)
         for rank, other in enumerate(self._tell(key)):
             if other is None:
-                raise NstfError(f"rank {rank} could not load its part; its own message says why")
+                raise OtherFailed(f"rank {rank} could not load its part; its own message says why")
             if other != key:
                 raise UsageError(f"rank {rank} reads another file than rank {self.rank}: give all the same")
         return result

@@ -22,12 +22,12 @@ _WHOLE = ("table",)
 
 @dataclass(frozen=True)
 class Matrix:
-    """A projection: an encoded matrix or a dense one, and its bias. joined: makes the whole of what a rank's part gives."""
+    """A projection: an encoded matrix or a dense one, and its bias. whole: the product of all ranks, where it is a part."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
-    joined: Callable[[Tensor], Tensor] | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -37,12 +37,12 @@ class Matrix:
         return 0 if self.dense is None else self.dense.numel() * self.dense.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.whole is not None:
+            return self.whole(x)
         if self.encoded is not None:
-            y = linear(x, self.encoded, self.bias)
-        else:
-            assert self.dense is not None
-            y = F.linear(x, self.dense, self.bias)
-        return y if self.joined is None else self.joined(y)
+            return linear(x, self.encoded, self.bias)
+        assert self.dense is not None
+        return F.linear(x, self.dense, self.bias)
 
 
 def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
 def matrix_of(module: Any) -> Matrix:
     """The projection that a linear module is."""
     stored = module._modules.get("weight_encoded")
-    bias, joined = module.bias, getattr(module, "joined", None)
+    bias, whole = module.bias, getattr(module, "product", None)
     if stored is None:
-        return Matrix(None, module.weight, bias, joined)
-    return Matrix(stored.encoded, None, bias, joined)
+        return Matrix(None, module.weight, bias, whole)
+    return Matrix(stored.encoded, None, bias, whole)
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

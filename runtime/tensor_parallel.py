@@ -151,7 +151,9 @@ def _module(name: str) -> tuple[str, str]:
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
     module = _module(name)[0]
-    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(module, f"*{pattern}")), None)
+    return next(
+        (style for pattern, style in plan.items() if fnmatch.fnmatchcase(module, f"*{pattern}")), None
+    )
 
 
 def _parts(artifact: Artifact, name: str, division: Division) -> Parts:

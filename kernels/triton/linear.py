@@ -67,6 +67,26 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _matmul(x, encoded, arch_of(x.device))
 
 
+def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """As `matmul`, in float32: not rounded to x's dtype, except what goes through factors."""
+    with torch.cuda.device(x.device):
+        arch = arch_of(x.device)
+        if encoded.tree.kind == "rotated":
+            return _rotated(x, encoded, arch, torch.float32)
+        if encoded.tree.kind == "dense":
+            return product32(x, encoded.arrays["values"].to(x.dtype))
+        if encoded.tree.kind in ("add", *factors.KINDS):
+            return _matmul(x, encoded, arch).float()
+        return _leaf(x, encoded, arch, torch.float32, x.dtype)
+
+
+def product32(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, in] @ weight [out, in].T in float32; on a GPU from 16-bit operands as they are."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return x.float() @ weight.float().T
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
     """decode(encoded)[ids] as `dtype`, [n, in], for ids int64 [n] on the GPU; None when no kernel does it.
 
@@ -293,15 +313,16 @@ def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None 
     return low_rank(x, a, b, arch, into)
 
 
-def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
-    """S_o H_o (X (H_i S_i x)): the transforms in float32."""
+def _rotated(x: Tensor, encoded: EncodedTensor, arch: str, dtype: torch.dtype | None = None) -> Tensor:
+    """S_o H_o (X (H_i S_i x)) as `dtype`, by default x's: the transforms in float32."""
+    dtype = dtype or x.dtype
     from nstf.kernels.triton.rotate import rotate
 
     params, leaf = encoded.tree.params, children_of(encoded)["x"]
     inside, tiled = _inside(leaf, len(x), x.dtype, arch)
-    outside = torch.float32 if params.block_out else x.dtype
+    outside = torch.float32 if params.block_out else dtype
     y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, x.dtype, tiled)
-    return rotate(y, params, 1, x.dtype) if params.block_out else y
+    return rotate(y, params, 1, dtype) if params.block_out else y
 
 
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
@@ -345,23 +366,29 @@ def _leaf(
         made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
-        return _blocks(x, encoded, arch).to(out)
+        return _blocks(x, encoded, arch, out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
     return product(x, _packed(encoded), _leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
 
 
-def _blocks(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
-    """x W^T with W decoded a block of rows at a time."""
+def _blocks(x: Tensor, encoded: EncodedTensor, arch: str, dtype: torch.dtype) -> Tensor:
+    """x W^T as `dtype` with W decoded a block of rows at a time."""
     some = decoder(encoded, arch)
     out, width = encoded.shape
     step = _block(width)
+    wider = dtype == torch.float32 != x.dtype
     if step >= out:
-        return F.linear(x, some(slice(0, out), x.dtype))
-    y = x.new_empty(len(x), out)
+        weight = some(slice(0, out), x.dtype)
+        return product32(x, weight) if wider else F.linear(x, weight).to(dtype)
+    y = x.new_empty(len(x), out, dtype=torch.float32 if wider else x.dtype)
     for start in range(0, out, step):
         stop = min(out, start + step)
-        torch.mm(x, some(slice(start, stop), x.dtype).T, out=y[:, start:stop])
-    return y
+        weight = some(slice(start, stop), x.dtype)
+        if wider:
+            y[:, start:stop] = product32(x, weight)
+        else:
+            torch.mm(x, weight.T, out=y[:, start:stop])
+    return y.to(dtype)
 
 
 def _block(width: int) -> int:

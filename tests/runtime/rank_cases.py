@@ -1,11 +1,13 @@
 """Small models that two ranks run together, and what both sides of the test compute; run as a program it is rank 1.
 
-    python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does)
+python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does)
 """
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +96,23 @@ def outcome(path: Path, ranks: int) -> dict[str, Any]:
         if model.config.model_type != "qwen3_moe":  # its captured decoder does not exist
             found["captured"] = list(Decoder(model).generate(prompt(), 8))
     found["bytes"] = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
-    found["class"] = type(model.model.layers[0].self_attn.o_proj).__mro__
+    found["refused to save"] = refusal(lambda: model.save_pretrained(path.parent / "saved"))
     return found
 
 
-def refusals(folder: Path) -> list[str]:
-    """The messages of loads that every rank refuses."""
-    return [refusal(folder / "0.nstf", 3), refusal(folder / "uncut.nstf", 2), refusal(folder / "gpt2.nstf", 2)]
+def refusals(folder: Path, rank: int) -> list[str]:
+    """The messages of loads that the ranks refuse."""
+    files = [("0.nstf", 3), ("uncut.nstf", 2), ("gpt2.nstf", 2), ("0.nstf" if rank else "1.nstf", 2)]
+    files += [("missing.nstf" if rank else "0.nstf", 2)]
+    return [refusal(partial(nstf.runtime.load, folder / name, tensor_parallel=n)) for name, n in files]
 
 
-def refusal(path: Path, ranks: int, **options: Any) -> str:
+def refusal(call: Callable[[], object]) -> str:
     try:
-        nstf.runtime.load(path, tensor_parallel=ranks, **options)
+        call()
     except NstfError as error:
         return str(error)
-    return "loaded"
+    return "nothing was refused"
 
 
 def both_sides(folder: Path) -> dict[str, Any]:
@@ -116,7 +120,7 @@ def both_sides(folder: Path) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     try:
         found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
-        return found | {"refusals": refusals(folder)}
+        return found | {"refusals": refusals(folder, dist.get_rank())}
     finally:
         dist.destroy_process_group()
 
@@ -128,6 +132,4 @@ def path_of(folder: Path, name: str) -> Path:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = both_sides(Path(sys.argv[1]))
-    for name in CASES:
-        results[name].pop("class")
     torch.save(results, Path(sys.argv[1]) / "rank1.pt")

@@ -1,5 +1,6 @@
 """Models that two processes run together (gloo): logits, tokens and memory against one process; what is refused, and how."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,13 +13,16 @@ import pytest
 import torch
 
 import nstf.runtime
+from nstf import quantizers
 from nstf.errors import UsageError
+from nstf.runtime import divided_modules
+from nstf.runtime.ahead import decoded_ahead
+from nstf.runtime.artifact import write_artifact
+from nstf.runtime.skeleton import build_skeleton
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rank_cases
 from rank_cases import CASES
-
-from nstf.runtime.divided_modules import SummedLinear
 
 
 def environment(rank: int, port: int) -> dict[str, str]:
@@ -33,26 +37,39 @@ def free_port() -> int:
 
 def write_refused(folder: Path) -> None:
     """A file whose groups cannot be halved, and one of an architecture without a plan."""
-    import json
-
-    from nstf.runtime.artifact import write_artifact
-
-    config = {**rank_cases.BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 24}
-    config |= {"head_dim": 6}
-    from nstf import quantizers
-    from nstf.runtime.skeleton import build_skeleton
-
     method: Any = quantizers.method("int_grid")
-    tensors = {}
-    for name, value in build_skeleton(config).named_parameters():
-        weight = torch.ones(value.shape)
-        coded = weight.dim() == 2
-        tensors[name] = method.encode(weight, method.Params(4, 24)) if coded else rank_cases.dense(weight)
-    write_artifact(folder / "uncut.nstf", tensors, {"config.json": json.dumps(config).encode()})
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 2}
-    config |= {"vocab_size": 100, "n_positions": 8}
-    tensors = {n: rank_cases.dense(torch.ones(p.shape)) for n, p in build_skeleton(config).named_parameters()}
-    write_artifact(folder / "gpt2.nstf", tensors, {"config.json": json.dumps(config).encode()})
+    llama = {**rank_cases.BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    gpt2 = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+    }
+    for name, config in (
+        ("uncut", llama | {"hidden_size": 24, "head_dim": 6}),
+        ("gpt2", gpt2 | {"vocab_size": 100}),
+    ):
+        weights = {n: torch.ones(p.shape) for n, p in build_skeleton(config).named_parameters()}
+        weights.pop("lm_head.weight", None)
+        tensors: dict[str, Any] = {
+            n: method.encode(w, method.Params(4, 24))
+            if w.dim() == 2 and name == "uncut"
+            else rank_cases.dense(w)
+            for n, w in weights.items()
+        }
+        if name == "uncut":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        write_artifact(folder / f"{name}.nstf", tensors, {"config.json": json.dumps(config).encode()})
+
+
+decoded: list[bool] = []
+
+
+def counted(*arguments: Any) -> torch.Tensor | None:
+    found = decoded_ahead(*arguments)
+    decoded.append(found is not None)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +85,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         other = subprocess.Popen(program, env={**os.environ, **environment(1, port)}, stderr=log)
         try:
             alone = {name: rank_cases.outcome(rank_cases.path_of(folder, name), 1) for name in CASES}
+            patch.setattr(divided_modules, "decoded_ahead", counted)
             for key, value in environment(0, port).items():
                 patch.setenv(key, value)
             first = rank_cases.both_sides(folder)
@@ -90,3 +108,50 @@ def test_logits_and_tokens_of_two_ranks_are_those_of_one(results: dict[str, Any]
     assert torch.equal(first["tokens"], alone["tokens"]) and torch.equal(second["tokens"], alone["tokens"])
     if "captured" in alone:
         assert first["captured"] == second["captured"] == alone["captured"]
+
+
+def test_a_rank_holds_about_half(results: dict[str, Any]) -> None:
+    for name in CASES:
+        whole = results["alone"][name]["bytes"]
+        for rank in ("first", "second"):  # norms are everywhere, and KV heads fewer than the ranks
+            assert 0.45 * whole < results[rank][name]["bytes"] < 0.6 * whole
+
+
+def test_the_next_weights_are_decoded_while_the_sum_is_under_way(results: dict[str, Any]) -> None:
+    assert any(decoded)  # those of bfloat16, which the reference multiplies
+
+
+@pytest.mark.parametrize(("number", "rank", "message"), [
+    (0, "first", "tensor_parallel=3, but there are 2 processes: give one number to both"),
+    (1, "first", "o_proj.weight cannot be divided among 2 ranks: parts of 12 positions are no multiple of 8"),
+    (2, "second", "no tensor parallel plan for models of type 'gpt2'"),
+    (3, "first", "rank 1 reads another file than rank 0: give all the same"),
+    (4, "first", "rank 1 could not load its part; its own message says why"),
+    (4, "second", "missing.nstf"),
+])  # fmt: skip
+def test_what_cannot_be_loaded_is_said_on_every_rank(
+    results: dict[str, Any], number: int, rank: str, message: str
+) -> None:
+    assert message in results[rank]["refusals"][number]
+
+
+def test_a_part_of_a_model_is_not_saved(results: dict[str, Any]) -> None:
+    assert "loaded without tensor_parallel" in results["first"]["gemma 3"]["refused to save"]
+
+
+def test_options_and_surroundings_that_do_not_fit_are_refused(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = results["folder"] / "0.nstf"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        UsageError, match=r"needs 2 processes: start the program with `torchrun --nproc-per-node 2"
+    ):
+        nstf.runtime.load(path, tensor_parallel=2)
+    with pytest.raises(UsageError, match="tensor_parallel is 0"):
+        nstf.runtime.load(path, tensor_parallel=0)
+    with pytest.raises(UsageError, match="attention plan does not run divided"):
+        nstf.runtime.load(path, attention="planned", tensor_parallel=2)
+    with pytest.raises(UsageError, match="kv_cache"):
+        nstf.runtime.load(path, kv_cache="int8", tensor_parallel=2)
