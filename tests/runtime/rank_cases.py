@@ -47,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
 }  # fmt: skip
+# Of widths that the kernels of GPUs take.
+LARGER = {
+    **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
+    "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LIMIT = timedelta(seconds=60)
 
@@ -57,8 +62,14 @@ def dense(values: torch.Tensor) -> EncodedTensor:
 
 
 def write(folder: Path, name: str) -> Path:
-    """The artifact of a case with random weights, 4-bit integers in groups of 8."""
-    config = CASES[name]
+    """The artifact of a case."""
+    path = path_of(folder, name)
+    write_model(path, CASES[name], 8)
+    return path
+
+
+def write_model(path: Path, config: dict[str, Any], group: int) -> None:
+    """An artifact with random weights, 4-bit integers in groups of some columns."""
     torch.manual_seed(0)
     model = build_skeleton(config)
     stored = set(parameter_names(model))
@@ -73,12 +84,10 @@ def write(folder: Path, name: str) -> Path:
         elif ".layers.1.self_attn" in parameter:
             tensors[parameter] = dense(weight.bfloat16())
         elif weight.dim() == 2:
-            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=8))
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=group))
         else:
-            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=8, lead=2))
-    path = folder / f"{sorted(CASES).index(name)}.nstf"
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=group, lead=2))
     write_artifact(path, tensors, {"config.json": json.dumps(config).encode()})
-    return path
 
 
 def prompt() -> torch.Tensor:
@@ -129,7 +138,24 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / f"{sorted(CASES).index(name)}.nstf"
 
 
-if __name__ == "__main__":
+def on_gpus(path: Path, ranks: int) -> dict[str, Any]:
+    """Logits and tokens of captured graphs: of more tokens than fit the first cache, so that one is captured anew."""
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            model: Any = nstf.runtime.load(path, "cuda", dtype, tensor_parallel=ranks)
+            ids = prompt().to(model.device)
+            found[str(dtype)] = model(ids).logits.cpu()
+            found[f"tokens in {dtype}"] = model.generate(ids, **GREEDY | {"max_new_tokens": 600}).cpu()
+            assert model.nstf_graphs.engine is not None, "no graph was captured"
+    return found
+
+
+if __name__ == "__main__" and sys.argv[2:] == ["gpus"]:
+    results = on_gpus(Path(sys.argv[1]) / "larger.nstf", 2)
+    torch.save(results, Path(sys.argv[1]) / f"gpu{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+elif __name__ == "__main__":
     torch.set_num_threads(1)
     results = both_sides(Path(sys.argv[1]))
     torch.save(results, Path(sys.argv[1]) / "rank1.pt")

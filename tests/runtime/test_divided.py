@@ -76,6 +76,8 @@ def counted(*arguments: Any) -> torch.Tensor | None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What one process computes, and each of two; this one is the first of them."""
     folder = tmp_path_factory.mktemp("ranks")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two processes share what there is
     for name in CASES:
         rank_cases.write(folder, name)
     write_refused(folder)
@@ -93,6 +95,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         finally:
             other.kill()
             other.wait()
+            torch.set_num_threads(threads)
             sys.stderr.write((folder / "log").read_text())
     yield {"alone": alone, "first": first, "second": torch.load(folder / "rank1.pt"), "folder": folder}
 
@@ -155,3 +158,31 @@ def test_options_and_surroundings_that_do_not_fit_are_refused(
         nstf.runtime.load(path, attention="planned", tensor_parallel=2)
     with pytest.raises(UsageError, match="kv_cache"):
         nstf.runtime.load(path, kv_cache="int8", tensor_parallel=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_what_one_gives_by_graphs_with_the_sums_inside(tmp_path: Path) -> None:
+    rank_cases.write_model(tmp_path / "larger.nstf", rank_cases.LARGER, 32)
+    port = free_port()
+    # Multicast needs rights on the fabric that a container may not have.
+    settings = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    program = [sys.executable, rank_cases.__file__, str(tmp_path), "gpus"]
+    ranks = [
+        subprocess.Popen(program, env={**settings, **environment(rank, port), "LOCAL_RANK": str(rank)})
+        for rank in (0, 1)
+    ]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    alone = rank_cases.on_gpus(tmp_path / "larger.nstf", 1)
+    first, second = (torch.load(tmp_path / f"gpu{rank}.pt") for rank in (0, 1))
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-3)):
+        whole, found = alone[str(dtype)].double(), first[str(dtype)].double()
+        assert float((found - whole).norm() / whole.norm()) < bound
+        assert torch.equal(first[str(dtype)], second[str(dtype)])
+        assert torch.equal(first[f"tokens in {dtype}"], second[f"tokens in {dtype}"])
+    assert torch.equal(first["tokens in torch.float32"], alone["tokens in torch.float32"])
