@@ -34,8 +34,8 @@ class DividedModel:
     Raises UnsupportedError for an architecture that transformers has no plan for, UsageError for too many ranks.
     """
 
-    def __init__(self, artifact: Artifact, ranks: Ranks) -> None:
-        self.artifact, self.ranks = artifact, ranks
+    def __init__(self, artifact: Artifact, ranks: Ranks, device: torch.device) -> None:
+        self.artifact, self.ranks, self.device = artifact, ranks, device
         self._division = Division(artifact.config(), ranks.size)
         self._own: dict[str, Span | None] = {}
 
@@ -66,8 +66,15 @@ class DividedModel:
             module._parameters[leaf] = narrowed[id(whole)]
 
     def encoded(self, source: str) -> EncodedTensor:
-        """This rank's part of a stored tensor: a view of the file where it lies in one piece."""
+        """This rank's part of a stored tensor: a view of the file where it lies in one piece.
+
+        Columns are a little of every page: the ranks read such a tensor together, so that none reads more than its share.
+        All must ask for the same tensors in one order.
+        """
         whole, span = self.artifact.encoded(source), self._span(source)
+        if span is not None and span.axis > 0:
+            arrays = {k: self.ranks.read_together(a, self.device) for k, a in whole.arrays.items()}
+            whole = EncodedTensor(whole.tree, whole.shape, arrays)
         try:
             return whole if span is None else shard(whole, span)
         except FormatError as error:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,13 +126,13 @@ def _load(
     ranks: Ranks | None,
 ) -> nn.Module:
     """`load`, its arguments checked."""
+    opened = partial(_opened, path, device, dtype, verify, mapped, ranks)
     if ranks is None:
-        model, artifact, compute = _filled(path, device, dtype, verify, mapped, None)
+        artifact, model, compute = opened()
+        _fill(model, artifact, compute)
     else:
-        model, artifact, compute = ranks.agree(
-            lambda: _filled(path, device, dtype, verify, mapped, ranks),
-            lambda made: made[1].manifest.header_sha256,
-        )
+        artifact, model, compute = ranks.agree(opened, lambda found: found[0].manifest.header_sha256)
+        _fill(model, artifact, compute, DividedModel(artifact, ranks, device))
         model.nstf_ranks = ranks
     _set_generation_config(model, artifact)
     make_citizen(model, path)
@@ -165,15 +166,15 @@ def _load(
     return model
 
 
-def _filled(
+def _opened(
     path: str | os.PathLike[str],
     device: torch.device,
     dtype: torch.dtype | str | None,
     verify: bool,
     mapped: bool,
     ranks: Ranks | None,
-) -> tuple[Any, Artifact, torch.dtype]:
-    """(the model with its weights, or this rank's part of them; its file; what it computes in)."""
+) -> tuple[Artifact, Any, torch.dtype]:
+    """(the file, checked; the model without weights; what it computes in). Ranks check a part of the file each."""
     artifact = open_artifact(path, verify=verify and ranks is None, mapped=mapped)
     if verify and ranks is not None:
         digests.verify(path, ranks.rank, ranks.size)
@@ -181,8 +182,7 @@ def _filled(
     compute = _compute_dtype(dtype, device, config)
     model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
     _use_expert_loop(model)
-    _fill(model, artifact, compute, None if ranks is None else DividedModel(artifact, ranks))
-    return model, artifact, compute
+    return artifact, model, compute
 
 
 def _engine(artifact: Artifact, exact: bool, kv_cache: str, attention: str) -> Engine:

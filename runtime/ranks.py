@@ -58,6 +58,15 @@ class Ranks:
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
+    def read_together(self, array: Tensor, device: torch.device) -> Tensor:
+        """An array of a mapped file, of which each rank reads an equal piece and is sent the others' by them."""
+        stored = array.reshape(-1).view(torch.uint8)
+        each = -(-len(stored) // self.size)
+        own = stored[self.rank * each : (self.rank + 1) * each].to(device)
+        pieces = own.new_empty(self.size * each)
+        dist.all_gather(list(pieces.split(each)), torch.nn.functional.pad(own, (0, each - len(own))))
+        return pieces[: len(stored)].view(array.dtype).view(array.shape)
+
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
         """What `work` gives, once it went well on every rank. same: what of it all must have alike.
 

@@ -3,8 +3,12 @@
 python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does)
 """
 
+import ctypes
 import json
+import mmap
+import os
 import sys
+import unittest.mock
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -17,9 +21,11 @@ import torch.distributed as dist
 import nstf.runtime
 from nstf import quantizers
 from nstf.errors import NstfError
-from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.formats import EncodedTensor, Node, array_specs
 from nstf.kernels.formats.dense import Params as Dense
-from nstf.runtime.artifact import Shared, write_artifact
+from nstf.kernels.formats.integer import Params as Int
+from nstf.runtime import loading
+from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.skeleton import build_skeleton, parameter_names
 
@@ -52,8 +58,13 @@ LARGER = {
     **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
     "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 1024,
 }  # fmt: skip
+# Whose arrays are many pages.
+WIDER = {
+    **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 128,
+}  # fmt: skip
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(minutes=5)  # for a machine that is busy with other things
 
 
 def dense(values: torch.Tensor) -> EncodedTensor:
@@ -124,11 +135,63 @@ def refusal(call: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
+def write_wide(folder: Path) -> None:
+    """A model of random codes, twice: what one rank reads of its copy does not help the other."""
+    tree = Node("int", Int(bits=4, group=128))
+    tensors: dict[str, Any] = {}
+    for name, value in build_skeleton(WIDER).named_parameters():
+        if value.dim() == 1:
+            tensors[name] = dense(torch.ones(value.shape))
+            continue
+        arrays = {
+            path: torch.randint(0, 255, spec.shape, dtype=torch.uint8)
+            if spec.dtype == torch.uint8
+            else torch.rand(spec.shape).to(spec.dtype)
+            for path, spec in array_specs(tree, tuple(value.shape)).items()
+        }
+        tensors[name] = EncodedTensor(tree, tuple(value.shape), arrays)
+    for rank in (0, 1):
+        write_artifact(folder / f"wide{rank}.nstf", tensors, {"config.json": json.dumps(WIDER).encode()})
+
+
+def resident(address: int, size: int) -> int:
+    """Bytes of a mapping whose pages are in memory."""
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
+        return size
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def bytes_read(path: Path) -> tuple[int, int, int]:
+    """(bytes of the file in memory before a load, after it, bytes of what this rank holds): nothing is read ahead."""
+    opened: list[Any] = []
+
+    def without_reading_ahead(*arguments: Any, **options: Any) -> Any:
+        artifact: Any = open_artifact(*arguments, **options)
+        artifact._mapping.madvise(mmap.MADV_RANDOM)
+        opened.append(torch.frombuffer(artifact._mapping, dtype=torch.uint8))
+        before.append(resident(opened[0].data_ptr(), len(opened[0])))
+        return artifact
+
+    before: list[int] = []
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with unittest.mock.patch.object(loading, "open_artifact", without_reading_ahead):
+        model: Any = nstf.runtime.load(path, verify=False, engine="off", tensor_parallel=2)
+    held = [*model.parameters(), *(m for m in model.buffers() if m.nbytes)]
+    for array in held:
+        array.sum()  # what is mapped is read now
+    return before[0], resident(opened[0].data_ptr(), len(opened[0])), sum(array.nbytes for array in held)
+
+
 def both_sides(folder: Path) -> dict[str, Any]:
     """What each rank computes, in the same order."""
     dist.init_process_group("gloo", timeout=LIMIT)
     try:
         found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
+        found["read"] = bytes_read(folder / f"wide{dist.get_rank()}.nstf")
         return found | {"refusals": refusals(folder, dist.get_rank())}
     finally:
         dist.destroy_process_group()
