@@ -63,9 +63,9 @@ class Ranks:
         stored = array.reshape(-1).view(torch.uint8)
         each = -(-len(stored) // self.size)
         own = stored[self.rank * each : (self.rank + 1) * each].to(device)
-        pieces = own.new_empty(self.size * each)
-        dist.all_gather(list(pieces.split(each)), torch.nn.functional.pad(own, (0, each - len(own))))
-        return pieces[: len(stored)].view(array.dtype).view(array.shape)
+        pieces = own.new_empty(self.size, each)
+        dist.all_gather(list(pieces), torch.nn.functional.pad(own, (0, each - len(own))))
+        return pieces.view(-1)[: len(stored)].view(array.dtype).view(array.shape)
 
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
         """What `work` gives, once it went well on every rank. same: what of it all must have alike.
