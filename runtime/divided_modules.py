@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.linear import linear32
-from nstf.kernels.triton.linear import product32
+from nstf.kernels.triton.blocks import product32
 from nstf.runtime.ahead import decoded_ahead
 from nstf.runtime.ranks import Ranks
 

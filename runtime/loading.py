@@ -27,13 +27,13 @@ from nstf.runtime.artifact.config import check_generation, limits_of
 from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
-from nstf.runtime.devices import usable
+from nstf.runtime.devices import stated_device
 from nstf.runtime.divided_loading import DividedModel, check_options
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
-from nstf.runtime.ranks import Ranks, join, local_device
+from nstf.runtime.ranks import Ranks, join
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def load(
     if tensor_parallel > 1:
         check_options(attention, kv_cache)
         device = local_device(device)
-    device = _device(device)
+    device = stated_device(device)
     ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
     with _enough_memory(path):
         return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
@@ -269,14 +269,6 @@ class DecodedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    """A device that this machine has. Raises UsageError."""
-    try:
-        return usable(device)
-    except RuntimeError as error:
-        raise UsageError(f"device {str(device)[:40]!r}: {error}; device='cpu' runs everywhere") from error
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

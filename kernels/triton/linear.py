@@ -29,6 +29,7 @@ from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
+from nstf.kernels.triton.blocks import block, blocks, product32
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -46,8 +47,6 @@ GEMM_BATCH = 256
 TRELLIS_BATCH = 8
 # More rows of sums of 32 rows of weights do not fit the registers.
 SHUFFLE_BATCH = 2
-# 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
-BLOCK_NUMEL = 1 << 25
 
 
 def available() -> bool:
@@ -78,13 +77,6 @@ def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
         if encoded.tree.kind in ("add", *factors.KINDS):
             return _matmul(x, encoded, arch).float()
         return _leaf(x, encoded, arch, torch.float32, x.dtype)
-
-
-def product32(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, in] @ weight [out, in].T in float32; on a GPU from 16-bit operands as they are."""
-    if x.device.type != "cuda" or x.dtype == torch.float32:
-        return x.float() @ weight.float().T
-    return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -173,7 +165,7 @@ def _leaf_specs(
             return trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
         if kernel == "trellis_gemv":
             return trellis_specs(params, out, width, batch, outside, arch)
-        return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
+        return trellis_decode_specs(params, out, width, min(out, block(width)), inside, False, arch)
     if leaf.tree.kind == "shuffle":
         from nstf.kernels.triton.shuffle import shuffle_specs
         from nstf.kernels.triton.shuffle_decode import shuffle_decode_spec
@@ -183,7 +175,7 @@ def _leaf_specs(
             return shuffle_mma_specs(leaf.tree.params, out, width, batch, inside, outside, arch)
         if kernel == "shuffle_gemv":
             return shuffle_specs(leaf.tree.params, out, width, batch, inside, outside, dtype, arch)
-        return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, _block(width)), inside, False)]
+        return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, block(width)), inside, False)]
     layout = layout_of(leaf)
     if layout is None:
         return []
@@ -193,7 +185,7 @@ def _leaf_specs(
         return gemv_specs(layout, inside, arch, outside)
     if kernel in ("gemm", "wgmma"):
         return specs_with(layout, batch, inside, arch, chosen(layout, batch, inside, arch), outside)
-    return [decode_spec(layout, min(out, _block(width)), inside, False)]
+    return [decode_spec(layout, min(out, block(width)), inside, False)]
 
 
 def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
@@ -366,33 +358,9 @@ def _leaf(
         made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
-        return _blocks(x, encoded, arch, out)
+        return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
     return product(x, _packed(encoded), _leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
-
-
-def _blocks(x: Tensor, encoded: EncodedTensor, arch: str, dtype: torch.dtype) -> Tensor:
-    """x W^T as `dtype` with W decoded a block of rows at a time."""
-    some = decoder(encoded, arch)
-    out, width = encoded.shape
-    step = _block(width)
-    wider = dtype == torch.float32 != x.dtype
-    if step >= out:
-        weight = some(slice(0, out), x.dtype)
-        return product32(x, weight) if wider else F.linear(x, weight).to(dtype)
-    y = x.new_empty(len(x), out, dtype=torch.float32 if wider else x.dtype)
-    for start in range(0, out, step):
-        stop = min(out, start + step)
-        weight = some(slice(start, stop), x.dtype)
-        if wider:
-            y[:, start:stop] = product32(x, weight)
-        else:
-            torch.mm(x, weight.T, out=y[:, start:stop])
-    return y.to(dtype)
-
-
-def _block(width: int) -> int:
-    return max(16, BLOCK_NUMEL // width // 16 * 16)
 
 
 def _packed(encoded: EncodedTensor) -> "Packed":
