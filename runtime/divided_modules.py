@@ -53,10 +53,11 @@ class SummedLinear(Divided):
         else:
             part = product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
         y: Tensor = self.ranks.sum(part, meanwhile)
-        if self.bias is None:
+        bias: Tensor | None = self.bias
+        if bias is None:
             return y.to(x.dtype)
         # Rounded where one process rounds: torch's own product adds the bias before, ours after.
-        return y.to(x.dtype) + self.bias if stored is not None else (y + self.bias).to(x.dtype)
+        return y.to(x.dtype) + bias if stored is not None else (y + bias).to(x.dtype)
 
 
 class AheadLinear:
@@ -122,7 +123,8 @@ class DividedExperts(Divided):
 
 def derive(module: Any, kind: type, **attributes: Any) -> None:
     """Puts `kind` before the module's class and sets attributes."""
-    module.__class__ = _derived(kind, type(module))
+    base: Any = type(module)
+    module.__class__ = _derived(kind, base)
     for name, value in attributes.items():
         setattr(module, name, value)
 

@@ -33,7 +33,7 @@ from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
-from nstf.runtime.ranks import Ranks, join
+from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def load(
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
     instead of mapping it: for files that others may truncate or write into (SECURITY.md). tensor_parallel: how many
-    processes, started by torchrun, hold a part of the model each and run it together (docs/scale.md); each checks as large a
-    part of the file.
+    processes, started by torchrun, hold (and verify) a part each and run the model together (docs/scale.md).
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -124,7 +123,7 @@ def _load(
     kv_cache: str,
     mapped: bool,
     ranks: Ranks | None,
-) -> nn.Module:
+) -> Any:
     """`load`, its arguments checked."""
     opened = partial(_opened, path, device, dtype, verify, mapped, ranks)
     if ranks is None:

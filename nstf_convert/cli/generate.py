@@ -148,9 +148,9 @@ def _show(prompt: str, made: Iterator[str], start: float, json: bool) -> None:
         typer.echo("")
 
 
-def _divided(ranks: int, json: bool, artifact: Path, prompt: str, *rest: Any) -> None:
+def _divided(ranks: int, json: bool, *rest: Any) -> None:
     """What each rank does."""
-    _show(prompt, _by_transformers(artifact, prompt, *rest, tensor_parallel=ranks), time.monotonic(), json)
+    _show(rest[1], _by_transformers(*rest, ranks), time.monotonic(), json)
 
 
 def check_options(ranks: int, device: str, attention: str, exact: bool, kv_cache: str) -> None:

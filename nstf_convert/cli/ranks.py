@@ -51,10 +51,11 @@ def _wait(pipes: dict[Any, int]) -> None:
     """Returns when every rank is done. Raises once one failed, since the others wait for it, with the reason."""
     failures: list[NstfError] = []
     while pipes and (found := wait(list(pipes), GRACE if failures else None)):
+        ready: Any
         for ready in found:
             rank = pipes.pop(ready)
             try:
-                failure = ready.recv()  # type: ignore[union-attr]
+                failure = ready.recv()
             except EOFError:
                 failure = NstfError(f"rank {rank} ended without a word; was it killed, for memory perhaps?")
             if failure is not None:
