@@ -85,7 +85,8 @@ def generate(
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
     if device.partition(":")[0] != "cpu":
-        options.check_device(device)
+        if tensor_parallel == 1:  # ranks have devices of their own
+            options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
     # What is not stated is the file's own; what is, replaces it, 0 and 1 too.
     stated = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
@@ -130,7 +131,7 @@ def generate(
         if plain
         else None
     )
-    _show(text, _by_transformers(*rest) if made is None else made, start, json)
+    _show(text, _by_transformers(1, *rest) if made is None else made, start, json)
 
 
 def _show(prompt: str, made: Iterator[str], start: float, json: bool) -> None:
@@ -150,7 +151,7 @@ def _show(prompt: str, made: Iterator[str], start: float, json: bool) -> None:
 
 def _divided(ranks: int, json: bool, *rest: Any) -> None:
     """What each rank does."""
-    _show(rest[1], _by_transformers(*rest, ranks), time.monotonic(), json)
+    _show(rest[1], _by_transformers(ranks, *rest), time.monotonic(), json)
 
 
 def check_options(ranks: int, device: str, attention: str, exact: bool, kv_cache: str) -> None:
@@ -159,10 +160,8 @@ def check_options(ranks: int, device: str, attention: str, exact: bool, kv_cache
         raise UsageError(
             "--attention planned, --exact and --kv-cache do not go with --tensor-parallel: leave them out"
         )
-    if ":" in device:
-        raise UsageError(
-            f"--device {device}: with --tensor-parallel every process has a GPU of its own; give cuda"
-        )
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: with --tensor-parallel give cpu, or cuda for a GPU each")
     if device == "cuda":
         import torch
 
@@ -196,6 +195,7 @@ def _by_engine(
 
 
 def _by_transformers(
+    tensor_parallel: int,
     artifact: Path,
     prompt: str,
     max_new_tokens: int,
@@ -209,7 +209,6 @@ def _by_transformers(
     kv_cache: str,
     sampling: dict[str, Any],
     stops: list[str],
-    tensor_parallel: int = 1,
 ) -> Iterator[str]:
     import torch
 

@@ -72,6 +72,7 @@ def _rank(
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))  # torch's threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     _silence(rank)
     try:

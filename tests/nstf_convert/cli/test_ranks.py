@@ -36,9 +36,13 @@ def test_started_by_torchrun_a_process_is_a_rank_itself(
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--exact",), "do not go with --tensor-parallel"),
-    (("--device", "cuda:1"), "cuda"),
+    (("--device", "cuda:1"), "with --tensor-parallel give cpu, or cuda for a GPU each"),
+    (("--device", "cuda"), "there are 0 GPUs"),
 ])  # fmt: skip
-def test_options_that_do_not_fit_are_refused(nstf, tiny, words, message) -> None:
+def test_options_that_do_not_fit_are_refused(nstf, tiny, words, message, monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     result = nstf("generate", tiny.same, "the", "--tensor-parallel", 2, *words)
     assert result.code == 2 and message in result.err
 
