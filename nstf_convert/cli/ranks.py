@@ -1,5 +1,6 @@
 """`--tensor-parallel N`: one process for each rank on this machine, as torchrun would start them."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -30,7 +31,7 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any) -> None:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    pipes = [context.Pipe() for _ in range(count)]
     ranks = [
         context.Process(target=_rank, args=(rank, count, port, pipes[rank][1], work, arguments), daemon=True)
         for rank in range(count)
@@ -82,6 +83,9 @@ def _rank(
         told.send(error)
     else:
         told.send(None)
+        # Until the parent ends all: a rank that goes first takes its connections with it.
+        with contextlib.suppress(EOFError, OSError):
+            told.recv()
 
 
 def _silence(rank: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nstf.runtime
 from nstf import quantizers
@@ -96,6 +97,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         finally:
             other.kill()
             other.wait()
+            if dist.is_initialized():
+                dist.destroy_process_group()
             torch.set_num_threads(threads)
             sys.stderr.write((folder / "log").read_text())
     yield {"alone": alone, "first": first, "second": torch.load(folder / "rank1.pt"), "folder": folder}
