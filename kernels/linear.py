@@ -2,10 +2,27 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.registry import choose
+
+
+def linear32(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """x @ decode(encoded).T in float32: 16-bit activations are not rounded again, for sums over parts of a product.
+
+    x: [..., in]. encoded: a matrix [out, in]. Returns [..., out] in float32.
+    """
+    if x.dtype == torch.float32:
+        return linear(x, encoded)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    if not len(flat):
+        return x.new_zeros(*x.shape[:-1], encoded.shape[0], dtype=torch.float32)
+    kernel = choose(encoded, x.device, len(flat))
+    product = getattr(kernel, "matmul32", None)
+    y: Tensor = kernel.matmul(flat.float(), encoded) if product is None else product(flat, encoded)
+    return y.view(*x.shape[:-1], encoded.shape[0])
 
 
 def linear(x: Tensor, encoded: EncodedTensor, bias: Tensor | None = None) -> Tensor:

@@ -28,6 +28,10 @@ class EncodedModel:
 
         Raises UnsupportedError without: from_pretrained would ignore the arrays and fill the model with random weights.
         """
+        if getattr(self, "nstf_ranks", None) is not None:
+            raise UnsupportedError(
+                "this process holds a part of the model: save it from one that was loaded without tensor_parallel"
+            )
         if save_with is not None:
             save_with(self, super().save_pretrained, save_directory, *args, **kwargs)  # type: ignore[misc]
             return

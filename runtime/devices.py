@@ -2,6 +2,8 @@
 
 import torch
 
+from nstf.errors import UsageError
+
 
 def usable(device: str | torch.device, kinds: tuple[str, ...] = ()) -> torch.device:
     """The device, on which a number was put. Raises RuntimeError with the reason in one line.
@@ -17,3 +19,11 @@ def usable(device: str | torch.device, kinds: tuple[str, ...] = ()) -> torch.dev
         reason = (str(error).splitlines() or ["there is none"])[0]
         raise RuntimeError(reason.rstrip(".")) from error
     return found
+
+
+def stated_device(device: str | torch.device) -> torch.device:
+    """A device that this machine has. Raises UsageError."""
+    try:
+        return usable(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {str(device)[:40]!r}: {error}; device='cpu' runs everywhere") from error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nstf.errors import UnsupportedError
 from nstf.kernels.torch import decode_step as reference
@@ -21,6 +21,7 @@ from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.torch.rows import decode_rows
 from nstf.kernels.triton.linear import arch_of, unsuitable
 from nstf.kernels.triton.linear import rows as rows_on_gpu
+from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
 from nstf.runtime.graphs import Graphs, Step, same_draws
 from nstf.runtime.sampling import Sampling, choose
@@ -85,7 +86,8 @@ class Decoder:
             raise UnsupportedError(str(error).replace("the CPU engine", "captured decoding")) from error
         self._rotations = tuple(torch.tensor(r, device=self.device) for r in self.config.rotations)
         try:
-            self._embedding: nn.Module = model.model.embed_tokens
+            self._embedding: Any = model.model.embed_tokens
+            self._divided = isinstance(self._embedding, DividedEmbedding)
             self._head = matrix_of(model.lm_head)
             self._norm = self._gain(model.model.norm)
             self._layers = tuple(self._layer(i, layer) for i, layer in enumerate(model.model.layers))
@@ -282,21 +284,25 @@ class Decoder:
         if stored is None:
             found: Tensor = self._embedding(tokens)
             return found
-        rows = rows_on_gpu(stored.encoded, tokens, self.dtype)
+        ids, inside = self._embedding.own(tokens) if self._divided else (tokens, None)
+        rows = rows_on_gpu(stored.encoded, ids, self.dtype)
         if rows is None:  # the tokens were chosen among those that exist: nothing to check on the host
-            rows = decode_rows(stored.encoded, tokens, self.dtype)
+            rows = decode_rows(stored.encoded, ids, self.dtype)
         scale = getattr(self._embedding, "embed_scale", None)
-        return rows if scale is None else rows * scale.to(rows.dtype)
+        rows = rows if scale is None else rows * scale.to(rows.dtype)
+        return rows if inside is None else self._embedding.filled(rows, inside)
 
     def _layer(self, i: int, module: Any) -> Layer:
         attention, mlp, config = module.self_attn, module.mlp, self.config
         family, shape = config.family, config.shape
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [p.bias for p in projections]
+        # As the matrices have them: a rank of several has some of the model's.
+        size = shape["head_size"]
         heads = Heads(
-            shape["heads"],
-            shape["kv_heads"],
-            shape["head_size"],
+            attention.q_proj.out_features // size,
+            attention.k_proj.out_features // size,
+            size,
             shape["score_scale"],
             config.windows[i],
             shape["epsilon"],

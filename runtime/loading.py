@@ -10,8 +10,9 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import FormatError, check_values, decode, dense
-from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode, dense
+from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.config import check_generation, limits_of
 from nstf.runtime.artifact.header import corrupt, short
 from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
-from nstf.runtime.devices import usable
+from nstf.runtime.devices import stated_device
+from nstf.runtime.divided_loading import DividedModel, check_options
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.modules import EncodedConv, attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
+from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ def load(
     kernels: str | os.PathLike[str] | None = None,
     kv_cache: str = "float16",
     mapped: bool = True,
+    tensor_parallel: int = 1,
 ) -> "PreTrainedModel":
     """The transformers model an artifact holds, ready for inference, its weights still encoded.
 
@@ -67,7 +71,8 @@ def load(
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
-    instead of mapping it: for files that others may truncate or write into (SECURITY.md).
+    instead of mapping it: for files that others may truncate or write into (SECURITY.md). tensor_parallel: how many
+    processes, started by torchrun, hold (and verify) a part each and run the model together (docs/scale.md).
 
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
@@ -84,9 +89,15 @@ def load(
         raise UsageError(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
         )
-    device = _device(device)
+    if tensor_parallel < 1:
+        raise UsageError(f"tensor_parallel is {tensor_parallel}: give the number of processes")
+    if tensor_parallel > 1:
+        check_options(attention, kv_cache)
+        device = local_device(device)
+    device = stated_device(device)
+    ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
     with _enough_memory(path):
-        return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped)
+        return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
 
 
 @contextmanager
@@ -112,14 +123,17 @@ def _load(
     kernels: str | os.PathLike[str] | None,
     kv_cache: str,
     mapped: bool,
-) -> nn.Module:
+    ranks: Ranks | None,
+) -> Any:
     """`load`, its arguments checked."""
-    artifact = open_artifact(path, verify=verify, mapped=mapped)
-    config = artifact.config()
-    compute = _compute_dtype(dtype, device, config)
-    model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
-    _use_expert_loop(model)
-    _fill(model, artifact, compute)
+    opened = partial(_opened, path, device, dtype, verify, mapped, ranks)
+    if ranks is None:
+        artifact, model, compute = opened()
+        _fill(model, artifact, compute)
+    else:
+        artifact, model, compute = ranks.agree(opened, lambda found: found[0].manifest.header_sha256)
+        _fill(model, artifact, compute, DividedModel(artifact, ranks, device))
+        model.nstf_ranks = ranks
     for module in model.modules():
         if isinstance(module, EncodedConv):
             module.exact_products = engine != "auto"
@@ -144,14 +158,34 @@ def _load(
             apply_plan(model, dict(plan))
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
-    if engine != "off" and device.type == "cpu" and compute == torch.float32 and hasattr(model, "generate"):
+    generates = engine != "off" and hasattr(model, "generate")
+    if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
         # Its matrices are views of the same mapping: nothing is held twice.
         use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache, attention))
-    elif engine != "off" and device.type == "cuda" and hasattr(model, "generate"):
+    elif generates and device.type == "cuda":
         from nstf.runtime.graph_generate import use_graphs
 
         use_graphs(model)
     return model
+
+
+def _opened(
+    path: str | os.PathLike[str],
+    device: torch.device,
+    dtype: torch.dtype | str | None,
+    verify: bool,
+    mapped: bool,
+    ranks: Ranks | None,
+) -> tuple[Artifact, Any, torch.dtype]:
+    """(the file, checked; the model without weights; what it computes in). Ranks check a part of the file each."""
+    artifact = open_artifact(path, verify=verify and ranks is None, mapped=mapped)
+    if verify and ranks is not None:
+        digests.verify(path, ranks.rank, ranks.size)
+    config = artifact.config()
+    compute = _compute_dtype(dtype, device, config)
+    model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
+    _use_expert_loop(model)
+    return artifact, model, compute
 
 
 def _engine(artifact: Artifact, exact: bool, kv_cache: str, attention: str) -> Engine:
@@ -240,14 +274,6 @@ class DecodedTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _device(device: str | torch.device) -> torch.device:
-    """A device that this machine has. Raises UsageError."""
-    try:
-        return usable(device)
-    except RuntimeError as error:
-        raise UsageError(f"device {str(device)[:40]!r}: {error}; device='cpu' runs everywhere") from error
-
-
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype by object or torch's name. Raises UsageError."""
     name = str(dtype).removeprefix("torch.")
@@ -276,25 +302,34 @@ def _use_expert_loop(model: Any) -> None:
             config._experts_implementation_internal = "eager"
 
 
-def _fill(model: nn.Module, artifact: Artifact, dtype: torch.dtype) -> None:
-    """Every parameter and stored buffer of the skeleton from the artifact."""
+def _fill(
+    model: nn.Module, artifact: Artifact, dtype: torch.dtype, divided: DividedModel | None = None
+) -> None:
+    """Every parameter and stored buffer of the skeleton from the artifact; of a divided model, this rank's part."""
     aliases = tied_aliases(model)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = _stored_names([*parameters, *buffers], artifact, getattr(model, "base_model_prefix", ""))
     made: dict[str, EncodedParameter | nn.Parameter] = {}
-    missing = []
+    missing, sources = [], {}
     for name in parameters:
         source = names.get(name) or names.get(aliases.get(name, name)) or _tied_source(name, aliases, names)
         if source is None:
             missing.append(name)
-            continue
-        _place(model, name, artifact, artifact.stored_name(source), dtype, made)
+        else:
+            sources[name] = artifact.stored_name(source)
     if missing:
         raise UnsupportedError(
             f"{artifact.path}: {type(model).__name__} needs {len(missing)} tensors that are not in it, "
             f"for instance {missing[0]!r}; use nstf.runtime.load_tensors to read those it holds"
         )
+    if divided is not None:
+        divided.narrow(model, sources)
+    read = artifact.encoded if divided is None else divided.encoded
+    for name, source in sources.items():
+        _place(model, name, artifact, source, read, dtype, made)
+    if divided is not None:
+        divided.connect(model, sources)
     with torch.no_grad():
         for name, buffer in buffers.items():
             if name in names:
@@ -328,6 +363,7 @@ def _place(
     name: str,
     artifact: Artifact,
     source: str,
+    read: Callable[[str], EncodedTensor],
     dtype: torch.dtype,
     made: dict[str, EncodedParameter | nn.Parameter],
 ) -> None:
@@ -336,7 +372,7 @@ def _place(
     module = model.get_submodule(owner)
     shape = tuple(module._parameters[leaf].shape)  # type: ignore[union-attr]
     if source not in made:
-        encoded = artifact.encoded(source)
+        encoded = read(source)
         try:
             check_values(encoded)
         except FormatError as error:

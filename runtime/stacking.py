@@ -3,7 +3,7 @@
 The parts stay what they were, as views of the stack, so no codes are held twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ _WHOLE = ("table",)
 
 @dataclass(frozen=True)
 class Matrix:
-    """A projection: an encoded matrix or a dense one, and its bias."""
+    """A projection: an encoded matrix or a dense one, and its bias. whole: the product of all ranks, where it is a part."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -36,6 +37,8 @@ class Matrix:
         return 0 if self.dense is None else self.dense.numel() * self.dense.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.whole is not None:
+            return self.whole(x)
         if self.encoded is not None:
             return linear(x, self.encoded, self.bias)
         assert self.dense is not None
@@ -50,8 +53,10 @@ def together(matrices: tuple[Matrix, ...], x: Tensor) -> Tensor:
 def matrix_of(module: Any) -> Matrix:
     """The projection that a linear module is."""
     stored = module._modules.get("weight_encoded")
-    bias = module.bias
-    return Matrix(stored.encoded, None, bias) if stored is not None else Matrix(None, module.weight, bias)
+    bias, whole = module.bias, getattr(module, "product", None)
+    if stored is None:
+        return Matrix(None, module.weight, bias, whole)
+    return Matrix(stored.encoded, None, bias, whole)
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

@@ -74,6 +74,10 @@ class Division:
             check_part(tree, shape, span)
         return found
 
+    def style(self, name: str) -> str | None:
+        """What transformers' plan says of a tensor's module; None where it does not name it."""
+        return _style(name, self._plan)
+
     def holds(self, name: str, tree: Node, shape: tuple[int, ...]) -> bool:
         """Whether a tensor stored so can surely be divided: rows of trellis sections are any, so that they cannot."""
         try:
@@ -126,19 +130,30 @@ def _heads(config: Any) -> Heads:
 
 def axis_of(name: str, plan: Mapping[str, str]) -> int | None:
     """The axis along which a tensor is cut, by its name; None: every rank holds all of it."""
-    module, _, leaf = name.rpartition(".")
-    if leaf not in ("weight", "bias"):
-        module = name  # stacks of experts are parameters of their own
+    module, leaf = _module(name)
     if module.endswith(("embed_tokens", "lm_head")):
         return 0
-    for pattern, style in plan.items():
-        if fnmatch.fnmatchcase(module, f"*{pattern}"):
-            if style in _EXPERTS or ".experts" in pattern:
-                return 0
-            axis = _AXES.get(style)
-            # The bias of a product cut by columns is added once, after the sum over ranks.
-            return None if axis is None or (leaf == "bias" and axis == 1) else axis
-    return None
+    style = _style(name, plan)
+    if style is None:
+        return None
+    if style in _EXPERTS or ".experts" in name:
+        return 0
+    axis = _AXES.get(style)
+    # The bias of a product cut by columns is added once, after the sum over ranks.
+    return None if axis is None or (leaf == "bias" and axis == 1) else axis
+
+
+def _module(name: str) -> tuple[str, str]:
+    """(a tensor's module, which part of it the tensor is); stacks of experts are parameters of their own."""
+    module, _, leaf = name.rpartition(".")
+    return (module, leaf) if leaf in ("weight", "bias") else (name, leaf)
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    module = _module(name)[0]
+    return next(
+        (style for pattern, style in plan.items() if fnmatch.fnmatchcase(module, f"*{pattern}")), None
+    )
 
 
 def _parts(artifact: Artifact, name: str, division: Division) -> Parts:

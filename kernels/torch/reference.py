@@ -23,12 +23,21 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
 
 def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     """x: [batch, in] -> [batch, out]. The product runs in x's dtype, on weights decoded in float32."""
+    return _product(x, encoded, x.dtype)
+
+
+def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """As `matmul` with the same weights, rounded to x's dtype, but a product in float32."""
+    return _product(x.float(), encoded, x.dtype)
+
+
+def _product(x: Tensor, encoded: EncodedTensor, weights: torch.dtype) -> Tensor:
     out, width = encoded.shape
     rows = max(1, BLOCK_NUMEL // width)
     if rows >= out or not row_wise(encoded):
-        return x @ decode_rows(encoded, slice(0, out), x.dtype).T
+        return x @ decode_rows(encoded, slice(0, out), weights).to(x.dtype).T
     y = x.new_empty(x.shape[0], out)
     for start in range(0, out, rows):
         stop = min(out, start + rows)
-        y[:, start:stop] = x @ decode_rows(encoded, slice(start, stop), x.dtype).T
+        y[:, start:stop] = x @ decode_rows(encoded, slice(start, stop), weights).to(x.dtype).T
     return y

@@ -29,6 +29,7 @@ from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
+from nstf.kernels.triton.blocks import block, blocks, product32
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -46,8 +47,6 @@ GEMM_BATCH = 256
 TRELLIS_BATCH = 8
 # More rows of sums of 32 rows of weights do not fit the registers.
 SHUFFLE_BATCH = 2
-# 64 MiB in 16 bits: large enough for the library's best kernels, small beside any model.
-BLOCK_NUMEL = 1 << 25
 
 
 def available() -> bool:
@@ -67,6 +66,19 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _matmul(x, encoded, arch_of(x.device))
 
 
+def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
+    """As `matmul`, in float32: not rounded to x's dtype, except what goes through factors."""
+    with torch.cuda.device(x.device):
+        arch = arch_of(x.device)
+        if encoded.tree.kind == "rotated":
+            return _rotated(x, encoded, arch, torch.float32)
+        if encoded.tree.kind == "dense":
+            return product32(x, encoded.arrays["values"].to(x.dtype))
+        if encoded.tree.kind in ("add", *factors.KINDS):
+            return _matmul(x, encoded, arch).float()
+        return _leaf(x, encoded, arch, torch.float32, x.dtype)
+
+
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
     """decode(encoded)[ids] as `dtype`, [n, in], for ids int64 [n] on the GPU; None when no kernel does it.
 
@@ -76,6 +88,15 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
         return None
     with torch.cuda.device(ids.device):
         return decoder(encoded, arch_of(ids.device))(ids, dtype)
+
+
+def whole(encoded: EncodedTensor, batch: int, dtype: torch.dtype) -> Tensor | None:
+    """decode(encoded) where the product with `batch` rows of activations would decode it; None where it reads the codes."""
+    arch = arch_of(next(iter(encoded.arrays.values())).device)
+    if encoded.tree.kind not in (*PACKED, *CODES) or _kernel_of(encoded, batch, dtype, arch) != "blocks":
+        return None
+    with torch.cuda.device(next(iter(encoded.arrays.values())).device):
+        return decoder(encoded, arch)(slice(0, encoded.shape[0]), dtype)
 
 
 def resident(encoded: EncodedTensor) -> EncodedTensor:
@@ -144,7 +165,7 @@ def _leaf_specs(
             return trellis_gemm_specs(params, out, width, batch, inside, outside, arch)
         if kernel == "trellis_gemv":
             return trellis_specs(params, out, width, batch, outside, arch)
-        return trellis_decode_specs(params, out, width, min(out, _block(width)), inside, False, arch)
+        return trellis_decode_specs(params, out, width, min(out, block(width)), inside, False, arch)
     if leaf.tree.kind == "shuffle":
         from nstf.kernels.triton.shuffle import shuffle_specs
         from nstf.kernels.triton.shuffle_decode import shuffle_decode_spec
@@ -154,7 +175,7 @@ def _leaf_specs(
             return shuffle_mma_specs(leaf.tree.params, out, width, batch, inside, outside, arch)
         if kernel == "shuffle_gemv":
             return shuffle_specs(leaf.tree.params, out, width, batch, inside, outside, dtype, arch)
-        return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, _block(width)), inside, False)]
+        return [shuffle_decode_spec(leaf.tree.params, out, width, min(out, block(width)), inside, False)]
     layout = layout_of(leaf)
     if layout is None:
         return []
@@ -164,7 +185,7 @@ def _leaf_specs(
         return gemv_specs(layout, inside, arch, outside)
     if kernel in ("gemm", "wgmma"):
         return specs_with(layout, batch, inside, arch, chosen(layout, batch, inside, arch), outside)
-    return [decode_spec(layout, min(out, _block(width)), inside, False)]
+    return [decode_spec(layout, min(out, block(width)), inside, False)]
 
 
 def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
@@ -284,15 +305,16 @@ def _low_rank(x: Tensor, encoded: EncodedTensor, arch: str, into: Tensor | None 
     return low_rank(x, a, b, arch, into)
 
 
-def _rotated(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
-    """S_o H_o (X (H_i S_i x)): the transforms in float32."""
+def _rotated(x: Tensor, encoded: EncodedTensor, arch: str, dtype: torch.dtype | None = None) -> Tensor:
+    """S_o H_o (X (H_i S_i x)) as `dtype`, by default x's: the transforms in float32."""
+    dtype = dtype or x.dtype
     from nstf.kernels.triton.rotate import rotate
 
     params, leaf = encoded.tree.params, children_of(encoded)["x"]
     inside, tiled = _inside(leaf, len(x), x.dtype, arch)
-    outside = torch.float32 if params.block_out else x.dtype
+    outside = torch.float32 if params.block_out else dtype
     y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, x.dtype, tiled)
-    return rotate(y, params, 1, x.dtype) if params.block_out else y
+    return rotate(y, params, 1, dtype) if params.block_out else y
 
 
 def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
@@ -336,27 +358,9 @@ def _leaf(
         made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
-        return _blocks(x, encoded, arch).to(out)
+        return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
     product = {"skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
     return product(x, _packed(encoded), _leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
-
-
-def _blocks(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
-    """x W^T with W decoded a block of rows at a time."""
-    some = decoder(encoded, arch)
-    out, width = encoded.shape
-    step = _block(width)
-    if step >= out:
-        return F.linear(x, some(slice(0, out), x.dtype))
-    y = x.new_empty(len(x), out)
-    for start in range(0, out, step):
-        stop = min(out, start + step)
-        torch.mm(x, some(slice(start, stop), x.dtype).T, out=y[:, start:stop])
-    return y
-
-
-def _block(width: int) -> int:
-    return max(16, BLOCK_NUMEL // width // 16 * 16)
 
 
 def _packed(encoded: EncodedTensor) -> "Packed":

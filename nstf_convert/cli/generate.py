@@ -1,6 +1,7 @@
 """`nstf generate`: streams text from an artifact."""
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json
+from nstf_convert.cli.ranks import as_ranks
 
 
 def generate(
@@ -66,6 +68,7 @@ def generate(
     ] = None,
     kv_cache: options.KvCache = "float16",
     threads: options.Threads = None,
+    tensor_parallel: options.TensorParallel = 1,
     json: options.Json = False,
 ) -> None:
     """Generate text with an artifact.
@@ -81,10 +84,9 @@ def generate(
         raise UsageError("the prompt is not UTF-8 text")
     if not text.strip():
         raise UsageError("the prompt is empty: give some text to continue")
-    start = time.monotonic()
-    pieces = []
     if device.partition(":")[0] != "cpu":
-        options.check_device(device)
+        if tensor_parallel == 1:  # ranks have devices of their own
+            options.check_device(device)
         options.refuse_cpu_options(exact, kv_cache)
     # What is not stated is the file's own; what is, replaces it, 0 and 1 too.
     stated = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
@@ -93,7 +95,27 @@ def generate(
     stops = options.check_stops(stop)
     if temperature == 0 and (min_p or {"top_k", "top_p"} & set(sampling)):
         raise UsageError("--top-k, --top-p and --min-p are for draws: add --temperature 0.8, say")
+    rest = (
+        artifact,
+        text,
+        max_new_tokens,
+        chat,
+        seed,
+        attention,
+        exact,
+        device,
+        kernels,
+        threads,
+        kv_cache,
+        sampling,
+        stops,
+    )
+    if tensor_parallel > 1:
+        check_options(tensor_parallel, device, attention, exact, kv_cache)
+        as_ranks(tensor_parallel, _divided, tensor_parallel, json, *rest)
+        return
     plain = device == "cpu" and not (chat or kernels)
+    start = time.monotonic()
     made = (
         _by_engine(
             artifact,
@@ -109,10 +131,12 @@ def generate(
         if plain
         else None
     )
-    if made is None:
-        made = _by_transformers(
-            artifact, text, max_new_tokens, chat, seed, attention, exact, device, kernels, threads, kv_cache, sampling, stops
-        )  # fmt: skip
+    _show(text, _by_transformers(1, *rest) if made is None else made, start, json)
+
+
+def _show(prompt: str, made: Iterator[str], start: float, json: bool) -> None:
+    """Prints pieces as they come, or all at the end as JSON."""
+    pieces = []
     for piece in made:
         pieces.append(piece)
         if not json:
@@ -120,9 +144,29 @@ def generate(
             sys.stdout.flush()
     seconds = time.monotonic() - start
     if json:
-        print_json({"prompt": text, "text": "".join(pieces), "seconds": seconds})
+        print_json({"prompt": prompt, "text": "".join(pieces), "seconds": seconds})
     else:
         typer.echo("")
+
+
+def _divided(ranks: int, json: bool, *rest: Any) -> None:
+    """What each rank does."""
+    _show(rest[1], _by_transformers(ranks, *rest), time.monotonic(), json)
+
+
+def check_options(ranks: int, device: str, attention: str, exact: bool, kv_cache: str) -> None:
+    """Raises UsageError for options that do not go with --tensor-parallel."""
+    if attention != "full" or exact or kv_cache != "float16":
+        raise UsageError(
+            "--attention planned, --exact and --kv-cache do not go with --tensor-parallel: leave them out"
+        )
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: with --tensor-parallel give cpu, or cuda for a GPU each")
+    if device == "cuda":
+        import torch
+
+        if ranks > torch.cuda.device_count() and "RANK" not in os.environ:
+            raise UsageError(f"--tensor-parallel {ranks}: there are {torch.cuda.device_count()} GPUs")
 
 
 def _by_engine(
@@ -151,6 +195,7 @@ def _by_engine(
 
 
 def _by_transformers(
+    tensor_parallel: int,
     artifact: Path,
     prompt: str,
     max_new_tokens: int,
@@ -173,7 +218,8 @@ def _by_transformers(
         torch.set_num_threads(threads)
     model: Any = nstf.runtime.load(
         artifact,
-        device=options.check_device(device),
+        device=device if tensor_parallel > 1 else options.check_device(device),
+        tensor_parallel=tensor_parallel,
         attention=attention,
         engine="exact" if exact else "auto",
         kernels=kernels,

@@ -41,6 +41,12 @@ KvCache = Annotated[
     typer.Option(help="What the CPU engine keeps keys and values as: float16, or int8 in half the memory."),
 ]
 Attention = Annotated[str, typer.Option(help="full, or planned: as the artifact's attention plan says.")]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1, max=1024, metavar="N", help="Divide the model over N processes, a GPU each with cuda."
+    ),
+]
 Temperature = Annotated[
     float, typer.Option(min=0.0, max=10.0, help="0 takes the most likely token; higher is more varied.")
 ]

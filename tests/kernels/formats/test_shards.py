@@ -76,6 +76,21 @@ def test_parts_of_random_trees_make_the_tensor(kind: str, count: int) -> None:
     assert done >= max(1, count // 20)
 
 
+@pytest.mark.parametrize("kind", sorted(LEAVES))
+def test_a_stack_of_experts_is_cut_between_experts(kind: str) -> None:
+    rng = random.Random(kind)
+    shape = (6, 32, 64)
+    trees = (Node(kind, format_of(kind).Params(**LEAVES[kind](rng, shape))) for _ in range(50))
+    tree = next((t for t in trees if grain(t, shape, 0) == 1), None)
+    if tree is None:
+        with pytest.raises(FormatError):
+            shard(random_tensor(Node(kind, format_of(kind).Params()), shape, 0), Span(0, 1, 3))
+        return
+    whole = random_tensor(tree, shape, 0)
+    parts = [shard(whole, Span(0, *ends)) for ends in ((0, 1), (1, 4), (4, 6))]
+    assert torch.equal(joined(parts, 0), decode(whole))
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_rotation_is_cut_with_its_signs(axis: int) -> None:
     params = format_of("rotated").Params(block_in=32, block_out=32, seed=2**31 - 5)

@@ -1,0 +1,184 @@
+"""A model's skeleton cut to what one rank holds, and the modules that put the ranks' results together.
+
+Which part of every tensor it is says runtime/tensor_parallel.py; runtime/loading.py fills the skeleton from the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.kernels.formats import EncodedTensor, FormatError
+from nstf.kernels.formats.shards import Span, shard
+from nstf.runtime.artifact import Artifact
+from nstf.runtime.divided_modules import (
+    AheadLinear,
+    DividedEmbedding,
+    DividedExperts,
+    DividedHead,
+    SummedLinear,
+    derive,
+    first_of,
+)
+from nstf.runtime.ranks import Ranks
+from nstf.runtime.tensor_parallel import PADDED_VOCABULARY, Division
+
+
+class DividedModel:
+    """The parts of one rank of a model in an artifact.
+
+    Raises UnsupportedError for an architecture that transformers has no plan for, UsageError for too many ranks.
+    """
+
+    def __init__(self, artifact: Artifact, ranks: Ranks, device: torch.device) -> None:
+        self.artifact, self.ranks, self.device = artifact, ranks, device
+        self._division = Division(artifact.config(), ranks.size)
+        self._own: dict[str, Span | None] = {}
+
+    def narrow(self, model: nn.Module, sources: Mapping[str, str]) -> None:
+        """Gives every parameter of a skeleton the shape of this rank's part. sources: name in the model -> stored name.
+
+        Raises UnsupportedError for a tensor that cannot be cut, or a module that is not known divided; CorruptError for
+        one of another shape than the model's.
+        """
+        narrowed: dict[int, nn.Parameter] = {}
+        for name, source in sources.items():
+            owner, _, leaf = name.rpartition(".")
+            module: Any = model.get_submodule(owner)
+            whole = module._parameters[leaf]
+            if id(whole) not in narrowed and tuple(whole.shape) != self.artifact.record(source).shape:
+                raise CorruptError(
+                    f"{self.artifact.path}: tensor {source!r} has shape {list(self.artifact.record(source).shape)}, "
+                    f"but its config.json asks for {list(whole.shape)}"
+                )
+            span = self._span(source)
+            self._check(name, module, span)
+            if span is None:
+                continue
+            # Tied parameters stay one object: that is how they are recognised.
+            if id(whole) not in narrowed:
+                part = torch.empty(span.of(tuple(whole.shape)), dtype=whole.dtype, device="meta")
+                narrowed[id(whole)] = nn.Parameter(part, requires_grad=False)
+            module._parameters[leaf] = narrowed[id(whole)]
+
+    def encoded(self, source: str) -> EncodedTensor:
+        """This rank's part of a stored tensor: a view of the file where it lies in one piece.
+
+        Columns are a little of every page: the ranks read such a tensor together, so that none reads more than its share.
+        All must ask for the same tensors in one order.
+        """
+        whole, span = self.artifact.encoded(source), self._span(source)
+        if span is not None and span.axis > 0:
+            arrays = {k: self.ranks.read_together(a, self.device) for k, a in whole.arrays.items()}
+            whole = EncodedTensor(whole.tree, whole.shape, arrays)
+        try:
+            return whole if span is None else shard(whole, span)
+        except FormatError as error:
+            raise self._refusal(source, error) from error
+
+    def connect(self, model: Any, sources: Mapping[str, str]) -> None:
+        """Makes the modules of a filled model put the ranks' results together."""
+        spans = {name: span for name, source in sources.items() if (span := self._span(source)) is not None}
+        for name, span in spans.items():
+            owner, _, leaf = name.rpartition(".")
+            self._connect(owner, leaf, model.get_submodule(owner), span)
+        for owner in {name.rpartition(".")[0].rpartition(".")[0] for name in spans if ".q_proj." in name}:
+            _share_heads(model.get_submodule(owner))
+        _look_ahead(model)
+
+    def _connect(self, owner: str, leaf: str, module: Any, span: Span) -> None:
+        ranks = self.ranks
+        if "experts" in owner.split("."):
+            if not isinstance(module, DividedExperts):
+                derive(module, DividedExperts, ranks=ranks, first=span.start, num_experts=span.size)
+        elif isinstance(module, nn.Embedding):
+            module.padding_idx = None  # of the whole table
+            derive(module, DividedEmbedding, ranks=ranks, **first_of(span))
+        elif owner.endswith("lm_head"):
+            if leaf == "weight":
+                whole = module.out_features
+                derive(module, DividedHead, ranks=ranks, width=_width(whole, ranks.size), vocabulary=whole)
+        elif span.axis == 1:
+            module.in_features = span.size
+            derive(module, SummedLinear, ranks=ranks, following=())
+        else:
+            module.out_features = span.size
+
+    def _check(self, name: str, module: Any, span: Span | None) -> None:
+        """Raises UnsupportedError for a module whose results are not put together here."""
+        owner, _, leaf = name.rpartition(".")
+        style = self._division.style(name)
+        if "experts" in owner.split("."):
+            known = hasattr(module, "num_experts") and span is not None and span.axis == 0
+        elif span is None:
+            known = True
+        elif owner.endswith(("embed_tokens", "lm_head")):
+            known = isinstance(module, nn.Embedding | nn.Linear) and span.axis == 0
+        else:
+            known = isinstance(module, nn.Linear) and style in ("colwise", "rowwise")
+        if not known:
+            raise UnsupportedError(
+                f"{self.artifact.path}: {type(module).__name__}.{leaf} ({name}, {style} in transformers' plan) does not run "
+                "divided; load without tensor_parallel"
+            )
+
+    def _span(self, source: str) -> Span | None:
+        if source not in self._own:
+            record = self.artifact.record(source)
+            try:
+                found = self._division.spans(source, record.tree, record.shape)
+            except FormatError as error:
+                raise self._refusal(source, error) from error
+            self._own[source] = None if found is None else found[self.ranks.rank]
+        return self._own[source]
+
+    def _refusal(self, source: str, error: FormatError) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.artifact.path}: {source} cannot be divided among {self.ranks.size} ranks: {error}; "
+            f"`nstf inspect --tp {self.ranks.size}` lists what cannot"
+        )
+
+
+def _width(vocabulary: int, ranks: int) -> int:
+    """Tokens of each rank but the last."""
+    return -(-vocabulary // PADDED_VOCABULARY) * PADDED_VOCABULARY // ranks
+
+
+def _share_heads(attention: Any) -> None:
+    """How many query heads a key head of this rank serves."""
+    groups = attention.q_proj.out_features // attention.k_proj.out_features
+    if not hasattr(attention, "num_key_value_groups"):
+        raise UnsupportedError(f"{type(attention).__name__} does not run divided: it counts its heads itself")
+    attention.num_key_value_groups = groups
+
+
+def _look_ahead(model: Any) -> None:
+    """Tells every product whose results are summed which encoded products come next."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if not isinstance(module, SummedLinear):
+            continue
+        layer, _, kind = name.rpartition(".")[0].rpartition(".")
+        if kind == "self_attn":
+            following = [f"{layer}.mlp.{leaf}" for leaf in ("gate_proj", "up_proj")]
+        else:
+            stack, _, number = layer.rpartition(".")
+            after = f"{stack}.{int(number) + 1}" if number.isdecimal() else ""
+            following = [f"{after}.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+        found = [modules[n] for n in following if n in modules and "weight_encoded" in modules[n]._modules]
+        module.following = tuple(m.weight_encoded for m in found)
+        for after_it in found:
+            if not isinstance(after_it, AheadLinear):
+                derive(after_it, AheadLinear)
+
+
+def check_options(attention: str, kv_cache: str) -> None:
+    """Raises UsageError for what a divided model does not do."""
+    if attention != "full":
+        raise UsageError("an attention plan does not run divided: leave out attention, or tensor_parallel")
+    if kv_cache != "float16":
+        raise UsageError("kv_cache is the CPU engine's, which runs no divided model: leave it out")

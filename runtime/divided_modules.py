@@ -1,0 +1,139 @@
+"""Modules of which every rank has a part (Shoeybi et al., Megatron-LM, 2019).
+
+Products cut by rows need nothing new: they give this rank's columns, which the next product, cut by columns, takes. Its
+results are summed. Tables, heads and experts know which rows they have. As in modules.py a module stays the instance that
+it was and its class becomes one derived from its own. Inference only: sums let no gradients through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf.kernels.formats.shards import Span
+from nstf.kernels.linear import linear32
+from nstf.kernels.triton.blocks import product32
+from nstf.runtime.ahead import decoded_ahead
+from nstf.runtime.ranks import Ranks
+
+
+class Divided:
+    """What all have in common."""
+
+    ranks: Ranks
+
+
+class SummedLinear(Divided):
+    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would; then the bias.
+
+    following: the encoded weights of the products that come next. Those that will be decoded as a whole are decoded while
+    the sum is under way.
+    """
+
+    following: tuple[Any, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        def meanwhile() -> None:
+            for parameter in self.following:
+                parameter.ahead = decoded_ahead(
+                    parameter.encoded, input.numel() // input.shape[-1], input.dtype
+                )
+
+        return self.product(input, meanwhile if self.following else None)
+
+    def product(self: Any, x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """The product of all ranks. meanwhile: as for `Ranks.sum`."""
+        stored = self._modules.get("weight_encoded")
+        if stored is not None:
+            part = linear32(x, stored.encoded)
+        else:
+            part = product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
+        y: Tensor = self.ranks.sum(part, meanwhile)
+        bias: Tensor | None = self.bias
+        if bias is None:
+            return y.to(x.dtype)
+        # Rounded where one process rounds: torch's own product adds the bias before, ours after.
+        return y.to(x.dtype) + bias if stored is not None else (y + bias).to(x.dtype)
+
+
+class AheadLinear:
+    """A product that takes the weight decoded during the sum before it, if it was."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        stored = self.weight_encoded
+        weight, stored.ahead = getattr(stored, "ahead", None), None
+        if weight is not None and weight.dtype == input.dtype:
+            return nn.functional.linear(input, weight, self.bias)
+        y: Tensor = super().forward(input)  # type: ignore[misc]
+        return y
+
+
+class DividedEmbedding(Divided):
+    """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks."""
+
+    first: int
+    rows: int
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        ids, inside = self.own(input)
+        return self.filled(super().forward(ids), inside)  # type: ignore[misc, no-any-return]
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows of this rank's part, which of them were asked for)."""
+        local = ids - self.first
+        inside = (local >= 0) & (local < self.rows)
+        return torch.where(inside, local, 0), inside
+
+    def filled(self, rows: Tensor, inside: Tensor) -> Tensor:
+        """The rows asked for, from the ranks that have them."""
+        return self.ranks.sum(rows.masked_fill(~inside.unsqueeze(-1), 0.0))
+
+
+class DividedHead(Divided):
+    """The output layer: every rank has the logits of some tokens and is given those of all. width: tokens of a full part."""
+
+    width: int
+    vocabulary: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The logits of all tokens."""
+        return self.ranks.joined(super().forward(x), self.width, self.vocabulary)  # type: ignore[misc]
+
+
+class DividedExperts(Divided):
+    """Experts of which this rank has those from `first` on. To transformers' loop the others are the one that is none."""
+
+    first: int
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        local = top_k_index - self.first
+        own = (local >= 0) & (local < self.num_experts)
+        local = torch.where(own, local, self.num_experts)
+        y: Tensor = super().forward(hidden_states, local, top_k_weights)  # type: ignore[misc]
+        return self.ranks.sum(y.float()).to(y.dtype)
+
+
+def derive(module: Any, kind: type, **attributes: Any) -> None:
+    """Puts `kind` before the module's class and sets attributes."""
+    base: Any = type(module)
+    module.__class__ = _derived(kind, base)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+def first_of(span: Span) -> dict[str, int]:
+    """What a table knows of its part."""
+    return {"first": span.start, "rows": span.size}
+
+
+@cache
+def _derived(kind: type, base: type) -> type:
+    return type(f"{kind.__name__}Of{base.__name__}", (kind, base), {"__doc__": kind.__doc__})

@@ -1,0 +1,125 @@
+"""The processes that run one model together, and what they tell each other: torch.distributed, started by torchrun.
+
+NCCL between GPUs, gloo between CPUs. Sums and joined vocabularies are the same numbers on every rank, bit for bit: what
+one rank decides by them, all do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nstf.errors import NstfError, UnsupportedError, UsageError
+
+Result = TypeVar("Result")
+_STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class OtherFailed(NstfError):
+    """Another rank failed; its own message says why."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of torch.distributed's default group."""
+
+    rank: int
+    size: int
+
+    def sum(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
+
+        On a GPU the sum runs on a stream of NCCL's own and the current one waits for it at the end, so that what
+        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own.
+        """
+        values = values.contiguous()
+        if meanwhile is None:
+            dist.all_reduce(values)
+            return values
+        under_way: Any = dist.all_reduce(values, async_op=True)
+        meanwhile()
+        under_way.wait()
+        return values
+
+    def joined(self, part: Tensor, width: int, total: int) -> Tensor:
+        """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""
+        missing = width - part.shape[-1]
+        if missing:
+            part = torch.nn.functional.pad(part, (0, missing))
+        flat = part.reshape(-1, width)
+        parts = flat.new_empty(self.size, *flat.shape)
+        dist.all_gather(list(parts), flat.contiguous())
+        side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
+        return side_by_side[..., :total]
+
+    def read_together(self, array: Tensor, device: torch.device) -> Tensor:
+        """An array of a mapped file, of which each rank reads an equal piece and is sent the others' by them."""
+        stored = array.reshape(-1).view(torch.uint8)
+        each = -(-len(stored) // self.size)
+        own = stored[self.rank * each : (self.rank + 1) * each].to(device)
+        pieces = own.new_empty(self.size, each)
+        dist.all_gather(list(pieces), torch.nn.functional.pad(own, (0, each - len(own))))
+        return pieces.view(-1)[: len(stored)].view(array.dtype).view(array.shape)
+
+    def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
+        """What `work` gives, once it went well on every rank. same: the hexadecimal digest of what all must have alike.
+
+        Raises what `work` raises, and OtherFailed where it failed on another rank, so that none waits for one that is gone.
+        """
+        try:
+            result = work()
+        except Exception:
+            self._tell(b"")
+            raise
+        own = bytes.fromhex(same(result))
+        for rank, other in enumerate(self._tell(own)):
+            if not other:
+                raise OtherFailed(f"rank {rank} could not load its part; its own message says why")
+            if other != own:
+                raise UsageError(f"rank {rank} reads another file than rank {self.rank}: give all the same")
+        return result
+
+    def _tell(self, word: bytes) -> list[bytes]:
+        """What every rank says, at most 255 bytes each. Not by pickles, as torch's own exchange of objects."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        own = torch.tensor([len(word), *word, *[0] * (255 - len(word))], dtype=torch.uint8, device=device)
+        said = own.new_empty(self.size, len(own))
+        dist.all_gather(list(said), own)
+        return [bytes(row[1 : 1 + row[0]]) for row in said.tolist()]
+
+
+def join(count: int, device: torch.device) -> Ranks:
+    """This process as one of `count`, with a connection to the others.
+
+    Raises UsageError outside torchrun and where it started another number, UnsupportedError for a torch without the means.
+    """
+    if not dist.is_available():
+        raise UnsupportedError("this torch is built without torch.distributed: load without tensor_parallel")
+    if dist.is_initialized():
+        found = dist.get_world_size()
+    else:
+        if any(name not in os.environ for name in _STARTED):
+            raise UsageError(
+                f"tensor_parallel={count} needs {count} processes: start the program with "
+                f"`torchrun --nproc-per-node {count} program.py`"
+            )
+        found = int(os.environ["WORLD_SIZE"])
+    if found != count:
+        raise UsageError(f"tensor_parallel={count}, but there are {found} processes: give one number to both")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    return Ranks(dist.get_rank(), count)
+
+
+def local_device(device: str | torch.device) -> str | torch.device:
+    """`cuda` without a number is the GPU of this process's place on its host."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if str(device) == "cuda" else device

@@ -1,0 +1,222 @@
+"""Small models that two ranks run together, and what both sides of the test compute; run as a program it is rank 1.
+
+python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as torchrun does)
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+import unittest.mock
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nstf.runtime
+from nstf import quantizers
+from nstf.errors import NstfError
+from nstf.kernels.formats import EncodedTensor, Node, array_specs
+from nstf.kernels.formats.dense import Params as Dense
+from nstf.kernels.formats.integer import Params as Int
+from nstf.runtime import loading
+from nstf.runtime.artifact import Shared, open_artifact, write_artifact
+from nstf.runtime.graph_decoder import Decoder
+from nstf.runtime.skeleton import build_skeleton, parameter_names
+
+BASE = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# Tied and untied heads of 64 + 36 tokens, biases of q, k, v and of o, fewer KV heads than ranks, norms of heads and of
+# outputs with a scaled table, experts. Odd layers of the first are stored as dense bfloat16.
+CASES: dict[str, dict[str, Any]] = {
+    "llama, tied, biases": {
+        **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen 2, one KV head": {
+        **BASE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1,
+    },
+    "gemma 3": {
+        **BASE, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True,
+        "sliding_window": 16,
+    },
+    "qwen 3, experts": {
+        **BASE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+# Of widths that the kernels of GPUs take.
+LARGER = {
+    **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
+    "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+# Whose arrays are many pages.
+WIDER = {
+    **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 128,
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+LIMIT = timedelta(minutes=5)  # for a machine that is busy with other things
+
+
+def dense(values: torch.Tensor) -> EncodedTensor:
+    name = str(values.dtype).removeprefix("torch.")
+    return EncodedTensor(Node("dense", Dense(name)), tuple(values.shape), {"values": values})
+
+
+def write(folder: Path, name: str) -> Path:
+    """The artifact of a case."""
+    path = path_of(folder, name)
+    write_model(path, CASES[name], 8)
+    return path
+
+
+def write_model(path: Path, config: dict[str, Any], group: int) -> None:
+    """An artifact with random weights, 4-bit integers in groups of some columns."""
+    torch.manual_seed(0)
+    model = build_skeleton(config)
+    stored = set(parameter_names(model))
+    method: Any = quantizers.method("int_grid")
+    tensors: dict[str, Any] = {}
+    for parameter, value in model.named_parameters(remove_duplicate=False):
+        weight = torch.randn(value.shape) * 0.2
+        if parameter not in stored:
+            tensors[parameter] = Shared("model.embed_tokens.weight")
+        elif weight.dim() == 1:
+            tensors[parameter] = dense(weight + ("norm" in parameter))
+        elif ".layers.1.self_attn" in parameter:
+            tensors[parameter] = dense(weight.bfloat16())
+        elif weight.dim() == 2:
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=group))
+        else:
+            tensors[parameter] = method.encode(weight, method.Params(bits=4, group=group, lead=2))
+    write_artifact(path, tensors, {"config.json": json.dumps(config).encode()})
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def outcome(path: Path, ranks: int) -> dict[str, Any]:
+    """Logits in two dtypes, greedy tokens by transformers and by the captured decoder's step, and what is held."""
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            model: Any = nstf.runtime.load(path, dtype=dtype, engine="off", tensor_parallel=ranks)
+            found[str(dtype)] = model(prompt()).logits
+        found["tokens"] = model.generate(prompt(), **GREEDY)
+        if model.config.model_type != "qwen3_moe":  # its captured decoder does not exist
+            found["captured"] = list(Decoder(model).generate(prompt(), 8))
+    found["bytes"] = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
+    found["refused to save"] = refusal(lambda: model.save_pretrained(path.parent / "saved"))
+    return found
+
+
+def refusals(folder: Path, rank: int) -> list[str]:
+    """The messages of loads that the ranks refuse."""
+    files = [("0.nstf", 3), ("uncut.nstf", 2), ("gpt2.nstf", 2), ("0.nstf" if rank else "1.nstf", 2)]
+    files += [("missing.nstf" if rank else "0.nstf", 2)]
+    return [refusal(partial(nstf.runtime.load, folder / name, tensor_parallel=n)) for name, n in files]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except NstfError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def write_wide(folder: Path) -> None:
+    """A model of random codes, twice: what one rank reads of its copy does not help the other."""
+    tree = Node("int", Int(bits=4, group=128))
+    tensors: dict[str, Any] = {}
+    for name, value in build_skeleton(WIDER).named_parameters():
+        if value.dim() == 1:
+            tensors[name] = dense(torch.ones(value.shape))
+            continue
+        arrays = {
+            path: torch.randint(0, 255, spec.shape, dtype=torch.uint8)
+            if spec.dtype == torch.uint8
+            else torch.rand(spec.shape).to(spec.dtype)
+            for path, spec in array_specs(tree, tuple(value.shape)).items()
+        }
+        tensors[name] = EncodedTensor(tree, tuple(value.shape), arrays)
+    for rank in (0, 1):
+        write_artifact(folder / f"wide{rank}.nstf", tensors, {"config.json": json.dumps(WIDER).encode()})
+
+
+def resident(address: int, size: int) -> int:
+    """Bytes of a mapping whose pages are in memory."""
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
+        return size
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def bytes_read(path: Path) -> tuple[int, int, int]:
+    """(bytes of the file in memory before a load, after it, bytes of what this rank holds): nothing is read ahead."""
+    opened: list[Any] = []
+
+    def without_reading_ahead(*arguments: Any, **options: Any) -> Any:
+        artifact: Any = open_artifact(*arguments, **options)
+        artifact._mapping.madvise(mmap.MADV_RANDOM)
+        opened.append(torch.frombuffer(artifact._mapping, dtype=torch.uint8))
+        before.append(resident(opened[0].data_ptr(), len(opened[0])))
+        return artifact
+
+    before: list[int] = []
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with unittest.mock.patch.object(loading, "open_artifact", without_reading_ahead):
+        model: Any = nstf.runtime.load(path, verify=False, engine="off", tensor_parallel=2)
+    held = [*model.parameters(), *(m for m in model.buffers() if m.nbytes)]
+    for array in held:
+        array.sum()  # what is mapped is read now
+    return before[0], resident(opened[0].data_ptr(), len(opened[0])), sum(array.nbytes for array in held)
+
+
+def both_sides(folder: Path) -> dict[str, Any]:
+    """What each rank computes, in the same order; the group is left open, since the first rank must not go first."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
+    found["read"] = bytes_read(folder / f"wide{dist.get_rank()}.nstf")
+    return found | {"refusals": refusals(folder, dist.get_rank())}
+
+
+def path_of(folder: Path, name: str) -> Path:
+    return folder / f"{sorted(CASES).index(name)}.nstf"
+
+
+def on_gpus(path: Path, ranks: int) -> dict[str, Any]:
+    """Logits and tokens of captured graphs: of more tokens than fit the first cache, so that one is captured anew."""
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            model: Any = nstf.runtime.load(path, "cuda", dtype, tensor_parallel=ranks)
+            ids = prompt().to(model.device)
+            found[str(dtype)] = model(ids).logits.cpu()
+            found[f"tokens in {dtype}"] = model.generate(ids, **GREEDY | {"max_new_tokens": 600}).cpu()
+            assert model.nstf_graphs.engine is not None, "no graph was captured"
+    return found
+
+
+if __name__ == "__main__" and sys.argv[2:] == ["gpus"]:
+    results = on_gpus(Path(sys.argv[1]) / "larger.nstf", 2)
+    torch.save(results, Path(sys.argv[1]) / f"gpu{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+elif __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = both_sides(Path(sys.argv[1]))
+    torch.save(results, Path(sys.argv[1]) / "rank1.pt")
+    dist.destroy_process_group()
