@@ -80,7 +80,7 @@ class Engine:
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
-        self.plan = None if attention == "full" else read_plan(artifact, self.config.shape, attention)
+        self.plan = None if attention == "full" else read_plan(artifact, self.config, attention)
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:

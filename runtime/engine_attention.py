@@ -7,6 +7,8 @@ from typing import Any
 from nstf.errors import CorruptError, UsageError
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, parse_plan
+from nstf.runtime.attention_windows import check_windows
+from nstf.runtime.engine_config import EngineConfig
 from nstf.runtime.kv_formats import KVFormat
 
 # What `kv_cache="int8"` stores where there is no plan: a minimum and a scale per position and head.
@@ -26,12 +28,12 @@ def int8_plan(kv_heads: int) -> dict[str, Any]:
     return {"heads": [], "groups": [_group(INT8)] * kv_heads}
 
 
-def read_plan(artifact: Artifact, shape: dict[str, Any], stated: str | AttentionPlan) -> AttentionPlan:
-    """The plan to run a model of this shape by: `stated`, or the artifact's where it is "planned".
+def read_plan(artifact: Artifact, config: EngineConfig, stated: str | AttentionPlan) -> AttentionPlan:
+    """The plan to run a model of this config by: `stated`, or the artifact's where it is "planned".
 
     Raises UsageError where there is none, CorruptError for one that cannot be read or belongs to another model.
     """
-    stored = artifact.manifest.attention
+    stored, shape = artifact.manifest.attention, config.shape
     if isinstance(stated, str) and not stored:
         raise UsageError(f"{artifact.path}: no attention plan inside; run it with attention='full'")
     try:
@@ -41,6 +43,7 @@ def read_plan(artifact: Artifact, shape: dict[str, Any], stated: str | Attention
             (shape["heads"], shape["kv_heads"])
         }:
             raise ValueError("attention plan: made for other layers or heads than the model has")
+        check_windows(plan, config.windows)
     except ValueError as error:
         raise CorruptError(f"{artifact.path}: {error}; run it with attention='full'") from error
     return plan

@@ -78,7 +78,7 @@ def find_profile(session: Session) -> Found:
         kind="attention profile",
         calibration=session.calibration_fingerprint(),
         context=options.context,
-        version=2,
+        version=3,
     )
     kept = session.work.find(key)
     if kept is not None:
@@ -181,7 +181,7 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
             head_dim=head_dim,
             seed=options.seed,
         )
-    return plan, facts(chosen, found.contexts)
+    return plan, facts(chosen, found)
 
 
 def reported(
@@ -231,13 +231,15 @@ def _stacks(tokenizer: Any, filler: Tensor, length: int, needles: int, seeds: ra
         return []
 
 
-def facts(chosen: Chosen, cut: Contexts) -> dict[str, Any]:
+def facts(chosen: Chosen, found: Found) -> dict[str, Any]:
     """What the report says beside the plan itself."""
+    cut = found.contexts
     return {
         "share": chosen.share,
         "size_bytes": chosen.size_bytes,
         "choose_error": chosen.loss.error,
         "is_uniform": chosen.is_uniform,
+        "layer_windows": list(found.profile.layer_windows),
         "rivals": [{"setting": name, "share": share, "kld": kld} for name, share, kld in chosen.rivals],
         "measured_over_expected": dict(zip(("keys", "values", "rings"), chosen.factors, strict=True)),
         "contexts": {split: list(names) for split, names in cut.domains.items()},
@@ -252,7 +254,11 @@ def _packed(found: Found) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"{split}:{i}": ids for i, ids in enumerate(getattr(cut, split))}
     described = {n: v for n, v in asdict(cut).items() if n not in ("choose", "report")}
     return tensors, {
-        "profile": {"context": profile.context, "windows": list(profile.windows)},
+        "profile": {
+            "context": profile.context,
+            "windows": list(profile.windows),
+            "layer_windows": list(profile.layer_windows),
+        },
         "contexts": described,
     }
 
@@ -266,8 +272,10 @@ def _unpacked(tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> Found:
     facts = found["contexts"]
     domains = {split: tuple(names) for split, names in facts["domains"].items()}
     cut = Contexts(**{**facts, **splits, "domains": domains})
-    context = found["profile"]
-    return Found(Profile(context["context"], tuple(context["windows"]), **values), cut)
+    of = found["profile"]
+    # Files from before layers could slide are of models whose layers see everything.
+    own = tuple(of.get("layer_windows") or [0] * len(values["keys"]))
+    return Found(Profile(of["context"], tuple(of["windows"]), own, **values), cut)
 
 
 def _short(value: float) -> float:
