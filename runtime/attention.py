@@ -214,7 +214,7 @@ def planned_mask(
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two mask functions are made by the same code: transformers makes them anew for each call. Numbers may differ."""
+    """Whether two mask functions are of the same code: transformers makes new ones for each call. Numbers may differ."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_alike, a, b))
     if not isinstance(a, FunctionType) or not isinstance(b, FunctionType):

@@ -1,4 +1,4 @@
-"""Attention of the heads of a layer that run in one call, in torch: bands, whole contexts, rings, and rows of a padded batch.
+"""Attention of the heads of a layer that run in one call, in torch: bands, contexts, rings, rows of a padded batch.
 
 Shapes: B batch, h query heads of a bucket, N queries, T positions, D head size.
 """

@@ -18,7 +18,7 @@ KINDS = ("keys", "values", "ring")
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a KV group; losses: by KINDS, expected nats per token. window: of the model's own layer, 0 for none."""
+    """One way to store a KV group; losses: by KINDS, expected nats per token. window: of the model's layer, 0 for none."""
 
     group: GroupPlan
     losses: tuple[float, float, float]
