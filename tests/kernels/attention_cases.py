@@ -212,7 +212,6 @@ PREFILL = {
     "a ring": Prefill((256, 256, 90), ("70 130 0", "70 130 0", "full", "full"), "4c", "4t", True),
     "a short ring": Prefill((384, 300), ("5 60 0", "5 60 0", "full", "full"), "8c", "16", True),
     "a window of the model": Prefill((256, 190), ("0 100 0", "0 100 0", "full", "full"), "4c", "8t", True),
-    "a window of the model": Prefill((256, 190), ("0 100 0", "0 100 0", "full", "full"), "4c", "8t", True),
     "a ring not yet": Prefill((128, 256), ("5 60 200", "5 60 200", "full", "full"), "4c", "4t", True),
 }
 
