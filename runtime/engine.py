@@ -136,6 +136,11 @@ class Engine:
         """Bytes of keys and values held now."""
         return int(self._engine.cache_bytes)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory taken for keys and values, with pages that are free again."""
+        return int(self._engine.held_bytes)
+
     def reset(self) -> None:
         """Forgets the sequence."""
         self.position = 0

@@ -81,8 +81,8 @@ class Batch:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values."""
-        return self.engine.cache_bytes
+        """Memory taken for keys and values."""
+        return self.engine.held_bytes
 
     def reserve(self, sequence: int, positions: int) -> None:
         """Nothing: a step takes what it needs, and says so where there is no more."""
