@@ -108,7 +108,7 @@ def _check_attention(session: Session) -> None:
     asked = options.kv_budget is not None or options.kv_max_kl is not None
     try:
         possible.check(session)
-    except (UnsupportedError, UsageError, ResourceError) as error:
+    except (UnsupportedError, UsageError) as error:
         if asked or (not isinstance(error, UnsupportedError) and options.context is not None):
             raise type(error)(f"no plan for the KV cache: {error}") from error
 

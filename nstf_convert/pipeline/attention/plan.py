@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import UsageError
 from nstf.runtime.attention_plan import AttentionPlan, LengthResult, PlanKLD
 from nstf_convert.dataset import load_text
-from nstf_convert.pipeline.attention import simulate
+from nstf_convert.pipeline.attention import possible, simulate
 from nstf_convert.pipeline.attention.choose import Chosen, check_budget, choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Measure, by_length, summarised
+from nstf_convert.pipeline.attention.possible import CONTEXT
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.attention.retrieval import Haystack, compared, haystack
 from nstf_convert.pipeline.calibrate import text as texts
@@ -28,8 +29,6 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
-# Tokens of a context when none is asked for, where the model and the text have as many.
-CONTEXT = 2048
 # Nats per token that a plan may cost when neither a budget nor an allowance is given.
 ALLOWED = 0.001
 # Passkeys (one a context) and contexts of NEEDLES needles that a conversion asks for.
@@ -72,8 +71,6 @@ def find_profile(session: Session) -> Found:
         tensors = {n.removeprefix(PREFIX): given.get(n) for n in given.names() if n.startswith(PREFIX)}
         return _unpacked(tensors, found)
     model = session.reference()
-    if not model.is_causal_lm:
-        raise UnsupportedError(f"{options.model} is not a language model: it has no KV cache to plan")
     key = content_key(
         kind="attention profile",
         calibration=session.calibration_fingerprint(),
@@ -144,6 +141,7 @@ def prepare(session: Session) -> None:
 
     Raises UsageError and UnsupportedError as `find_profile`, BudgetError when nothing is as small as the budget.
     """
+    possible.check(session)
     found = find_profile(session)
     if session.options.kv_budget is not None:
         check_budget(found.profile, head_size(session.reference()), session.options.kv_budget)

@@ -171,7 +171,10 @@ class _Scorer:
         """Means over the blocks; gradients: [R, 128, D] of each."""
         parts, outs = [], []
         # What reading values back adds to them, side by side: the weights are multiplied once for all formats.
-        errors = torch.cat([stored(self.value, fmt) - self.value for fmt in FORMATS], dim=1)
+        size = self.value.shape[1]
+        errors = self.value.new_empty(len(self.value), len(FORMATS) * size)
+        for index, fmt in enumerate(FORMATS):
+            torch.sub(stored(self.value, fmt), self.value, out=errors[:, index * size : (index + 1) * size])
         for block, gradient in zip(blocks, gradients, strict=True):
             found, out = self._block(block, gradient, errors)
             parts.append(found)
