@@ -116,7 +116,13 @@ def without(reason: str, tmp_path: Path, long: dict[str, Any]) -> dict[str, Any]
     [
         ("layers", 512, None, UnsupportedError, "no attention plan for layers of type linear_attention"),
         ("positions", 2048, None, UsageError, "a context of 2048 tokens: the model has positions for 1024"),
-        ("positions", 1024, 1 << 30, UsageError, r"at 1024 tokens takes about .* GiB of memory: --context 512 fits"),
+        (
+            "positions",
+            1024,
+            1 << 30,
+            UsageError,
+            r"at 1024 tokens takes about .* GiB of memory: --context 512 fits",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_the_calibration(
