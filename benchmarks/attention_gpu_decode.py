@@ -1,4 +1,4 @@
-"""What benchmarks/attention_gpu.py has in common, and its part that decodes, for heads of an 8B model: 32, 8 KV, 128 wide."""
+"""What benchmarks/attention_gpu.py has in common, and its part that decodes, for heads of an 8B model."""
 
 import time
 from collections.abc import Callable

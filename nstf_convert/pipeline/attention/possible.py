@@ -92,13 +92,12 @@ def check_memory(sizes: Sizes, context: int, machine: Machine) -> None:
 def beyond(sizes: Sizes, context: int, machine: Machine) -> tuple[str, int, int] | None:
     """(memory of what, bytes needed, bytes there are) where a context needs too much, else None."""
     work, waiting = needed_bytes(sizes, context, "cuda" if machine.on_gpu else "cpu")
+    pairs = [("memory", BASE_BYTES + work + waiting, machine.host_bytes)]
     if machine.on_gpu:
-        pairs = (
+        pairs = [
             ("GPU memory", work, machine.gpu_bytes),
             ("memory", GPU_BASE_BYTES + waiting, machine.host_bytes),
-        )
-    else:
-        pairs = (("memory", BASE_BYTES + work + waiting, machine.host_bytes),)
+        ]
     return next((pair for pair in pairs if pair[1] > pair[2]), None)
 
 

@@ -57,7 +57,8 @@ def attending(module: nn.Module, attend: Attend) -> Iterator[None]:
     from transformers import AttentionInterface
 
     windows = check(module)
-    text: Any = module.config.get_text_config(decoder=True)
+    config: Any = module.config
+    text = config.get_text_config(decoder=True)
     AttentionInterface.register(NAME, _attention)
     before = text._attn_implementation
     token = _ACTIVE.set((attend, windows))
