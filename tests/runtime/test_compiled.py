@@ -127,8 +127,10 @@ def test_the_kernels_of_a_plan_are_compiled_too(tiny: ModuleType, tmp_path: Path
         before = all_specs(opened, (1,), torch.float16, row)
     with open_artifact(tiny.write(tmp_path, model, attention=plan)) as opened:
         found = all_specs(opened, (1,), torch.float16, row)
-        assert not set(all_specs(opened, (1,), torch.float32, row)) - set(
-            all_specs(open_artifact(tiny.write(tmp_path / "none", model)), (1,), torch.float32, row)
+        # The kernels run in 16 bits alone.
+        assert not any(
+            spec.kind.startswith("attention_")
+            for spec in all_specs(opened, (1,), torch.float32, row).values()
         )
     kinds = Counter(spec.kind for name, spec in found.items() if name not in before)
     # A ring of 16 bits, and codes with a dense and a sparse head; both layers alike.
