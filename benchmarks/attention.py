@@ -31,7 +31,7 @@ from nstf_convert.dataset import load_text
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Measure
-from nstf_convert.pipeline.attention.plan import facts, head_size, reported
+from nstf_convert.pipeline.attention.plan import Found, facts, head_size, reported
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.streamed import StreamedModel
@@ -67,31 +67,33 @@ def profiled(model: StreamedModel, cut: Contexts, kept: Path | None) -> Profile:
     if kept is not None and kept.exists():
         stored = torch.load(kept, weights_only=True)
         log(f"profile read from {kept}")
-        return Profile(**{**stored, "windows": tuple(stored["windows"])})
+        return Profile(**{n: tuple(v) if isinstance(v, list) else v for n, v in stored.items()})
     start, processor = time.perf_counter(), time.process_time()
     found = profile(model, cut.choose, 0)
     log(
         f"profile: {time.perf_counter() - start:.0f} s, {time.process_time() - processor:.0f} s of processors"
     )
     if kept is not None:
-        torch.save({**vars(found), "windows": list(found.windows)}, kept)
+        torch.save({n: list(v) if isinstance(v, tuple) else v for n, v in vars(found).items()}, kept)
     return found
 
 
-def lines_of(plan: AttentionPlan, share: float, error: float) -> list[str]:
-    """The lines that are printed of a plan."""
+def lines_of(plan: AttentionPlan, share: float, error: float, windows: tuple[int, ...]) -> list[str]:
+    """The lines that are printed of a plan. windows: of the model's layers."""
     kld = plan.kld
     allowed = "-" if kld.allowed is None else f"{kld.allowed:g}"
     patterns = ", ".join(f"{n} {p}" for p, n in sorted(plan.patterns().items()))
     first = (
-        f"budget {plan.kv_budget}, allowed {allowed}: {share:.3f} of {dense_bytes(plan, plan.context):,} bytes at "
+        f"budget {plan.kv_budget}, allowed {allowed}: {share:.3f} of {dense_bytes(plan, plan.context, windows):,} bytes at "
         f"{plan.context} tokens; KLD {kld.choose:.5f} +- {error:.5f} where it was chosen, {kld.report:.5f} reported; "
         f"heads: {patterns}"
     )
     lines = [first]
     for at in plan.lengths:
         size = cache_bytes(plan, at.length)
-        cells = [f"{at.length:>6} tokens  {size:>12,} bytes ({size / dense_bytes(plan, at.length):.3f})"]
+        cells = [
+            f"{at.length:>6} tokens  {size:>12,} bytes ({size / dense_bytes(plan, at.length, windows):.3f})"
+        ]
         cells.append("KLD -" if at.kld is None else f"KLD {at.kld:.5f}")
         for name, counts in (("passkeys", at.passkey), ("needles", at.needles)):
             if counts is not None:
@@ -170,13 +172,13 @@ def main() -> None:
             model, tokenizer, chosen, cut, budget=budget, allowed=bound, head_dim=head_dim, seed=0,
             passkeys=arguments.passkeys, needle_contexts=arguments.needle_contexts,
         )  # fmt: skip
-        print("\n".join(lines_of(plan, chosen.share, chosen.loss.error)), flush=True)
+        print("\n".join(lines_of(plan, chosen.share, chosen.loss.error, found.layer_windows)), flush=True)
         for setting, share, kld in chosen.rivals:
             print(
                 f"       one setting for all: {setting}: {share:.3f} of the bytes, KLD {kld:.5f}", flush=True
             )
         problems += missed(plan)
-        results["plans"].append({"plan": json.loads(plan.to_json()), **facts(chosen, cut)})
+        results["plans"].append({"plan": json.loads(plan.to_json()), **facts(chosen, Found(found, cut))})
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1))
     if problems:

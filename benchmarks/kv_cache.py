@@ -37,8 +37,7 @@ def decode_rate(engine: Engine, context: int, tokens: int) -> float:
 def cache_bytes(artifact: Artifact, cache: str, positions: int) -> int:
     """Bytes of keys and values once `positions` tokens have been seen."""
     engine = Engine(artifact, kv_cache=cache)
-    engine.position = positions - 1  # what was there does not matter here
-    engine.forward([0])
+    engine.forward([0] * positions)
     return engine.cache_bytes
 
 

@@ -210,6 +210,8 @@ class ConvertOptions:
             raise UsageError(
                 "--kv-budget and --kv-max-kl need an attention plan: leave --no-attention-plan out"
             )
+        if self.attention_plan is False and self.context is not None:
+            raise UsageError("--context is for an attention plan: leave it or --no-attention-plan out")
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))

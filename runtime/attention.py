@@ -20,26 +20,32 @@ row). Without a cache, padding on the right is exact too. Holes inside a row are
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.attention_banded import causal, streaming
-from nstf.runtime.attention_layout import Bucket, CompiledLayer, compile_layer, dense_layer
+from nstf.runtime.attention_buckets import attend, by_rules, heads_of, plain_store
+from nstf.runtime.attention_layout import CompiledLayer, compile_layer, dense_layer
 from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, parse_plan
-from nstf.runtime.attention_stored import attend_stored
+from nstf.runtime.attention_windows import check_windows, windows_of
 from nstf.runtime.paged_cache import PagePool
 from nstf.runtime.paged_model import PagedCache, PagedLayer
 from nstf.runtime.planned_heads import SIZES, compiled_plan
-from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer, Segment, SegmentStore
+from nstf.runtime.ring_cache import TAG, PlannedCache, PlannedLayer
 
 NAME = "nstf_planned"
+_SLIDING = sliding_window_causal_mask_function(1)
 _LAYER = "_nstf_attention"
 _STATE = "_nstf_attention_state"
 
@@ -49,13 +55,13 @@ def apply_plan(model: nn.Module, plan: str | bytes | dict[str, object] | Attenti
 
     Raises ValueError when the plan is malformed or does not fit the model's layers and heads,
     UnsupportedError when the architecture does not attend through transformers' attention interface or has
-    sliding or linear layers.
+    layers of other kinds than full and sliding.
     """
     parsed = plan if isinstance(plan, AttentionPlan) else parse_plan(plan)
     config = _text_config(model)
-    _check_fit(model, config, parsed)
+    windows = _check_fit(model, config, parsed)
     remove_plan(model)
-    compiled = [compile_layer(layer) for layer in parsed.layers]
+    compiled = [compile_layer(layer, own) for layer, own in zip(parsed.layers, windows, strict=True)]
     found = set()
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
@@ -132,7 +138,7 @@ def planned_attention(
 
     attention_mask: None or the 2-D mask [B, T] from `planned_mask` (True is a token, False padding).
     """
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias", "cache"):
+    for name in ("softcap", "s_aux", "position_bias", "cache"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(
                 f"planned attention does not know `{name}`; run the model without the plan"
@@ -147,6 +153,10 @@ def planned_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan: CompiledLayer = getattr(module, _LAYER, None) or dense_layer(query.shape[1], key.shape[1])
+    if (kwargs.get("sliding_window") or 0) != plan.window:
+        raise UnsupportedError(
+            f"a layer that slides over {kwargs.get('sliding_window')} positions has a plan for {plan.window or 'all'}"
+        )
     layer: PlannedLayer | PagedLayer | None = getattr(key, TAG, None)
     if isinstance(layer, PagedLayer):
         if attention_mask is not None:
@@ -157,19 +167,19 @@ def planned_attention(
     total = key.shape[2] if layer is None else layer.seen
     rows = _rows(attention_mask, total, cached=layer is not None)
     if layer is None:
-        stores = [_plain_store(segment, key, value) for segment in plan.segments]
+        stores = [plain_store(segment, key, value) for segment in plan.segments]
     else:
         layer.claim()
         stores = layer.stores
     parts = []
     for bucket in plan.buckets:
-        part = _heads(query, bucket.heads)
+        part = heads_of(query, bucket.heads)
         if bucket.plans:
-            parts.append(_by_rules(part, stores[bucket.segment], bucket, scale, total, rows))
+            parts.append(by_rules(part, stores[bucket.segment], bucket, scale, total, rows))
             continue
-        parts.append(_attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows))
+        parts.append(attend(part, stores[bucket.segment], bucket, plan.per_group, scale, total, rows))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    out = _heads(out, plan.inverse)
+    out = heads_of(out, plan.inverse)
     if layer is not None:
         layer.compact(None if rows is None else torch.tensor([low for low, _ in rows], device=key.device))
     return out.transpose(1, 2).contiguous(), None
@@ -185,13 +195,13 @@ def planned_mask(
     **_: Any,
 ) -> Tensor | None:
     """Mask function of transformers: the 2-D mask [B, kv_length] itself, or None when nothing is padded."""
-    if mask_function is not causal_mask_function:
-        raise UnsupportedError(
-            "planned attention is causal only: no packed sequences, no sliding or custom masks"
-        )
+    # What slides is checked where attention runs, by the layer's plan.
+    if mask_function is not causal_mask_function and not _alike(mask_function, _SLIDING):
+        raise UnsupportedError("planned attention is causal only: no packed sequences, no custom masks")
     if q_length is not None and int(q_offset) + q_length != kv_length:
         raise UnsupportedError(
-            "planned attention needs a cache that grows (a static cache has unfilled keys)"
+            "planned attention needs a cache that grows (a static cache has unfilled keys, a sliding one forgets): "
+            "make it with new_cache(model)"
         )
     if attention_mask is None:
         return None
@@ -203,134 +213,14 @@ def planned_mask(
     return None if bool(mask.all()) else mask
 
 
-def _attend(
-    query: Tensor,
-    store: SegmentStore,
-    bucket: Bucket,
-    per_group: int,
-    scale: float,
-    total: int,
-    rows: list[tuple[int, int]] | None,
-) -> Tensor:
-    """One bucket: query [B, h, N, D] against its store, row by row when the rows are padded differently."""
-    key, value = store.keys, store.values
-    if key is None or value is None:
-        raise ValueError("the KV cache is empty: update was not called before attention")
-    if store.ring or store.tail_start:
-        # Every row filled its ring, so no padding is left in it.
-        return _attend_rows(query, key, value, bucket, per_group, scale, store.tail_start, store.ring)
-    if rows is None:
-        return _attend_rows(query, key, value, bucket, per_group, scale)
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    start = total - query.shape[2]
-    for row, (low, high) in enumerate(rows):
-        first, last = max(low - start, 0), high - start
-        if last > first:
-            one = slice(row, row + 1)
-            out[one, :, first:last] = _attend_rows(
-                query[one, :, first:last],
-                key[one, :, low:high],
-                value[one, :, low:high],
-                bucket,
-                per_group,
-                scale,
-            )
-    return out
-
-
-def _by_rules(
-    query: Tensor,
-    store: SegmentStore,
-    bucket: Bucket,
-    scale: float,
-    total: int,
-    rows: list[tuple[int, int]] | None,
-) -> Tensor:
-    """One bucket of quantised groups or block-sparse heads: query [B, h, N, D], row by row."""
-    out = query.new_zeros(query.shape)
-    start = total - query.shape[2]
-    for row, (low, high) in enumerate(rows or [(0, total)] * len(query)):
-        first, last = max(low - start, 0), high - start
-        if last > first:
-            near, far = store.stored(row, low, high)
-            out[row, :, first:last] = attend_stored(
-                query[row, :, first:last], near, far, bucket.slots, bucket.plans, scale
-            )
-    return out
-
-
-def _attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bucket: Bucket,
-    per_group: int,
-    scale: float,
-    tail_start: int = 0,
-    ring: bool = False,
-) -> Tensor:
-    count = query.shape[2]
-    band = bucket.band
-    if band is not None and not ring and not tail_start:
-        # Drop what no query of the call sees before the heads are gathered: decoding touches sink + window
-        # keys.
-        start = key.shape[2] - count
-        near = start - band[1] + 1
-        if near > band[0] and start + 1 >= band[2]:
-            key, value = (torch.cat([t[:, :, : band[0]], t[:, :, near:]], dim=2) for t in (key, value))
-            tail_start = near
-    if count == 1 and (band is None or ring or tail_start):
-        return _one_token(query, key, value, bucket, per_group, scale)
-    key, value = _heads(key, bucket.slots), _heads(value, bucket.slots)
-    if band is None or ring:
-        return causal(query, key, value, scale)
-    sink, window, min_length = band
-    if tail_start:
-        min_length = 0
-    return streaming(
-        query, key, value, scale, sink=sink, window=window, min_length=min_length, tail_start=tail_start
-    )
-
-
-def _one_token(
-    query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, per_group: int, scale: float
-) -> Tensor:
-    """One new token that sees all of key, value: query heads of a KV head become the rows of one product.
-
-    No key is copied for its query heads; that copy would cost more than the attention.
-    """
-    attend = torch.nn.functional.scaled_dot_product_attention
-    batch, heads, _, size = query.shape
-    groups = bucket.whole_groups(per_group)
-    if groups is not None:
-        packed = query.reshape(batch, len(groups), per_group, size)
-        out = attend(packed, _heads(key, groups), _heads(value, groups), scale=scale)
-        return out.reshape(batch, heads, 1, value.shape[-1])
-    parts, first = [], 0
-    while first < heads:
-        slot, last = bucket.slots[first], first + 1
-        while last < heads and bucket.slots[last] == slot:
-            last += 1
-        one = slice(slot, slot + 1)
-        parts.append(attend(query[:, first:last].transpose(1, 2), key[:, one], value[:, one], scale=scale))
-        first = last
-    return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-def _heads(stored: Tensor, slots: tuple[int, ...]) -> Tensor:
-    """The heads `slots` of [B, h, T, D]: the tensor itself or a view where that is possible."""
-    low, count = slots[0], len(slots)
-    if count == stored.shape[1] and slots == tuple(range(count)):
-        return stored
-    if slots == tuple(range(low, low + count)):
-        return stored[:, low : low + count]
-    return stored.index_select(1, _index(slots, stored.device))
-
-
-@lru_cache(maxsize=4096)
-def _index(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: a small tensor costs as much as a small matrix product."""
-    return torch.tensor(slots, device=device)
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two mask functions are of the same code: transformers makes new ones for each call. Numbers may differ."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if not isinstance(a, FunctionType) or not isinstance(b, FunctionType):
+        return type(a) is type(b) is int
+    cells = [tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b)]
+    return a.__code__ is b.__code__ and _alike(*cells)
 
 
 def _rows(mask: Tensor | None, total: int, cached: bool) -> list[tuple[int, int]] | None:
@@ -359,13 +249,6 @@ def _runs_kernels(plan: AttentionPlan, device: torch.device, dtype: torch.dtype)
     return not unsuitable(device.index or 0)
 
 
-def _plain_store(segment: Segment, key: Tensor, value: Tensor) -> SegmentStore:
-    """The segment's heads of a whole context that no planned cache holds."""
-    store = SegmentStore(segment)
-    store.keys, store.values = _heads(key, segment.kv_heads), _heads(value, segment.kv_heads)
-    return store
-
-
 def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -373,7 +256,8 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
+def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> tuple[int, ...]:
+    """The windows of the model's layers."""
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or not getattr(
         model, "_supports_attention_backend", False
@@ -381,11 +265,7 @@ def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
         raise UnsupportedError(
             f"{name} does not attend through transformers' attention interface as a decoder"
         )
-    others = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    if others:
-        raise UnsupportedError(
-            f"{name} has layers of type {', '.join(sorted(others))}; a plan is for full attention"
-        )
+    windows = windows_of(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if len(plan.layers) != config.num_hidden_layers:
@@ -403,6 +283,8 @@ def _check_fit(model: nn.Module, config: Any, plan: AttentionPlan) -> None:
                 f"attention plan: layers[{index}] has {len(layer.heads)} heads in {len(layer.groups)} "
                 f"groups, the model has {heads} in {kv_heads}"
             )
+    check_windows(plan, windows)
+    return windows
 
 
 def _wrap_cache_factory(model: Any) -> None:

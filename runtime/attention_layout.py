@@ -27,16 +27,20 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CompiledLayer:
-    """Where the keys of a layer are, and its calls; `inverse` puts the heads of all buckets back in order."""
+    """Where the keys of a layer are, and its calls; `inverse` puts the heads of all buckets back in order.
+
+    window: positions that the model's layer sees, 0 for all.
+    """
 
     segments: tuple[Segment, ...]
     buckets: tuple[Bucket, ...]
     per_group: int
     inverse: tuple[int, ...]
+    window: int = 0
 
 
-def compile_layer(plan: LayerPlan) -> CompiledLayer:
-    """Sort the heads of a layer by where their keys are and by pattern."""
+def compile_layer(plan: LayerPlan, window: int = 0) -> CompiledLayer:
+    """Sort the heads of a layer by where their keys are and by pattern. window: of the model's layer."""
     per_group = len(plan.heads) // len(plan.groups)
     alike: dict[Segment, list[int]] = {}
     for index, group in enumerate(plan.groups):
@@ -67,7 +71,7 @@ def compile_layer(plan: LayerPlan) -> CompiledLayer:
             buckets.append(Bucket(heads_of, index, tuple(s for _, s in ruled), None, plans))
     done = [head for bucket in buckets for head in bucket.heads]
     inverse = tuple(sorted(range(len(done)), key=done.__getitem__))
-    return CompiledLayer(segments, tuple(buckets), per_group, inverse)
+    return CompiledLayer(segments, tuple(buckets), per_group, inverse, window)
 
 
 def dense_layer(heads: int, kv_heads: int) -> CompiledLayer:

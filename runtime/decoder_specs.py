@@ -13,6 +13,7 @@ from nstf.kernels.triton.spec import KernelSpec, hollow
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
 from nstf.runtime.graph_decoder import LARGEST_BATCH, SMALLEST_CAPACITY
+from nstf.runtime.planned_specs import planned_specs
 from nstf.runtime.stacking import agree
 
 # Matrices that meet the same activations, as runtime/graph_decoder.py stacks them.
@@ -47,8 +48,10 @@ def decoder_specs(
     except (CorruptError, UnsupportedError, ValueError, AttributeError):
         return []
     made: list[KernelSpec] = []
-    for batch in sorted({b for b in batches if b <= LARGEST_BATCH}):
+    sizes = sorted({b for b in batches if b <= LARGEST_BATCH})
+    for batch in sizes:
         made += _step(config, batch, dtype, row.target)
+    made += planned_specs(artifact, config, sizes, dtype, row)
     for name in artifact.names():
         layout = layout_of(artifact.encoded(name)) if name.endswith("embed_tokens.weight") else None
         if layout is not None:

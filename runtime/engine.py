@@ -80,7 +80,7 @@ class Engine:
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
-        self.plan = None if attention == "full" else read_plan(artifact, self.config.shape, attention)
+        self.plan = None if attention == "full" else read_plan(artifact, self.config, attention)
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:
@@ -135,6 +135,11 @@ class Engine:
     def cache_bytes(self) -> int:
         """Bytes of keys and values held now."""
         return int(self._engine.cache_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory taken for keys and values, with pages that are free again."""
+        return int(self._engine.held_bytes)
 
     def reset(self) -> None:
         """Forgets the sequence."""

@@ -7,7 +7,9 @@ from typing import Any
 from nstf.errors import CorruptError, UsageError
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, parse_plan
-from nstf.runtime.kv_formats import KVFormat
+from nstf.runtime.attention_windows import check_windows
+from nstf.runtime.engine_config import EngineConfig
+from nstf.runtime.kv_formats import PAGE, KVFormat, page_bytes
 
 # What `kv_cache="int8"` stores where there is no plan: a minimum and a scale per position and head.
 INT8 = GroupPlan(0, 0, 0, KVFormat(8, "token", True), KVFormat(8, "token", False))
@@ -22,16 +24,24 @@ def layer_plan(layer: LayerPlan) -> dict[str, Any]:
 
 
 def int8_plan(kv_heads: int) -> dict[str, Any]:
-    """The same for a layer with full attention whose keys and values are kept in 8 bits."""
-    return {"heads": [], "groups": [_group(INT8)] * kv_heads}
+    """The same for a layer with full attention whose keys and values are kept in 8 bits, each position from the start:
+    what a query reads does not depend on how much of the text is there, as with the newest pages of a plan, so that another
+    text can go on from any position of this one.
+    """
+    return {"heads": [], "groups": [_group(INT8, at_once=True)] * kv_heads}
 
 
-def read_plan(artifact: Artifact, shape: dict[str, Any], stated: str | AttentionPlan) -> AttentionPlan:
-    """The plan to run a model of this shape by: `stated`, or the artifact's where it is "planned".
+def int8_bytes(head_size: int, positions: int) -> int:
+    """Bytes of one KV head of such a layer, by whole pages."""
+    return -(-positions // PAGE) * (page_bytes(INT8.keys, head_size) + page_bytes(INT8.values, head_size))
+
+
+def read_plan(artifact: Artifact, config: EngineConfig, stated: str | AttentionPlan) -> AttentionPlan:
+    """The plan to run a model of this config by: `stated`, or the artifact's where it is "planned".
 
     Raises UsageError where there is none, CorruptError for one that cannot be read or belongs to another model.
     """
-    stored = artifact.manifest.attention
+    stored, shape = artifact.manifest.attention, config.shape
     if isinstance(stated, str) and not stored:
         raise UsageError(f"{artifact.path}: no attention plan inside; run it with attention='full'")
     try:
@@ -41,6 +51,7 @@ def read_plan(artifact: Artifact, shape: dict[str, Any], stated: str | Attention
             (shape["heads"], shape["kv_heads"])
         }:
             raise ValueError("attention plan: made for other layers or heads than the model has")
+        check_windows(plan, config.windows)
     except ValueError as error:
         raise CorruptError(f"{artifact.path}: {error}; run it with attention='full'") from error
     return plan
@@ -52,8 +63,10 @@ def _head(head: HeadPlan) -> tuple[str, int, int, float, int, int]:
     return head.pattern, sink, window, threshold, stride, head.min_length
 
 
-def _group(group: GroupPlan) -> tuple[int, int, int, tuple[int, bool, bool], tuple[int, bool, bool]]:
-    return group.sink, group.recent, group.min_length, _format(group.keys), _format(group.values)
+def _group(
+    group: GroupPlan, at_once: bool = False
+) -> tuple[int, int, int, tuple[int, bool, bool], tuple[int, bool, bool], bool]:
+    return group.sink, group.recent, group.min_length, _format(group.keys), _format(group.values), at_once
 
 
 def _format(fmt: KVFormat) -> tuple[int, bool, bool]:

@@ -18,13 +18,13 @@ LEAST_ROWS = 4  # rows from which every product is done by the kernels for sever
 class Steps(Protocol):
     """What decodes several sequences together: `Batch` here, `GraphBatch` (runtime/graph_batch.py) on GPUs.
 
-    together: tokens of a step; beside: those of prompts in a step that also decodes; whole_blocks: no piece of a prompt
-    goes over a multiple of `together`.
+    together: tokens of a step; beside: those of prompts in a step that also decodes; sparse_from: the position from which
+    blocks of `together` tokens of a prompt are worked on as a whole, in one step, by sparse attention, if it has any.
     """
 
     together: int
     beside: int
-    whole_blocks: bool
+    sparse_from: int | None
 
     @property
     def context(self) -> int: ...
@@ -64,7 +64,9 @@ class Batch:
         """
         self.engine = engine
         self.sequences = sequences
-        self.whole_blocks = engine.plan is not None
+        layers = () if engine.plan is None else engine.plan.layers
+        rules = [head.block_sparse for layer in layers for head in layer.heads if head.block_sparse]
+        self.sparse_from = min((max(least - 1, 0) for _, _, least in rules), default=None)
         self._least = LEAST_ROWS if reproducible else 1
         self._logits = array("f", bytes(4 * engine.vocab * sequences))
         engine._engine.set_sequences(sequences)
@@ -81,8 +83,8 @@ class Batch:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values."""
-        return self.engine.cache_bytes
+        """Memory taken for keys and values."""
+        return self.engine.held_bytes
 
     def reserve(self, sequence: int, positions: int) -> None:
         """Nothing: a step takes what it needs, and says so where there is no more."""

@@ -13,10 +13,9 @@ from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.attention_plan import GroupPlan
 from nstf.runtime.engine import Engine, greedy
-from nstf.runtime.engine_attention import INT8
-from nstf.runtime.kv_formats import PLAIN, cache_bytes, group_bytes
+from nstf.runtime.engine_attention import int8_bytes
+from nstf.runtime.kv_formats import cache_bytes, dense_group_bytes
 
 # More than a second-level cache and less than a small machine's memory.
 PROBE_BYTES = 256 << 20
@@ -143,6 +142,6 @@ def bytes_per_token(artifact: Artifact, engine: Engine, position: int) -> int:
     weights = sum(artifact.encoded(name).size_bytes for name in stored - (tables - heads))
     if engine.plan is not None:
         return int(weights + cache_bytes(engine.plan, position))
-    group = INT8 if engine.kv_cache == "int8" else GroupPlan(0, 0, 0, PLAIN, PLAIN)
+    each = int8_bytes if engine.kv_cache == "int8" else dense_group_bytes
     seen = [min(position, w) if w else position for w in engine.config.windows]
-    return int(weights + shape["kv_heads"] * sum(group_bytes(group, shape["head_size"], n) for n in seen))
+    return int(weights + shape["kv_heads"] * sum(each(shape["head_size"], n) for n in seen))

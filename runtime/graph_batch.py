@@ -34,7 +34,8 @@ def captured_sizes(sequences: int) -> tuple[int, ...]:
 class GraphBatch:
     """The caches of several sequences of one decoder, which nobody else may use. One thread at a time."""
 
-    together, beside, whole_blocks = TOGETHER, BESIDE, False
+    together, beside = TOGETHER, BESIDE
+    sparse_from: int | None = None
 
     def __init__(self, decoder: Decoder, sequences: int) -> None:
         """Captures the steps. Raises UsageError for more sequences than a step takes, MemoryError."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.attention_plan import AttentionPlan
+from nstf.runtime.attention_windows import check_windows
 from nstf.runtime.graph_decoder import Decoder, State
 from nstf.runtime.graphs import Step
 from nstf.runtime.kv_formats import cache_bytes
@@ -39,10 +40,10 @@ class PlannedDecoder(Decoder):
     def __init__(
         self, model: Any, plan: AttentionPlan, capture: Callable[[Step], Step] | None = None
     ) -> None:
-        """Raises UnsupportedError for a model, plan, dtype or device it does not run."""
+        """Raises UnsupportedError for a model, dtype or device it does not run, ValueError for another model's plan."""
         super().__init__(model, capture)
-        if any(layer.heads.window for layer in self._layers):
-            raise UnsupportedError("planned decoding is for models whose layers attend to everything")
+        # A plan that was applied reads no further back than the model's own windows.
+        check_windows(plan, [layer.heads.window for layer in self._layers])
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise UnsupportedError(f"planned decoding runs in 16 bits, not in {self.dtype}")
         self.plan, self._planned = plan, compiled_plan(plan)

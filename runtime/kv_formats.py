@@ -15,6 +15,7 @@ Shapes: H query heads, G KV heads, N queries (the last ones), T positions, D hea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,9 +173,19 @@ def cache_bytes(plan: AttentionPlan, context: int) -> int:
     return sum(layer_bytes(layer, plan.head_dim, context) for layer in plan.layers)
 
 
-def dense_bytes(plan: AttentionPlan, context: int) -> int:
-    """Bytes of the same cache without a plan, in 16 bits."""
-    return sum(len(layer.groups) for layer in plan.layers) * context * plan.head_dim * 4
+def dense_group_bytes(head_dim: int, context: int, window: int = 0) -> int:
+    """Bytes of one KV head without a plan, in 16 bits; of a layer with a window what its last query sees, by whole pages."""
+    first = max(context - window, 0) // PAGE * PAGE if window else 0
+    return (context - first) * head_dim * 4
+
+
+def dense_bytes(plan: AttentionPlan, context: int, windows: Sequence[int] | None = None) -> int:
+    """Bytes of the same cache without a plan, in 16 bits. windows: of the model's layers (nstf.runtime.attention_windows),
+    None where all see everything."""
+    return sum(
+        len(layer.groups) * dense_group_bytes(plan.head_dim, context, window)
+        for layer, window in zip(plan.layers, windows or [0] * len(plan.layers), strict=True)
+    )
 
 
 def predicted_blocks(

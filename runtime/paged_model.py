@@ -68,9 +68,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _no_turn(self) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of no rotation: transformers has turned queries and keys."""
+        """(cos, sin) of no rotation at any position: transformers has turned queries and keys."""
         if self._flat is None:
-            shape = self.pool.context, self.cache.plan.size // 2
+            shape = 1, self.cache.plan.size // 2
             device = self.pool.device
             self._flat = torch.ones(shape, device=device), torch.zeros(shape, device=device)
         return self._flat

@@ -57,6 +57,7 @@ class Scheduler(Backend):
         self._reproducible = reproducible
         self._reuse = prefix_reuse
         self._clock = 0
+        self._due = 0  # tokens of prompts that steps beside answers would have taken, had they been cut
         super().__init__(parallel, queue, metrics)
         metrics.gauges["cache_bytes"] = lambda: batch.cache_bytes
         self._thread.start()
@@ -162,20 +163,26 @@ class Scheduler(Backend):
         decoding = [s for s in running if s.answer and len(s.tokens) >= len(s.answer.prompt)]
         beginning = sorted((s for s in running if s not in decoding), key=lambda s: s.used)
         parts, wanting = [], []
+        together = self._batch.together
+        if decoding and any(self._is_whole(s) for s in beginning):
+            # A whole block takes a step of its own, as often as pieces beside the answers would have done as much.
+            self._due += self._batch.beside
+            if self._due >= together:
+                self._due -= together
+                decoding, beginning = [], [s for s in beginning if self._is_whole(s)]
         for slot in decoding:
             assert slot.answer is not None
             parts.append(Part(slot.number, len(slot.tokens), slot.answer.tokens[-1:]))
             wanting.append(slot)
-        together = self._batch.together
         room = min(together - len(parts), self._batch.beside if decoding else together)
         for slot in beginning:
             assert slot.answer is not None
             first = len(slot.tokens)
-            # Sparse attention works on whole blocks of a prompt only.
-            cut = min(room, together - first % together) if self._batch.whole_blocks else room
+            if room <= 0 or (self._is_whole(slot) and room < together):
+                continue
+            # No piece goes over the beginning of a block.
+            cut = room if self._batch.sparse_from is None else min(room, together - first % together)
             ids = slot.answer.prompt[first : first + cut]
-            if not ids:
-                break
             room -= len(ids)
             last = first + len(ids) == len(slot.answer.prompt)
             parts.append(Part(slot.number, first, ids, prompt=True, wanted=last))
@@ -191,6 +198,13 @@ class Scheduler(Backend):
                 slot.from_prompt = len(slot.tokens)
         for slot, address in zip(wanting, addresses, strict=True):
             self._next(slot, address)
+
+    def _is_whole(self, slot: _Slot) -> bool:
+        """Whether what comes next of a slot's prompt is a block that sparse attention works on as a whole."""
+        sparse_from, together, first = self._batch.sparse_from, self._batch.together, len(slot.tokens)
+        if sparse_from is None or slot.answer is None or first % together or first < sparse_from:
+            return False
+        return first + together <= len(slot.answer.prompt)
 
     def _has_room(self, slot: _Slot, answer: Answer) -> bool:
         """Whether the cache holds what comes next of an answer; without the memory for it, that answer alone ends."""

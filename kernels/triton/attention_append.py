@@ -29,7 +29,7 @@ def append_kernel(
     bias,  # f32 [(heads + 2 KV) SIZE]
     q_gain,  # f32 [SIZE]
     k_gain,
-    cos,  # f32 [capacity, SIZE / 2]
+    cos,  # f32 [capacity, SIZE / 2], or [1, SIZE / 2] for all positions where TURN is 0
     sin,
     position,  # i64 [1], or [batch] where LINES
     q,  # f32 [batch, heads, SIZE]
@@ -47,6 +47,7 @@ def append_kernel(
     scale,  # of q, for powers of two
     epsilon,
     LINES: tl.constexpr,
+    TURN: tl.constexpr,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -73,10 +74,11 @@ def append_kernel(
     two = tl.arange(0, 2)
     here = qkv + line.to(tl.int64) * ((GROUP + 2) * KV * SIZE)
     queries = number * GROUP + tl.minimum(g, GROUP - 1)
-    turned = _turned(here, 0, queries, d, cos, sin, at, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
+    angle = at * TURN
+    turned = _turned(here, 0, queries, d, cos, sin, angle, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
     # Two equal rows: a tensor of one row has no layout to turn in.
     key = _turned(
-        here, GROUP * KV * SIZE, number + two * 0, d, cos, sin, at, k_gain, bias, epsilon, SIZE, NORM, BIAS
+        here, GROUP * KV * SIZE, number + two * 0, d, cos, sin, angle, k_gain, bias, epsilon, SIZE, NORM, BIAS
     )
     if K_ROTATE:
         turned = turned_by_hadamard(turned, ROWS, SIZE)
@@ -192,9 +194,16 @@ POINTERS = (
 
 
 def append_spec(
-    pages: Pages, batch: int, heads: int, kv_heads: int, norm: bool, bias: bool, lines: bool = False
+    pages: Pages,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    norm: bool,
+    bias: bool,
+    lines: bool = False,
+    turn: bool = True,
 ) -> KernelSpec:
-    """lines: positions [batch], one for each sequence, instead of one for all."""
+    """lines: positions [batch], one for each sequence, instead of one for all. turn: by an angle for each position."""
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype = pointer_type(pages.dtype)
     signature = {
@@ -212,6 +221,7 @@ def append_spec(
             **constants,
             "K_ROTATE": pages.forms.keys.rotate,
             "LINES": int(lines),
+            "TURN": int(turn),
             "NORM": norm,
             "BIAS": bias,
         },
@@ -238,10 +248,12 @@ def append(
 ) -> None:
     """Puts the keys and values of one token into the pages, and its queries into `room`, for these heads of a layer.
 
-    qkv: [batch, (heads + 2 KV) size]. shape: query and KV heads of the layer. position: int64 [1], or [batch].
+    qkv: [batch, (heads + 2 KV) size]. shape: query and KV heads of the layer. position: int64 [1], or [batch]. angles:
+    (cos, sin) [positions, size / 2], or [1, size / 2] for all positions.
     """
     cos, sin = angles
-    spec = append_spec(pages, len(qkv), *shape, gains is not None, bias is not None, lines=len(position) > 1)
+    given = gains is not None, bias is not None
+    spec = append_spec(pages, len(qkv), *shape, *given, lines=len(position) > 1, turn=len(cos) > 1)
     q_gain, k_gain = gains or (cos, cos)
     launch(
         spec, qkv, cos if bias is None else bias, q_gain, k_gain, cos, sin, position, room.q,

@@ -1,14 +1,30 @@
 """The attention plan of a file as `nstf inspect` shows it: bytes of the cache, what it loses, and every layer."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nstf_convert.cli.sizes import format_bytes
 
 
-def kv_summary(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's figures, JSON-ready. Raises CorruptError for a plan that cannot be read."""
+def windows_in(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Windows of the layers of a file's config.json; None where it does not say or is not understood."""
+    from nstf.errors import UnsupportedError
+    from nstf.runtime.attention_windows import windows_of
+    from nstf.runtime.engine_config import completed
+
+    try:
+        full = completed(config)
+        return windows_of(full.get("text_config") or full)
+    except (UnsupportedError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def kv_summary(stored: Mapping[str, Any], windows: Sequence[int] | None = None) -> dict[str, Any]:
+    """The plan's figures, JSON-ready. windows: of the model's layers, None where all see everything.
+
+    Raises CorruptError for a plan that cannot be read.
+    """
     from nstf.errors import CorruptError
     from nstf.runtime.attention_plan import parse_plan
     from nstf.runtime.kv_formats import cache_bytes, dense_bytes, layer_bytes
@@ -17,7 +33,9 @@ def kv_summary(stored: Mapping[str, Any]) -> dict[str, Any]:
         plan = parse_plan(dict(stored))
     except ValueError as error:
         raise CorruptError(f"the {error}: convert the model again") from error
-    dense = dense_bytes(plan, plan.context)
+    if windows is not None and len(windows) != len(plan.layers):
+        windows = None
+    dense = dense_bytes(plan, plan.context, windows)
     layers = []
     for index, layer in enumerate(plan.layers):
         heads = Counter(head.pattern for head in layer.heads)
@@ -27,7 +45,13 @@ def kv_summary(stored: Mapping[str, Any]) -> dict[str, Any]:
         )
         size = layer_bytes(layer, plan.head_dim, plan.context)
         layers.append(
-            {"layer": index, "size_bytes": size, "groups": dict(groups), "heads": dict(sorted(heads.items()))}
+            {
+                "layer": index,
+                "size_bytes": size,
+                "window": windows[index] if windows else 0,
+                "groups": dict(groups),
+                "heads": dict(sorted(heads.items())),
+            }
         )
     return {
         "context": plan.context,
@@ -47,8 +71,8 @@ def kv_summary(stored: Mapping[str, Any]) -> dict[str, Any]:
 def chosen_pairs(reported: Mapping[str, Any]) -> list[tuple[str, object]]:
     """The plan of a conversion's report as lines of text, without its layers: what it lost to, what it costs."""
     plan = {name: value for name, value in reported.items() if name != "choice"}
-    pairs = kv_pairs({**kv_summary(plan), "layers": []})
     choice = reported.get("choice") or {}
+    pairs = kv_pairs({**kv_summary(plan, choice.get("layer_windows")), "layers": []})
     for rival in choice.get("rivals", ()):
         kept = "; kept, since the plan was not better" if choice["is_uniform"] else ""
         words = f"KLD {rival['kld']:.3g}, {rival['share']:.3f} of dense 16 bits{kept}"
@@ -80,5 +104,8 @@ def kv_pairs(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     for layer in found["layers"]:
         groups = "; ".join(f"{n} x {what}" for what, n in layer["groups"].items())
         heads = ", ".join(f"{n} {p}" for p, n in layer["heads"].items())
-        pairs.append((f"layer {layer['layer']}", f"{layer['size_bytes']} bytes: {groups} | heads: {heads}"))
+        own = f" | the model slides over {layer['window']}" if layer["window"] else ""
+        pairs.append(
+            (f"layer {layer['layer']}", f"{layer['size_bytes']} bytes: {groups} | heads: {heads}{own}")
+        )
     return pairs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nstf_convert.cli import options
-from nstf_convert.cli.attention import kv_pairs, kv_summary
+from nstf_convert.cli.attention import kv_pairs, kv_summary, windows_in
 from nstf_convert.cli.convert import accuracy_pairs
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.plan import number
@@ -154,7 +154,7 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
         "accuracy": manifest.report.get("accuracy"),
         "provenance": dict(manifest.provenance),
         "attention_plan": bool(manifest.attention),
-        "kv_cache": kv_summary(manifest.attention) if manifest.attention else None,
+        "kv_cache": kv_summary(manifest.attention, windows_in(config)) if manifest.attention else None,
     }
 
 

@@ -64,8 +64,11 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
         partial.mkdir()
     try:
         yield partial
+        # What the umask leaves of 0666, as of every other file: safetensors' own writer makes files of mode 0600.
+        mode = partial.stat().st_mode & 0o666
         for file in partial.rglob("*"):
             if file.is_file():
+                file.chmod(mode)
                 _sync(file)
         _sync(partial)
         if single_file:

@@ -20,6 +20,7 @@ from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.division import Divisions
 from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.attention import plan as attention
+from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
@@ -46,7 +47,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
     _check_output(options)
     _allowed(options)
     stages = Stages()
-    with Session(options, stages) as session:
+    with Session(options, stages, check=_check_attention) as session:
         _check_healing(session)
         run = _propose(session, _plans_attention(session))
         final = _choose(run)
@@ -97,6 +98,19 @@ def _propose(session: Session, plans_attention: bool) -> Run:
             timing.prepare(table)
     widest = attention.widest(session) if plans_attention else None
     return Run(session, Meta(session, widest), table, allowed, timing, divisions=divisions, free=free)
+
+
+def _check_attention(session: Session) -> None:
+    """Before the calibration: raises as `possible.check` where a plan was asked for, not where an effort brings it along."""
+    options = session.options
+    if not options.plans_attention:
+        return
+    asked = options.kv_budget is not None or options.kv_max_kl is not None
+    try:
+        possible.check(session)
+    except (UnsupportedError, UsageError) as error:
+        if asked or (not isinstance(error, UnsupportedError) and options.context is not None):
+            raise type(error)(f"no plan for the KV cache: {error}") from error
 
 
 def _plans_attention(session: Session) -> bool:

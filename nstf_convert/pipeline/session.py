@@ -46,10 +46,16 @@ class Session:
     """An opened conversion. Use as a context manager; closing releases the work directory."""
 
     def __init__(
-        self, options: ConvertOptions, stages: Stages, may_drop: bool = True, given: Machine | None = None
+        self,
+        options: ConvertOptions,
+        stages: Stages,
+        may_drop: bool = True,
+        given: Machine | None = None,
+        check: Callable[["Session"], None] | None = None,
     ) -> None:
         """may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
-        as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`."""
+        as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`. check: is
+        called once the model is open, before anything is written or takes long."""
         self.helper = given is not None
         self.may_drop = may_drop
         self.options = options
@@ -70,6 +76,8 @@ class Session:
             self.helpers = Helpers(options, self._folder, self.machine)
             self._opened.callback(self.helpers.close)
             self._open_model()
+            if check is not None:
+                check(self)
             if not self.helper:
                 self._open_work()
                 self._calibrate()

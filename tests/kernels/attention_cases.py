@@ -50,6 +50,7 @@ DECODE = {
     "values alone": Decode(330, 1, "16", "4tr"),
     "heads with bands": Decode(500, 1, "8c", "4t", band=(10, 70, 100)),
     "a ring": Decode(383, 2, "4c", "4t", band=(70, 130, 200), evict=True),
+    "a window of the model": Decode(300, 1, "4c", "8t", band=(0, 100, 0), evict=True),
     "a ring not yet": Decode(200, 2, "4c", "4t", band=(70, 90, 300), evict=True),
     "a ring of 16 bits": Decode(400, 2, "16", "16", band=(3, 66, 0), evict=True),
     "bfloat16": Decode(200, 1, "4cr", "4tr", dtype="bfloat16"),
@@ -210,6 +211,7 @@ PREFILL = {
     "a chunk beside a page": Prefill((100, 150), ("full", "20 90 0", "full", "full"), "4c", "4t"),
     "a ring": Prefill((256, 256, 90), ("70 130 0", "70 130 0", "full", "full"), "4c", "4t", True),
     "a short ring": Prefill((384, 300), ("5 60 0", "5 60 0", "full", "full"), "8c", "16", True),
+    "a window of the model": Prefill((256, 190), ("0 100 0", "0 100 0", "full", "full"), "4c", "8t", True),
     "a ring not yet": Prefill((128, 256), ("5 60 200", "5 60 200", "full", "full"), "4c", "4t", True),
 }
 

@@ -271,8 +271,8 @@ def test_models_outside_the_interface_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="not a transformers model"):
         apply_plan(torch.nn.Linear(2, 2), plan_dict(6, 2))
     model = make_model(6, 2)
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(UnsupportedError, match="sliding_attention"):
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedError, match="linear_attention"):
         apply_plan(model, plan_dict(6, 2))
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -95,6 +96,48 @@ def test_stacks_and_the_kernels_of_decoding_are_compiled_too(tiny: ModuleType, t
     with open_artifact(other) as opened:
         assert list(stacked_matrices(opened)) == []
         assert decoder_specs(opened, (1,), torch.float16, architecture("gfx942")) == []
+
+
+def test_the_kernels_of_a_plan_are_compiled_too(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from nstf.kernels.triton.architecture import architecture
+
+    four = {"bits": 4, "by": "channel", "rotate": False}
+    plain = {"bits": 16, "by": "token", "rotate": False}
+    full, band, sparse = (
+        {"pattern": name, "params": params, "min_length": 0, "error": 0.0, "mass": 1.0}
+        for name, params in (
+            ("full", {}),
+            ("streaming", {"sink": 0, "window": 100}),
+            ("block_sparse", {"threshold": 0.9, "stride": 16}),
+        )
+    )
+    groups = [
+        {"sink": 0, "recent": 100, "min_length": 0, "keys": plain, "values": plain},
+        {"sink": 0, "recent": 0, "min_length": 0, "keys": four, "values": four},
+    ]
+    layer = {"heads": [band, band, sparse, full], "groups": groups}
+    plan = {
+        "version": 2, "context": 512, "kv_budget": None, "head_dim": 64, "layers": [layer, layer],
+        "kld": {"allowed": None, "choose": None, "report": None},
+    }  # fmt: skip
+    model = tiny.new_model("LlamaForCausalLM", head_dim=64)
+    row = architecture("gfx942")
+    with open_artifact(tiny.write(tmp_path, model)) as opened:
+        before = all_specs(opened, (1,), torch.float16, row)
+    with open_artifact(tiny.write(tmp_path, model, attention=plan)) as opened:
+        found = all_specs(opened, (1,), torch.float16, row)
+        # The kernels run in 16 bits alone.
+        assert not any(
+            spec.kind.startswith("attention_")
+            for spec in all_specs(opened, (1,), torch.float32, row).values()
+        )
+    kinds = Counter(spec.kind for name, spec in found.items() if name not in before)
+    # A ring of 16 bits, and codes with a dense and a sparse head; both layers alike.
+    assert kinds == {
+        "attention_append": 2, "attention_decode": 2, "attention_store": 4, "attention_fetch": 4,
+        "attention_prefill": 3, "attention_sums": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.gpu

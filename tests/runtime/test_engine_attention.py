@@ -17,9 +17,16 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD
 from nstf.runtime.engine import Engine
-from nstf.runtime.engine_attention import layer_plan
+from nstf.runtime.engine_attention import INT8, int8_plan, layer_plan
 from nstf.runtime.engine_batch import Batch, Part
-from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes, reference_attention
+from nstf.runtime.kv_formats import (
+    PLAIN,
+    KVFormat,
+    dequantise_page,
+    group_bytes,
+    quantise_page,
+    reference_attention,
+)
 
 pytestmark = pytest.mark.skipif(not available(), reason="the CPU engine was not built")
 ISAS = ext.isas() if available() else ["portable"]
@@ -212,6 +219,71 @@ def test_a_copy_goes_on_as_the_original_would(isa: str) -> None:
         copied.copy(original, 100)
     with pytest.raises(ValueError, match="no longer in the cache"):
         feed(original, q, k, v, [1], first=100)
+
+
+def at_once(heads: int, groups: int, size: int, window: int = 0) -> Any:
+    """A layer whose positions are in 8 bits from the start, as `kv_cache="int8"` has them."""
+    return ext.LayerAttention(heads, groups, size, window, size**-0.5, int8_plan(groups))
+
+
+@pytest.mark.parametrize("size", [30, 64, 128])
+def test_positions_in_8_bits_from_the_start_are_read_so_by_all(isa: str, size: int) -> None:
+    q, k, v = numbers(4, 2, 300, size)
+    found = feed(at_once(4, 2, size), q, k, v, [*whole(290), *[1] * 10])
+    k, v = (
+        torch.stack(
+            [dequantise_page(quantise_page(page, fmt), fmt) for page in padded.split(64, dim=1)], dim=1
+        ).flatten(1, 2)[:, :300]
+        for x, fmt in ((k, INT8.keys), (v, INT8.values))
+        for padded in [torch.nn.functional.pad(x, (0, 0, 0, 20))]
+    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wanted = attend(
+        q[None], k.repeat_interleave(2, 0)[None], v.repeat_interleave(2, 0)[None], is_causal=True
+    )[0]
+    assert float((found - wanted).abs().max()) < 4e-3 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("first", [1, 63, 64, 100, 200, 255])
+def test_another_text_goes_on_from_any_position_of_an_int8_cache(isa: str, first: int) -> None:
+    q, k, v = numbers(4, 2, 300, 64)
+    other = [
+        torch.cat([x[:, :first], y[:, first:]], 1)
+        for x, y in zip((q, k, v), numbers(4, 2, 300, 64, 7), strict=True)
+    ]
+    wanted = feed(at_once(4, 2, 64), *other, [*whole(first), *[1] * (300 - first)])[:, first:]
+    engine = at_once(4, 2, 64)
+    feed(engine, q, k, v, whole(300))
+    assert engine.resumable(first) == first
+    copied = at_once(4, 2, 64)
+    copied.copy(engine, first)
+    for each in (engine, copied):
+        assert torch.equal(feed(each, *other, [1] * (300 - first), first=first), wanted)
+
+
+def test_large_and_broken_numbers_in_an_int8_cache(isa: str) -> None:
+    q, k, v = numbers(2, 2, 200, 64)
+    k[:, 40:] *= 2.0**20
+    q /= 2.0**20
+    v[:, 70:] *= 2.0**20
+    found = feed(at_once(2, 2, 64), q, k, v, [*whole(199), 1])
+    exact = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    assert bool(found.isfinite().all())
+    assert float((found[:, 80:] - exact[:, 80:]).abs().max()) < 2e-2 * float(exact.abs().max())
+    v[0, 90, 5] = torch.nan
+    broken = feed(at_once(2, 2, 64), q, k, v, [*whole(199), 1])
+    assert bool(broken[0, 90:, 5].isnan().all()) and bool(broken[:, :64].isfinite().all())
+
+
+def test_memory_that_pages_gave_back_is_still_held() -> None:
+    layer = LayerPlan((streaming(0, 64),), (group(ring=(0, 64, 0)),))
+    q, k, v = numbers(1, 1, 64 * 40, 64)
+    _, engine = run(layer, q, k, v, whole(64 * 40))
+    page = 2 * 64 * 64 * 2
+    held = engine.held_bytes
+    assert engine.cache_bytes <= 3 * page < 4 * page <= held
+    feed(engine, q, k, v, [64])
+    assert engine.held_bytes == held
 
 
 @pytest.mark.parametrize("tokens", [64, 129, 511, 700])

@@ -88,7 +88,8 @@ void Attention::work(const Task& task, const AttendShape& shape, size_t layer, c
     PageTask pages;
     pages.size = size, pages.keys = group.keys, pages.values = group.values, pages.scale = shape.scale;
     pages.queries = going, pages.count = count;
-    pages.first = task.first, pages.last = task.last, pages.whole = std::max<int64_t>(0, position / kPage - 1);
+    pages.first = task.first, pages.last = task.last;
+    pages.whole = group.at_once ? task.last : std::max<int64_t>(0, position / kPage - 1);
     pages.gap_from = (sinks + kPage - 1) / kPage, pages.gap_to = std::max<int64_t>(0, recent) / kPage;
     pages.key_pages = part.cache->keys(layer, kv), pages.value_pages = part.cache->values(layer, kv);
     page_ops().attend(pages);

@@ -197,6 +197,7 @@ class Engine {
     }
     void release(int64_t sequence) { locked([&] { model_.release(sequence); }); }
     int64_t cache_bytes() const { return model_.cache_bytes(); }
+    int64_t held_bytes() const { return model_.held_bytes(); }
 
   private:
     template <class F>
@@ -289,5 +290,6 @@ void bind_engine(nb::module_& m) {
         .def("copy", &Engine::copy, "source"_a, "target"_a, "positions"_a)
         .def("resumable", &Engine::resumable, "sequence"_a, "positions"_a)
         .def("release", &Engine::release, "sequence"_a)
-        .def_prop_ro("cache_bytes", &Engine::cache_bytes);
+        .def_prop_ro("cache_bytes", &Engine::cache_bytes)
+        .def_prop_ro("held_bytes", &Engine::held_bytes);
 }

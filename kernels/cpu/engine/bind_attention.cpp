@@ -20,7 +20,7 @@ namespace {
 
 using Head = std::tuple<std::string, int64_t, int64_t, float, int64_t, int64_t>;
 using Stated = std::tuple<int, bool, bool>;
-using Group = std::tuple<int64_t, int64_t, int64_t, Stated, Stated>;
+using Group = std::tuple<int64_t, int64_t, int64_t, Stated, Stated, bool>;
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
 Format format(const Stated& s) { return {std::get<0>(s), std::get<1>(s), std::get<2>(s)}; }
@@ -58,6 +58,7 @@ class LayerAttention {
     }
     int64_t resumable(int64_t positions) const { return cache_.resumable(positions); }
     int64_t bytes() const { return cache_.bytes(); }
+    int64_t held_bytes() const { return cache_.held_bytes(); }
 
   private:
     AttendShape shape_;
@@ -81,8 +82,11 @@ LayerPlan layer_plan(const nb::dict& d) {
     }
     for (const Group& g : nb::cast<std::vector<Group>>(d["groups"])) {
         GroupPlan one;
-        std::tie(one.sink, one.recent, one.min_length, std::ignore, std::ignore) = g;
+        std::tie(one.sink, one.recent, one.min_length, std::ignore, std::ignore, one.at_once) = g;
         one.keys = format(std::get<3>(g)), one.values = format(std::get<4>(g));
+        for (const Format& f : {one.keys, one.values})
+            if (one.at_once && (f.bits != 8 || f.channel))
+                throw std::invalid_argument("attention: positions are stored at once in 8 bits of their own only");
         plan.groups.push_back(one);
     }
     return plan;
@@ -95,7 +99,8 @@ void bind_attention(nb::module_& m) {
         .def("run", &LayerAttention::run, "q"_a, "k"_a, "v"_a, "first"_a, "out"_a, "decode"_a, "threads"_a)
         .def("copy", &LayerAttention::copy, "source"_a, "positions"_a)
         .def("resumable", &LayerAttention::resumable, "positions"_a)
-        .def_prop_ro("cache_bytes", &LayerAttention::bytes);
+        .def_prop_ro("cache_bytes", &LayerAttention::bytes)
+        .def_prop_ro("held_bytes", &LayerAttention::held_bytes);
 }
 
 }  // namespace nstf::engine

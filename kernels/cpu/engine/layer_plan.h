@@ -8,7 +8,7 @@
 namespace nstf::engine {
 
 // heads: a list of (pattern, sink, window, threshold, stride, min_length) per query head, empty for full attention; groups: of
-// (sink, recent, min_length, keys, values) per key head, formats as (bits, by channel, rotated), empty for float16.
+// (sink, recent, min_length, keys, values, at once) per key head, formats as (bits, by channel, rotated), empty for float16.
 LayerPlan layer_plan(const nanobind::dict& d);
 void bind_attention(nanobind::module_& m);
 

@@ -84,6 +84,12 @@ int64_t Model::cache_bytes() const {
     return total;
 }
 
+int64_t Model::held_bytes() const {
+    int64_t total = 0;
+    for (const PageCache& c : caches_) total += c.held_bytes();
+    return total;
+}
+
 void Model::add_layer(Layer layer) {
     const Shape& s = shape_;
     fits(layer.q, s.heads * s.head_size, s.hidden);

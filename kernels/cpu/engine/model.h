@@ -54,7 +54,8 @@ class Model {
     void release(int64_t sequence);
     void set_sequences(int64_t count);
 
-    int64_t cache_bytes() const;
+    int64_t cache_bytes() const;  // of pages that hold something
+    int64_t held_bytes() const;   // of memory taken for pages
     const Shape& shape() const { return shape_; }
 
   private:

@@ -32,6 +32,7 @@ uint8_t* Arena::take(int64_t bytes) {
         if (pieces_.empty() || at_ + bytes > pieces_.back().size()) {
             const int64_t next = pieces_.empty() ? kSmallest : std::min(kLargest, 2 * pieces_.back().size());
             pieces_.emplace_back(std::max(next, bytes));
+            held_ += pieces_.back().size();
             at_ = 0;
         }
         spare.push_back(pieces_.back().data() + at_);
@@ -74,14 +75,23 @@ void PageCache::prepare(int64_t first, int64_t count) {
         for (Group& g : layer) {
             if (first == 0) g.whole_from = g.held_from = 0;
             sides(g, [&](std::vector<PageSide>& pages, const Format& format, bool key) {
-                for (int64_t p = begun; p < static_cast<int64_t>(pages.size()); ++p)
-                    clear(pages[static_cast<size_t>(p)], format, key, p > begun || first % kPage == 0, true);
+                for (int64_t p = begun; p < static_cast<int64_t>(pages.size()); ++p) {
+                    const bool fresh = p > begun || first % kPage == 0;
+                    clear(pages[static_cast<size_t>(p)], format, key, fresh, fresh || !g.plan.at_once);
+                }
                 pages.resize(static_cast<size_t>(last + 1));
                 for (int64_t p = begun; p <= last; ++p) {
                     PageSide& side = pages[static_cast<size_t>(p)];
+                    if (g.plan.at_once) {
+                        if (side.packed != nullptr) continue;
+                        side.packed = arena_.take(packed_bytes(format, size_, key));
+                        // Positions that are not stored yet are read, times nothing: they have to be numbers.
+                        std::fill_n(side.packed, packed_bytes(format, size_, key), uint8_t{0});
+                        continue;
+                    }
                     if (side.half == nullptr) side.half = reinterpret_cast<uint16_t*>(arena_.take(half_bytes(size_)));
                 }
-                for (int64_t p = g.whole_from; format.bits < 16 && p <= last - 2; ++p) {
+                for (int64_t p = g.whole_from; format.bits < 16 && !g.plan.at_once && p <= last - 2; ++p) {
                     PageSide& side = pages[static_cast<size_t>(p)];
                     if (side.half != nullptr && side.packed == nullptr)
                         side.packed = arena_.take(packed_bytes(format, size_, key));
@@ -107,15 +117,38 @@ void PageCache::put(PageSide& side, int64_t position, const float* x, bool key) 
     for (int64_t i = 0; i < size_; ++i) to[i * block] = float_to_half(x[i] / unit);
 }
 
+void PageCache::put_code(PageSide& side, const Format& format, int64_t position, const float* x, bool key) {
+    const int64_t within = position % kPage, pairs = pairs_of(format, size_);
+    if (within == 0) side.unit = 1;
+    Scratch row(size_);
+    std::copy_n(x, size_, row.data());
+    if (format.rotate) page_ops().turn(row.data(), size_);
+    const float unit = fitting(side.unit, row.data(), size_);
+    if (unit > side.unit) {
+        auto* stored = reinterpret_cast<uint16_t*>(side.packed);
+        for (int64_t i = 0; i < 2 * pairs; ++i)
+            stored[i] = float_to_half(half_to_float(stored[i]) / (unit / side.unit));
+        side.unit = unit;
+    }
+    if (unit != 1)
+        for (int64_t i = 0; i < size_; ++i) row.data()[i] /= unit;
+    page_ops().pack_one(format, size_, key, row.data(), within, side.packed);
+}
+
 void PageCache::store(size_t layer, int64_t head, int64_t position, const float* key, const float* value) {
     Group& g = layers_[layer][static_cast<size_t>(head)];
     const auto page = static_cast<size_t>(position / kPage);
+    if (g.plan.at_once) {
+        put_code(g.keys[page], g.plan.keys, position, key, true);
+        return put_code(g.values[page], g.plan.values, position, value, false);
+    }
     put(g.keys[page], position, key, true);
     put(g.values[page], position, value, false);
 }
 
 void PageCache::pack(size_t layer, int64_t head) {
     Group& g = layers_[layer][static_cast<size_t>(head)];
+    if (g.plan.at_once) return;
     const int64_t last = (seen_ - 1) / kPage;
     sides(g, [&](std::vector<PageSide>& pages, const Format& format, bool key) {
         for (int64_t p = g.whole_from; format.bits < 16 && p <= last - 2; ++p) {
@@ -129,7 +162,7 @@ void PageCache::finish() {
     const int64_t last = (seen_ - 1) / kPage, base = seen_ / kPage * kPage;
     for (auto& layer : layers_)
         for (Group& g : layer) {
-            const bool few = g.plan.keys.bits < 16 || g.plan.values.bits < 16;
+            const bool few = !g.plan.at_once && (g.plan.keys.bits < 16 || g.plan.values.bits < 16);
             for (; few && g.whole_from <= last - 2; ++g.whole_from) {
                 const auto p = static_cast<size_t>(g.whole_from);
                 sides(g, [&](std::vector<PageSide>& pages, const Format& format, bool key) {

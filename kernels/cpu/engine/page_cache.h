@@ -17,10 +17,12 @@ struct HeadPlan {
     float threshold = 1;
 };
 // What is kept of a key head: all positions where `recent` is 0, else `sink` first and `recent` last ones from `min_length`
-// tokens on.
+// tokens on. at_once: every position is brought into 8 bits when it is stored, and read so by all queries; what is held of it
+// depends on no other, so that any number of first positions can be shared.
 struct GroupPlan {
     int64_t sink = 0, recent = 0, min_length = 0;
     Format keys, values;
+    bool at_once = false;
 };
 struct LayerPlan {
     std::vector<HeadPlan> heads;
@@ -33,10 +35,12 @@ class Arena {
     uint8_t* take(int64_t bytes);
     void give(void* page, int64_t bytes);
     int64_t used() const { return used_; }
+    // With what is free again: pieces are kept until the cache is released.
+    int64_t held() const { return held_; }
 
   private:
     std::vector<Buffer<uint8_t>> pieces_;
-    int64_t at_ = 0, used_ = 0;
+    int64_t at_ = 0, used_ = 0, held_ = 0;
     std::map<int64_t, std::vector<uint8_t*>> free_;
 };
 
@@ -61,6 +65,7 @@ class PageCache {
     int64_t resumable(int64_t positions) const { return positions <= seen_ && positions >= lowest_ ? positions : 0; }
     void copy(const PageCache& from, int64_t positions);
     int64_t bytes() const { return arena_.used(); }
+    int64_t held_bytes() const { return arena_.held(); }
 
     const GroupPlan& plan(size_t layer, int64_t head) const { return group(layer, head).plan; }
     const PageSide* keys(size_t layer, int64_t head) const { return group(layer, head).keys.data(); }
@@ -78,6 +83,7 @@ class PageCache {
     void sides(Group& g, F body);
     void clear(PageSide& side, const Format& format, bool key, bool half, bool packed);
     void put(PageSide& side, int64_t position, const float* x, bool key);
+    void put_code(PageSide& side, const Format& format, int64_t position, const float* x, bool key);
 
     int64_t kv_heads_, size_, seen_ = 0, lowest_ = 0;
     std::vector<std::vector<Group>> layers_;

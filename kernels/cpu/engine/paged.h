@@ -346,4 +346,4 @@ static void diagonals(const float* queries, const float* page, int64_t size, int
 
 static void turn(float* head, int64_t size) { hadamard(head, size, static_cast<int>(size & -size)); }
 
-static const PageOps kPageOps = {attend, pack, unpack_keys, diagonals, turn};
+static const PageOps kPageOps = {attend, pack, pack_one, unpack_keys, diagonals, turn};

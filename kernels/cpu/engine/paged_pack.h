@@ -78,6 +78,37 @@ static void pack(const Format& format, int64_t size, bool key, const uint16_t* h
         }
 }
 
+// In 8 bits, with a minimum and a scale of the position's own.
+static void pack_one(const Format& format, int64_t size, bool key, const float* x, int64_t position, uint8_t* packed) {
+    const int64_t pairs = pairs_of(format, size), groups = channel_groups(size), width = size / groups;
+    const int64_t columns = packed_columns(size, key);
+    auto* stored = reinterpret_cast<uint16_t*>(packed);
+    uint8_t* bytes = packed + 4 * pairs;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float* in = x + g * width;
+        float low = in[0], high = in[0], bad = 0;  // becomes NaN where a number is none
+#pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : bad)
+        for (int64_t d = 0; d < width; ++d) {
+            low = in[d] < low ? in[d] : low;
+            high = in[d] > high ? in[d] : high;
+            bad += in[d] * 0.0f;
+        }
+        uint16_t &minimum = stored[g * kPage + position], &scale = stored[pairs + g * kPage + position];
+        minimum = float_to_half(low + bad);
+        low = half_to_float(minimum);
+        const float wide = (high - low) / 255;
+        scale = float_to_half(wide > 0 ? wide : 0);
+        const float step = half_to_float(scale), by = step > 0 ? 1 / step : 0;
+        int64_t unit;
+        for (int64_t d = 0; d < width; ++d) {
+            const float code = std::nearbyint((in[d] - low) * by);
+            const int64_t row = g * width + d;
+            bytes[key ? code_offset(row, position, columns, 8, &unit) : code_offset(position, row, columns, 8, &unit)] =
+                static_cast<uint8_t>(!(code > 0) ? 0 : code > 255 ? 255 : code);
+        }
+    }
+}
+
 // Keys as [4 blocks of 16 positions][size][16], still rotated where they are stored rotated.
 static void unpack_keys(const Format& format, int64_t size, const PageSide& page, bool half, float* out) {
     if (half) {

@@ -90,6 +90,8 @@ struct PageOps {
     void (*attend)(const PageTask& task);
     // A whole page of one head, keys or values, from float16 into few bits.
     void (*pack)(const Format& format, int64_t size, bool key, const uint16_t* half, uint8_t* packed);
+    // One position of a head, [size], rotated already, into its place of a page in 8 bits by position.
+    void (*pack_one)(const Format& format, int64_t size, bool key, const float* x, int64_t position, uint8_t* packed);
     // A page of keys as numbers, in the order of float16 pages and rotated where its format says so.
     void (*unpack_keys)(const Format& format, int64_t size, const PageSide& page, bool half, float* out);
     // Sums of products of a page of keys, [4][size][16], and groups of queries, [rows][size][16]; out: [row][groups], a page's own

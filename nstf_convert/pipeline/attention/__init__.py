@@ -6,5 +6,6 @@ profile.py     expected loss of every option of every head and KV group, from gr
 options.py     what a KV group can be, its bytes and its expected loss
 choose.py      a budget to a plan: hulls, multipliers, exact program, rivals, measured
 retrieval.py   passkeys and needles
+possible.py    what is refused before anything takes long: models, lengths, memory
 plan.py        the stage of a conversion
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nstf.errors import BudgetError
 from nstf.runtime.attention_plan import LayerPlan
-from nstf.runtime.kv_formats import PLAIN, group_bytes
+from nstf.runtime.kv_formats import dense_group_bytes, group_bytes
 from nstf_convert.pipeline.attention.measured import Loss
 from nstf_convert.pipeline.attention.options import (
     KINDS,
@@ -59,7 +59,7 @@ def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
     """Raises BudgetError when not even the smallest options of all groups keep the budget; nothing is measured."""
     units = priced(choices(profile), head_dim, profile.context, (1.0,) * len(KINDS))
     smallest = sum(min(option.size_bytes for option in unit) for unit in units)
-    dense = len(units) * profile.context * head_dim * 4
+    dense = _dense_bytes(profile, head_dim)
     if smallest > int(budget * dense):
         raise BudgetError(
             f"no plan takes {budget:g} of the KV cache at {profile.context} tokens: the smallest takes "
@@ -68,12 +68,18 @@ def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
         )
 
 
+def _dense_bytes(profile: Profile, head_dim: int) -> int:
+    """Of the cache without a plan, in 16 bits; layers that slide hold their windows alone."""
+    groups = profile.keys.shape[1]
+    return groups * sum(dense_group_bytes(head_dim, profile.context, own) for own in profile.layer_windows)
+
+
 class _Chooser:
     def __init__(self, profile: Profile, head_dim: int, measure: Measurement) -> None:
         self.profile, self.head_dim, self.measure = profile, head_dim, measure
         self.options = choices(profile)
         self.factors: tuple[float, ...] = (1.0,) * len(KINDS)
-        self.dense_bytes = len(self.options) * profile.context * head_dim * 4
+        self.dense_bytes = _dense_bytes(profile, head_dim)
         self._prices()
 
     def _prices(self) -> None:
@@ -116,8 +122,7 @@ class _Chooser:
     def measured(self, chosen: Sequence[Choice], is_uniform: bool = False) -> Chosen:
         layers = layers_of(chosen, self.profile)
         size = self.size(chosen)
-        plain = all(c.group.keys == c.group.values == PLAIN and not c.group.recent for c in chosen)
-        loss = Loss(0.0, 0.0) if plain else self.measure(layers)
+        loss = Loss(0.0, 0.0) if all(c.is_plain for c in chosen) else self.measure(layers)
         share = size / self.dense_bytes
         log.info("attention: %.3f of the dense cache, KLD %.5f +- %.5f", share, loss.mean, loss.error)
         return Chosen(layers, loss, size, share, is_uniform, factors=self.factors)
@@ -173,13 +178,13 @@ def _within(chooser: _Chooser, budget: float) -> Chosen:
     second = chooser.within(budget_bytes)
     if second != first:
         best = min(best, chooser.measured(second), key=lambda c: c.loss.mean)
-    return _best(best, chooser.rivals(budget_bytes))
+    return _best(best, chooser.rivals(budget_bytes), chooser.profile)
 
 
-def _best(found: Chosen, rivals: Sequence[Chosen]) -> Chosen:
+def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile) -> Chosen:
     """The plan, or the rival that is measured to lose less in no more bytes than were allowed."""
     best = min([found, *rivals], key=lambda c: c.loss.mean)
-    best.rivals = [(_described(c), c.share, c.loss.mean) for c in rivals]
+    best.rivals = [(_described(c, profile), c.share, c.loss.mean) for c in rivals]
     best.factors = found.factors
     return best
 
@@ -199,11 +204,10 @@ def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
             break
         target *= min(0.97 * _room(found.loss, allowed), FACTOR)
     if best is None:
-        plain = [next(c for c in unit if c.group.keys == c.group.values == PLAIN and not c.group.recent)
-                 for unit in chooser.options]  # fmt: skip
+        plain = [next(c for c in unit if c.is_plain) for unit in chooser.options]
         best = chooser.measured(plain)
     smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.upper <= allowed]
-    return _best(best, smaller)
+    return _best(best, smaller, chooser.profile)
 
 
 def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
@@ -241,7 +245,10 @@ def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:
     return best
 
 
-def _described(chosen: Chosen) -> str:
-    group = chosen.layers[0].groups[0]
-    ring = f", sink {group.sink} + window {group.recent}" if group.recent else ""
+def _described(chosen: Chosen, profile: Profile) -> str:
+    """Of a single setting, as a layer that sees everything has it where there is one."""
+    own = profile.layer_windows
+    layer = own.index(0) if 0 in own else 0
+    group = chosen.layers[layer].groups[0]
+    ring = f", sink {group.sink} + window {group.recent}" if group.recent and not own[layer] else ""
     return f"keys {group.keys}, values {group.values}{ring}"

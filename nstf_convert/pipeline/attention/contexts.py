@@ -28,6 +28,18 @@ POOL_CHARS = 32 << 20
 SEPARATOR = "\n\n\n"
 
 
+def check_length(wanted: int, limit: int) -> None:
+    """Raises UsageError for a context that is longer than the model's positions or too short to say anything."""
+    if wanted > limit:
+        raise UsageError(
+            f"a context of {wanted} tokens: the model has positions for {limit}; ask for at most that"
+        )
+    if wanted < SHORTEST:
+        raise UsageError(
+            f"a context of {wanted} tokens is too short for a cache plan: ask for at least {SHORTEST}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Contexts:
     """choose, report: token ids [length] each, no token in two of them; domains: their datasets, in order.
@@ -57,14 +69,7 @@ def contexts(
     documents (or, where a dataset has one long document, stretches of it) that do not choose. Raises UsageError when
     even short contexts cannot be cut, or the model's limit is below `wanted`.
     """
-    if wanted > limit:
-        raise UsageError(
-            f"a context of {wanted} tokens: the model has positions for {limit}; ask for at most that"
-        )
-    if wanted < SHORTEST:
-        raise UsageError(
-            f"a context of {wanted} tokens is too short for a cache plan: ask for at least {SHORTEST}"
-        )
+    check_length(wanted, limit)
     pools = {name: _documents(tokenizer, text, wanted, windows) for name, text in sources.items()}
     own = {n: _documents(tokenizer, text, wanted, windows) for n, text in (report_sources or {}).items()}
     length = wanted // BLOCK * BLOCK

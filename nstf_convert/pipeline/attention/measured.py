@@ -14,7 +14,8 @@ from nstf_convert.streamed import StreamedModel
 
 # Neighbouring tokens are correlated; means over this many are about independent.
 SEGMENT = 128
-ROWS = 256
+# Logits that exist at a time, of each of the two models.
+LOGITS = 128 * 49152
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,22 @@ class Measure:
     def divergences(self, layers: Sequence[LayerPlan], start: float = 0.0) -> list[Tensor]:
         """KL(dense || planned) in nats of every context, float64, of the positions from the share `start` of it on."""
         if not self._dense:
-            self._dense = [self._hidden(ids, simulate.dense) for ids in self.contexts]
+            # On the host: they wait there for every measurement.
+            self._dense = [self._hidden(ids, simulate.dense).cpu() for ids in self.contexts]
         found = []
         for ids, dense in zip(self.contexts, self._dense, strict=True):
             planned = self._hidden(ids, simulate.by_plan(layers))
             with self.model.holding(self.model.head):
+                rows = max(1, LOGITS // self.model.module.config.get_text_config().vocab_size)
                 parts = [
                     compare(
-                        self.model.logits(dense[i : i + ROWS]),
-                        self.model.logits(planned[i : i + ROWS]),
-                        ids[i : i + ROWS].to(dense.device),
-                    ).kl
-                    for i in range(int(start * len(ids)), len(ids), ROWS)
+                        self.model.logits(dense[i : i + rows].to(planned.device)),
+                        self.model.logits(planned[i : i + rows]),
+                        ids[i : i + rows].to(planned.device),
+                    ).kl.cpu()
+                    for i in range(int(start * len(ids)), len(ids), rows)
                 ]
-            found.append(torch.cat(parts).cpu())
+            found.append(torch.cat(parts))
         return found
 
     def _hidden(self, ids: Tensor, attend: simulate.Attend) -> Tensor:

@@ -18,22 +18,33 @@ KINDS = ("keys", "values", "ring")
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a KV group; losses: by KINDS, expected nats per token."""
+    """One way to store a KV group; losses: by KINDS, expected nats per token. window: of the model's layer, 0 for none."""
 
     group: GroupPlan
     losses: tuple[float, float, float]
+    window: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything that the model reads is kept, in 16 bits."""
+        return self.group == own_group(self.window)
 
     def of(self, kind: str) -> "Choice":
         """The same with only one kind of loss: the others are stored as they are."""
         group = self.group
         if kind != "ring":
-            group = replace(group, sink=0, recent=0, min_length=0)
+            group = replace(group, sink=0, recent=self.window, min_length=0)
         if kind != "keys":
             group = replace(group, keys=PLAIN)
         if kind != "values":
             group = replace(group, values=PLAIN)
         losses = tuple(v if k == kind else 0.0 for k, v in zip(KINDS, self.losses, strict=True))
-        return Choice(group, losses)  # type: ignore[arg-type]
+        return Choice(group, losses, self.window)  # type: ignore[arg-type]
+
+
+def own_group(window: int) -> GroupPlan:
+    """Everything that a layer with this window reads, in 16 bits."""
+    return GroupPlan(0, window, 0, PLAIN, PLAIN)
 
 
 def choices(profile: Profile) -> list[list[Choice]]:
@@ -45,12 +56,15 @@ def choices(profile: Profile) -> list[list[Choice]]:
 def _choices(profile: Profile, layer: int, group: int) -> list[Choice]:
     keys = _formats(profile.keys[layer, group].tolist())
     values = _formats(profile.values[layer, group].tolist())
-    rings = [(0, 0, 0, 0.0)] + [
-        (SINK, window, SINK + window, loss)
-        for window, loss in zip(profile.windows, profile.rings[layer, group].tolist(), strict=True)
-    ]
+    own = profile.layer_windows[layer]
+    rings = [(0, own, 0, 0.0)]
+    if not own:
+        rings += [
+            (SINK, window, SINK + window, loss)
+            for window, loss in zip(profile.windows, profile.rings[layer, group].tolist(), strict=True)
+        ]
     return [
-        Choice(GroupPlan(sink, recent, least, key, value), (key_loss, value_loss, ring_loss))
+        Choice(GroupPlan(sink, recent, least, key, value), (key_loss, value_loss, ring_loss), own)
         for sink, recent, least, ring_loss in rings
         for key, key_loss in keys
         for value, value_loss in values
@@ -85,16 +99,17 @@ def priced(
 def uniforms(profile: Profile) -> list[list[Choice]]:
     """One setting for all groups: every ring with every number of bits of keys and of values.
 
-    The format of so many bits is one for all too: that with the least expected loss in total.
+    The format of so many bits is one for all too: that with the least expected loss in total. Layers that slide keep their
+    own windows.
     """
     layers, groups = profile.keys.shape[:2]
     totals = [_formats(t.sum((0, 1)).tolist()) for t in (profile.keys, profile.values)]
     keys, values = ([fmt for fmt, _ in total] for total in totals)
     found = []
-    for ring, key, value in itertools.product(range(-1, len(profile.windows)), keys, values):
+    rings = range(-1, 0 if all(profile.layer_windows) else len(profile.windows))
+    for ring, key, value in itertools.product(rings, keys, values):
         recent = 0 if ring < 0 else profile.windows[ring]
         sink, least = (SINK, SINK + recent) if recent else (0, 0)
-        group = GroupPlan(sink, recent, least, key, value)
         losses = (
             _expected(profile.keys, key),
             _expected(profile.values, value),
@@ -102,7 +117,11 @@ def uniforms(profile: Profile) -> list[list[Choice]]:
         )
         # The losses of all groups are shared out evenly: only their sum is used.
         share = tuple(loss / (layers * groups) for loss in losses)
-        found.append([Choice(group, share)] * (layers * groups))  # type: ignore[arg-type]
+        same = []
+        for own in profile.layer_windows:
+            kept = (0, own, 0) if own else (sink, recent, least)
+            same += [Choice(GroupPlan(*kept, key, value), share, own)] * groups  # type: ignore[arg-type]
+        found.append(same)
     return found
 
 
@@ -127,6 +146,8 @@ def layers_of(chosen: Sequence[Choice], profile: Profile) -> list[LayerPlan]:
 
 
 def _streaming(profile: Profile, layer: int, head: int, group: GroupPlan) -> HeadPlan:
+    if profile.layer_windows[layer]:  # the model's own: nothing is lost
+        return HeadPlan("streaming", {"sink": 0, "window": group.recent}, 0, 0.0, 1.0)
     index = profile.windows.index(group.recent)
     return HeadPlan(
         "streaming",

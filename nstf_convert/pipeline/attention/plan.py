@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import UsageError
 from nstf.runtime.attention_plan import AttentionPlan, LengthResult, PlanKLD
 from nstf_convert.dataset import load_text
-from nstf_convert.pipeline.attention import simulate
+from nstf_convert.pipeline.attention import possible, simulate
 from nstf_convert.pipeline.attention.choose import Chosen, check_budget, choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Measure, by_length, summarised
+from nstf_convert.pipeline.attention.possible import CONTEXT
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.attention.retrieval import Haystack, compared, haystack
 from nstf_convert.pipeline.calibrate import text as texts
@@ -28,8 +29,6 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
-# Tokens of a context when none is asked for, where the model and the text have as many.
-CONTEXT = 2048
 # Nats per token that a plan may cost when neither a budget nor an allowance is given.
 ALLOWED = 0.001
 # Passkeys (one a context) and contexts of NEEDLES needles that a conversion asks for.
@@ -72,13 +71,11 @@ def find_profile(session: Session) -> Found:
         tensors = {n.removeprefix(PREFIX): given.get(n) for n in given.names() if n.startswith(PREFIX)}
         return _unpacked(tensors, found)
     model = session.reference()
-    if not model.is_causal_lm:
-        raise UnsupportedError(f"{options.model} is not a language model: it has no KV cache to plan")
     key = content_key(
         kind="attention profile",
         calibration=session.calibration_fingerprint(),
         context=options.context,
-        version=2,
+        version=3,
     )
     kept = session.work.find(key)
     if kept is not None:
@@ -144,6 +141,7 @@ def prepare(session: Session) -> None:
 
     Raises UsageError and UnsupportedError as `find_profile`, BudgetError when nothing is as small as the budget.
     """
+    possible.check(session)
     found = find_profile(session)
     if session.options.kv_budget is not None:
         check_budget(found.profile, head_size(session.reference()), session.options.kv_budget)
@@ -181,7 +179,7 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
             head_dim=head_dim,
             seed=options.seed,
         )
-    return plan, facts(chosen, found.contexts)
+    return plan, facts(chosen, found)
 
 
 def reported(
@@ -231,13 +229,15 @@ def _stacks(tokenizer: Any, filler: Tensor, length: int, needles: int, seeds: ra
         return []
 
 
-def facts(chosen: Chosen, cut: Contexts) -> dict[str, Any]:
+def facts(chosen: Chosen, found: Found) -> dict[str, Any]:
     """What the report says beside the plan itself."""
+    cut = found.contexts
     return {
         "share": chosen.share,
         "size_bytes": chosen.size_bytes,
         "choose_error": chosen.loss.error,
         "is_uniform": chosen.is_uniform,
+        "layer_windows": list(found.profile.layer_windows),
         "rivals": [{"setting": name, "share": share, "kld": kld} for name, share, kld in chosen.rivals],
         "measured_over_expected": dict(zip(("keys", "values", "rings"), chosen.factors, strict=True)),
         "contexts": {split: list(names) for split, names in cut.domains.items()},
@@ -252,7 +252,11 @@ def _packed(found: Found) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {f"{split}:{i}": ids for i, ids in enumerate(getattr(cut, split))}
     described = {n: v for n, v in asdict(cut).items() if n not in ("choose", "report")}
     return tensors, {
-        "profile": {"context": profile.context, "windows": list(profile.windows)},
+        "profile": {
+            "context": profile.context,
+            "windows": list(profile.windows),
+            "layer_windows": list(profile.layer_windows),
+        },
         "contexts": described,
     }
 
@@ -266,8 +270,10 @@ def _unpacked(tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> Found:
     facts = found["contexts"]
     domains = {split: tuple(names) for split, names in facts["domains"].items()}
     cut = Contexts(**{**facts, **splits, "domains": domains})
-    context = found["profile"]
-    return Found(Profile(context["context"], tuple(context["windows"]), **values), cut)
+    of = found["profile"]
+    # Files from before layers could slide are of models whose layers see everything.
+    own = tuple(of.get("layer_windows") or [0] * len(values["keys"]))
+    return Found(Profile(of["context"], tuple(of["windows"]), own, **values), cut)
 
 
 def _short(value: float) -> float:

@@ -11,7 +11,6 @@ Shapes: L layers, H query heads, G KV groups, R = H / G, B sampled blocks, T tok
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +48,13 @@ class Profile:
     keys, values: [L, G, formats]; rings: [L, G, windows] of SINK first and `windows` last positions; streaming:
     [L, H, windows] the same for one head alone; blocks: [L, H, thresholds], density: its share of the causal keys that
     are computed, averaged over the sampled blocks. error, mass: [L, H, windows + thresholds] relative L2 error of the
-    head's output and share of the attention mass kept.
+    head's output and share of the attention mass kept. layer_windows: of the model's own layers, 0 for those that see
+    everything; a layer that slides has no rings, bands or blocks to choose from, and zeros where they would be.
     """
 
     context: int
     windows: tuple[int, ...]
+    layer_windows: tuple[int, ...]
     keys: Tensor
     values: Tensor
     rings: Tensor
@@ -83,7 +84,7 @@ def profile(model: StreamedModel, contexts: Sequence[Tensor], seed: int) -> Prof
         gradients = output_gradients(model, ids, blocks, generator)
         found.append(_score(model, ids, blocks, gradients, windows))
     mean = {name: torch.stack([f[name] for f in found]).mean(0).cpu() for name in found[0]}
-    return Profile(length, windows, **mean)
+    return Profile(length, windows, simulate.check(model.module), **mean)
 
 
 def sampled_blocks(length: int) -> list[int]:
@@ -100,8 +101,8 @@ def output_gradients(
     rows = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in blocks]).to(model.device)
     found: dict[int, Tensor] = {}
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out = simulate.dense(layer, query, key, value, scale)
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+        out = simulate.dense(layer, query, key, value, scale, window)
         if out.requires_grad:
 
             def keep(gradient: Tensor) -> None:
@@ -135,18 +136,17 @@ def _score(
     """The tensors of a profile, of one window."""
     layers: dict[int, dict[str, Tensor]] = {}
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         per_group = query.shape[0] // key.shape[0]
         groups = []
         for index in range(key.shape[0]):
             rows = slice(index * per_group, (index + 1) * per_group)
-            scorer = _Scorer(query[rows].float(), key[index].float(), value[index].float(), scale, windows)
-            parts = [
-                scorer.block(b, g) for b, g in zip(blocks, gradients[layer][rows].unbind(1), strict=True)
-            ]
-            groups.append({name: torch.stack([p[name] for p in parts]).mean(0) for name in parts[0]})
+            scorer = _Scorer(
+                query[rows].float(), key[index].float(), value[index].float(), scale, windows, window
+            )
+            groups.append(scorer.losses(blocks, gradients[layer][rows].unbind(1)))
         layers[layer] = {name: torch.stack([g[name] for g in groups]) for name in groups[0]}
-        return simulate.dense(layer, query, key, value, scale)
+        return simulate.dense(layer, query, key, value, scale, window)
 
     with simulate.attending(model.module, attend):
         model.hidden(ids[None])
@@ -161,27 +161,65 @@ class _Scorer:
     """What one KV group's options do to the outputs of its heads, block by block."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, windows: Sequence[int]
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, windows: Sequence[int], own: int = 0
     ) -> None:
+        """own: the window of the model's layer, 0 for none."""
         self.query, self.key, self.value, self.scale, self.windows = query, key, value, scale, windows
-        self.keys = [stored(key, fmt) for fmt in FORMATS]
-        # What reading values back adds to them, side by side: the weights are multiplied once for all formats.
-        self.value_errors = torch.cat([stored(value, fmt) - value for fmt in FORMATS], dim=1)
+        self.own = own
 
-    def block(self, block: int, gradient: Tensor) -> dict[str, Tensor]:
-        """Losses for the queries of one block; gradient: [R, 128, D]."""
+    def losses(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Means over the blocks; gradients: [R, 128, D] of each."""
+        parts, outs = [], []
+        # What reading values back adds to them, side by side: the weights are multiplied once for all formats.
+        size = self.value.shape[1]
+        errors = self.value.new_empty(len(self.value), len(FORMATS) * size)
+        for index, fmt in enumerate(FORMATS):
+            torch.sub(stored(self.value, fmt), self.value, out=errors[:, index * size : (index + 1) * size])
+        for block, gradient in zip(blocks, gradients, strict=True):
+            found, out = self._block(block, gradient, errors)
+            parts.append(found)
+            outs.append(out)
+        del errors
+        means = {name: torch.stack([p[name] for p in parts]).mean(0) for name in parts[0]}
+        # Keys one format after another: in all formats at a time they would take twelve times the memory.
+        by_format = []
+        for fmt in FORMATS:
+            key = stored(self.key, fmt)
+            by_format.append(
+                torch.stack([self._keys(*of, key) for of in zip(blocks, outs, gradients, strict=True)]).mean(
+                    0
+                )
+            )
+        return {"keys": torch.stack(by_format), **means}
+
+    def _seen(self, block: int) -> tuple[int, Tensor, Tensor]:
+        """(first key that some query of the block sees, positions [128, 1], distances [128, keys])."""
         first, end = block * BLOCK, (block + 1) * BLOCK
-        query, key, value = self.query[:, first:end], self.key[:end], self.value[:end]
-        position = torch.arange(first, end, device=key.device)[:, None]
-        distance = position - torch.arange(end, device=key.device)
-        old = position // PAGE - torch.arange(end, device=key.device) // PAGE >= 2
-        scores = (query @ key.T * self.scale).masked_fill_(distance < 0, -math.inf)
-        weights = scores.softmax(-1)
+        start = max(first - self.own + 1, 0) if self.own else 0
+        position = torch.arange(first, end, device=self.key.device)[:, None]
+        return start, position, position - torch.arange(start, end, device=self.key.device)
+
+    def _hidden(self, distance: Tensor) -> Tensor:
+        """Keys that a query does not see."""
+        return (distance < 0) | (distance >= self.own) if self.own else distance < 0
+
+    def _scores(self, block: int, key: Tensor) -> Tensor:
+        start, _, distance = self._seen(block)
+        query = self.query[:, block * BLOCK : (block + 1) * BLOCK]
+        scores = query @ key[start : (block + 1) * BLOCK].T * self.scale
+        return scores.masked_fill_(self._hidden(distance), -math.inf)
+
+    def _block(self, block: int, gradient: Tensor, value_errors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """(losses for the queries of one block, their outputs [R, 128, D]); gradient: [R, 128, D]."""
+        first, end = block * BLOCK, (block + 1) * BLOCK
+        start, position, distance = self._seen(block)
+        query, key, value = self.query[:, first:end], self.key[start:end], self.value[start:end]
+        weights = self._scores(block, self.key).softmax(-1)
         out = weights @ value
-        found = {
-            "keys": self._keys(query, scores, old, value, out, gradient),
-            "values": self._values(weights, old, gradient),
-        }
+        old = position // PAGE - (position - distance) // PAGE >= 2
+        found = {"values": self._values(weights * old, value_errors[start:end], gradient)}
+        if self.own:
+            return found | self._nothing(query), out
         streaming, errors, masses = [], [], []
         rings = []
         for window in self.windows:
@@ -210,20 +248,40 @@ class _Scorer:
             "density": torch.stack(density, -1),
             "error": torch.stack(errors, -1),
             "mass": torch.stack(masses, -1),
+        }, out
+
+    def _nothing(self, query: Tensor) -> dict[str, Tensor]:
+        """Where a layer slides there is no ring, band or block to choose."""
+        heads, bands, blocks = len(query), len(self.windows), len(THRESHOLDS)
+
+        def zeros(*shape: int) -> Tensor:
+            return query.new_zeros(*shape, dtype=torch.float64)
+
+        return {
+            "rings": zeros(bands),
+            "streaming": zeros(heads, bands),
+            "blocks": zeros(heads, blocks),
+            "density": zeros(heads, blocks),
+            "error": zeros(heads, bands + blocks),
+            "mass": zeros(heads, bands + blocks),
         }
 
-    def _keys(
-        self, query: Tensor, scores: Tensor, old: Tensor, value: Tensor, out: Tensor, gradient: Tensor
-    ) -> Tensor:
-        losses = []
-        for key in self.keys:
-            changed = torch.where(old, query @ key[: value.shape[0]].T * self.scale, scores)
-            moved = changed.softmax(-1) @ value - out
-            losses.append(_loss((gradient * moved).sum(-1).sum(0)))
-        return torch.stack(losses)
+    def _keys(self, block: int, out: Tensor, gradient: Tensor, key: Tensor) -> Tensor:
+        """The loss of one format: keys [T, D] as they are read back, but for the last two pages of each query."""
+        start, position, distance = self._seen(block)
+        scores = self._scores(block, key)
+        # Where some query of the block reads 16 bits.
+        near = max(block * BLOCK - PAGE, start) - start
+        old = position // PAGE - (position - distance[:, near:]) // PAGE >= 2
+        query, end = self.query[:, block * BLOCK : (block + 1) * BLOCK], (block + 1) * BLOCK
+        plain = query @ self.key[start + near : end].T * self.scale
+        plain.masked_fill_(self._hidden(distance[:, near:]), -math.inf)
+        scores[..., near:] = torch.where(old, scores[..., near:], plain)
+        moved = scores.softmax(-1) @ self.value[start:end] - out
+        return _loss((gradient * moved).sum(-1).sum(0))
 
-    def _values(self, weights: Tensor, old: Tensor, gradient: Tensor) -> Tensor:
-        moved = (weights * old) @ self.value_errors[: weights.shape[-1]]
+    def _values(self, weights: Tensor, errors: Tensor, gradient: Tensor) -> Tensor:
+        moved = weights @ errors
         products = moved.reshape(*gradient.shape[:2], len(FORMATS), -1) * gradient[..., None, :]
         return _loss(products.sum(-1).sum(0).T)
 
@@ -249,13 +307,3 @@ def _relative(moved: Tensor, out: Tensor) -> Tensor:
 def _stack(parts: list[Tensor], like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """[*shape, len(parts)], also when there is none: contexts too short for a ring."""
     return torch.stack(parts, -1) if parts else like.new_zeros(*shape, 0, dtype=torch.float64)
-
-
-def summary(found: Profile) -> dict[str, Any]:
-    """What a calibration file keeps beside the tensors: lengths and the names along the axes."""
-    return {
-        "context": found.context,
-        "windows": list(found.windows),
-        "thresholds": list(THRESHOLDS),
-        "formats": [str(fmt) for fmt in FORMATS],
-    }

@@ -15,38 +15,53 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.attention_banded import streaming
 from nstf.runtime.attention_plan import LayerPlan
+from nstf.runtime.attention_windows import windows_of
 from nstf.runtime.kv_formats import BLOCK, PAGE, PLAIN, chosen_blocks, in_16_bits, predicted_mass, stored
 
 NAME = "nstf_simulated"
 # Queries that are attended to at a time: whole pages, and whole blocks of block-sparse heads.
 CHUNK = 512
 
-# (layer, query [H, T, D], key [G, T, D], value, scale) -> output [H, T, Dv]
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-_ACTIVE: ContextVar[Attend] = ContextVar("nstf_simulated")
+# (layer, query [H, T, D], key [G, T, D], value, scale, window of the layer or 0) -> output [H, T, Dv]
+Attend = Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor]
+_ACTIVE: ContextVar[tuple[Attend, tuple[int, ...]]] = ContextVar("nstf_simulated")
+
+
+def check(module: nn.Module) -> tuple[int, ...]:
+    """The windows of a model's layers (nstf.runtime.attention_windows).
+
+    Raises UnsupportedError for models that do not attend through transformers' interface in all layers, that have layers
+    of other kinds than full and sliding, or scores that are capped.
+    """
+    config: Any = getattr(module, "config", None)
+    name = type(module).__name__
+    if config is None or not getattr(module, "_supports_attention_backend", False):
+        raise UnsupportedError(f"{name} does not attend through transformers' attention interface")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedError(f"{name}: attention with `softcap` cannot be planned")
+    try:
+        return windows_of(text)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from error
 
 
 @contextmanager
 def attending(module: nn.Module, attend: Attend) -> Iterator[None]:
     """While the block runs, all layers of a transformers model attend by `attend`, on windows of one row.
 
-    Raises UnsupportedError for models that do not attend through transformers' interface in all layers, or that have
-    sliding or linear layers.
+    Raises UnsupportedError as `check`.
     """
     from transformers import AttentionInterface
 
-    config: Any = getattr(module, "config", None)
-    name = type(module).__name__
-    if config is None or not getattr(module, "_supports_attention_backend", False):
-        raise UnsupportedError(f"{name} does not attend through transformers' attention interface")
+    windows = check(module)
+    config: Any = module.config
     text = config.get_text_config(decoder=True)
-    others = {kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"}
-    if others:
-        raise UnsupportedError(f"{name} has layers of type {', '.join(sorted(others))}: no plan is made")
     AttentionInterface.register(NAME, _attention)
     before = text._attn_implementation
-    token = _ACTIVE.set(attend)
+    token = _ACTIVE.set((attend, windows))
     try:
         text._attn_implementation = NAME
         yield
@@ -65,22 +80,30 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key, value [1, G, T, D] -> [1, T, H, D]."""
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"attention with `{name}` (layer {module.layer_idx}) cannot be planned")
+    attend, windows = _ACTIVE.get()
+    window = windows[module.layer_idx]
+    if (kwargs.get("sliding_window") or 0) != window:
+        raise UnsupportedError(
+            f"layer {module.layer_idx} slides over {kwargs.get('sliding_window')} positions, its config says {window}"
+        )
     if attention_mask is not None or query.shape[2] != key.shape[2] or kwargs.get("is_causal") is False:
         raise UnsupportedError("attention is planned on whole windows of causal attention only")
     if query.shape[0] != 1:
         raise ValueError(f"windows are measured one at a time, not {query.shape[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _ACTIVE.get()(module.layer_idx, query[0], key[0], value[0], scale)
+    out = attend(module.layer_idx, query[0], key[0], value[0], scale, window)
     return out.transpose(0, 1)[None].contiguous(), None
 
 
-def dense(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Full causal attention, in the model's own precision."""
+def dense(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    """Causal attention over everything, or the layer's own window, in the model's own precision."""
     per_group = query.shape[0] // key.shape[0]
     key, value = (t.repeat_interleave(per_group, 0) for t in (key, value))
+    if 0 < window < query.shape[1]:
+        return streaming(query[None], key[None], value[None], scale, sink=0, window=window)[0]
     attend = nn.functional.scaled_dot_product_attention
     return attend(query[None], key[None], value[None], is_causal=True, scale=scale)[0]
 
@@ -88,7 +111,7 @@ def dense(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -
 def by_plan(layers: Sequence[LayerPlan]) -> Attend:
     """Attention as the plan's layers say, for windows of one text each."""
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         return planned(query, key, value, layers[layer], scale)
 
     return attend

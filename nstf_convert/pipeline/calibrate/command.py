@@ -5,6 +5,7 @@ from pathlib import Path
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact.atomic_file import CHUNK_BYTES, replacing
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.attention.plan import write_with_profile
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
@@ -16,7 +17,8 @@ def calibrate(options: ConvertOptions) -> Path:
         raise UsageError("calibrate makes a calibration file, it does not take one: leave it out")
     if options.output.exists() and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
-    with Session(options, Stages(), may_drop=False) as session:
+    check = possible.check if options.context is not None else None
+    with Session(options, Stages(), may_drop=False, check=check) as session:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         made = session.calibration.path

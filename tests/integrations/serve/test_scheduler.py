@@ -2,7 +2,8 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, Piece
 from nstf.integrations.serve.scheduler import Scheduler
 from nstf.runtime.engine import Engine
-from nstf.runtime.engine_batch import Batch
+from nstf.runtime.engine_batch import Batch, Part
 from nstf.runtime.token_sampler import Settings
 from tests.integrations.serve.conftest import until
 
@@ -215,3 +216,49 @@ def test_without_memory_for_it_one_answer_ends_and_the_others_go_on(schedulers: 
     again = Reader(tokenizer, [5] * 8, 3)
     scheduler.submit(again.answer)
     assert again.tokens == small.tokens[:3]
+
+
+class Recorded:
+    """Steps of no model: the parts of each, and logits whose likeliest token is 1."""
+
+    context, vocab, together, beside, cache_bytes = 4096, 8, 128, 32, 0
+
+    def __init__(self, sparse_from: int | None) -> None:
+        self.sparse_from = sparse_from
+        self.steps: list[list[Part]] = []
+        self.held = threading.Event()
+        self._logits = array("f", [0, 1, *[0] * 6])
+
+    def reserve(self, sequence: int, positions: int) -> None: ...
+    def release(self, sequence: int) -> None: ...
+    def copy(self, source: int, target: int, positions: int) -> None: ...
+    def resumable(self, sequence: int, positions: int) -> int:
+        return 0
+
+    def step(self, parts: Sequence[Part]) -> list[int]:
+        self.held.wait(0 if len(self.steps) else 10)
+        self.steps.append(list(parts))
+        return [self._logits.buffer_info()[0]] * sum(p.wanted for p in parts)
+
+
+def test_a_whole_block_of_a_prompt_takes_a_step_of_its_own_beside_answers(tokenizer: Any) -> None:
+    batch = Recorded(sparse_from=128)
+    scheduler = Scheduler("none", batch, 2, 10, Metrics())
+    try:
+        first, second = Reader(tokenizer, [3], 60), Reader(tokenizer, [3] * 300, 2)
+        scheduler.submit(first.answer)
+        scheduler.submit(second.answer)
+        batch.held.set()
+        assert first.ended.wait(20) and second.ended.wait(20)
+    finally:
+        scheduler.close()
+    assert all(sum(len(p.ids) for p in parts) <= 128 for parts in batch.steps)
+    pieces = [(n, p) for n, parts in enumerate(batch.steps) for p in parts if p.prompt and p.sequence == 1]
+    assert [p.first for _, p in pieces if len(p.ids) == 128] == [128]
+    assert sum(len(p.ids) for _, p in pieces) == 300
+    assert all(len(p.ids) <= 32 or p.first == 128 for _, p in pieces if p.first)
+    number = next(n for n, p in pieces if p.first == 128)
+    assert len(batch.steps[number]) == 1
+    # The other answer goes on: as many steps as pieces of 32 would have taken, and one more.
+    assert [len(parts) for parts in batch.steps[number - 3 : number]] == [1, 1, 1]
+    assert all(parts[0].sequence == 0 for n, parts in enumerate(batch.steps) if n != number and n < 20)

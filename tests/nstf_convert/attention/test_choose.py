@@ -32,6 +32,7 @@ def profile(seed: int = 0) -> Profile:
     return Profile(
         CONTEXT,
         WINDOWS,
+        (0,) * LAYERS,
         keys=weight(LAYERS, GROUPS) * steps,
         values=weight(LAYERS, GROUPS) * steps,
         rings=weight(LAYERS, GROUPS) * window,

@@ -61,7 +61,7 @@ def test_a_plan_of_full_heads_in_16_bits_is_dense_attention() -> None:
     query, key, value = (t.half().float() for t in tensors(0, 200))
     layer = LayerPlan((FULL,) * 4, (GroupPlan(0, 0, 0, PLAIN, PLAIN),) * 2)
     found = simulate.planned(query, key, value, layer, 0.25)
-    torch.testing.assert_close(found, simulate.dense(0, query, key, value, 0.25))
+    torch.testing.assert_close(found, simulate.dense(0, query, key, value, 0.25, 0))
 
 
 def test_models_that_no_plan_fits_are_refused() -> None:
@@ -72,14 +72,33 @@ def test_models_that_no_plan_fits_are_refused() -> None:
         pass
     import transformers
 
-    config = transformers.AutoConfig.for_model(
-        "gemma3_text", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with (
-        pytest.raises(UnsupportedError, match="sliding_attention"),
-        simulate.attending(model, simulate.dense),
-    ):
-        pass
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+    }
+    for kind, message in (("gemma2", "softcap"), ("qwen3", "layers of type linear_attention")):
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        if kind == "qwen3":
+            model.config.layer_types = ["full_attention", "linear_attention"] * 2
+        with pytest.raises(UnsupportedError, match=message), simulate.attending(model, simulate.dense):
+            pass
+
+
+@pytest.mark.parametrize("window", [1, 70, 300])
+def test_a_layer_that_slides_is_a_band_without_sinks(window: int) -> None:
+    query, key, value = (t.half().float() for t in tensors(0, 260))
+    band = HeadPlan("streaming", {"sink": 0, "window": window}, 0, 0.0, 1.0)
+    layer = LayerPlan((band,) * 4, (GroupPlan(0, window, 0, PLAIN, PLAIN),) * 2)
+    dense = simulate.dense(0, query, key, value, 0.25, window)
+    distance = torch.arange(260)[:, None] - torch.arange(260)
+    mask = (distance >= 0) & (distance < window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), attn_mask=mask, scale=0.25
+    )
+    torch.testing.assert_close(dense, expected)
+    torch.testing.assert_close(simulate.planned(query, key, value, layer, 0.25), expected)

@@ -1,6 +1,7 @@
 """The command: what it says, refuses, and leaves behind."""
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,16 @@ def test_json_counts_the_tensors_and_their_bytes(artifact: Path, tmp_path: Path,
     assert set(data["files"]) == {"x.gguf", "README.md"}
     assert "base_model: someone/tiny\n" in (tmp_path / "x" / "README.md").read_text()
     assert "license: mit\n" in (tmp_path / "x" / "README.md").read_text()
+
+
+def test_files_follow_the_umask(artifact: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert run(["export", str(artifact), "--to", "transformers", "-o", str(tmp_path / "x")]) == 0
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "x").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o640}
 
 
 @pytest.mark.parametrize("target", ["gguf", "compressed-tensors"])

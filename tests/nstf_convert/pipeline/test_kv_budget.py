@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nstf.errors import BudgetError, UsageError
+from nstf.errors import BudgetError, UnsupportedError, UsageError
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.attention_plan import parse_plan
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
@@ -17,6 +18,8 @@ from nstf_convert.cli.attention import chosen_pairs, kv_pairs, kv_summary
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import calibrate, convert
+from nstf_convert.pipeline.attention import possible
+from nstf_convert.pipeline.calibrate import make
 
 from .conftest import WORDS, make_llama
 
@@ -96,3 +99,57 @@ def test_what_cannot_be_planned_is_refused_when_it_was_asked_for(options: Make, 
         options(**{**long, "attention_plan": False}, kv_budget=0.5)
     with pytest.raises(UsageError, match=r"kv_budget cannot be 1\.5"):
         options(**long, kv_budget=1.5)
+
+
+def without(reason: str, tmp_path: Path, long: dict[str, Any]) -> dict[str, Any]:
+    """The small model, changed so that no plan fits it."""
+    folder = tmp_path / "model"
+    shutil.copytree(long["model"], folder)
+    config = folder / "config.json"
+    changes = {"layers": {"layer_types": ["linear_attention", "full_attention"]}, "positions": {}}[reason]
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    return {**long, "model": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("reason", "context", "memory", "kind", "message"),
+    [
+        ("layers", 512, None, UnsupportedError, "no attention plan for layers of type linear_attention"),
+        ("positions", 2048, None, UsageError, "a context of 2048 tokens: the model has positions for 1024"),
+        (
+            "positions",
+            1024,
+            1 << 30,
+            UsageError,
+            r"at 1024 tokens takes about .* GiB of memory: --context 512 fits",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_the_calibration(
+    reason: str,
+    context: int,
+    memory: int | None,
+    kind: type[Exception],
+    message: str,
+    options: Make,
+    long: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
+    if memory is not None:
+        monkeypatch.setattr(
+            possible, "needed_bytes", lambda sizes, tokens, device: (1 << 20 if tokens <= 512 else 1 << 30, 0)
+        )
+        message = message.replace(" memory:", r" memory, 1.0 are allowed:")
+    chosen = {**without(reason, tmp_path, long), "context": context, "memory": memory}
+    for command, further in ((calibrate, {}), (convert, {"kv_budget": 0.5})):
+        given = options(**chosen, **further, output=tmp_path / "out")
+        with pytest.raises(kind, match=message):
+            command(given)
+        assert not given.output.exists() and not given.output.with_name("out.work").exists()
+
+
+def test_a_context_without_a_plan_is_refused(options: Make, long: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="leave it or --no-attention-plan out"):
+        options(**{**long, "attention_plan": False}, context=512)
