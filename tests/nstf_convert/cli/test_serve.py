@@ -37,12 +37,23 @@ def process(
     command = [sys.executable, "-m", "nstf_convert", *map(str, arguments)]
     own = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, text=True, env=own
+        command,
+        preexec_fn=_heeds_control_c,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own,
     ) as made:
         try:
             yield made
         finally:
             made.kill()
+
+
+def _heeds_control_c() -> None:
+    """A shell starts what runs in its background with Ctrl-C ignored, and so its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def port_of(server: subprocess.Popen[str]) -> int:

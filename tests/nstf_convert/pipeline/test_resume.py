@@ -31,7 +31,7 @@ KILLS = (
     (WRITE, 9, True),
     (ENCODE, 4, True),
     (WRITE, 3, True),
-    (ENCODE, 20, False),
+    (ENCODE, 14, False),
     (MEASURE, 1, True),
     (FINAL, 1, True),
 )

@@ -15,7 +15,8 @@ from nstf_convert.pipeline.calibrate import gradients, hessians, make
 from nstf_convert.pipeline.calibrate.share import Pieces, SharedStep
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.progress import Stages
-from nstf_convert.pipeline.propose import candidates
+from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.table import build_table
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import NAMES, WorkDir
@@ -131,19 +132,19 @@ def test_candidates_are_shared_where_all_hessians_are_kept(
     small, two_devices, monkeypatch, tmp_path, caplog
 ) -> None:
     taken, estimated = Pieces.take, []
-    estimates = candidates.estimates
+    learnt = Encoder._learnt
 
     def take(self, name):
         # Of this process one Hessian, and the backward pass; of the other one the rest.
         return taken(self, name) if name in ("0", "model.layers.0.self_attn.q_proj") else False
 
-    def counted_estimates(unit, *rest):
+    def counted(self, unit):
         estimated.append(unit.name)
-        return estimates(unit, *rest)
+        return learnt(self, unit)
 
     monkeypatch.setattr(Pieces, "take", take)
-    monkeypatch.setattr(candidates, "estimates", counted_estimates)
-    allowed = candidates.method_families(("int_grid", "grid16"))
+    monkeypatch.setattr(Encoder, "_learnt", counted)
+    allowed = method_families(("int_grid", "grid16"))
     settings = {"formats": ("int_grid", "grid16"), "output": tmp_path / "out.nstf"}
     with Session(make_options(small, work_dir=tmp_path / "work", **settings), Stages()) as session:
         table = build_table(session, allowed, lambda unit: None)
