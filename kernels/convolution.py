@@ -72,11 +72,16 @@ def _from_codes(
     x: Tensor, encoded: EncodedTensor, geometry: Geometry, bias: Tensor | None, exact: bool
 ) -> Tensor | None:
     if x.device.type == "cuda":
+        from nstf.kernels.triton import linear
+
+        if not linear.usable(x.device):
+            return None
         from nstf.kernels.triton import convolution as triton
 
-        return triton.convolve(
-            x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
-        )
+        with torch.cuda.device(x.device):
+            return triton.convolve(
+                x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+            )
     if exact or not cpu.available():
         return None
     return cpu.convolve(
@@ -122,6 +127,9 @@ def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -
     if kind == "add":
         parts = children_of(encoded)
         return convolve(x, parts["x"], None, geometry, exact) + convolve(x, parts["y"], None, geometry, exact)
+    # Parts that no kernel reads as they are stored are rounded to 8 bits once more: not where the result is to be exact.
+    if exact and kind in ("tucker", "cp"):
+        return None
     if kind in _STAGES and multiplications(encoded.tree, encoded.shape) <= math.prod(encoded.shape):
         stages = _STAGES[kind](encoded)
         if stages is not None:

@@ -11,6 +11,8 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.memo import per_encoded
 
 FORMATS = ("grid", "int", "shuffle")
+# Bytes that an image may have with its padding: the kernel counts them in 32 bits, rounded up in several directions.
+LARGEST = 1 << 30
 
 
 def available() -> bool:
@@ -34,6 +36,9 @@ def convolve(
     in memory (channels last or not) and dtype. padding: rows before, rows after, columns before, columns after.
     """
     if encoded.tree.kind not in FORMATS or x.device.type != "cpu" or len(encoded.shape) != 4:
+        return None
+    around = (x.shape[2] + padding[0] + padding[1]) * (x.shape[3] + padding[2] + padding[3])
+    if not x.shape[2] * x.shape[3] or x.shape[1] * around >= LARGEST:
         return None
     made = _made(encoded).get(x.shape[1], stride, padding, dilation, groups)
     if made is None:

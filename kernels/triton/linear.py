@@ -53,6 +53,11 @@ def available() -> bool:
     return AVAILABLE and torch.cuda.is_available()
 
 
+def usable(device: torch.device) -> bool:
+    """Whether Triton compiles for a GPU; says why not once."""
+    return available() and not _warned(device.index or 0)
+
+
 def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
     """Matrices in the formats above on a GPU that Triton compiles for."""
     if device.type != "cuda" or len(encoded.shape) != 2 or _warned(device.index or 0):

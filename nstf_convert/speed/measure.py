@@ -134,8 +134,8 @@ def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int) -> dic
 
 
 def clock_for(threads: int) -> Callable[[], float]:
-    """What times are read from: with one thread the processor time of this process, which others do not add to."""
-    return time.process_time if threads == 1 else time.perf_counter
+    """What times are read from: with one thread its own processor time, to which nothing else adds."""
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 def typical(seconds: Sequence[float]) -> float:

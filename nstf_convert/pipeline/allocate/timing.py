@@ -240,7 +240,9 @@ def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:
 
 def convolution_layers(session: Session) -> dict[str, Layer]:
     """The convolutions of a model that reads images or sound, by the tensor they read; inputs of the size of the dataset's,
-    or of the config's."""
+    or of the config's. None of a model that writes text: its image or sound is read once, and what is counted is a token."""
+    if any("head" in u.uses for u in session.units.values()):
+        return {}
     if session.model is None or not any(
         len(u.shape) in (3, 4) and "linear" in u.uses for u in session.units.values()
     ):

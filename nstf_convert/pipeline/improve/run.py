@@ -271,6 +271,8 @@ class Run:
         for share, margin in LOOKS:
             with session.stages.stage("encode front to back"):
                 prefixed = encode_in_prefix(session, planned.mix, self._tick(names), corrected, share)
+            if len(prefixed.results) == len(names):
+                continue  # few layers: no more than at the look before
             names = prefixed.results.keys()
             if len(names) == len(planned.mix):
                 break

@@ -180,7 +180,7 @@ class Encoder:
         out = [self._candidate(unit, data, v) for data, v in table["plain"]] + [
             self._candidate(unit, data, v, exact=True) for data, v in table["made"]
         ]
-        if self._timed:
+        if self._timed and not self._few:
             known = [c.recipe for c in out]
             for r in chains.recipes(unit, allowed):
                 if r not in known:
@@ -195,7 +195,10 @@ class Encoder:
         """What methods propose once a plan gives a tensor so many bits a weight: corrections, with expected losses."""
         rivals = self.candidates(unit, allowed)
         methods = sorted(allowed)
-        key = self._key("few bits", unit, methods=methods, versions=versions(methods), bits=bits)
+        key = self._key(
+            "few bits", unit, methods=methods, versions=versions(methods), bits=round(4 * bits),
+            few=self._few, timed=self._timed,
+        )  # fmt: skip
         found = self._work.find_metadata(key)
         if found is None:
             known = self._learnt(unit)

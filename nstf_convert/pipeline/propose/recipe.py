@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def estimate_many(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: 
 
 def bytes_of(factor: Recipe) -> Callable[[Shape], int]:
     """Bytes of a factor of a given shape when stored by `factor`: what the rank searches ask for."""
-    return lambda shape: size_of(factor, shape, lead_for(shape))
+    return cache(lambda shape: size_of(factor, shape, lead_for(shape)))
 
 
 def permuted(encoded: EncodedTensor, dims: tuple[int, ...], shape: Shape) -> EncodedTensor:

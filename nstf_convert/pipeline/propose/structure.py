@@ -11,6 +11,7 @@ tensor's plain formats, and once a plan knows what a byte buys in the other tens
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -38,6 +39,7 @@ MOST_STEPS = 4
 Measure = Callable[[Recipe], float]
 
 
+@cache
 def factor_forms() -> tuple[FactorForm, ...]:
     """How factors may be stored: 8-bit integers by row, 4-bit ones in groups of 32. A Gaussian's range is about 4.5 standard
     deviations in a row, 2.6 in 32 values; rounding errors are uniform."""
@@ -78,6 +80,8 @@ def explore(
     loss) of the quantised and dense forms. measure: makes a recipe."""
     if room.methods.isdisjoint(decomposers.METHODS) or (room.quick and len(known.shape) == 2):
         return Found()  # without the products that spectra take
+    if known.signal <= 0.0:
+        return Found()
     elements = math.prod(known.shape)
     # Where little is looked at, what outputs count comes from a few windows: too little to leave most of a tensor out.
     wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]
@@ -185,7 +189,8 @@ def _closest(looks: Sequence[Look], smallest: int) -> list[Look]:
     """Of every method the look that came closest to its rival, among those of as many bytes as a plain format has: with
     next to none everything loses as much as erasing the tensor."""
     best: dict[str, Look] = {}
-    for look in (k for k in looks if k.size_bytes >= smallest):
+    # Where plain formats lose nothing there is nothing to compare with: zeros, a constant, three levels.
+    for look in (k for k in looks if k.size_bytes >= smallest and k.rival > 0.0):
         if (
             look.method not in best
             or look.least / look.rival < best[look.method].least / best[look.method].rival

@@ -91,6 +91,15 @@ def test_in_noise_nothing_is_tried_and_the_bounds_say_why(role) -> None:
         assert look.least >= look.rival == rival(look.size_bytes) > 0
 
 
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(64, 64), torch.ones(64, 64), normal(64, 96).sign(), torch.zeros(64, 48, 3, 3)]
+)
+def test_weights_that_plain_formats_store_exactly_are_looked_at_in_vain(weight) -> None:
+    known, plain, _, found, _ = explored("x.conv" if weight.dim() > 2 else "x.up", weight)
+    assert min(loss for _, loss in plain) == pytest.approx(0.0, abs=1e-6 * max(1.0, known.signal))
+    assert all(look.rival > 0 for look in found.looks)
+
+
 def test_no_matrix_of_a_rank_loses_less_than_the_bound_in_the_norm_of_its_inputs() -> None:
     inputs = normal(300, 97, seed=5) * torch.logspace(0, -1, 97)
     hessian = inputs.T @ inputs / 300

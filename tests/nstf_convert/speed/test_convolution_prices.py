@@ -41,6 +41,21 @@ def test_layers_are_found_with_the_images_they_meet() -> None:
     assert heard == {"0.weight": Layer((6, 4, 1, 3), Geometry((1, 2), (0, 0, 1, 1)), (1, 21))}
 
 
+def test_a_forward_that_fails_gives_the_layers_that_it_reached() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, input: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+            found: torch.Tensor = self.first(input)
+            assert other.size(0) > 0  # type: ignore[union-attr]
+            return found
+
+    with torch.device("meta"):
+        assert list(layers_of(Failing(), {"input": torch.empty(1, 3, 8, 8)})) == ["first.weight"]
+
+
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (128, 64, 3, 3), (512, 256, 3, 3), (256, 256, 1, 1)])
 def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(shape: tuple[int, ...]) -> None:
     found = chains.recipes(unit(*shape), {"svd", "tucker", "int_grid"})
