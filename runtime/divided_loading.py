@@ -25,7 +25,7 @@ from nstf.runtime.divided_modules import (
     first_of,
 )
 from nstf.runtime.ranks import Ranks
-from nstf.runtime.tensor_parallel import PADDED_VOCABULARY, Division
+from nstf.runtime.tensor_parallel import Division, vocabulary_part
 
 
 class DividedModel:
@@ -101,7 +101,8 @@ class DividedModel:
         elif owner.endswith("lm_head"):
             if leaf == "weight":
                 whole = module.out_features
-                derive(module, DividedHead, ranks=ranks, width=_width(whole, ranks.size), vocabulary=whole)
+                width = vocabulary_part(whole, ranks.size)
+                derive(module, DividedHead, ranks=ranks, width=width, vocabulary=whole)
         elif span.axis == 1:
             module.in_features = span.size
             derive(module, SummedLinear, ranks=ranks, following=())
@@ -141,11 +142,6 @@ class DividedModel:
             f"{self.artifact.path}: {source} cannot be divided among {self.ranks.size} ranks: {error}; "
             f"`nstf inspect --tp {self.ranks.size}` lists what cannot"
         )
-
-
-def _width(vocabulary: int, ranks: int) -> int:
-    """Tokens of each rank but the last."""
-    return -(-vocabulary // PADDED_VOCABULARY) * PADDED_VOCABULARY // ranks
 
 
 def _share_heads(attention: Any) -> None:

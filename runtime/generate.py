@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
-from nstf.runtime.stops import until_stop
+from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 
 
@@ -32,7 +32,8 @@ def stream(
     temperature: 0 always takes the likeliest token; above 0 samples, reproducibly by `seed`.
     chat: the prompt is a user's message and goes through the tokenizer's chat template.
     top_k, top_p, min_p, repetition_penalty: as in transformers; None for the model's own. stops: strings that the text ends
-    before. A caller who takes no more pieces and closes the iterator ends the generation.
+    before. A caller who takes no more pieces and closes the iterator ends the generation, except of a model divided over
+    processes: its ranks must take the same number of steps, so they go on to the end and the rest is dropped.
 
     Raises UsageError for an empty prompt or values out of range, UnsupportedError for a model that
     generates no text. An error inside the model is raised here, after the pieces that came before it.
@@ -51,7 +52,7 @@ def stream(
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     inputs = _inputs(tokenizer, prompt, chat).to(model.device)
-    streamer = _streamer(tokenizer)
+    streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     drawn = (
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -78,9 +79,10 @@ def stream(
     thread = Thread(target=work, daemon=True)
     thread.start()
     try:
-        yield from until_stop((piece for piece in streamer if piece), stops)
+        yield from (piece for piece in streamer if piece)
     finally:
-        streamer.left = True
+        # When a caller leaves differs from process to process; a rank that stopped by it would leave the others waiting.
+        streamer.left = getattr(model, "nstf_ranks", None) is None
         thread.join()
     if not failure.empty():
         error = failure.get()
@@ -90,12 +92,17 @@ def stream(
 
 
 class _Left(Exception):
-    """Leaves `generate` between two tokens: nobody takes its text."""
+    """Leaves `generate` between two tokens: a stop string came, or nobody takes its text."""
 
 
-def _streamer(tokenizer: Any) -> Any:
-    """transformers' streamer, which ends the generation once its `left` is set."""
+def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
+    """transformers' streamer, which ends the generation at a stop string, or once its `left` is set.
+
+    Stop strings are found in the generating thread: ranks of a divided model see the same tokens and stop at the same one.
+    """
     from transformers import TextIteratorStreamer
+
+    cut = StopText(stops)
 
     class Streamer(TextIteratorStreamer):  # type: ignore[misc]
         left = False
@@ -104,6 +111,12 @@ def _streamer(tokenizer: Any) -> Any:
             if self.left:
                 raise _Left
             super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            certain = cut.feed(text)
+            super().on_finalized_text(certain + cut.rest() if stream_end else certain, stream_end)
+            if cut.ended and not stream_end:
+                raise _Left
 
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 

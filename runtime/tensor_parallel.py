@@ -175,8 +175,7 @@ def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Head
         raise FormatError(f"{tree.kind} of shape {list(shape)} cannot be cut along axis {axis}")
     owner = name.rpartition(".")[0].rpartition(".")[2]
     if owner in ("embed_tokens", "lm_head"):
-        # Engines pad the vocabulary to multiples of 64 and give every rank as many rows; only the last has fewer.
-        part = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY // ranks
+        part = vocabulary_part(size, ranks)
         if size <= part * (ranks - 1):
             raise FormatError(f"{size} rows, in parts of {part}, are not enough for {ranks} ranks")
         if part % step:
@@ -194,6 +193,19 @@ def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Head
         if own % ranks:
             raise FormatError(f"{own} KV heads cannot be divided by {ranks} ranks")
     return _even(size, axis, ranks, step)
+
+
+def vocabulary_part(size: int, ranks: int) -> int:
+    """Rows of a table on each rank; only the last has fewer, since engines pad a vocabulary to multiples of 64.
+
+    Raises FormatError where the padded rows are no multiple of the ranks: rounded down, the parts would miss the last ones.
+    """
+    padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
+    if padded % ranks:
+        raise FormatError(
+            f"{size} rows, padded to {padded} in steps of {PADDED_VOCABULARY}, cannot be divided by {ranks} ranks evenly"
+        )
+    return padded // ranks
 
 
 def _even(size: int, axis: int, ranks: int, step: int) -> list[Span]:

@@ -79,6 +79,10 @@ def generate(
     options.check_kv_cache(kv_cache)
     options.check_kernels(kernels, device)
     options.check_attention(attention, kv_cache)
+    if prompt == "-" and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise UsageError(
+            "a prompt of - reads stdin, which torchrun gives to no rank: write the prompt itself"
+        )
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
         raise UsageError("the prompt is not UTF-8 text")

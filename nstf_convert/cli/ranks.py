@@ -1,27 +1,39 @@
 """`--tensor-parallel N`: one process for each rank on this machine, as torchrun would start them."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from nstf.errors import NstfError
+from nstf_convert.cli.output import setup_logging
 
 # Seconds that the other ranks have to say why, once one failed.
 GRACE = 2.0
+
+
+class RankDied(NstfError):
+    """A rank is gone and could not say why."""
+
+
+class RankFailed(NstfError):
+    """Another error than ours in a rank, in one line. It may follow from another rank's end, such as a lost connection."""
 
 
 def as_ranks(count: int, work: Callable[..., None], *arguments: Any) -> None:
     """Runs `work(*arguments)` in `count` processes; only the first one's stdout is shown.
 
     Started by torchrun, this process is a rank itself and does the work at once. work: a function of a module.
-    Raises the NstfError of the first rank that fails, and NstfError for one that dies.
+    Raises the error of the first rank that fails, always as an NstfError, and NstfError for one that dies.
     """
     if "RANK" in os.environ:
         _silence(int(os.environ["RANK"]))
@@ -31,9 +43,12 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any) -> None:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     context = multiprocessing.get_context("spawn")
+    level = logging.getLogger("nstf_convert").level
     pipes = [context.Pipe() for _ in range(count)]
     ranks = [
-        context.Process(target=_rank, args=(rank, count, port, pipes[rank][1], work, arguments), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, count, port, level, pipes[rank][1], work, arguments), daemon=True
+        )
         for rank in range(count)
     ]
     for process in ranks:
@@ -57,35 +72,75 @@ def _wait(pipes: dict[Any, int]) -> None:
             rank = pipes.pop(ready)
             try:
                 failure = ready.recv()
-            except EOFError:
-                failure = NstfError(f"rank {rank} ended without a word; was it killed, for memory perhaps?")
+            except (EOFError, OSError):
+                failure = RankDied(f"rank {rank} ended without a word; was it killed, for memory perhaps?")
             if failure is not None:
                 failures.append(failure)
     if failures:
         from nstf.runtime.ranks import OtherFailed
 
-        raise next((f for f in failures if not isinstance(f, OtherFailed)), failures[0])
+        followers = (RankDied, RankFailed, OtherFailed)  # from likely cause to likely effect
+        raise min(
+            failures, key=lambda f: next((i for i, k in enumerate(followers, 1) if isinstance(f, k)), 0)
+        )
 
 
 def _rank(
-    rank: int, count: int, port: int, told: Any, work: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    port: int,
+    level: int,
+    told: Any,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))  # torch's threads
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))  # torch's threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     _silence(rank)
+    debug = level == logging.DEBUG
+    # Every rank does the same stages: one tells of them.
+    setup_logging(level == logging.WARNING or (rank > 0 and not debug), level == logging.INFO, debug)
+    failure: NstfError | None = None
     try:
         work(*arguments)
         sys.stdout.flush()
-    except NstfError as error:
-        told.send(error)
-    else:
-        told.send(None)
-        # Until the parent ends all: a rank that goes first takes its connections with it.
-        with contextlib.suppress(EOFError, OSError):
-            told.recv()
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        failure = _told(error, rank)
+    # Until the parent ends all: a rank that goes first takes its connections with it, and the others fail for that.
+    with contextlib.suppress(EOFError, OSError):
+        told.send(failure)
+        told.recv()
+    os._exit(0)  # not by way of another flush to a stdout that may be closed
+
+
+def _told(error: Exception, rank: int) -> NstfError:
+    """What the parent is sent: our errors as they are, others as the line that the command would print."""
+    if isinstance(error, NstfError):
+        return error
+    from nstf_convert.cli import _explain
+
+    return RankFailed(f"rank {rank}: {_explain(error, ())[1]}")
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody itself."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _cores() -> int:
+    """Those that this process may use: a container or taskset may give it fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _silence(rank: int) -> None:

@@ -120,6 +120,35 @@ def outcome(path: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
+class Words:
+    """A tokenizer of one word a token; every prompt is the same."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[3, 5, 7]])}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(f"w{i} " for i in ids)
+
+
+def streamed(path: Path, rank: int) -> dict[str, str]:
+    """Text to its end, up to a stop string, and again after callers that left at different pieces."""
+    model: Any = nstf.runtime.load(path, engine="off", tensor_parallel=2)
+    tokenizer = Words()
+
+    def text(*stops: str) -> str:
+        return "".join(nstf.runtime.stream(model, tokenizer, "", 12, temperature=5.0, stops=stops))
+
+    whole = text()
+    words = whole.split()
+    stop = max(words, key=words.index) + " "
+    stopped = text(stop)
+    left = nstf.runtime.stream(model, tokenizer, "", 12)
+    for _ in range(1 + 4 * rank):
+        next(left)
+    left.close()  # type: ignore[attr-defined]
+    return {"whole": whole, "stop": stop, "stopped": stopped, "again": text()}
+
+
 def refusals(folder: Path, rank: int) -> list[str]:
     """The messages of loads that the ranks refuse."""
     files = [("0.nstf", 3), ("uncut.nstf", 2), ("gpt2.nstf", 2), ("0.nstf" if rank else "1.nstf", 2)]
@@ -190,6 +219,7 @@ def both_sides(folder: Path) -> dict[str, Any]:
     """What each rank computes, in the same order; the group is left open, since the first rank must not go first."""
     dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
+    found["streamed"] = streamed(path_of(folder, "gemma 3"), dist.get_rank())
     found["read"] = bytes_read(folder / f"wide{dist.get_rank()}.nstf")
     return found | {"refusals": refusals(folder, dist.get_rank())}
 

@@ -117,6 +117,12 @@ def test_logits_and_tokens_of_two_ranks_are_those_of_one(results: dict[str, Any]
         assert first["captured"] == second["captured"] == alone["captured"]
 
 
+def test_ranks_stop_at_the_same_token_and_none_leaves_the_others_waiting(results: dict[str, Any]) -> None:
+    first, second = results["first"]["streamed"], results["second"]["streamed"]
+    assert first == second and first["again"] == first["whole"]
+    assert first["stopped"] == first["whole"][: first["whole"].index(first["stop"])] != ""
+
+
 def test_a_rank_holds_about_half(results: dict[str, Any]) -> None:
     for name in CASES:
         whole = results["alone"][name]["bytes"]

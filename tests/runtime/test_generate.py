@@ -3,6 +3,7 @@
 import errno
 import json
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,48 @@ def test_the_pieces_are_the_text_that_generate_gives(loaded: tuple[Any, Any]) ->
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 2:]
     pieces = list(nstf.runtime.stream(model, tokenizer, "w5 w7", max_new_tokens=8))
     assert "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_stop_string_ends_the_generation_before_it(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    whole = "".join(nstf.runtime.stream(model, tokenizer, "w5 w7", max_new_tokens=20, temperature=5.0))
+    words = whole.split()
+    stop = max(words[:-1], key=words.index)
+    steps: list[int] = []
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *a, **k: steps.append(1) or forward(*a, **k))
+    monkeypatch.setattr(model, "generate", type(model).generate.__get__(model))
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 5.0, "stops": [stop]}
+    assert (
+        "".join(nstf.runtime.stream(model, tokenizer, "w5 w7", **options)) == whole[: whole.index(f"{stop} ")]
+    )
+    assert 0 < len(steps) < 25
+
+
+@pytest.mark.parametrize(("divided", "steps"), [(False, range(1, 40)), (True, range(40, 41))])
+def test_a_caller_who_leaves_ends_the_generation_of_an_undivided_model_only(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, divided: bool, steps: range
+) -> None:
+    model, tokenizer = loaded
+    made: list[int] = []
+
+    def generate(*_: object, streamer: Any, **__: object) -> None:
+        streamer.put(torch.tensor([[5]]))
+        for _step in range(40):
+            made.append(1)
+            time.sleep(0.01)
+            streamer.put(torch.tensor([7]))
+        streamer.end()
+
+    monkeypatch.setattr(model, "generate", generate)
+    if divided:
+        model.nstf_ranks = object()
+    pieces = nstf.runtime.stream(model, tokenizer, "w5", max_new_tokens=40)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert len(made) in steps
 
 
 def test_sampling_is_reproducible_by_seed_and_leaves_the_global_state(loaded: tuple[Any, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from nstf import quantizers
 from nstf.errors import UnsupportedError, UsageError
-from nstf.kernels.formats import EncodedTensor, Node, decode
+from nstf.kernels.formats import EncodedTensor, FormatError, Node, decode
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.skeleton import build_skeleton
@@ -100,6 +100,17 @@ def test_tables_are_divided_as_engines_pad_them_where_all_get_rows(
     division = Division(LLAMA, ranks)
     found = division.spans("model.embed_tokens.weight", Node("dense", Dense("float32")), (rows, 128))
     assert found is not None and [span.size for span in found] == parts
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(128, 128), (262144, 262144), (100, 128)])
+def test_a_table_of_which_parts_would_miss_rows_is_refused(rows: int, padded: int) -> None:
+    from nstf.runtime.tensor_parallel import Division
+
+    message = f"{rows} rows, padded to {padded} in steps of 64, cannot be divided by 3 ranks evenly"
+    with pytest.raises(FormatError, match=message):
+        Division(LLAMA, 3).spans("model.embed_tokens.weight", Node("dense", Dense("float32")), (rows, 128))
+    found = Division(LLAMA, 3).spans("lm_head.weight", Node("dense", Dense("float32")), (192, 128))
+    assert found is not None and [(s.start, s.stop) for s in found] == [(0, 64), (64, 128), (128, 192)]
 
 
 def test_experts_are_divided_by_experts() -> None:

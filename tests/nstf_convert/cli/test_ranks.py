@@ -1,13 +1,19 @@
 """`--tensor-parallel`: processes for the ranks, one voice, and one line when one fails."""
 
+import json
+import logging
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from nstf.errors import NstfError, UsageError
-from nstf_convert.cli import options
+from nstf_convert.cli import options, ranks
 from nstf_convert.cli.ranks import as_ranks
 
 
@@ -19,6 +25,85 @@ def test_only_the_first_rank_is_heard(capfd: pytest.CaptureFixture[str]) -> None
 def test_the_error_of_a_rank_is_raised_and_the_others_end() -> None:
     with pytest.raises(UsageError, match="--stop is empty"):
         as_ranks(2, options.check_stops, [""])
+
+
+def fail(kind: type[Exception], message: str, last: bool) -> None:
+    if last == (os.environ["RANK"] == "1"):
+        raise kind(message)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (RuntimeError, r"rank 1: RuntimeError: Connection closed by peer; run again with --debug for the traceback"),
+    (MemoryError, "rank 1: out of memory: Connection closed"),
+    (OSError, "rank 1: Connection closed by peer$"),
+])  # fmt: skip
+def test_any_error_of_a_rank_is_one_line(
+    kind: type[Exception], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE", 0.1)
+    with pytest.raises(NstfError, match=said):
+        as_ranks(2, fail, kind, "Connection closed\nby peer", True)
+    assert capfd.readouterr().err == ""
+
+
+def test_debug_shows_the_traceback_of_a_rank(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE", 0.1)
+    logger = logging.getLogger("nstf_convert")
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    with pytest.raises(NstfError, match="rank 0: ValueError: odd"):
+        as_ranks(2, fail, ValueError, "odd", False)
+    assert "ValueError: odd" in capfd.readouterr().err
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from nstf_convert.cli.ranks import as_ranks
+
+def work(folder):
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    as_ranks(2, work, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_parent(tmp_path: Path, number: int) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py"), str(tmp_path)])
+    files = [tmp_path / "0", tmp_path / "1"]
+    try:
+        wait_for(lambda: all(f.is_file() and f.read_text() for f in files))
+    finally:
+        parent.send_signal(number)
+        parent.wait()
+    wait_for(lambda: not any(runs(int(f.read_text())) for f in files))
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_stdin_is_no_prompt_of_several_ranks(nstf, tiny, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = nstf("generate", tiny.same, "-", "--tensor-parallel", 2)
+    assert result.code == 2 and "a prompt of - reads stdin" in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 def test_a_rank_that_dies_is_named() -> None:
@@ -48,8 +133,20 @@ def test_options_that_do_not_fit_are_refused(nstf, tiny, words, message, monkeyp
 
 
 @pytest.mark.slow
-def test_two_ranks_generate_what_one_process_does(nstf, tiny) -> None:
-    words = ("generate", tiny.same, "the cat", "--max-new-tokens", 5)
+def test_two_ranks_generate_what_one_process_does(nstf, tmp_path) -> None:
+    import torch
+
+    from nstf.runtime.artifact import write_artifact
+    from nstf.runtime.skeleton import build_skeleton
+    from tests.runtime.rank_cases import BASE, dense
+    from tests.runtime.test_generate import tokenizer_files
+
+    path = tmp_path / "100_words.nstf"  # enough for two ranks
+    config = {**BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    torch.manual_seed(0)
+    tensors = {n: dense(torch.randn(p.shape)) for n, p in build_skeleton(config).named_parameters()}
+    write_artifact(path, tensors, {"config.json": json.dumps(config).encode(), **tokenizer_files()})
+    words = ("generate", path, "w5 w7", "--max-new-tokens", 5)
     command = [sys.executable, "-m", "nstf_convert", *map(str, words), "--tensor-parallel", "2"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout == nstf(*words, "--exact").out

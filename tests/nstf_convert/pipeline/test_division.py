@@ -30,7 +30,7 @@ def test_a_file_for_ranks_can_be_divided(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ("3", "512 positions cannot be divided by 3 ranks"),
+        ("3", "1000 rows, padded to 1024 in steps of 64, cannot be divided by 3 ranks"),
         ("two", "numbers of ranks"),
         ("1", "numbers of ranks"),
     ],
