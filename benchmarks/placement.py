@@ -38,7 +38,7 @@ from nstf.kernels.linear import linear
 from nstf_convert.place.costs import Matrix, tree_of
 from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import Machine
-from nstf_convert.place.measure import measure_machine, measured_products
+from nstf_convert.place.measure import first_failure, measure_machine, measured_products
 from nstf_convert.place.products import Products
 from nstf_convert.speed import cache
 from nstf_convert.speed.measure import Pool
@@ -265,9 +265,8 @@ def start(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
             subprocess.Popen([*command, json.dumps(task | {"rank": rank})], env=environment)
             for rank in range(ranks)
         ]
-        codes = [process.wait() for process in running]
-        if any(codes):
-            raise SystemExit("placement.py: a process failed; its message is above")
+        if (bad := first_failure(running)) is not None:
+            raise SystemExit(f"placement.py: process {bad} failed; its message is above")
         found: dict[str, Any] = json.loads(Path(task["out"]).read_text())
         return found
 

@@ -80,9 +80,7 @@ def place(
         found = read_model(model, encoding, kv_bits, stack)
         products: Products | None = None
         if chosen is None:
-            chosen, products = measured(processes, found)
-            if save_machine is not None:
-                save_machine.write_text(json_text.dumps(chosen.to_json(), indent=1) + "\n", encoding="utf-8")
+            chosen, products = measured(processes, found, save_machine)
         result = search(Predictor(found, Fabric(chosen), load, products), aim, devices)  # type: ignore[arg-type]
     if not result.predictions:
         raise NstfError(too_large(found, chosen))
@@ -116,11 +114,21 @@ def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStac
     return costs.of_config(path.stem, config, encoding, kv_bits)
 
 
-def measured(processes: int, model: "Model") -> "tuple[Machine, Products]":
-    """This machine as measured, and prices of products: the kernels' own times on a CPU that has them."""
+def measured(processes: int, model: "Model", keep: Path | None) -> "tuple[Machine, Products]":
+    """This machine as measured, and prices of products: the kernels' own times on a CPU that has them.
+
+    keep: a file for the machine. Where it cannot be written, that is said before anything is measured.
+    """
+    from nstf.runtime.artifact.atomic_file import replacing
     from nstf_convert.place.measure import measure_machine, measured_products
 
-    machine = measure_machine(processes)
+    if keep is None:
+        machine = measure_machine(processes)
+    else:
+        with replacing(keep, 0) as output:
+            machine = measure_machine(processes)
+            text = json_text.dumps(machine.to_json(), indent=1) + "\n"
+            output.write(0, memoryview(text.encode()))
     return machine, measured_products(machine, model.size_bytes)
 
 

@@ -18,6 +18,7 @@ from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, Node, dense, integer, node_to_json, stored_bytes, trellis
 from nstf.kernels.formats.shards import grain
 from nstf.kernels.formats.tree import Shape
+from nstf.runtime.attention_windows import windows_of
 from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts
 
 if TYPE_CHECKING:
@@ -228,12 +229,15 @@ def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) 
         raise UnsupportedError(
             f"models of type {text.model_type!r} do not say how many layers and heads they have"
         )
-    kinds = list(getattr(text, "layer_types", None) or [_FULL[0]] * count)
+    kinds = list(getattr(text, "layer_types", None) or [])
     other = next((k for k in kinds if k not in _FULL and k != _WINDOW), None)
     if other is not None:
         raise UnsupportedError(f"layers of type {other[:40]!r} are not known to nstf place")
-    window = int(getattr(text, "sliding_window", None) or 0)
-    windows = tuple(window if kind == _WINDOW else 0 for kind in kinds)
+    windows = windows_of({
+        "layer_types": [_WINDOW if k == _WINDOW else _FULL[0] for k in kinds], "num_hidden_layers": count,
+        "sliding_window": getattr(text, "sliding_window", None),
+        "use_sliding_window": getattr(text, "use_sliding_window", None),
+    })  # fmt: skip
     head_size = int(getattr(text, "head_dim", None) or hidden // heads)
     latent = getattr(text, "kv_lora_rank", None)
     if latent:

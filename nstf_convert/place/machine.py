@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,13 @@ def _collectives(entry: Any, where: str) -> Collectives:
             isinstance(p, list) and len(p) == 2 and all(map(_positive, p)) for p in points
         ):
             raise UsageError(f"{where}: measured[{str(ranks)[:20]!r}]: two or more [bytes, seconds]")
-        curves[int(ranks)] = tuple(sorted((float(b), float(s)) for b, s in points))
+        curve = tuple(sorted((float(b), float(s)) for b, s in points))
+        twice = next((b for (b, _), (after, _) in pairwise(curve) if b == after), None)
+        if twice is not None:
+            raise UsageError(
+                f"{where}: measured[{str(ranks)[:20]!r}]: {twice:g} bytes are there twice: keep one of the two"
+            )
+        curves[int(ranks)] = curve
     start = _number(entry, "start_s", where, least=0.0) if "start_s" in entry else 0.0
     return Collectives(start, tuple(named), curves)
 

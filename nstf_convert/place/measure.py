@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,25 +70,42 @@ def run_workers(ranks: int, device: str, threads: int) -> dict[str, Any]:
                 subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment)
             )
         try:
-            codes = [process.wait(TIMEOUT_S) for process in running]
-        except subprocess.TimeoutExpired as error:
+            bad = first_failure(running, TIMEOUT_S)
+        except TimeoutError as error:
             raise NstfError(f"measuring {ranks} processes took longer than {TIMEOUT_S} s") from error
         finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
             texts = []
             for file in logs:
                 file.seek(0)
                 texts.append(file.read())
                 file.close()
-        bad = next((rank for rank, code in enumerate(codes) if code), None)
         if bad is not None:
             lines = [line for line in texts[bad].splitlines() if line.strip()] or ["no message"]
             raise NstfError(f"measuring failed in process {bad} of {ranks}: {lines[-1][:200]}")
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
+
+
+def first_failure(running: Sequence[subprocess.Popen[Any]], timeout_s: float = math.inf) -> int | None:
+    """The number of the process that fails first, None once all ended well. Whatever happens, none is left running.
+
+    The others wait for one that is gone, or fail since it is: so they are killed at once. Raises TimeoutError.
+    """
+    end = time.monotonic() + timeout_s
+    try:
+        while True:
+            codes = [process.poll() for process in running]
+            bad = next((number for number, code in enumerate(codes) if code), None)
+            if bad is not None or None not in codes:
+                return bad
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.01)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def machine_of(found: dict[str, Any], false_pairs: Sequence[tuple[int, int]]) -> Machine:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nstf.errors import NstfError
 from nstf_convert.place.machine import from_json
 from tests.nstf_convert.place.stored import LLAMA, artifact_of
 
@@ -80,6 +81,24 @@ def test_a_measured_machine_is_kept_and_read_again(
     assert from_json(json.loads(kept.read_text())).devices[1].name == "process1"
     again = nstf("place", model, "--machine", kept, "--json")
     assert again.json == first.json
+
+
+def test_where_the_machine_cannot_be_kept_nothing_is_measured(
+    nstf: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nstf_convert.place import measure
+
+    def fail(*_: object) -> None:
+        raise NstfError("it was measured")
+
+    monkeypatch.setattr(measure, "run_workers", fail)
+    for path, message in ((tmp_path / "no" / "m.json", "does not exist"), (tmp_path, "is a folder")):
+        result = nstf("place", model, "--measure", "--save-machine", path)
+        assert result.code == 2 and message in result.err and len(result.err.splitlines()) == 1
+    kept = tmp_path / "m.json"
+    kept.write_text("older")
+    assert "it was measured" in nstf("place", model, "--measure", "--save-machine", kept).err
+    assert kept.read_text() == "older" and [p.name for p in tmp_path.iterdir()] == ["m.json"]
 
 
 @pytest.mark.parametrize(

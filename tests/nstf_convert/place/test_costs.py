@@ -52,6 +52,14 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after(
     assert found.facts.kv_bytes == kv_bytes
 
 
+def test_a_window_without_kinds_of_layers_is_that_of_all() -> None:
+    config = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+    assert of_config("m", config, "int4").facts.windows == (32, 32)
+    assert of_config("m", config | {"sliding_window": None}, "int4").facts.windows == (0, 0)
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False}
+    assert of_config("m", qwen, "int4").facts.windows == (0, 0)
+
+
 def test_encodings_have_their_bits() -> None:
     for word, bits in (
         ("bf16", 16),

@@ -57,6 +57,11 @@ def test_the_examples_that_the_documentation_names_are_there() -> None:
         (("links", 0, "duplex"), "both", "duplex 'both': write full or half"),
         (("collectives", "algorithms"), ["star"], "algorithms: a list of some of ring"),
         (("collectives", "measured"), {"2": [[1, 1]]}, r"measured\['2'\]: two or more"),
+        (
+            ("collectives", "measured"),
+            {"2": [[1024, 1e-5], [4096, 1e-5], [1024, 2e-5]]},
+            r"measured\['2'\]: 1024 bytes are there twice: keep one of the two",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_place(path: tuple[Any, ...], value: Any, message: str) -> None:

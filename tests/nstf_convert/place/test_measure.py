@@ -1,5 +1,8 @@
 """`--measure` on a CPU with two processes, what is made of its figures, and messages that arrive wrong."""
 
+import subprocess
+import time
+
 import pytest
 
 from nstf.errors import NstfError
@@ -8,7 +11,7 @@ from nstf.kernels.formats import Node, integer
 from nstf_convert.place import measure
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.fabric import Fabric
-from nstf_convert.place.measure import fit, machine_of, measure_machine, measured_products
+from nstf_convert.place.measure import first_failure, fit, machine_of, measure_machine, measured_products
 
 FOUND = {
     "ranks": 2, "device": "cpu", "kind": "cpu", "name": "CPU", "dtype": "float32", "threads": 1, "read_alone": 1e10,
@@ -50,8 +53,20 @@ def test_a_line_is_fitted_and_never_negative() -> None:
 
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.sys, "executable", "/bin/false")
-    with pytest.raises(NstfError, match="measuring failed in process 0 of 2: no message"):
+    with pytest.raises(NstfError, match=r"measuring failed in process [01] of 2: no message"):
         measure_machine(2)
+
+
+def test_the_others_end_with_the_first_that_fails() -> None:
+    running = [subprocess.Popen(["sh", "-c", words]) for words in ("sleep 60", "sleep 0.1; exit 3", "exit 0")]
+    start = time.monotonic()
+    assert first_failure(running, 50) == 1
+    assert time.monotonic() - start < 30 and all(process.poll() is not None for process in running)
+    assert first_failure([subprocess.Popen(["true"])]) is None
+    slow = subprocess.Popen(["sleep", "60"])
+    with pytest.raises(TimeoutError):
+        first_failure([slow], 0.05)
+    assert slow.poll() is not None
 
 
 @pytest.mark.skipif(not available(), reason="the compiled kernels are not here")
