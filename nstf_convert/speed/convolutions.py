@@ -6,6 +6,7 @@ here, a layer takes as many products of one row as it has pixels, divided by wha
 """
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from nstf.kernels.convolution import Geometry, convolve, multiplications
 from nstf.kernels.formats import Node, node_to_json, stored_bytes
 from nstf.kernels.formats.tree import Shape
 from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, using
+
+log = logging.getLogger("nstf")
 
 ROUNDS = 3
 # Rows of activations at once against one: a row of codes is read and unpacked for all of them.
