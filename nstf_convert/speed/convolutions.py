@@ -93,8 +93,8 @@ def layers_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str
             module(**inputs)
     except (
         Exception
-    ):  # a model's own code, without the values and perhaps without some of the inputs that it expects
-        pass  # what comes later is priced as a product with one row
+    ) as error:  # a model's own code, without values and perhaps without inputs that it expects
+        log.debug("convolutions after %s are priced as products with one row: %s", list(found)[-1:], error)
     finally:
         for hook in hooks:
             hook.remove()
