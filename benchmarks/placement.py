@@ -40,6 +40,7 @@ from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import Machine
 from nstf_convert.place.measure import first_failure, measure_machine, measured_products
 from nstf_convert.place.products import Products
+from nstf_convert.place.worker import captured as captured_calls
 from nstf_convert.speed import cache
 from nstf_convert.speed.measure import Pool
 
@@ -138,17 +139,7 @@ def captured(call: Callable[[], object], place: torch.device) -> Callable[[], ob
     """On a GPU the call as a graph with its collectives inside; on a CPU as it is."""
     if place.type != "cuda":
         return call
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # The thread that watches NCCL asks for events meanwhile, which other modes forbid.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
+    return captured_calls(call, 1)
 
 
 def timed(call: Callable[[], object], place: torch.device) -> float:

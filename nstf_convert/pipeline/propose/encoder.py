@@ -63,7 +63,7 @@ class Encoder:
         timed: bool = False,
     ) -> None:
         """source: name -> the original tensor. identity: digest of checkpoint and calibration. few: only forms that may win
-        are proposed, timed: and those that are fast (`simple_recipes`)."""
+        are proposed, timed: and those that are fast (`candidates.plain_recipes`)."""
         self._few, self._timed = few, timed
         self._machine = machine
         self._work = work
