@@ -8,7 +8,6 @@ Shapes: H query heads, G KV heads, R = H / G, T tokens, D head size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,7 +25,9 @@ CHUNK = 512
 
 # (layer, query [H, T, D], key [G, T, D], value, scale, window of the layer or 0) -> output [H, T, Dv]
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor]
-_ACTIVE: ContextVar[tuple[Attend, tuple[int, ...]]] = ContextVar("nstf_simulated")
+# By the id of the config that the attention modules share. No context variable: on a GPU the way back computes checkpointed
+# layers again in a thread of autograd's own.
+_ACTIVE: dict[int, tuple[Attend, tuple[int, ...]]] = {}
 
 
 def check(module: nn.Module) -> tuple[int, ...]:
@@ -60,14 +61,17 @@ def attending(module: nn.Module, attend: Attend) -> Iterator[None]:
     config: Any = module.config
     text = config.get_text_config(decoder=True)
     AttentionInterface.register(NAME, _attention)
-    before = text._attn_implementation
-    token = _ACTIVE.set((attend, windows))
+    before, outer = text._attn_implementation, _ACTIVE.get(id(text))
+    _ACTIVE[id(text)] = attend, windows
     try:
         text._attn_implementation = NAME
         yield
     finally:
         text._attn_implementation = before
-        _ACTIVE.reset(token)
+        if outer is None:
+            del _ACTIVE[id(text)]
+        else:
+            _ACTIVE[id(text)] = outer
 
 
 def _attention(
@@ -83,7 +87,7 @@ def _attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"attention with `{name}` (layer {module.layer_idx}) cannot be planned")
-    attend, windows = _ACTIVE.get()
+    attend, windows = _ACTIVE[id(module.config)]
     window = windows[module.layer_idx]
     if (kwargs.get("sliding_window") or 0) != window:
         raise UnsupportedError(

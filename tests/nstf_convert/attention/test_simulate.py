@@ -2,6 +2,9 @@
 
 import itertools
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +90,30 @@ def test_models_that_no_plan_fits_are_refused() -> None:
             model.config.layer_types = ["full_attention", "linear_attention"] * 2
         with pytest.raises(UnsupportedError, match=message), simulate.attending(model, simulate.dense):
             pass
+
+
+def test_another_thread_attends_alike_and_blocks_nest() -> None:
+    """On a GPU the way back computes checkpointed layers again in a thread of autograd's own."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    seen = []
+
+    def noted(*arguments: Any) -> Tensor:
+        seen.append(threading.get_ident())
+        return simulate.dense(*arguments)
+
+    ids = torch.arange(20)[None]
+    with ThreadPoolExecutor(1) as other, simulate.attending(model, noted):
+        with simulate.attending(model, simulate.dense):
+            expected = model(ids, use_cache=False).logits
+        found = other.submit(lambda: model(ids, use_cache=False).logits).result()
+    assert seen and threading.get_ident() not in seen
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("window", [1, 70, 300])
