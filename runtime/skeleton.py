@@ -210,6 +210,8 @@ def _parameters_on_meta(limits: Limits | None) -> Iterator[None]:
         if param is not None and param.device.type != "meta":
             moved = type(param)(param.detach().to("meta"), requires_grad=False)
             moved.__dict__.update(param.__dict__)
+            # What transformers' initialisation looks for: random numbers on meta take it 4 ms a matrix, for nothing.
+            moved._is_hf_initialized = True  # type: ignore[attr-defined]
             self._parameters[name] = moved
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]

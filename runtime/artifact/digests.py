@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from nstf.errors import NstfError
-from nstf.runtime.artifact.header import corrupt, short
+from nstf.runtime.artifact.header import TensorEntry, corrupt, short
 from nstf.runtime.artifact.manifest import TensorRecord
-from nstf.runtime.artifact.reader import Artifact, open_artifact, read_structure
+from nstf.runtime.artifact.reader import Artifact, file_state, open_artifact
 
 CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 1 << 17
@@ -34,33 +36,49 @@ def verify(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Verif
     Raises CorruptError that names the first array whose SHA-256 differs, and whatever `open_artifact` raises.
     Memory: the header and 1 MiB.
     """
-    manifest, entries = read_structure(path)
+    with open_artifact(path) as artifact:
+        return verify_opened(artifact, part, parts)
+
+
+def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified:
+    """As `verify`, for a file that is open. A mapped file is read, so that what was checked need not stay in memory; of
+    one in memory, that memory is checked."""
+    path, manifest, entries = artifact.path, artifact.manifest, artifact.entries
     digests = dict(zip(sorted(entries), manifest.sha256, strict=True))
-    size_bytes = 0
+    ordered = sorted(entries.items(), key=lambda item: item[1].start)
+    end = max((entry.end for entry in entries.values()), default=1)
+    mine = [(n, entry) for n, entry in ordered if entry.start * parts // end == part]
     try:
-        with Path(path).open("rb") as file:
-            ordered = sorted(entries.items(), key=lambda item: item[1].start)
-            end = max((entry.end for entry in entries.values()), default=1)
-            mine = [(n, entry) for n, entry in ordered if entry.start * parts // end == part]
+        with path.open("rb") if artifact.state is not None else nullcontext() as file:
+            if file is not None and file_state(os.fstat(file.fileno())) != artifact.state:
+                raise corrupt(path, "the file changed while it was opened")
             for name, entry in mine:
-                digest, at = hashlib.sha256(), entry.start
-                file.seek(at)
-                while at < entry.end:
-                    chunk = file.read(min(CHUNK_BYTES, entry.end - at))
-                    if not chunk:
-                        raise corrupt(path, f"array {short(name)} ends early")
-                    digest.update(chunk)
-                    at += len(chunk)
-                if digest.hexdigest() != digests[name]:
+                if file is None:
+                    found = hashlib.sha256(artifact.stored_bytes(name)).hexdigest()
+                else:
+                    found = _read_digest(file, entry, path, name)
+                if found != digests[name]:
                     raise corrupt(path, f"array {short(name)} differs from its SHA-256")
-                size_bytes = max(size_bytes, entry.end)
     except OSError as error:
         raise NstfError(f"{path}: cannot be read ({error.strerror}); check the file and the disk") from error
-    with open_artifact(path) as artifact:
-        for name in artifact.file_names():
-            artifact.file(name)
+    for name in artifact.file_names():
+        artifact.file(name)
     shared = sum(not isinstance(record, TensorRecord) for record in manifest.tensors.values())
+    size_bytes = max((entry.end for _, entry in mine), default=0)
     return Verified(len(manifest.tensors), shared, len(mine), len(manifest.files), size_bytes)
+
+
+def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> str:
+    """The SHA-256 of an array, read in pieces."""
+    digest, at = hashlib.sha256(), entry.start
+    file.seek(at)
+    while at < entry.end:
+        chunk = file.read(min(CHUNK_BYTES, entry.end - at))
+        if not chunk:
+            raise corrupt(path, f"array {short(name)} ends early")
+        digest.update(chunk)
+        at += len(chunk)
+    return digest.hexdigest()
 
 
 class Verifying:

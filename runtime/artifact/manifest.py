@@ -15,6 +15,7 @@ import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
@@ -58,6 +59,10 @@ class TensorRecord:
 
     def arrays(self) -> dict[str, ArraySpec]:
         """The arrays by path. Raises FormatError."""
+        return self._arrays
+
+    @cached_property
+    def _arrays(self) -> dict[str, ArraySpec]:
         return array_specs(self.tree, self.shape)
 
 

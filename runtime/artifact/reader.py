@@ -41,17 +41,12 @@ _VIEWS = {
 _MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 
 
-def read_structure(path: str | os.PathLike[str]) -> tuple[Manifest, dict[str, TensorEntry]]:
+def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dict[str, TensorEntry]]:
     """The manifest and the arrays' places, after every check that does not read the arrays.
 
-    Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
+    raw: the JSON text of the header; size: of its file, in bytes. Raises CorruptError, UnsupportedError (a newer version or
+    encoding).
     """
-    raw, size = read_header(path)
-    return parse_structure(raw, size, path)
-
-
-def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dict[str, TensorEntry]]:
-    """As `read_structure`, for the JSON text of a header and the size of its file in bytes."""
     entries, metadata = parse_header_bytes(raw, size, where, artifact=True)
     if set(metadata) != {mf.KEY}:
         raise CorruptError(
@@ -175,7 +170,7 @@ class Artifact:
         if self.state is None:
             return
         try:
-            now = _state(self.path.stat())
+            now = file_state(self.path.stat())
         except OSError:
             return
         if now != self.state and now[:2] == self.state[:2]:
@@ -223,10 +218,6 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
     path = Path(path)
     raw, size = read_header(path)
     manifest, entries = parse_structure(raw, size, path)
-    if verify:
-        from nstf.runtime.artifact.digests import verify as verify_file
-
-        verify_file(path)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size:
@@ -236,12 +227,20 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
             else:
                 mapping = _read_whole(file, size, path)
             opened = Artifact(path, manifest, entries, mapping)
-            opened.state = _state(os.fstat(file.fileno())) if mapped else None
+            opened.state = file_state(os.fstat(file.fileno())) if mapped else None
     except OSError as error:
         raise NstfError(f"{path}: cannot be mapped ({error.strerror}); check file and disk") from error
     if not mapped:  # what was read is what was checked: the file may have changed between the two
         if mapping[8 : 8 + len(raw)] != raw:
             raise corrupt(path, "the file changed while it was opened")
+    if verify:
+        from nstf.runtime.artifact.digests import verify_opened
+
+        try:
+            verify_opened(opened)
+        except BaseException:
+            opened.close()
+            raise
     return opened
 
 
@@ -258,6 +257,6 @@ def _read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:
     return memory
 
 
-def _state(found: os.stat_result) -> tuple[int, int, int, int]:
+def file_state(found: os.stat_result) -> tuple[int, int, int, int]:
     """What tells whether a file is still the one that was opened, and as it was."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
