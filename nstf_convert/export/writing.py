@@ -1,13 +1,17 @@
 """A folder, or a file with its card, that appears complete or not at all.
 
-Everything is written into a hidden folder beside the destination, every file is synced, and renames make it appear.
+Everything is written into a hidden folder beside the destination, every file is synced, and renames make it appear. What a
+killed export left is removed by the next one of the same name.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
@@ -59,9 +63,9 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
     where one of them is there already, without overwrite.
     """
     output = output.absolute()
-    partial = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
+    _remove_stale(output)
     with disk_errors(output):
-        partial.mkdir()
+        partial, lock = _hidden_folder(output)
     try:
         yield partial
         # What the umask leaves of 0666, as of every other file: safetensors' own writer makes files of mode 0600.
@@ -88,28 +92,79 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             with disk_errors(output):
                 raise
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(lock)
+
+
+def _hidden_folder(output: Path) -> tuple[Path, int]:
+    """A new hidden folder beside `output`, and a locked descriptor of it: that of a killed export is known by its missing lock."""
+    while True:
+        folder = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
+        folder.mkdir()
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # taken for stale before it was locked: once more
+            continue
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is ever found stale
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def _remove_stale(output: Path) -> None:
+    """Removes hidden folders that killed exports of the same name left: unfinished ones, and what they had replaced."""
+    name = escape(output.name)
+    left = list(output.parent.glob(f".{name}.part.????????"))
+    if output.exists():  # else the only whole one may be among them
+        left += output.parent.glob(f".{name}.old.????????")
+    for leftover in left:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(leftover)
+            finally:
+                os.close(descriptor)
 
 
 def _replace_folder(partial: Path, output: Path) -> None:
-    """`partial` under the name `output`. An older export keeps another name until the new one is in place."""
+    """`partial` under the name `output`, which has the older export or the new one at every moment."""
     if not output.exists():
         partial.rename(output)
-        return
-    if output.is_dir() and not any(output.iterdir()):
+    elif output.is_dir() and not any(output.iterdir()):
         output.rmdir()
         partial.rename(output)
-        return
-    old = output.with_name(f".{output.name}.old.{secrets.token_hex(4)}")
-    output.rename(old)
-    try:
-        partial.rename(output)
-    except BaseException:
-        old.rename(output)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old)
+    elif _exchange(partial, output):  # the older one has the hidden name now
+        _remove(partial)
+    else:  # a system that cannot: the name is missing for a moment
+        old = output.with_name(f".{output.name}.old.{secrets.token_hex(4)}")
+        output.rename(old)
+        try:
+            partial.rename(output)
+        except BaseException:
+            old.rename(output)
+            raise
+        _remove(old)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges two names in one step, which Linux can (renameat2); False where it did not."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        old.unlink()
+        path.unlink()
 
 
 def listed(folder: Path) -> Files:

@@ -1,4 +1,4 @@
-"""Damage behind right digests, and the way of a file through all that a user would do with it. As a program, without pytest:
+"""Damage behind right digests, and a file's way through all that a user would do with it. As a program, without pytest:
 
     python tests/attacks/deep_cases.py SECONDS [WORKERS [FIRST_SEED]]     prints the counts; ends with 1 when anything is wrong
 

@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 enum { COUNT, KILL_BEFORE, KILL_AFTER, FAIL, SHORT, INTERRUPT };
+enum { EXCHANGE = 2 };  // RENAME_EXCHANGE
 
 static char root[PATH_MAX];
 static size_t root_length;
@@ -189,20 +190,23 @@ int ftruncate64(int fd, off64_t size) {
 }
 int ftruncate(int fd, off_t size) { return ftruncate64(fd, size); }
 
-static int moved(int from_folder, const char* from, int to_folder, const char* to) {
+static int moved(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
     char a[PATH_MAX], b[PATH_MAX];
-    if (!root_length) return (int)syscall(SYS_renameat, from_folder, from, to_folder, to);
+    if (!root_length) return (int)syscall(SYS_renameat2, from_folder, from, to_folder, to, flags);
     whole_path(from_folder, from, a), whole_path(to_folder, to, b);
     const int ours = watched(a) || watched(b), how = ours ? begin() : COUNT;
     if (ours) FAULT(how);
-    const int done = (int)syscall(SYS_renameat, from_folder, from, to_folder, to);
-    if (ours) end(how, done ? "failed" : "rename", a, b, 0, NULL, 0);
+    const int done = (int)syscall(SYS_renameat2, from_folder, from, to_folder, to, flags);
+    if (ours) end(how, done ? "failed" : flags & EXCHANGE ? "exchange" : "rename", a, b, 0, NULL, 0);
     return done;
 }
 
-int rename(const char* from, const char* to) { return moved(AT_FDCWD, from, AT_FDCWD, to); }
+int rename(const char* from, const char* to) { return moved(AT_FDCWD, from, AT_FDCWD, to, 0); }
 int renameat(int from_folder, const char* from, int to_folder, const char* to) {
-    return moved(from_folder, from, to_folder, to);
+    return moved(from_folder, from, to_folder, to, 0);
+}
+int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+    return moved(from_folder, from, to_folder, to, flags);
 }
 
 static int removed(int folder, const char* path, int flags) {

@@ -119,6 +119,8 @@ class Disk:
     folders: set[str] = field(default_factory=set)
     # Names changed since the latest fsync of their folder: path -> what was there then.
     pending: dict[str, File | None] = field(default_factory=dict)
+    # Of those, the ones that changed because a folder above them got another name: (its name before, its name now).
+    moved: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         """Carries an event out."""
@@ -141,13 +143,20 @@ class Disk:
             seen = self.names[path].seen
             del seen[event.at :]
             seen.extend(bytes(event.at - len(seen)))
-        elif event.op == "rename":
+        elif event.op in ("rename", "exchange"):
             # Of a folder: every file below it.
-            for old in [n for n in self.names if n == path or n.startswith(f"{path}/")]:
-                new = event.other + old[len(path) :]
-                self.pending.setdefault(new, self.names.get(new))
-                self.pending.setdefault(old, self.names.get(old))
-                self.names[new] = self.names.pop(old)
+            ours, theirs = self._below(path), self._below(event.other) if event.op == "exchange" else {}
+            before = dict(self.names)
+            for name in [*ours, *theirs]:
+                self.names.pop(name)
+            for files, old, new in ((ours, path, event.other), (theirs, event.other, path)):
+                for name, file in files.items():
+                    now = new + name[len(old) :]
+                    # A name that is not certain in its folder may be missing from the folder that has moved, too.
+                    together = (old, new) if name != old and name not in self.pending else None
+                    self._change(name, file, together)
+                    self._change(now, before.get(now), together)
+                    self.names[now] = file
         elif event.op == "unlink" and path in self.names:
             self.pending.setdefault(path, self.names[path])
             del self.names[path]
@@ -158,7 +167,20 @@ class Disk:
                 file = self.names[path]
                 file.synced, file.dirty = bytes(file.seen), False
             else:
-                self.pending = {p: f for p, f in self.pending.items() if str(Path(p).parent) != path}
+                certain = [p for p in self.pending if str(Path(self.moved.get(p, (p,))[0]).parent) == path]
+                for name in certain:
+                    del self.pending[name]
+                    self.moved.pop(name, None)
+
+    def _below(self, path: str) -> dict[str, File]:
+        """The files under a name: itself, or those of a folder."""
+        return {n: f for n, f in self.names.items() if n == path or n.startswith(f"{path}/")}
+
+    def _change(self, path: str, before: File | None, moved: tuple[str, str] | None) -> None:
+        """A name is about to stand for something else."""
+        self.pending.setdefault(path, before)
+        if moved is not None:
+            self.moved.setdefault(path, moved)
 
     def running(self) -> dict[str, bytes]:
         """What a process that looks now sees: also after a kill."""
@@ -167,12 +189,14 @@ class Disk:
     def after_power_loss(self, choice: Any) -> dict[str, bytes]:
         """One of the states that a power loss may leave. choice: `random.Random`, or anything with its `random`.
 
-        A name that is not certain is there or not, independently of the others; contents that are not certain are the old
-        ones, the new ones, cut off, zeros, or half of each, page by page.
+        A name that is not certain is there or not, independently of the others, but for those below a folder, which move
+        with it; contents that are not certain are the old ones, the new ones, cut off, zeros, or half of each, page by page.
         """
         names: dict[str, File] = dict(self.names)
+        undone: dict[frozenset[str], bool] = {}
         for path, before in self.pending.items():
-            if choice.random() < 0.5:
+            together = frozenset(self.moved.get(path, (path,)))
+            if undone.setdefault(together, choice.random() < 0.5):
                 if before is None:
                     names.pop(path, None)
                 else:

@@ -15,7 +15,7 @@ import faults
 
 OLD = b"the file that was there before"
 # What a killed command may leave: temporary files of the work directory, of the output, of an export, of the system.
-LEFT_OVERS = (".*.data.*", ".*.part.*", ".nstf-????????-????????????????.tmp")
+LEFT_OVERS = (".*.data.*", ".*.part.*", ".*.old.*", ".nstf-????????-????????????????.tmp")
 
 _TEXT = ["--dataset", "{folder}/text.txt", "--samples", "2", "--seq-len", "16", "--threads", "1", "--quiet"]
 _CONVERT = [
@@ -26,12 +26,25 @@ _CONVERT = [
 
 @dataclass(frozen=True)
 class Command:
-    """words: of the command line, {folder} where it works. output: the name that must appear whole or not at all."""
+    """words: of the command line, {folder} where it works. output: the name that must appear whole or not at all: a file,
+    or a folder when it has no ending."""
 
     words: list[str]
     output: str
     # Whether the output is replaced, with an older one there before.
     replaces: bool = False
+    # Whether every call is seen: safetensors' own writer gives a file its name by a call that the shim does not see.
+    seen: bool = True
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same words may be said again where the output is there."""
+        return self.replaces or not self.output
+
+
+def _export(target: str, output: str, *more: str) -> Command:
+    words = ["export", "{folder}/in.nstf", "--to", target, "-o", f"{{folder}}/{output}", "--quiet", *more]
+    return Command(words, output, "--overwrite" in more, target != "transformers")
 
 
 COMMANDS = {
@@ -41,7 +54,12 @@ COMMANDS = {
                      "out.nstf", True),
     "calibrate": Command(["calibrate", "{folder}/model", "-o", "{folder}/out.calibration", "--work-dir", "{folder}/work",
                           "--force", *_TEXT], "out.calibration", True),
-    "export hf": Command(["export", "{folder}/in.nstf", "-o", "{folder}/hf", "--quiet"], "hf"),
+    "export hf": _export("hf", "hf"),
+    "export hf again": _export("hf", "hf", "--overwrite"),
+    "export compressed-tensors": _export("compressed-tensors", "ct", "--dtype", "float32", "--overwrite"),
+    "export gguf": _export("gguf", "out.gguf", "--allow-loss", "--overwrite"),
+    "export onnx": _export("onnx", "out.onnx", "--overwrite"),
+    "export transformers": _export("transformers", "tr", "--overwrite"),
     "serve": Command(["serve", "{folder}/in.nstf", "--threads", "1"], ""),
 }  # fmt: skip
 
@@ -116,8 +134,14 @@ def prepare(folder: Path, inputs: Path, command: Command) -> None:
     """A folder in which the command can run."""
     shutil.copytree(inputs, folder)
     (folder / "tmp").mkdir()
-    if command.replaces:
+    if command.replaces and Path(command.output).suffix:
         (folder / command.output).write_bytes(OLD)
+    elif command.replaces:
+        (folder / command.output).mkdir()
+        (folder / command.output / "README.md").write_text(
+            "tags:\n- nstf\n"
+        )  # what makes it an export of ours
+        (folder / command.output / "old").write_bytes(OLD)
 
 
 def record(runner: faults.Runner, folder: Path, inputs: Path, command: Command) -> Recorded:
@@ -136,7 +160,8 @@ def record(runner: faults.Runner, folder: Path, inputs: Path, command: Command) 
             if event.op in ("rename", "create", "truncate"):
                 contents.setdefault(found.name(path), set()).add(bytes(disk.names[path].seen))
     # The model of the disk is right: it ends with the very files that are there.
-    assert {found.name(path): content for path, content in disk.running().items()} == after
+    if command.seen:
+        assert {found.name(path): content for path, content in disk.running().items()} == after
     return found
 
 
@@ -188,5 +213,8 @@ def resume_from(
     number = 0
     for number, state in enumerate(chosen, 1):
         place(state, folder)
-        resume(runner, folder, recorded, f"state {number}")
+        if recorded.command.resumes or not recorded.of_output(
+            state
+        ):  # an export that is there is not made again
+            resume(runner, folder, recorded, f"state {number}")
     return number

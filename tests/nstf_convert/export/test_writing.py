@@ -1,0 +1,54 @@
+"""What an export leaves when it is killed, and how it takes the place of an older one."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nstf_convert.export import writing
+
+
+def killed(output: Path) -> None:
+    """An export in a process that is killed with some of its files written."""
+    child = os.fork()
+    if child == 0:
+        with writing.staged(output) as folder:
+            (folder / "half").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def export(output: Path, content: bytes) -> None:
+    with writing.staged(output, overwrite=True) as folder:
+        (folder / "whole").write_bytes(content)
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_of_its_name(tmp_path: Path) -> None:
+    killed(tmp_path / "[x]"), killed(tmp_path / "y")
+    (tmp_path / ".[x].old.01234567").mkdir()
+    assert len(list(tmp_path.iterdir())) == 3
+    # What was replaced goes only when there is something in its place.
+    export(tmp_path / "[x]", b"new")
+    assert sorted(p.name[:4] for p in tmp_path.iterdir()) == [".[x]", ".y.p", "[x]"]
+    export(tmp_path / "[x]", b"new")
+    assert sorted(p.name[:4] for p in tmp_path.iterdir()) == [".y.p", "[x]"]
+
+
+def test_the_files_of_an_export_at_work_stay(tmp_path: Path) -> None:
+    with writing.staged(tmp_path / "x", overwrite=True) as folder:
+        (folder / "whole").write_bytes(b"first")
+        export(tmp_path / "x", b"second")
+        assert (folder / "whole").read_bytes() == b"first"
+    assert [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()] == [b"first"]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_an_older_export_is_replaced_whether_the_system_can_exchange_names_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
+) -> None:
+    if not can:
+        monkeypatch.setattr(writing, "_exchange", lambda *_: False)
+    export(tmp_path / "x", b"first"), export(tmp_path / "x", b"second")
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "whole").read_bytes() == b"second"
