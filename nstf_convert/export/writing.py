@@ -98,7 +98,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
 
 
 def _hidden_folder(output: Path) -> tuple[Path, int]:
-    """A new hidden folder beside `output`, and a locked descriptor of it: that of a killed export is known by its missing lock."""
+    """A new hidden folder beside `output` and its descriptor, locked: a killed export's is known by the missing lock."""
     while True:
         folder = output.with_name(f".{output.name}.part.{secrets.token_hex(4)}")
         folder.mkdir()

@@ -1,6 +1,6 @@
 """Damage behind right digests, and a file's way through all that a user would do with it. As a program, without pytest:
 
-    python tests/attacks/deep_cases.py SECONDS [WORKERS [FIRST_SEED]]     prints the counts; ends with 1 when anything is wrong
+    python tests/attacks/deep_cases.py SECONDS [WORKERS [FIRST_SEED]]     prints counts; ends with 1 when anything is wrong
 
 Every array's digest and the header's are made anew after the damage, so that nothing is refused for them alone.
 """

@@ -2,6 +2,7 @@
 
 import fnmatch
 import importlib.util
+import json
 import random
 import shutil
 import sys
@@ -12,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import faults
+from small_llama import LLAMA, tensors
+
+from nstf.runtime.artifact import write_artifact
 
 OLD = b"the file that was there before"
 # What a killed command may leave: temporary files of the work directory, of the output, of an export, of the system.
@@ -42,8 +46,8 @@ class Command:
         return self.replaces or not self.output
 
 
-def _export(target: str, output: str, *more: str) -> Command:
-    words = ["export", "{folder}/in.nstf", "--to", target, "-o", f"{{folder}}/{output}", "--quiet", *more]
+def _export(target: str, output: str, *more: str, source: str = "in.nstf") -> Command:
+    words = ["export", f"{{folder}}/{source}", "--to", target, "-o", f"{{folder}}/{output}", "--quiet", *more]
     return Command(words, output, "--overwrite" in more, target != "transformers")
 
 
@@ -57,7 +61,7 @@ COMMANDS = {
     "export hf": _export("hf", "hf"),
     "export hf again": _export("hf", "hf", "--overwrite"),
     "export compressed-tensors": _export("compressed-tensors", "ct", "--dtype", "float32", "--overwrite"),
-    "export gguf": _export("gguf", "out.gguf", "--allow-loss", "--overwrite"),
+    "export gguf": _export("gguf", "out.gguf", "--allow-loss", "--overwrite", source="plain.nstf"),
     "export onnx": _export("onnx", "out.onnx", "--overwrite"),
     "export transformers": _export("transformers", "tr", "--overwrite"),
     "serve": Command(["serve", "{folder}/in.nstf", "--threads", "1"], ""),
@@ -111,11 +115,12 @@ def samples() -> ModuleType:
 
 
 def make_inputs(folder: Path) -> None:
-    """A model of one layer and a text."""
+    """A model of one layer and a text; and an artifact without a tokenizer, since GGUF has no form for that of the model."""
     made = samples()
     made.make_llama(folder / "model", layers=1)
     rng = random.Random(0)
     (folder / "text.txt").write_text(" ".join(rng.choice(made.WORDS) for _ in range(1500)))
+    write_artifact(folder / "plain.nstf", tensors(), {"config.json": json.dumps(LLAMA).encode()})
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -156,8 +161,10 @@ def record(runner: faults.Runner, folder: Path, inputs: Path, command: Command) 
     disk = found.disk()
     for event in events:
         disk.apply(event)
-        for path in {event.path, event.other} & set(disk.names):
-            if event.op in ("rename", "create", "truncate"):
+        if event.op not in ("rename", "exchange", "create", "truncate"):
+            continue
+        for path in disk.names:
+            if any(path == name or path.startswith(f"{name}/") for name in (event.path, event.other) if name):
                 contents.setdefault(found.name(path), set()).add(bytes(disk.names[path].seen))
     # The model of the disk is right: it ends with the very files that are there.
     if command.seen:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,8 +37,17 @@ WRITING = [name for name, command in COMMANDS.items() if command.output and comm
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+def root() -> Iterator[Path]:
+    """In memory where there is such a folder: the disk is a model of ours, and a real one would only be waited for."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tmp_path(root: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,14 @@ CONVERT = [
 ]  # fmt: skip
 COMMANDS = {
     "convert": CONVERT,
-    "generate": ["generate", "in.nstf", "--prompt", "kab kad", "--max-tokens", "3", "--quiet"],
-    "generate by modules": ["generate", "in.nstf", "--prompt", "kab", "--max-tokens", "3", "--engine", "off", "--quiet"],
+    "generate": ["generate", "in.nstf", "kab kad", "--max-new-tokens", "3", "--threads", "1", "--quiet"],
+    "eval": ["eval", "in.nstf", "--dataset", "text.txt", "--samples", "2", "--seq-len", "16", "--threads", "1", "--quiet"],
     "serve": ["serve", "in.nstf", "--threads", "1"],
     "verify": ["verify", "in.nstf"],
     "export": ["export", "in.nstf", "-o", "hf", "--quiet", "--overwrite"],
 }  # fmt: skip
 # The most room each is given, where it must succeed.
-ENOUGH = {"convert": 512 * MIB, "generate": 64 * MIB, "generate by modules": 128 * MIB}
+ENOUGH = {"convert": 512 * MIB, "generate": 64 * MIB, "eval": 256 * MIB}
 
 
 def outcome(words: list[str], room: int | None) -> str:
@@ -83,7 +83,9 @@ def outcomes(count: int) -> dict[str, list[str]]:
             Path("new.nstf").rename("in.nstf") if Path("new.nstf").exists() else None
         found[name] = [warm(words)]
         enough = ENOUGH.get(name, 256 * MIB)
-        found[name] += [outcome(words, room) for room in [-64 * MIB, *(enough * i // count for i in range(1, count + 1))]]
+        found[name] += [
+            outcome(words, room) for room in [-64 * MIB, *(enough * i // count for i in range(1, count + 1))]
+        ]
     return found
 
 
@@ -108,9 +110,13 @@ def test_whole_commands_under_20_limits_on_memory_end_well_or_in_one_line(tmp_pa
     assert run.returncode == 0, run.stderr[-2000:]
     wrong = {}
     for name, found in json.loads(run.stdout.splitlines()[-1]).items():
-        print(f"{name}: {found.count('done') - 1} of {len(found) - 1} done, else {sorted(set(found) - {'done'})}")
+        print(
+            f"{name}: {found.count('done') - 1} of {len(found) - 1} done, else {sorted(set(found) - {'done'})}"
+        )
         assert found[0] == "done" and found[-1] == "done" and found[1] != "done", (name, found)
-        wrong |= {f"{name} {i}": f for i, f in enumerate(found) if f != "done" and not f.startswith("error: ")}
+        wrong |= {
+            f"{name} {i}": f for i, f in enumerate(found) if f != "done" and not f.startswith("error: ")
+        }
     assert wrong == {}
 
 
