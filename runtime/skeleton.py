@@ -21,11 +21,12 @@ from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.config import Limits
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
-# artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241).
+# artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241). And
+# `return_dict`, which changes what every call gives back.
 _IGNORED_KEYS = frozenset(
     "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
     "custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
-    "pretrained_model_name_or_path quantization_config revision rng_state tokenizer_file "
+    "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
     "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )
 _LABELS = ("id2label", "label2id")

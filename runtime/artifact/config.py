@@ -44,6 +44,14 @@ _FREE = frozenset(
     "period rate frequency chunk params parameters".split()
 )
 _LABELS = ("id2label", "label2id")
+# What transformers looks for in the config of any model, whether its class declares (and so checks) it or not.
+_TYPES: dict[str, tuple[type, str]] = {
+    "sliding_window": (int, "a whole number"),
+    "attention_chunk_size": (int, "a whole number"),
+    "is_causal": (bool, "true or false"),
+    "output_hidden_states": (bool, "true or false"),
+    "kv_sharing_modes": (list, "a list"),
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,7 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             if key in _LABELS:
                 _check_labels(item, where, key)
             else:
+                _check_type(item, where, key)
                 _check(item, limits, where, f"{path}.{key}" if path else str(key), depth + 1, seen)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -144,6 +153,17 @@ def _most(path: str, limits: Limits) -> float:
     if words & _SIZES and not words & _FREE:
         return limits.size
     return MAX_INTEGER if words & (_COUNTS | _SIZES) else MAX_NUMBER
+
+
+def _check_type(value: Any, where: object, key: str) -> None:
+    if value is None or key not in _TYPES:
+        return
+    kind, expected = _TYPES[key]
+    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
+        raise CorruptError(
+            f"{where}: its config.json says {key} is {short(value)}, expected {expected}; "
+            "the file is damaged, fetch or convert it again"
+        )
 
 
 def _check_labels(value: Any, where: object, key: str) -> None:

@@ -57,6 +57,11 @@ TREES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GENERATION = {"eos_token_id": [1, 2], "temperature": 0.7, "top_k": 5, "bos_token_id": 1}
+# Keys that a config may have beside those of LLAMA, most of them not declared by its class.
+UNDECLARED = (
+    "num_labels layer_types rope_scaling sliding_window pad_token_id attention_chunk_size is_causal kv_sharing_modes "
+    "output_hidden_states return_dict per_layer_config text_config unpadded_vocab_size"
+).split()
 # Files of a batch; one in so many takes every step as a user would, through files and the command line.
 BATCH, PLAINLY = 200, 20
 # Under a sanitizer (make sanitize) all is slower, and freed memory is kept for its sake.
@@ -146,9 +151,7 @@ def mutated(rng: random.Random, config: dict[str, Any]) -> bytes:
             else:
                 container[key] = nasty(rng, container[key])
     if rng.random() < 0.2:
-        changed[
-            rng.choice(("num_labels", "layer_types", "rope_scaling", "sliding_window", "pad_token_id"))
-        ] = rng.choice(NASTY)
+        changed[rng.choice(UNDECLARED)] = rng.choice(NASTY)
     with contextlib.suppress(ValueError):
         return json.dumps(changed).encode()
     return b"{}"

@@ -37,7 +37,7 @@ class Command:
     output: str
     # Whether the output is replaced, with an older one there before.
     replaces: bool = False
-    # Whether every call is seen: safetensors' own writer gives a file its name by a call that the shim does not see.
+    # Whether the shim sees every call.
     seen: bool = True
 
     @property
@@ -46,9 +46,13 @@ class Command:
         return self.replaces or not self.output
 
 
+# What writes these files: safetensors' own writer renames, and gguf's writes, by calls that the shim does not see.
+UNSEEN = ("transformers", "gguf")
+
+
 def _export(target: str, output: str, *more: str, source: str = "in.nstf") -> Command:
     words = ["export", f"{{folder}}/{source}", "--to", target, "-o", f"{{folder}}/{output}", "--quiet", *more]
-    return Command(words, output, "--overwrite" in more, target != "transformers")
+    return Command(words, output, "--overwrite" in more, target not in UNSEEN)
 
 
 COMMANDS = {

@@ -143,6 +143,22 @@ def test_a_generation_config_of_wrong_types_is_refused_at_load(
         load(path)
 
 
+# Llama's class declares none of these: transformers would stumble over them at the first token.
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sliding_window", [1]), ("sliding_window", "4096"), ("sliding_window", 2**64), ("attention_chunk_size", 0.5),
+     ("is_causal", 1), ("output_hidden_states", "yes"), ("kv_sharing_modes", 3)],
+)  # fmt: skip
+def test_a_config_of_wrong_types_is_refused_at_load(made: Callable[..., Path], key: str, value: Any) -> None:
+    with pytest.raises(CorruptError, match=f"config.json says {key} is .*, expected"):
+        load(made({**LLAMA, key: value}))
+
+
+def test_what_calls_give_back_is_not_for_a_file_to_say(made: Callable[..., Path]) -> None:
+    model: Any = load(made({**LLAMA, "return_dict": False}))
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
+
+
 def test_control_characters_of_a_file_do_not_reach_a_message(made: Callable[..., Path]) -> None:
     path = made({**LLAMA, "architectures": ["a\x1b[31m\nb"]})
     with pytest.raises(NstfError) as caught:
