@@ -1,6 +1,6 @@
 """The parser of artifacts under many cases: our errors only, no signal, no hang, no growth.
 
-python tests/attacks/test_parse_fuzz.py 20000000        as many as one says, from the shell; prints the counts
+python tests/attacks/test_parse_fuzz.py CASES [WORKERS]        from the shell; prints the counts as they come
 """
 
 import gc
@@ -100,4 +100,8 @@ def _tell(total: Total) -> None:
 
 
 if __name__ == "__main__":
-    _tell(run_batches(batch, range(1000, 1000 + int(sys.argv[1]) // BATCH), hang_s=HANG_S, report=_tell))
+    cases, workers = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    found = run_batches(
+        batch, range(1000, 1000 + cases // BATCH), hang_s=HANG_S, workers=workers, report=_tell
+    )
+    check(found)
