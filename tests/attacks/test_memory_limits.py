@@ -4,18 +4,18 @@ A child is forked from a process that has imported everything and allowed some m
 prints what came of every command at every size, as JSON.
 """
 
-import gc
 import json
 import os
 import resource
 import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from commands import outcome, warm, wrong
 from recorded import make_inputs
 
 MIB = 1 << 20
@@ -36,36 +36,11 @@ COMMANDS = {
 ENOUGH = {"convert": 512 * MIB, "generate": 64 * MIB, "eval": 256 * MIB}
 
 
-def outcome(words: list[str], room: int | None) -> str:
-    """`done`, the line that a command says, or what else became of it, with `room` bytes more than are in use now."""
-    from nstf_convert.cli import run
-
-    with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
-                if room is not None:
-                    pages = int(Path("/proc/self/statm").read_text().split()[0])
-                    limit = pages * os.sysconf("SC_PAGE_SIZE") + room
-                    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                code = run(words)
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        status = os.waitpid(child, 0)[1]
-        said.seek(0)
-        lines = said.read().decode(errors="replace").splitlines()
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}: {lines[-3:]}"
-    code = os.waitstatus_to_exitcode(status)
-    if code == 0:
-        return "done"
-    errors = [line for line in lines if line.startswith("error: ")]
-    if code == 1 and errors == lines[-1:] and "--debug" not in errors[0]:
-        return errors[0]
-    return f"code {code}: {lines[-3:]}"
+def room(size: int) -> None:
+    """Allows `size` bytes of address space more than are in use now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def outcomes(count: int) -> dict[str, list[str]]:
@@ -79,28 +54,13 @@ def outcomes(count: int) -> dict[str, list[str]]:
     server.run = lambda app, host, port, ready: ready(1)
     found = {}
     for name, words in COMMANDS.items():
-        if name == "generate" or not Path("in.nstf").exists():
-            Path("new.nstf").rename("in.nstf") if Path("new.nstf").exists() else None
-        found[name] = [warm(words)]
-        enough = ENOUGH.get(name, 256 * MIB)
-        found[name] += [
-            outcome(words, room) for room in [-64 * MIB, *(enough * i // count for i in range(1, count + 1))]
-        ]
+        warm(words)
+        if name == "convert":
+            Path("new.nstf").rename("in.nstf")
+        most = ENOUGH.get(name, 256 * MIB)
+        sizes = [-64 * MIB, *(most * i // count for i in range(1, count + 1))]
+        found[name] = [outcome(words, partial(room, size)) for size in sizes]
     return found
-
-
-def warm(words: list[str]) -> str:
-    """Runs a command in this very process, so that all is imported, and gives back `done`."""
-    from nstf_convert.cli import run
-
-    with Path(os.devnull).open("w") as nowhere:
-        kept, sys.stdout = sys.stdout, nowhere
-        try:
-            code = run(words)
-        finally:
-            sys.stdout = kept
-    gc.collect()
-    return "done" if code == 0 else f"code {code}"
 
 
 @pytest.mark.fuzz
@@ -108,16 +68,11 @@ def test_whole_commands_under_20_limits_on_memory_end_well_or_in_one_line(tmp_pa
     make_inputs(tmp_path)
     run = subprocess.run([sys.executable, __file__, "19"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    wrong = {}
     for name, found in json.loads(run.stdout.splitlines()[-1]).items():
-        print(
-            f"{name}: {found.count('done') - 1} of {len(found) - 1} done, else {sorted(set(found) - {'done'})}"
-        )
-        assert found[0] == "done" and found[-1] == "done" and found[1] != "done", (name, found)
-        wrong |= {
-            f"{name} {i}": f for i, f in enumerate(found) if f != "done" and not f.startswith("error: ")
-        }
-    assert wrong == {}
+        said = sorted(set(found) - {"done"})
+        print(f"{name}: {found.count('done')} of {len(found)} done, else {said}")
+        assert wrong({f"{name} {i}": f for i, f in enumerate(found)}) == {}
+        assert found[-1] == "done" and found[0] != "done", (name, found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Whole commands in children of a process that has imported everything: what became of them under a limit."""
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def outcome(words: list[str], limit: Callable[[], None] = lambda: None) -> str:
+    """`done`; the one line that a command that ended with 1 says; or what else became of it. limit: called in the child."""
+    from nstf_convert.cli import run
+
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
+                limit()
+                code = run(words)
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        status = os.waitpid(child, 0)[1]
+        said.seek(0)
+        lines = said.read().decode(errors="replace").splitlines()
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}: {lines[-3:]}"
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return "done"
+    errors = [line for line in lines if line.startswith("error: ")]
+    if code == 1 and errors == lines[-1:] and "--debug" not in errors[0]:
+        return errors[0]
+    return f"code {code}: {lines[-3:]}"
+
+
+def warm(words: list[str]) -> None:
+    """Runs a command in this very process, so that all it needs is imported."""
+    from nstf_convert.cli import run
+
+    with Path(os.devnull).open("w") as nowhere:
+        kept, sys.stdout = sys.stdout, nowhere
+        try:
+            code = run(words)
+        finally:
+            sys.stdout = kept
+    assert code == 0, (words, code)
+    gc.collect()
+
+
+def wrong(outcomes: dict[str, str]) -> dict[str, str]:
+    """Those that neither ended well nor with one line."""
+    return {
+        name: found for name, found in outcomes.items() if found != "done" and not found.startswith("error: ")
+    }
