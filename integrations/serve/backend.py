@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from threading import Condition, Thread
+from threading import Condition
 
 from nstf.integrations.serve.errors import ApiError
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer
+from nstf.integrations.serve.worker import Worker
 
 
 class Backend(ABC):
@@ -29,7 +30,7 @@ class Backend(ABC):
         self._stopping = False
         metrics.gauges["running"] = self._running
         metrics.gauges["waiting"] = lambda: len(self._waiting)
-        self._thread = Thread(target=self._loop, name="nstf-decode", daemon=True)
+        self._thread = Worker(self._loop)
 
     @abstractmethod
     def _loop(self) -> None:

@@ -7,6 +7,7 @@ the top: `nstf --help` must answer at once, and importing torch alone takes seco
 import errno
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,8 @@ EPILOG = (
     "--debug (full traceback)."
 )
 RESUMABLE = ("calibrate", "plan", "convert")
+# What torch and Python say where memory ends, in errors of other classes.
+_NO_MEMORY = re.compile(r"can(no|')t allocate memory|can't start new thread|std::bad_alloc", re.IGNORECASE)
 
 SUMMARIES = {
     "convert": "Convert a model under a byte budget.",
@@ -139,7 +142,7 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
         return getattr(error, "exit_code", 2), _usage(error, words)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         reason = clean(error) or "an allocation failed"
         return 1, f"out of memory: {reason}; fewer --samples or a shorter --seq-len need less"
     if isinstance(error, OSError):

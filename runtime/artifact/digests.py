@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import os
 import threading
-from contextlib import nullcontext
+from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -84,8 +86,8 @@ def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> s
 class Verifying:
     """Checks every SHA-256 of an open artifact in a thread, over its mapping: the pages are in memory afterwards.
 
-    `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` waits for
-    the end and raises CorruptError that names the first array that differs.
+    `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` checks with
+    it what is left and raises CorruptError that names an array that differs.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -99,27 +101,28 @@ class Verifying:
         # hashlib lets other threads run while it reads, but gets its turn back between arrays only when they let it: the
         # thread takes the large ones, largest first, and leaves the small ones to who waits.
         large = [name for name, view in self._views.items() if view.nbytes >= LARGE_BYTES]
-        large.sort(key=lambda name: -self._views[name].nbytes)
+        self._large = deque(sorted(large, key=lambda name: -self._views[name].nbytes))
         self._small = sorted(set(self._views) - set(large))
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._work, args=(large,), daemon=True
-        )
-        try:
-            self._thread.start()
-        except (
-            RuntimeError,
-            MemoryError,
-        ):  # no thread under a limit on memory or processes: all is read where one waits
-            self._small, self._thread = [*self._small, *large], None
+        # Held while the thread checks an array.
+        self._busy = threading.Lock()
+        if large:
+            # Not threading.Thread, whose start waits for a sign of life: a thread that finds no memory gives none. Without
+            # a thread all is checked where one waits.
+            with suppress(RuntimeError, MemoryError):
+                _thread.start_new_thread(self._work, ())
 
     def wait(self) -> None:
         """Raises CorruptError for an array that differs, and what reading raised."""
-        self._check(self._small)
+        for name in self._small:
+            self._check(name)
+        with suppress(IndexError):
+            while True:
+                self._check(self._large.popleft())
         self._end()
         if self._failure is not None:
             raise self._failure
         if self._wrong:
-            raise corrupt(self._path, f"array {short(self._wrong[0])} differs from its SHA-256")
+            raise corrupt(self._path, f"array {short(min(self._wrong))} differs from its SHA-256")
 
     def __enter__(self) -> Verifying:
         return self
@@ -129,18 +132,20 @@ class Verifying:
         self._end()
 
     def _end(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        """Waits for the array that the thread has in hand."""
+        with self._busy:
+            pass
 
-    def _work(self, names: list[str]) -> None:
+    def _work(self) -> None:
         try:
-            self._check(names)
+            while not self._stopped:
+                with self._busy:
+                    self._check(self._large.popleft())
+        except IndexError:
+            pass
         except BaseException as error:  # raised again where somebody waits
             self._failure = error
 
-    def _check(self, names: list[str]) -> None:
-        for name in names:
-            if self._stopped:
-                return
-            if hashlib.sha256(self._views[name]).hexdigest() != self._digests[name]:
-                self._wrong.append(name)
+    def _check(self, name: str) -> None:
+        if hashlib.sha256(self._views[name]).hexdigest() != self._digests[name]:
+            self._wrong.append(name)

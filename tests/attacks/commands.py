@@ -2,10 +2,14 @@
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+# A command that takes longer waits for something that does not come: it is ended by a signal.
+HANGS_S = 120
 
 
 def outcome(words: list[str], limit: Callable[[], None] = lambda: None) -> str:
@@ -18,6 +22,7 @@ def outcome(words: list[str], limit: Callable[[], None] = lambda: None) -> str:
             code = 99
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
+                signal.alarm(HANGS_S)
                 limit()
                 code = run(words)
                 sys.stderr.flush()

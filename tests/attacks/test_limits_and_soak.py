@@ -17,10 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA
 
-from nstf.errors import NstfError
+from nstf.errors import CorruptError, NstfError
 from nstf.kernels.formats import EncodedTensor, Node, dense
 from nstf.runtime import load
-from nstf.runtime.artifact import write_artifact
+from nstf.runtime.artifact import digests, write_artifact
 from nstf.runtime.engine import Engine
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -111,6 +111,19 @@ def test_a_limit_on_memory_ends_in_one_line(large: Path, count: int) -> None:
         assert found[-1] == "done", step
         assert [f for f in found if f != "done" and not f.startswith("NstfError: ")] == [], step
         assert found[0].startswith("NstfError: ") and found[0].isprintable(), step
+
+
+def test_a_thread_that_never_begins_is_not_waited_for(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is with one that finds no memory: `threading.Thread.start` waits for it for ever."""
+    monkeypatch.setattr(digests._thread, "start_new_thread", lambda *_: 0)
+    assert Engine.open(large).vocab == 8192
+    raw, path = bytearray(large.read_bytes()), tmp_path / "damaged.nstf"
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CorruptError, match="differs from its SHA-256"):
+        Engine.open(path)
 
 
 def resident() -> int:

@@ -4,6 +4,7 @@ A child is forked from a process that has imported everything and allowed some m
 prints what came of every command at every size, as JSON.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from commands import outcome, warm, wrong
 from recorded import make_inputs
 
-MIB = 1 << 20
+LEAST, MIB = 1 << 14, 1 << 20
 CONVERT = [
     "convert", "model", "--budget", "0.5", "-o", "new.nstf", "--work-dir", "work", "--force", "--prefer", "size",
     "--dataset", "text.txt", "--samples", "2", "--seq-len", "16", "--threads", "1", "--quiet", "--no-attention-plan",
@@ -27,7 +28,8 @@ CONVERT = [
 COMMANDS = {
     "convert": CONVERT,
     "generate": ["generate", "in.nstf", "kab kad", "--max-new-tokens", "3", "--threads", "1", "--quiet"],
-    "eval": ["eval", "in.nstf", "--dataset", "text.txt", "--samples", "2", "--seq-len", "16", "--threads", "1", "--quiet"],
+    "eval": ["eval", "in.nstf", "-r", "model", "--dataset", "text.txt", "--windows", "2", "--seq-len", "16", "--threads",
+             "1", "--quiet"],
     "serve": ["serve", "in.nstf", "--threads", "1"],
     "verify": ["verify", "in.nstf"],
     "export": ["export", "in.nstf", "-o", "hf", "--quiet", "--overwrite"],
@@ -37,7 +39,8 @@ ENOUGH = {"convert": 512 * MIB, "generate": 64 * MIB, "eval": 256 * MIB}
 
 
 def room(size: int) -> None:
-    """Allows `size` bytes of address space more than are in use now."""
+    """Allows `size` bytes of address space more than are in use now; what is free inside is given back before."""
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + size
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -58,7 +61,9 @@ def outcomes(count: int) -> dict[str, list[str]]:
         if name == "convert":
             Path("new.nstf").rename("in.nstf")
         most = ENOUGH.get(name, 256 * MIB)
-        sizes = [-64 * MIB, *(most * i // count for i in range(1, count + 1))]
+        # As fine where it is tight as where it is not: each a part more than the one before, from 16 KiB.
+        step = (most / LEAST) ** (1 / (count - 1))
+        sizes = [-64 * MIB, *(round(LEAST * step**i) for i in range(count))]
         found[name] = [outcome(words, partial(room, size)) for size in sizes]
     return found
 
