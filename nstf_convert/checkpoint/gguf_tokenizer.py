@@ -25,7 +25,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
         tokenizer = AutoTokenizer.from_pretrained(
             str(real.parent), gguf_file=real.name, local_files_only=True, trust_remote_code=False
         )
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             tokenizer.save_pretrained(folder)
             found = {
                 p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)

@@ -50,7 +50,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(plan))
     factors = names.write_metadata(writer, name, config)
-    with tempfile.TemporaryDirectory() as side:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as side:
         for file in artifact.file_names():
             (Path(side) / file).write_bytes(artifact.file(file))
         gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))

@@ -15,7 +15,7 @@ from glob import escape
 from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
-from nstf.runtime.artifact.atomic_file import disk_errors
+from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
@@ -41,7 +41,10 @@ def check_destination(output: Path, overwrite: bool) -> None:
 def _is_export(folder: Path) -> bool:
     """Whether the folder has a model card of ours."""
     card = folder / "README.md"
-    return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise NstfError(f"{card}: cannot be read ({error.strerror}); check the disk") from error
 
 
 def check_space(output: Path, size_bytes: int) -> None:
@@ -87,10 +90,13 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
         _sync(output.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # A failed write or fsync does not say of which file it was.
-        if isinstance(error, OSError) and (error.filename is None or str(partial) in str(error.filename)):
+        # A failed write or fsync does not say of which file it was; safetensors' own writer not even in an OSError.
+        fault = None if isinstance(error, NstfError) else disk_fault(error)
+        if isinstance(error, OSError):
+            fault = error if error.filename is None or str(partial) in str(error.filename) else None
+        if fault is not None:
             with disk_errors(output):
-                raise
+                raise fault from error
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -141,7 +147,8 @@ def _replace_folder(partial: Path, output: Path) -> None:
         output.rmdir()
         partial.rename(output)
     elif _exchange(partial, output):  # the older one has the hidden name now
-        _remove(partial)
+        with disk_errors(partial):  # shutil says of a file below it alone that it failed
+            _remove(partial)
     else:  # a system that cannot: the name is missing for a moment
         old = output.with_name(f".{output.name}.old.{secrets.token_hex(4)}")
         output.rename(old)

@@ -164,4 +164,4 @@ def disk_fault(error: BaseException) -> OSError | None:
     return None
 
 
-_FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

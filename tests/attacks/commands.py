@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,28 +15,29 @@ def outcome(words: list[str], limit: Callable[[], None] = lambda: None) -> str:
     """`done`; the one line that a command that ended with 1 says; or what else became of it. limit: called in the child."""
     from nstf_convert.cli import run
 
-    with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
-                signal.alarm(HANGS_S)
-                limit()
-                code = run(words)
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        status = os.waitpid(child, 0)[1]
-        said.seek(0)
+    out, into = os.pipe()  # no file, whose size may be limited
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(into, 2)
+            signal.alarm(HANGS_S)
+            limit()
+            code = run(words)
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    os.close(into)
+    with os.fdopen(out, "rb") as said:
         lines = said.read().decode(errors="replace").splitlines()
+    status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}: {lines[-3:]}"
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return "done"
     errors = [line for line in lines if line.startswith("error: ")]
-    if code == 1 and errors == lines[-1:] and "--debug" not in errors[0]:
+    if code == 1 and errors and errors == lines[-1:] and "--debug" not in errors[0]:
         return errors[0]
     return f"code {code}: {lines[-3:]}"
 
