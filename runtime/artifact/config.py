@@ -156,10 +156,14 @@ def _most(path: str, limits: Limits) -> float:
 
 
 def _check_type(value: Any, where: object, key: str) -> None:
+    if value == [] and key.endswith("_token_id"):
+        raise CorruptError(f"{where}: its config.json has no token under {key}; fetch or convert it again")
+    if key == "num_hidden_layers" and type(value) is int and value < 0:
+        raise CorruptError(f"{where}: its config.json says {key} is {value}; fetch or convert it again")
     if value is None or key not in _TYPES:
         return
     kind, expected = _TYPES[key]
-    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
+    if type(value) is not kind or (isinstance(value, int) and abs(value) > MAX_INTEGER):
         raise CorruptError(
             f"{where}: its config.json says {key} is {short(value)}, expected {expected}; "
             "the file is damaged, fetch or convert it again"
@@ -207,7 +211,7 @@ def check_generation(stated: Config, where: object) -> dict[str, Any]:
         wanted = ""
         if key.endswith(("_token_id", "_tokens_id")):
             tokens = value if isinstance(value, list) else [value]
-            if any(type(t) is not int or not -1 <= t <= MAX_INTEGER for t in tokens):
+            if not tokens or any(type(t) is not int or not -1 <= t <= MAX_INTEGER for t in tokens):
                 wanted = "a token, or a list of tokens"
         elif key in _INTEGERS and not _is_whole(value):
             wanted = "a whole number"

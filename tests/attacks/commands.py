@@ -21,6 +21,8 @@ def outcome(words: list[str], limit: Callable[[], None] = lambda: None) -> str:
         code = 99
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(into, 2)
+            # pytest has streams of its own, which are files.
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
             signal.alarm(HANGS_S)
             limit()
             code = run(words)

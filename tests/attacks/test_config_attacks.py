@@ -131,7 +131,8 @@ def test_a_config_that_is_none_is_refused_everywhere(made: Callable[..., Path], 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("eos_token_id", "x"), ("eos_token_id", ["x"]), ("eos_token_id", 2**70), ("pad_token_id", 1.5), ("temperature", "x"),
+    [("eos_token_id", "x"), ("eos_token_id", ["x"]), ("eos_token_id", []),
+     ("eos_token_id", 2**70), ("pad_token_id", 1.5), ("temperature", "x"),
      ("temperature", [1]), ("top_k", 1.5), ("top_k", True), ("top_p", {}), ("do_sample", "yes"), ("max_length", -5),
      ("max_new_tokens", "x"), ("num_beams", 10**400), ("repetition_penalty", "x"), ("use_cache", 3)],
 )  # fmt: skip
@@ -151,6 +152,14 @@ def test_a_generation_config_of_wrong_types_is_refused_at_load(
 )  # fmt: skip
 def test_a_config_of_wrong_types_is_refused_at_load(made: Callable[..., Path], key: str, value: Any) -> None:
     with pytest.raises(CorruptError, match=f"config.json says {key} is .*, expected"):
+        load(made({**LLAMA, key: value}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", -1), ("eos_token_id", [])])
+def test_a_config_of_fewer_than_none_is_refused_at_load(
+    made: Callable[..., Path], key: str, value: Any
+) -> None:
+    with pytest.raises(CorruptError, match=key):
         load(made({**LLAMA, key: value}))
 
 
