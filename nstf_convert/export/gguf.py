@@ -9,6 +9,7 @@ import numpy as np
 from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.runtime.artifact import Artifact
+from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.export import gguf_blocks as blocks
 from nstf_convert.export import gguf_names as names
 from nstf_convert.export import gguf_vocab
@@ -67,6 +68,10 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     for place in placed:
         writer.write_tensor_data(_data(artifact.encoded(place.source), place, types[place.name]))
     writer.close()
+    try:  # numpy, which writes the tensors, says nothing when the last of them did not fit
+        read_header(folder / f"{stem}.gguf")
+    except NstfError as error:
+        raise NstfError(f"{folder}: cannot be written whole; is the disk full?") from error
     return listed(folder)
 
 
