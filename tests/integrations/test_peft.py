@@ -75,6 +75,37 @@ def test_training_with_checkpointing_lowers_the_loss_and_leaves_the_base(
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
 
 
+def test_the_trainer_trains_and_goes_on_from_its_checkpoint(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    import transformers
+
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    rows = torch.randint(3, 100, (8, 7), generator=torch.Generator().manual_seed(0)).tolist()
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+
+    def train(steps: int, again: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "trained"), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01,
+            lr_scheduler_type="constant", save_steps=4, logging_steps=1, report_to=[], use_cpu=True,
+            gradient_checkpointing=True, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        model = attached(path)
+        model.enable_input_require_grads()
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=again)
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logged) == steps and logged[-1] < logged[0]
+        return logged[-1], {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    train(4)
+    saved = tmp_path / "trained" / "checkpoint-4"
+    assert (saved / "adapter_model.safetensors").is_file() and not (saved / "model.safetensors").exists()
+    resumed, values = train(8, again=True)
+    straight, expected = train(8)
+    assert resumed == pytest.approx(straight, rel=1e-3)
+    assert all(torch.allclose(values[name], expected[name], atol=1e-4) for name in expected)
+
+
 def test_an_adapter_is_saved_beside_the_file_and_loads_back(tiny: ModuleType, tmp_path: Path) -> None:
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
     model = attached(path).eval()
