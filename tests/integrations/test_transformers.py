@@ -1,5 +1,8 @@
 """transformers itself with a loaded model, and with the path of an .nstf file."""
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +40,25 @@ def test_an_artifact_is_refused_at_once_with_the_call_that_loads_it(
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="there is no such file"):
         getattr(transformers, name).from_pretrained(tmp_path / "none.nstf")
+
+
+def test_classes_that_were_imported_before_refuse_it_too(tmp_path: Path) -> None:
+    (tmp_path / "a.nstf").write_bytes(b"x")
+    program = """
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+import nstf.integrations.transformers
+from nstf.errors import UsageError
+for kind in (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM):
+    try:
+        kind.from_pretrained("a.nstf")
+    except UsageError as error:
+        print("nstf.runtime.load" in str(error))
+"""
+    # Without the guard transformers says, offline, that there is no such repository.
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 def test_a_repository_of_that_name_is_left_to_transformers() -> None:
