@@ -145,6 +145,7 @@ def check_batches(model: Any, tiny: ModuleType) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device_map", ["auto", "cuda", {"": 0}], ids=str)
 def test_the_folder_loads_encoded_on_a_gpu(tiny: ModuleType, tmp_path: Path, device_map: Any) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
     dense = tiny.new_model("LlamaForCausalLM", **sizes)
     path = tiny.write(tmp_path, dense)
@@ -174,6 +175,7 @@ def test_the_folder_loads_encoded_on_a_gpu(tiny: ModuleType, tmp_path: Path, dev
 
 @pytest.mark.gpu
 def test_batches_run_on_a_gpu(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
     nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))).save_pretrained(
         tmp_path / "folder"
     )
@@ -182,6 +184,7 @@ def test_batches_run_on_a_gpu(tiny: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_layers_in_host_memory_give_the_same_logits(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
     dense = tiny.new_model("LlamaForCausalLM", tie_word_embeddings=False)
     nstf.runtime.load(tiny.write(tmp_path, dense)).save_pretrained(tmp_path / "folder")
     parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
