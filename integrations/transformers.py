@@ -149,7 +149,10 @@ def _guard(owner: Any, loader: str) -> None:
 def _install() -> None:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    _guard(_BaseAutoModelClass, "load")
+    # Auto classes that were imported before have copies of the base's method.
+    for owner in (_BaseAutoModelClass, *_BaseAutoModelClass.__subclasses__()):
+        if "from_pretrained" in vars(owner):
+            _guard(owner, "load")
     for name, loader in _LOADERS.items():
         _guard(getattr(transformers, name), loader)
 

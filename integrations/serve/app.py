@@ -187,6 +187,7 @@ class App:
             "created": self._created,
             "owned_by": "nstf",
             "context_length": self.service.context,
+            "chat": self.service.prompts.has_template,
         }
 
     async def _health(self, _: HttpRequest) -> Response:

@@ -21,8 +21,8 @@ from nstf_convert.cli.output import clean, setup_logging
 from nstf_convert.cli.schema import GroupedCommand
 
 EPILOG = (
-    "Every command takes --json (results as JSON), --quiet (no progress), --verbose (a line for every stage) and "
-    "--debug (full traceback)."
+    "Every command takes --quiet (no progress), --verbose (a line for every stage) and --debug (full traceback); all but "
+    "chat and serve take --json (results as JSON)."
 )
 RESUMABLE = ("calibrate", "plan", "convert")
 # What torch and Python say where memory ends, in errors of other classes.
@@ -43,7 +43,7 @@ SUMMARIES = {
     "compile": "Compile GPU kernels ahead of time.",
     "profile": "Show where the time of a model goes.",
     "place": "Find the best division of a model over several devices.",
-    "export": "Decode into a Hugging Face folder.",
+    "export": "Write the model for other engines: transformers, vLLM, llama.cpp, ONNX.",
 }
 
 
@@ -88,7 +88,7 @@ def common_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits with its code (DESIGN.md has the table)."""
+    """Runs the command and exits with its code (docs/guide.md has the table)."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -153,9 +153,8 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
 def _usage(error: BaseException, words: Sequence[str]) -> str:
     message = clean(error.format_message())  # type: ignore[attr-defined]
     command = next((w for w in words if w in SUMMARIES), None)
-    return (
-        f"{message[:1].lower()}{message[1:].rstrip('.')}; see nstf {command + ' ' if command else ''}--help"
-    )
+    message = f"{message[:1].lower()}{message[1:]}".replace(". Did you mean", ": did you mean").rstrip(".?")
+    return f"{message}; see nstf {command + ' ' if command else ''}--help"
 
 
 def _os_error(error: OSError) -> str:

@@ -93,6 +93,10 @@ def serve(
     )  # fmt: skip
     if service.note is not None:
         _say(f"{service.backend.name}: {service.note}")
+    if not service.prompts.has_template:
+        _say(
+            f"{artifact.name} has no chat template: /v1/completions and the page continue texts; see --chat-template"
+        )
     if host not in LOOPBACK and key is None:
         _say(f"warning: everyone who reaches {host} can use this server; set a key with --api-key-file")
     app = App(service, key, allowed_hosts(host, key), most_bytes)

@@ -15,7 +15,7 @@ body { margin: 0; background: var(--back); color: var(--text);
 main { max-width: 1000px; margin: 0 auto; padding: 24px 16px 48px; }
 h1 { font-size: 25px; margin: 0 0 2px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 0 0 8px; }
-p { margin: 6px 0; }
+p { margin: 6px 0; overflow-wrap: anywhere; }
 .soft { color: var(--soft); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 14px;
   margin-top: 16px; }

@@ -1,9 +1,12 @@
 """The tiny models of tests/runtime for the tests with other libraries; no test here may reach a network."""
 
 import importlib.util
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,3 +34,17 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def browser(no_network: None) -> Iterator[Any]:
+    """A headless Chromium that reaches nothing but this machine."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make integrations")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium here: apt install chromium")
+    quiet = ("no-sandbox", "disable-gpu", "disable-background-networking", "disable-component-update")
+    with api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=program, args=[f"--{name}" for name in quiet])
+        yield made
+        made.close()

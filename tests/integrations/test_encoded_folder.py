@@ -123,18 +123,77 @@ def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: P
                 tmp_path / "folder", device_map=device_map
             )
             assert torch.equal(found(ids.to(found.device)).logits.cpu(), model(ids).logits)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    check_batches(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder"), tiny)
+
+
+def check_batches(model: Any, tiny: ModuleType) -> None:
+    """transformers' continuous batching gives what each prompt gives alone."""
     settings = transformers.GenerationConfig(
         max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=0
     )
     # Without numbers it takes what memory is free, tens of gigabytes.
     room = ContinuousBatchingConfig(num_blocks=64, block_size=32, max_batch_tokens=128)
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"].to(model.device)
     rows = [row.tolist() for row in ids]
-    batch = found.generate_batch(rows, generation_config=settings, continuous_batching_config=room)
+    batch = model.generate_batch(rows, generation_config=settings, continuous_batching_config=room)
     alone = [
-        found.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
+        model.generate(row[None], max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 7:] for row in ids
     ]
     assert [answer.generated_tokens for answer in batch.values()] == [row.tolist() for row in alone]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", ["auto", "cuda", {"": 0}], ids=str)
+def test_the_folder_loads_encoded_on_a_gpu(tiny: ModuleType, tmp_path: Path, device_map: Any) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+    dense = tiny.new_model("LlamaForCausalLM", **sizes)
+    path = tiny.write(tmp_path, dense)
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    nstf.runtime.load(path).save_pretrained(tmp_path / "folder")
+    before = torch.cuda.memory_allocated()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", device_map=device_map)
+    with torch.no_grad():
+        logits = found(ids.cuda()).logits.cpu()
+        expected = dense(ids).logits
+    assert float((logits - expected).norm() / expected.norm()) < 2e-3
+    assert found.device.type == "cuda"
+    # 4.5 bits a weight, and torch's own workspace for products, which is no part of the model.
+    held = sum(b.untyped_storage().nbytes() for b in found.buffers() if type(b) is torch.Tensor)
+    words = [b.words for b in found.buffers() if hasattr(b, "words")]
+    held += sum(w.numel() * w.element_size() for w in words)
+    assert words and held < 0.2 * tiny.held_bytes(dense)
+    assert torch.cuda.memory_allocated() - before < 64 << 20
+    # What the kernels keep in an order of their own is written as it was read.
+    found.save_pretrained(tmp_path / "again")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("folder", "again")]
+    assert files[0] == files[1]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain: Any = nstf.runtime.load(path, "cuda", engine="off")
+    assert torch.equal(found.generate(ids.cuda(), **options), plain.generate(ids.cuda(), **options))
+
+
+@pytest.mark.gpu
+def test_batches_run_on_a_gpu(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))).save_pretrained(
+        tmp_path / "folder"
+    )
+    check_batches(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", device_map=0), tiny)
+
+
+@pytest.mark.gpu
+def test_layers_in_host_memory_give_the_same_logits(tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    dense = tiny.new_model("LlamaForCausalLM", tie_word_embeddings=False)
+    nstf.runtime.load(tiny.write(tmp_path, dense)).save_pretrained(tmp_path / "folder")
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    device_map = {**dict.fromkeys(parts, 0), "model.layers.1": "cpu"}
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", device_map=device_map)
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    with torch.no_grad():
+        logits, expected = found(ids.cuda()).logits.cpu(), dense(ids).logits
+    assert float((logits - expected).norm() / expected.norm()) < 2e-3
 
 
 def test_offloading_to_disk_is_refused_with_what_works(tiny: ModuleType, tmp_path: Path) -> None:

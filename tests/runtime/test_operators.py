@@ -1,6 +1,7 @@
 """torch.compile of loaded models: one graph, with the same results, forwards and backwards."""
 
 import copy
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,19 @@ def test_a_model_is_one_graph_with_the_same_results(
         for part in (ids, ids[:, :4]):
             found = compiled(part, use_cache=False).logits
             assert torch.allclose(found, model(part, use_cache=False).logits, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_default_backend_compiles_a_model(tiny: ModuleType, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("torch's own backend needs a C++ compiler")
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model)
+    with torch.no_grad():
+        for part in (ids, ids[:, :4]):
+            assert torch.allclose(compiled(part).logits, model(part).logits, atol=1e-4)
 
 
 def test_gradients_go_through_a_compiled_model(tiny: ModuleType, tmp_path: Path) -> None:

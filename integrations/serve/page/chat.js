@@ -1,8 +1,10 @@
 "use strict";
-// A chat over /v1/chat/completions. The conversation and the key live in this page only.
+// A chat over /v1/chat/completions, or, for a model without a chat template, a text over /v1/completions that the two
+// write in turn. The conversation and the key live in this page only.
 const at = (id) => document.getElementById(id);
 let messages = [];
 let running = null; // the AbortController of the answer under way
+let chats = true; // whether the model has a chat template
 
 const headers = () => {
   const key = at("key").value;
@@ -33,9 +35,10 @@ function busy(on) {
 }
 
 function request() {
-  const body = { messages: [...messages], stream: true, stream_options: { include_usage: true } };
+  const body = { stream: true, stream_options: { include_usage: true } };
   const system = at("system").value.trim();
-  if (system) body.messages.unshift({ role: "system", content: system });
+  if (!chats) body.prompt = messages.map((m) => m.content).join("");
+  else body.messages = system ? [{ role: "system", content: system }, ...messages] : [...messages];
   for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"]) {
     const value = at(name).value;
     if (value !== "") body[name] = Number(value);
@@ -74,7 +77,7 @@ async function answer() {
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
     if (chunk.usage) usage = chunk.usage;
-    const piece = chunk.choices?.[0]?.delta?.content;
+    const piece = chats ? chunk.choices?.[0]?.delta?.content : chunk.choices?.[0]?.text;
     if (!piece) return;
     if (!first) { first = performance.now(); at("status").textContent = "The model is writing."; }
     text += piece;
@@ -82,7 +85,7 @@ async function answer() {
     follow(false);
   };
   try {
-    const response = await fetch("v1/chat/completions", {
+    const response = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers() },
       body: JSON.stringify(request()),
@@ -110,8 +113,9 @@ async function answer() {
 
 at("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = at("text").value.trim();
-  if (!text || running) return;
+  const typed = at("text").value;
+  const text = chats ? typed.trim() : typed; // a text goes on after the very characters
+  if (!text.trim() || running) return;
   at("text").value = "";
   if (messages.at(-1)?.role === "user") messages.pop(); // its answer failed
   messages.push({ role: "user", content: text });
@@ -135,9 +139,21 @@ at("new").addEventListener("click", () => {
   at("status").textContent = "";
   at("text").focus();
 });
-fetch("v1/models", { headers: headers() })
-  .then((r) => (r.ok ? r.json() : null))
-  .then((found) => {
-    if (found) at("model").textContent = document.title = found.data[0].id;
-  })
-  .catch(() => { at("status").textContent = "The server does not answer."; });
+
+async function look() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (!response.ok) return; // without its key: asked again when one is typed
+    const model = (await response.json()).data[0];
+    at("model").textContent = document.title = model.id;
+    chats = model.chat;
+    at("system").parentElement.hidden = !chats;
+    if (chats) return;
+    at("text").placeholder = "Text to continue: Enter sends, Shift+Enter makes a new line";
+    at("status").textContent = "This model has no chat template: it continues your text.";
+  } catch {
+    at("status").textContent = "The server does not answer.";
+  }
+}
+at("key").addEventListener("change", look);
+look();

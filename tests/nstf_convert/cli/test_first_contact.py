@@ -26,6 +26,16 @@ def test_the_help_names_what_is_taken_in_words(nstf, command):
     assert not re.search(r"[{}]|<(int|str|float|path|list)", text, re.IGNORECASE)
     usage = text.splitlines()[0].split()
     assert usage[:3] == ["Usage:", "nstf", command] and usage[-1].isupper()
+    assert "all but chat and serve take --json" in " ".join(text.split())
+    assert ("\n  --json " in text) == (command not in ("chat", "serve"))
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest(nstf):
+    result = nstf("serv")
+    assert (result.code, result.err) == (
+        2,
+        "error: no such command 'serv': did you mean 'serve'; see nstf --help\n",
+    )
 
 
 def test_the_shell_is_told_what_may_come_next():

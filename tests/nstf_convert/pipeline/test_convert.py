@@ -1,4 +1,4 @@
-"""The whole pipeline on a small model: the promises of DESIGN.md, each as a sentence."""
+"""The whole pipeline on a small model: what it promises, each as a sentence."""
 
 import json
 import shutil
