@@ -53,7 +53,7 @@ def factor_forms() -> tuple[FactorForm, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """made: recipes with measured losses. looks: the closest of what each method did not try."""
+    """made: recipes with measured losses. looks: of each method that bounds ruled out at every size the closest one."""
 
     made: list[tuple[Recipe, float]] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
@@ -94,7 +94,10 @@ def explore(
         now = replace(room, sizes=sizes, factors=factors, rival=rival_of(points, known.signal), looks=[])
         wanted = methods.structured(known, target, now)
         if not found.made:
-            found.looks.extend(_closest(now.looks, min((size for size, _ in plain), default=0)))
+            # What a bound left over at some size was not ruled out, though nothing of it may be made below.
+            left = {recipe.method for recipe in wanted}
+            out = [look for look in now.looks if look.method not in left]
+            found.looks.extend(_closest(out, min((size for size, _ in plain), default=0)))
         best: tuple[float, Recipe] | None = None
         for recipe in wanted:
             if any(recipe == made for made, _ in found.made):

@@ -144,3 +144,14 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
     assert any(
         f["family"] == "SVD" and f["ruled_out"] >= 1 and f["bound_ratio"] > 1 for f in report["families"]
     )
+
+
+def test_what_a_bound_left_over_is_not_said_to_be_ruled_out(monkeypatch) -> None:
+    name, weight = planted("svd")
+    weight = weight + 0.3 * normal(*weight.shape, seed=99)
+    *_, found, _ = explored(name, weight)
+    assert "svd" in {recipe.method for recipe, _ in found.made}
+    monkeypatch.setattr(structure, "MOST", 1)  # one form is made: the others were possible and are not
+    monkeypatch.setattr(structure, "SHORTFALL", 1e9)  # and nothing promises enough
+    *_, found, _ = explored(name, weight)
+    assert found.made == [] and "svd" not in {look.method for look in found.looks}
