@@ -63,7 +63,7 @@ def test_a_token_reads_its_experts_and_all_that_experts_share(equal_bytes: Modul
     core, bases = (8 * 64 * 32, 256 * 64 + 128 * 32)
     assert equal_bytes.read_bytes(STACK, tucker, 0.25) == pytest.approx(core / 4 + bases, rel=0.1)
     tall = Recipe("svd", {"rank": 16}, {"factor": equal_bytes.integers(8)})
-    assert equal_bytes.read_bytes(STACK, tall, 0.25) == pytest.approx(8 * 256 * 16 / 4 + 16 * 128, rel=0.1)
+    assert equal_bytes.read_bytes(STACK, tall, 0.25) == pytest.approx(8 * 256 * 16 / 4 + 16 * 128, rel=0.2)
 
 
 def test_training_with_all_experts_is_what_the_mixture_computes() -> None:
