@@ -28,7 +28,21 @@ _KINDS = {
     "tensor_train": ("tensor train", False),
 }
 HYBRID = "low rank on low bits"
-ORDER = (HYBRID, "CP", "Tucker", "tensor train", "SVD", "trellis", "shuffle", "grid", "int", "fp8", "mxfp4")
+SHARED = "one matrix for all experts, and low bits"
+ORDER = (
+    HYBRID,
+    SHARED,
+    "CP",
+    "Tucker",
+    "tensor train",
+    "SVD",
+    "trellis",
+    "shuffle",
+    "grid",
+    "int",
+    "fp8",
+    "mxfp4",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ def family_of(tree: Node) -> tuple[str, bool]:
     if tree.kind == "dense":
         return "", False
     if tree.kind == "add":
-        return HYBRID, False
+        return (SHARED if tree.children["y"].kind == "tucker" else HYBRID), False
     if tree.kind in _KINDS:
         return _KINDS[tree.kind]
     # Wrappers (another order of axes, a rotated basis) belong to what they hold.

@@ -90,8 +90,10 @@ def explore(
     short: dict[tuple[str, str], float] = {}
     factors = room.factors or factor_forms()
     noise = {str(f.recipe): f.noise for f in factors}
+    alone = rival_of(plain, known.signal)
     while len(found.made) < MOST:
-        now = replace(room, sizes=sizes, factors=factors, rival=rival_of(points, known.signal), looks=[])
+        rival = rival_of(points, known.signal)
+        now = replace(room, sizes=sizes, factors=factors, rival=rival, plain=alone, looks=[])
         wanted = methods.structured(known, target, now)
         if not found.made:
             # What a bound left over at some size was not ruled out, though nothing of it may be made below.
@@ -112,8 +114,7 @@ def explore(
         found.made.append((best[1], loss))
         points.append((room.size_of(best[1]), loss))
         short[_kind(best[1])] = max(1.0, loss / max(_floor(best[1], noise, known.signal), 1e-300))
-    rival = rival_of(plain, known.signal)
-    for made in _structure(found.made, lambda r: rival(room.size_of(r))):
+    for made in _structure(found.made, lambda r: alone(room.size_of(r))):
         price = _price(room.size_of(made[0]), made[1], plain, known.signal)
         found.made.extend(
             grow(known, target, replace(room, factors=factors), made, price, measure, STEPS[:1])
