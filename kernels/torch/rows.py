@@ -83,6 +83,9 @@ def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
     elif tree.kind == "permute" and params.dims[0] == 0:
         params = dataclasses.replace(params, dims=tuple(d - 1 for d in params.dims[1:]))
         parts = {"x": take(children["x"], index)}
+    elif tree.kind == "rotated" and lead >= 2 and params.block_out == 0:
+        params = dataclasses.replace(params, lead=lead - 1)
+        parts = {"x": take(children["x"], index)}
     elif tree.kind == "low_rank" and lead >= 2:
         size = math.prod(shape[1:lead])
         if params.rank > min(size, math.prod(shape[lead:])) or children["a"].tree.children:

@@ -85,6 +85,24 @@ def test_one_expert_of_a_stack_stays_encoded(samples: ModuleType) -> None:
         assert expert(encoded, 2) is expert(encoded, 2)
 
 
+def test_one_expert_of_trellis_codes_stays_encoded(samples: ModuleType) -> None:
+    codes = samples.leaf("trellis", quarter_bits=(10,), lead=2)
+    tree = samples.node("rotated", {"x": codes}, block_in=32, lead=2)
+    for shape, whole in (
+        ((4, 32, 64), True),
+        ((4, 24, 64), False),
+    ):  # tiles have 16 rows, of one expert or of two
+        encoded = samples.random_encoded(tree, shape)
+        for index in (0, 3):
+            part = expert(encoded, index)
+            assert (part is not None) == whole
+            if part is not None:
+                check(part)
+                assert torch.allclose(decode(part), decode(encoded)[index], atol=1e-5)
+    turned = samples.node("rotated", {"x": codes}, block_in=32, block_out=32, lead=2)
+    assert take(samples.random_encoded(turned, (4, 32, 64)), 0) is None
+
+
 @pytest.mark.parametrize("scale_bits", [8, 16])
 def test_experts_that_share_a_matrix_stay_encoded(samples: ModuleType, scale_bits: int) -> None:
     shared = samples.leaf("int", bits=4, group=8, scale_bits=scale_bits, lead=2)
