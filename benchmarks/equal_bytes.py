@@ -309,7 +309,9 @@ def run(session: Session, args: argparse.Namespace, until: float) -> None:
             f"({min(alike):.3f} to {max(alike):.3f})"
         )
     forms = expert_forms(session) if experts else matrix_forms()
-    forms = {n: f for n, f in forms.items() if args.only is None or args.only in n}
+    if unknown := [n for n in args.only or () if n not in forms]:
+        sys.exit(f"error: there is no form {unknown[0]!r}; there are: {'; '.join(forms)}")
+    forms = {n: f for n, f in forms.items() if args.only is None or n in args.only}
     bench = Bench(session, units, texts, args.windows, args.heal_steps)
     print(
         f"| form | the first tensor's | bits | expected loss | {' | '.join(f'KLD {n}' for n in texts)} | read | s |"
@@ -345,7 +347,7 @@ def main() -> None:
     parser.add_argument("--bits", type=float, nargs="+", help="of the sizes that are compared at")
     parser.add_argument("--windows", type=int, default=32, help="of each text")
     parser.add_argument("--samples", type=int, default=64, help="windows of the calibration")
-    parser.add_argument("--only", help="only forms with this in their names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these forms")
     parser.add_argument("--heal-steps", type=int, help="heal every form for so many steps")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work-dir", type=Path)
