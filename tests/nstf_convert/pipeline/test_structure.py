@@ -148,7 +148,7 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize(("apart", "wins"), [(0.1, True), (0.3, True), (3.0, False)])
+@pytest.mark.parametrize(("apart", "wins"), [(0.1, True), (3.0, False)])
 def test_experts_share_a_matrix_where_they_are_alike(apart: float, wins: bool) -> None:
     """apart: what tells experts apart, as a share of what they have in common."""
     weight = normal(1, 64, 96, seed=1) + apart * normal(8, 64, 96, seed=2)
