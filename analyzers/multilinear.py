@@ -42,10 +42,13 @@ EVEN = 1.01
 class Unfolding:
     """One unfolding's energies beyond each rank, as losses (nats)."""
 
-    def __init__(self, product: Tensor, symmetric: Callable[[], Tensor], share: float) -> None:
+    def __init__(
+        self, product: Tensor, symmetric: Callable[[], Tensor], share: float, sampled: float = 1.0
+    ) -> None:
         """product: [n, n], has the squared singular values as its eigenvalues; symmetric() too, and is symmetric; share: by
-        which losses are multiplied."""
+        which losses are multiplied; sampled: by which energies are, where a part stands for a tensor."""
         self.side, self._share, self._symmetric = product.shape[0], share, symmetric
+        self._sampled = sampled
         self._values: Tensor | None = None
         total = float(product.diagonal().sum(dtype=torch.float64))
         if self.side <= SMALL:
@@ -69,10 +72,10 @@ class Unfolding:
 
     @property
     def energies(self) -> Tensor:
-        """Squared singular values, falling, float64 [side], on the CPU."""
+        """Squared singular values, falling, float64 [side], on the CPU; of a part, so that they add up to the tensor's."""
         self.sharpen()
         assert self._values is not None
-        return self._values.cpu()
+        return self._values.cpu() * self._sampled
 
     @property
     def effective_rank(self) -> float:
@@ -91,7 +94,8 @@ class Unfolding:
 @dataclass(frozen=True, eq=False)
 class Metric:
     """A tensor as a matrix with its norm. weight: [rows, cols]; hessian: [cols, cols] or None for the identity; row_weight:
-    [rows] or None for ones. share: by which losses of its unfoldings are multiplied, where it is a part of a tensor."""
+    [rows] or None for ones. share: by which losses and energies of its unfoldings are multiplied, where it is a part of a
+    tensor."""
 
     weight: Tensor
     hessian: Tensor | None
@@ -167,7 +171,7 @@ class Metric:
         matrix = tensor.reshape(dims).permute(*axes, *others).reshape(side, -1)
         matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
         gram = matrix @ matrix.T
-        return Unfolding(gram, lambda: gram, share)
+        return Unfolding(gram, lambda: gram, share, self.share)
 
 
 def _root(h: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
     python benchmarks/train_model.py corpus FOLDER              # text, held-out text and a tokenizer; minutes on a CPU
     python benchmarks/train_model.py train FOLDER OUT --minutes 6   # minutes on a GPU
+    python benchmarks/train_model.py train FOLDER OUT --minutes 0.8 --experts 8 --ffn 1024 --batch 32 --no-compile
 
 llama.cpp's k- and i-quants work in blocks of 256 weights of a row, so a fair comparison needs a model whose rows are
 multiples of 256. The text is the prose (docstrings, .md, .rst, .txt) and the Python source of the packages installed
 beside this interpreter and of the standard library. Files are held out by a hash of their path, whole: FOLDER gets
 `heldout_prose.txt`, `heldout_code.txt`, `calibration.txt` (text that was trained on), `train.txt.xz` and
-`tokenizer.json` (byte-level BPE). OUT gets a Hugging Face folder: Llama, tied table, bfloat16, in shards.
+`tokenizer.json` (byte-level BPE). OUT gets a Hugging Face folder: Llama, or with --experts Qwen3-MoE (105 million
+parameters in the last line), tied table, bfloat16, in shards. With --upcycle a part of the time trains a dense model whose
+MLP all experts then start from (Komatsuzaki et al. 2022), as some published mixtures were made.
 """
 
 import argparse
@@ -19,8 +22,10 @@ import math
 import random
 import sysconfig
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +37,8 @@ HELD_OUT_CHARS = 400_000
 PIECE_CHARS = 6_000
 FILE_CHARS = (400, 300_000)
 SHARD_BYTES = 15 << 20
+# Weight of the loss that keeps experts equally busy.
+BALANCE = 0.01
 
 
 def documents(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -154,43 +161,104 @@ def tokens_of(folder: Path, limit_chars: int | None = None) -> torch.Tensor:
 
 def train(args: argparse.Namespace) -> None:
     """Trains for `args.minutes` (or `args.steps`), prints the held-out perplexities and writes the model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     start = time.monotonic()
     data = tokens_of(args.folder, args.chars).to(device)
     print(f"{data.numel()} tokens after {time.monotonic() - start:.0f} s, on {device}", flush=True)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=args.hidden, intermediate_size=args.ffn, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64, num_key_value_heads=max(1, args.hidden // 128), head_dim=64,
-        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        initializer_range=0.02, use_cache=False,
-    )  # fmt: skip
     torch.set_float32_matmul_precision("high")
-    model = LlamaForCausalLM(config).to(device)
+    first = args.upcycle if args.experts else 0.0
+    if first:
+        model = new_model(args, 1).to(device)
+        fit(model, data, args, first)
+        model = upcycled(model, new_model(args, args.experts).to(device))
+    else:
+        model = new_model(args, args.experts).to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    fit(model, data, args, 1.0 - first)
+    for module in model.modules():
+        module.__dict__.pop("forward", None)  # the model's own from here on
+    save(model.to("cpu", torch.bfloat16), args.folder, args.out)
+    held_out(model.to(device), args.folder, device)
+
+
+def new_model(args: argparse.Namespace, experts: int) -> Any:
+    """A Llama, or a Qwen3-MoE of so many experts, of which a token takes `args.top`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    given = {
+        "vocab_size": 8192, "hidden_size": args.hidden, "intermediate_size": args.ffn, "num_hidden_layers": args.layers,
+        "num_attention_heads": args.hidden // 64, "num_key_value_heads": max(1, args.hidden // 128), "head_dim": 64,
+        "max_position_embeddings": 1024, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
+        "initializer_range": 0.02, "use_cache": False,
+    }  # fmt: skip
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**given))
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **given, moe_intermediate_size=args.ffn, num_experts=experts, num_experts_per_tok=min(args.top, experts),
+            norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1,
+        )
+    )  # fmt: skip
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(all_experts, layer.mlp)
+    return model
+
+
+def all_experts(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What transformers' sparse block gives, by all experts for all tokens: more products, but three large ones that every
+    version of torch differentiates. Leaves in `block.balance` the loss that keeps experts equally busy (Fedus et al. 2021).
+
+    hidden: [batch, tokens, hidden].
+    """
+    flat, stacks = hidden.flatten(0, 1), block.experts
+    logits, weights, chosen = block.gate(flat)
+    gates = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
+    busy = (gates > 0).float().mean(0)
+    block.balance = len(busy) * (busy * logits.float().softmax(-1).mean(0)).sum() / chosen.shape[1]
+    gate, up = torch.matmul(flat, stacks.gate_up_proj.mT).chunk(2, dim=-1)  # [experts, n, ffn]
+    inner = torch.nn.functional.silu(gate) * up * gates.T[:, :, None].to(up.dtype)
+    return torch.matmul(inner, stacks.down_proj.mT).sum(0).view_as(hidden)
+
+
+def upcycled(dense: Any, model: Any) -> Any:
+    """`model` with the values of one of a single expert: every expert its copy, the router new."""
+    own = dense.state_dict()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if not name.endswith("mlp.gate.weight"):
+                value.copy_(own[name].expand_as(value))
+    return model
+
+
+def fit(model: Any, data: torch.Tensor, args: argparse.Namespace, share: float) -> None:
+    """Trains a model for a share of the time or steps: AdamW, a warm-up, a cosine to zero."""
+    device = data.device.type
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=args.rate, betas=(0.9, 0.95), fused=device == "cuda",
     )  # fmt: skip
+    blocks = [layer.mlp for layer in model.model.layers] if args.experts else []
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
             logits = model(input_ids=ids).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return loss + BALANCE * sum(b.balance for b in blocks)
 
-    step_loss = torch.compile(loss_of) if device == "cuda" else loss_of
-    budget, offsets = 60 * args.minutes, torch.arange(args.context, device=device)
+    compiled = device == "cuda" and not args.no_compile
+    step_loss = torch.compile(loss_of) if compiled else loss_of
+    budget, steps = 60 * args.minutes * share, round(args.steps * share) if args.steps else None
+    offsets = torch.arange(args.context, device=device)
     step, began = 0, time.monotonic()
     while True:
         elapsed = time.monotonic() - began
-        share = step / args.steps if args.steps else elapsed / budget
-        if share >= 1:
+        done = step / steps if steps else elapsed / budget
+        if done >= 1:
             break
-        rate = args.rate * min(1.0, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * share))
+        rate = args.rate * min(1.0, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * done))
         for group in optimizer.param_groups:
             group["lr"] = rate
         first = torch.randint(data.numel() - args.context, (args.batch, 1), device=device)
@@ -203,8 +271,6 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {step}, {elapsed:.0f} s, rate {rate:.2e}, loss {loss.item():.4f}", flush=True)
         step += 1
     print(f"{step} steps of {args.batch * args.context} tokens", flush=True)
-    save(model.to("cpu", torch.bfloat16), args.folder, args.out)
-    held_out(model.to(device), args.folder, device)
 
 
 def held_out(model: torch.nn.Module, folder: Path, device: str) -> None:
@@ -221,7 +287,7 @@ def held_out(model: torch.nn.Module, folder: Path, device: str) -> None:
         print(f"held-out {domain}: perplexity {math.exp(float(loss)):.3f} ({len(ids)} tokens)", flush=True)
 
 
-def save(model: torch.nn.Module, folder: Path, out: Path) -> None:
+def save(model: Any, folder: Path, out: Path) -> None:
     """config.json, the tokenizer, and the weights in shards of at most SHARD_BYTES with their index."""
     from safetensors.torch import save_file
 
@@ -238,7 +304,7 @@ def save(model: torch.nn.Module, folder: Path, out: Path) -> None:
     index = {"weight_map": {n: file for file, shard in zip(names, shards, strict=True) for n in shard}}
     index["metadata"] = {"total_size": str(sum(v.nbytes for v in weights.values()))}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}  # type: ignore
+    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
     (out / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (out / name).write_bytes((folder / name).read_bytes())
@@ -252,19 +318,25 @@ def main() -> None:
     corpus = commands.add_parser("corpus")
     corpus.add_argument("folder", type=Path)
     corpus.add_argument("--chars", type=int, default=180_000_000, help="characters of training text at most")
-    fit = commands.add_parser("train")
-    fit.add_argument("folder", type=Path, help="what `corpus` wrote")
-    fit.add_argument("out", type=Path)
-    fit.add_argument("--minutes", type=float, default=6.0)
-    fit.add_argument("--steps", type=int, help="instead of minutes")
-    fit.add_argument("--chars", type=int, help="read only so much of the text")
-    fit.add_argument("--hidden", type=int, default=512)
-    fit.add_argument("--ffn", type=int, default=1536)
-    fit.add_argument("--layers", type=int, default=8)
-    fit.add_argument("--batch", type=int, default=64)
-    fit.add_argument("--context", type=int, default=1024)
-    fit.add_argument("--rate", type=float, default=2e-3)
-    fit.add_argument("--warmup", type=int, default=200)
+    training = commands.add_parser("train")
+    training.add_argument("folder", type=Path, help="what `corpus` wrote")
+    training.add_argument("out", type=Path)
+    training.add_argument("--minutes", type=float, default=6.0)
+    training.add_argument("--steps", type=int, help="instead of minutes")
+    training.add_argument("--chars", type=int, help="read only so much of the text")
+    training.add_argument("--hidden", type=int, default=512)
+    training.add_argument("--ffn", type=int, default=1536)
+    training.add_argument("--layers", type=int, default=8)
+    training.add_argument("--experts", type=int, default=0, help="a mixture of so many")
+    training.add_argument("--top", type=int, default=2, help="experts of a token")
+    training.add_argument(
+        "--upcycle", type=float, default=0.0, help="share of the time for the dense model they start from"
+    )
+    training.add_argument("--no-compile", action="store_true", help="for runs of a minute or two")
+    training.add_argument("--batch", type=int, default=64)
+    training.add_argument("--context", type=int, default=1024)
+    training.add_argument("--rate", type=float, default=2e-3)
+    training.add_argument("--warmup", type=int, default=200)
     args = parser.parse_args()
     if args.command == "corpus":
         build_corpus(args.folder, args.chars)

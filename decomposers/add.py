@@ -1,11 +1,13 @@
-"""A low-rank correction with 4-bit factors on a low-bit base: W ~ Q + A B. Pays only at very low rates, if at all.
+"""A low-bit base beside what experts share, or beside a low rank: W ~ Q + A B. Pays where experts are alike, seldom else.
 
-The correction takes the directions that matter most first; what is left has a smaller range to round (LQER, Zhang et al.
-2024; CALDERA, Saha et al. 2024). It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correction and
-base in turn.
+A low-rank correction takes the directions that matter most first; what is left has a smaller range to round (LQER, Zhang et
+al. 2024; CALDERA, Saha et al. 2024). Experts that started as copies of one MLP (upcycling, Komatsuzaki et al. 2022) go on
+sharing most of it: one matrix for all of a stack, in 4 bits, takes that away, and the base codes what tells them apart.
+It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correction and base in turn.
 """
 
-from nstf.kernels.formats import add
+from nstf.decomposers.factors import unique
+from nstf.kernels.formats import add, trellis
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = add.KIND
@@ -19,16 +21,24 @@ BASES = tuple(
     for rank in (8, 24)
 ) + tuple((Recipe("trellis", {"quarter_bits": q}), rank) for q in (6, 8, 10) for rank in (8, 16, 32))
 FACTOR = Recipe("int_grid", {"bits": 4, "group": 32, "symmetric": True, "scale_bits": 8})
+SHARED = Recipe("int_grid", {"bits": 4, "group": 64, "symmetric": True, "scale_bits": 8})
+SHARED_NOISE = 0.013
+"""Squared error of `SHARED` on a Gaussian matrix, as a share of its energy."""
+EXPERT_BASES = tuple(Recipe("trellis", {"quarter_bits": q}) for q in range(4, 25)) + tuple(
+    Recipe("int_grid", {"bits": b, "group": 64, "symmetric": True, "scale_bits": 8}) for b in range(2, 9)
+)
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """Corrections of matrices that a plan gives few bits, where the energy that a correction can take away at most does not
-    rule them out.
+    rule them out; and of stacks of experts one matrix that all share, at each of the room's sizes.
 
     Trellis codes lose in proportion to the energy of what they store. Integers lose by the range of their groups, which a
     correction may narrow by far more, but never less than trellis codes of as many bytes; where these are not among the
     methods no hybrid of integers is ruled out.
     """
+    if signature.lead == 2 and len(signature.shape) == 3:
+        return _shared(signature, room)
     if room.planned is None or room.planned > LOW_BITS or signature.lead != 1 or len(signature.shape) != 2:
         return []
     if signature.role in ("embedding", "position"):
@@ -39,6 +49,37 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
         if base.method in room.methods and rank <= signature.matrix.side // 4
     ]
     return [r for r in wanted if _may_win(r, signature, room)]
+
+
+def _shared(signature: Signature, room: Room) -> list[Recipe]:
+    """One matrix for all experts, and codes of the highest rate that fits beside it.
+
+    A rank of one along the experts leaves so much of the energy at least; codes lose of that what plain formats of their
+    bytes lose of the whole, an estimate and no bound.
+    """
+    if not room.sizes or signature.signal <= 0.0:
+        return []
+    experts = signature.unfolding(signature.shape, (0,))
+    params = {"ranks": [1, *signature.shape[1:]], "view": list(signature.shape)}
+    shared = Recipe("tucker", params, {"factor": SHARED})
+    spent, apart = room.size_of(shared), experts.left_out(1)
+    left = (apart + SHARED_NOISE * max(0.0, signature.signal - apart)) / signature.signal
+    # Of integers nothing is known but that they lose more than trellis codes, where there are any.
+    coded = "trellis" in room.methods and signature.cols >= trellis.SIDE
+    bases = [
+        b
+        for b in EXPERT_BASES
+        if b.method == ("trellis" if coded else "int_grid") and b.method in room.methods
+    ]
+    out = []
+    for size in room.sizes:
+        fits = [base for base in bases if room.size_of(base) <= size - spent]
+        if not fits:
+            continue
+        least = ENERGY_SLACK * room.plain(room.size_of(fits[-1])) * left
+        if room.may_win("add", size, least):
+            out.append(Recipe("add", {}, {"base": fits[-1], "correction": shared}, least))
+    return unique(out)
 
 
 def rank_of(hybrid: Recipe) -> int:

@@ -130,7 +130,9 @@ def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -
     # Parts that no kernel reads as they are stored are rounded to 8 bits once more: not where the result is to be exact.
     if exact and kind in ("tucker", "cp"):
         return None
-    if kind in _STAGES and multiplications(encoded.tree, encoded.shape) <= math.prod(encoded.shape):
+    if kind in _STAGES and multiplications(encoded.tree, encoded.shape, geometry.stride) <= math.prod(
+        encoded.shape
+    ):
         stages = _STAGES[kind](encoded)
         if stages is not None:
             for stage in stages:
@@ -227,26 +229,28 @@ def _cp(encoded: EncodedTensor) -> list[_Stage] | None:
 _STAGES: dict[str, Any] = {"low_rank": _low_rank, "tucker": _tucker, "cp": _cp}
 
 
-def multiplications(tree: Node, shape: tuple[int, ...]) -> int:
-    """Multiplications for one pixel of the result where the image is as large, a chain's own where there is one."""
+def multiplications(tree: Node, shape: tuple[int, ...], stride: tuple[int, int] = (1, 1)) -> int:
+    """Multiplications for one pixel of the result, a chain's own where there is one: a stage in front of the stride sees so
+    many times as many pixels."""
     dense, params = math.prod(shape), tree.params
+    before = stride[0] * stride[1]
     if tree.kind == "low_rank":
         return int(params.rank * (shape[0] + math.prod(shape[1:])))
     if tree.kind in ("tucker", "cp") and params.view[:2] == shape[:2]:
         out, width = params.view[:2]
         taps = math.prod(shape[2:])
         if tree.kind == "cp":
-            own = taps if len(params.view) == 3 else sum(params.view[2:])
-            return int(params.rank * (out + width + own))
+            own = taps if len(params.view) == 3 else params.view[2] * stride[1] + params.view[3]
+            return int(params.rank * (out + before * width + own))
         kept_out, kept_in = params.ranks[:2]
         cost = kept_out * kept_in * taps
-        cost += kept_in * width if kept_in < width else 0
+        cost += before * kept_in * width if kept_in < width else 0
         return int(cost + (kept_out * out if kept_out < out else 0))
     if tree.kind == "add":
-        return sum(multiplications(child, shape) for child in tree.children.values())
+        return sum(multiplications(child, shape, stride) for child in tree.children.values())
     if tree.kind == "permute":
         inner = format_of("permute").children(params, shape)["x"]
-        return multiplications(tree.children["x"], inner)
+        return multiplications(tree.children["x"], inner, stride)
     return dense
 
 

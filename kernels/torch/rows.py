@@ -76,10 +76,15 @@ def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
     parts: dict[str, EncodedTensor | None] = {}
     children = children_of(encoded)
     params: Any = tree.params
+    if tree.kind == "tucker":
+        return _of_one_matrix(encoded, index)
     if tree.kind == "add":
         parts = {name: take(child, index) for name, child in children.items()}
     elif tree.kind == "permute" and params.dims[0] == 0:
         params = dataclasses.replace(params, dims=tuple(d - 1 for d in params.dims[1:]))
+        parts = {"x": take(children["x"], index)}
+    elif tree.kind == "rotated" and lead >= 2 and params.block_out == 0:
+        params = dataclasses.replace(params, lead=lead - 1)
         parts = {"x": take(children["x"], index)}
     elif tree.kind == "low_rank" and lead >= 2:
         size = math.prod(shape[1:lead])
@@ -100,6 +105,23 @@ def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
         nodes[name] = child.tree
         arrays |= {f"{name}.{key}": array for key, array in child.arrays.items()}
     return EncodedTensor(Node(tree.kind, params, nodes), shape[1:], arrays)
+
+
+def _of_one_matrix(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
+    """An expert where all of a stack are one matrix times a number each: that matrix with its scales times the number, as
+    float16 has it."""
+    params, core = encoded.tree.params, children_of(encoded)["core"]
+    if params.view != encoded.shape or params.ranks != (1, *encoded.shape[1:]) or core.tree.kind != "int":
+        return None
+    matrix = take(core, 0)
+    if matrix is None:
+        return None
+    number = decode_rows(children_of(encoded)["factor0"], slice(index, index + 1)).reshape(()).float()
+    name = "scale_super" if "scale_super" in matrix.arrays else "scale"
+    scale = matrix.arrays[name]
+    return EncodedTensor(
+        matrix.tree, matrix.shape, {**matrix.arrays, name: (scale.float() * number).to(scale.dtype)}
+    )
 
 
 def expert(encoded: EncodedTensor, index: int) -> EncodedTensor | None:

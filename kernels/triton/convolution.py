@@ -23,7 +23,7 @@ from nstf.kernels.triton.launching import (
     scale_type,
 )
 from nstf.kernels.triton.numbers import codes_at, numbers32, scale_value
-from nstf.kernels.triton.packed import FORMATS, LANES, Layout, Packed, pack_leaf
+from nstf.kernels.triton.packed import FORMATS, LANES, Layout, Packed, as_matrix, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Pixels and output channels of a program; of fewer pixels on RDNA, whose registers would not hold the places of more.
@@ -200,11 +200,8 @@ def convolution_specs(
 
 @per_encoded
 def _packed(encoded: EncodedTensor) -> Packed | None:
-    """The weight as a matrix in the kernels' order."""
-    width = 1
-    for size in encoded.shape[1:]:
-        width *= size
-    return pack_leaf(EncodedTensor(encoded.tree, (encoded.shape[0], width), encoded.arrays))
+    """The weight as a matrix in the kernels' order; `compact` has left it the words that are used here."""
+    return pack_leaf(as_matrix(encoded))
 
 
 def convolve(

@@ -10,6 +10,7 @@ word are neighbours, which is the pair a matrix core takes. Columns are padded t
 columns for 1 bit, 256 for 2, 160 for 3, 128 for 4, 64 for 8) with zero codes, which meet activations read as zero.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,12 @@ def layout_of(encoded: EncodedTensor) -> Layout | None:
     )
 
 
+def as_matrix(encoded: EncodedTensor) -> EncodedTensor:
+    """A tensor with the arrays of another, whose axes behind the first make the columns."""
+    rows, *rest = encoded.shape
+    return EncodedTensor(encoded.tree, (rows, math.prod(rest)), encoded.arrays)
+
+
 class PackedCodes(Tensor):
     """Stored codes u8 [rows, bytes] of which only the kernels' words exist; any operation on them restores the bytes.
 
@@ -198,7 +205,8 @@ def compact(encoded: EncodedTensor) -> EncodedTensor:
     for name in encoded.tree.children if encoded.tree.kind in _HOLDERS else ():
         child = compact(child_encoded(encoded, name))
         arrays |= {f"{name}.{path}": array for path, array in child.arrays.items()}
-    layout = layout_of(encoded)
+    # A convolution's kernel reads its weight as a matrix.
+    layout = layout_of(as_matrix(encoded) if len(encoded.shape) in (3, 4) else encoded)
     codes = arrays.get("codes")
     if layout is None or codes is None or isinstance(codes, PackedCodes) or _nan_codes(encoded):
         return EncodedTensor(encoded.tree, encoded.shape, arrays)

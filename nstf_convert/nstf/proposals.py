@@ -148,8 +148,8 @@ class Room:
 
     methods: those of the conversion. from_bits: below so many bits a weight another method of the conversion is known to
     lose less than scalar grids (0: none is). sizes: bytes of the arrays at which structure is compared. factors: how factors
-    may be stored. rival: bytes of the arrays -> loss that plain formats have there. size_of: recipe -> bytes of its
-    arrays. planned: None, or the bits a weight that
+    may be stored. rival: bytes of the arrays -> loss that plain formats, and what was made already, have there; plain: that
+    of plain formats alone. size_of: recipe -> bytes of its arrays. planned: None, or the bits a weight that
     a first plan gives the tensor, where what is only worth a look at a known rate is proposed. quick: whether only what is
     expected to win is wanted. looks: what was ruled out, filled by `may_win`.
     """
@@ -159,6 +159,7 @@ class Room:
     sizes: Sequence[int] = ()
     factors: Sequence[FactorForm] = ()
     rival: Callable[[int], float] = lambda size_bytes: math.inf
+    plain: Callable[[int], float] = lambda size_bytes: math.inf
     size_of: Callable[[Recipe], int] = lambda recipe: 0
     planned: float | None = None
     quick: bool = False

@@ -60,7 +60,8 @@ def convert(options: ConvertOptions) -> ConvertResult:
 
 
 def plan(options: ConvertOptions) -> dict[str, Any]:
-    """What `convert` would do: the report with expected losses and sizes, nothing encoded, measured or written."""
+    """What `convert` would do: the report with expected losses and sizes. Decompositions and hybrids that may win are made,
+    for their losses; nothing else is encoded, no model measured, and nothing written."""
     _allowed(options)
     stages = Stages()
     with Session(options, stages) as session:
@@ -163,7 +164,8 @@ def _choose(run: Run) -> Final:
     if session.options.search_limits is None:
         mix = run.structure_that_pays(run.encoded(planned), budget_bytes)
     else:
-        mix, _, facts = search(run, run.measure(planned), budget_bytes)
+        start = run.structure_that_pays(run.measure(planned), budget_bytes, run.measure)
+        mix, _, facts = search(run, start, budget_bytes)
     return finish(run, mix, run.best(rivals, mix), facts)
 
 

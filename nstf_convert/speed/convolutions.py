@@ -25,6 +25,10 @@ log = logging.getLogger("nstf")
 ROUNDS = 3
 # Rows of activations at once against one: a row of codes is read and unpacked for all of them.
 SEVERAL = 8.0
+# Bytes of weights that are held to be timed in turn; and of one weight: as stored (float32 at most), and what kernels make
+# of its parts (a byte each).
+AT_ONCE = 1 << 28
+WEIGHT_BYTES = 5
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,17 @@ def layers_of(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, size_bytes: int) -> list[float]:
-    """Seconds of a layer with its weight stored as each of the trees. size_bytes: of the whole model's weights."""
+    """Seconds of a layer with its weight stored as each of the trees, so many in turn as AT_ONCE holds. size_bytes: of the
+    whole model's weights."""
     pool = Pool(size_bytes)
+    at_once = max(1, AT_ONCE // (WEIGHT_BYTES * math.prod(layer.shape)))
+    found = []
+    for start in range(0, len(trees), at_once):
+        found += _measure(layer, trees[start : start + at_once], isa, threads, pool)
+    return found
+
+
+def _measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, pool: Pool) -> list[float]:
     x = torch.rand(1, layer.shape[1] * layer.geometry.groups, *layer.image)
     times: list[list[float]] = [[] for _ in trees]
     before, clock = torch.get_num_threads(), clock_for(threads)
@@ -125,7 +138,7 @@ def measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, size_by
 
 def modelled(layer: Layer, tree: Node, product_seconds: float) -> float:
     """Seconds on a machine that is not here, from those of a product of the whole matrix with one row."""
-    share = multiplications(tree, layer.shape) / math.prod(layer.shape)
+    share = multiplications(tree, layer.shape, layer.geometry.stride) / math.prod(layer.shape)
     return product_seconds * max(1.0, share * layer.pixels / SEVERAL)
 
 

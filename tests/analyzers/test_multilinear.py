@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nstf.analyzers import multilinear
+from nstf.analyzers import multilinear, signatures
 from nstf.analyzers.multilinear import Metric
 from nstf.analyzers.signatures import Signature
 from nstf.quantizers.stats import Stats, loss
@@ -122,3 +122,13 @@ def test_of_a_large_stack_some_experts_stand_for_all(monkeypatch) -> None:
     assert part.left_out(0) == pytest.approx(whole.left_out(0), rel=0.2) and part.left_out(
         0
     ) != whole.left_out(0)
+
+
+def test_energies_of_a_sampled_stack_add_up_to_those_of_the_tensor(monkeypatch) -> None:
+    monkeypatch.setattr(signatures, "MULTILINEAR_LIMIT", 4 * 24 * 32)
+    weight = noise(16, 24, 32)
+    known = Signature(weight, Stats(), lead=2, role="expert_stack")
+    whole = known.matrix.energies.sum()
+    for axis in range(3):
+        found = known.unfolding(tuple(weight.shape), (axis,)).energies
+        assert float(found.sum()) == pytest.approx(float(whole), rel=0.1)

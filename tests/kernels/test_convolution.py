@@ -1,5 +1,6 @@
 """Convolutions from codes against the decoded weight and the library's convolution, in every instruction set."""
 
+import math
 import random
 from collections.abc import Iterator
 from types import ModuleType
@@ -194,3 +195,33 @@ def test_wrong_channels_and_small_images_are_refused(samples: ModuleType) -> Non
         convolve(torch.randn(1, 5, 8, 8), encoded)
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)kernel"):
         convolve(torch.randn(1, 4, 2, 2), encoded)
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_multiplications_of_a_chain_are_those_of_its_stages(
+    samples: ModuleType, name: str, stride: tuple[int, int]
+) -> None:
+    kind, params, children = CHAINS[name]
+    tree = samples.node(kind, {c: samples.leaf("int", bits=6, group=0) for c in children}, **params)
+    encoded = samples.random_encoded(tree, (40, 24, 3, 3))
+    # A grid so large that its border counts for nothing; only strided sides shrink it.
+    pixels, done = 1.0, 0.0
+    for stage in convolution._STAGES[kind](encoded):
+        pixels /= (stride[0] if stage.rows else 1) * (stride[1] if stage.columns else 1)
+        done += math.prod(stage.weight.shape) * pixels
+    assert multiplications(tree, encoded.shape, stride) == pytest.approx(
+        done * stride[0] * stride[1], rel=1e-9
+    )
+
+
+def test_a_weight_in_the_order_of_the_gpu_kernels_is_held_once(samples: ModuleType) -> None:
+    packed = pytest.importorskip("nstf.kernels.triton.packed")
+    gpu = pytest.importorskip("nstf.kernels.triton.convolution")
+    for shape in ((40, 24, 3, 3), (40, 24, 5)):
+        encoded = samples.random_encoded(samples.leaf("int", bits=4, group=64), shape)
+        kept = packed.compact(encoded)
+        codes = kept.arrays["codes"]
+        assert isinstance(codes, packed.PackedCodes)
+        assert gpu._packed(kept).words.data_ptr() == codes.words.data_ptr()
+        assert torch.equal(decode(kept), decode(encoded))

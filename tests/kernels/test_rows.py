@@ -85,6 +85,44 @@ def test_one_expert_of_a_stack_stays_encoded(samples: ModuleType) -> None:
         assert expert(encoded, 2) is expert(encoded, 2)
 
 
+def test_one_expert_of_trellis_codes_stays_encoded(samples: ModuleType) -> None:
+    codes = samples.leaf("trellis", quarter_bits=(10,), lead=2)
+    tree = samples.node("rotated", {"x": codes}, block_in=32, lead=2)
+    for shape, whole in (
+        ((4, 32, 64), True),
+        ((4, 24, 64), False),
+    ):  # tiles have 16 rows, of one expert or of two
+        encoded = samples.random_encoded(tree, shape)
+        for index in (0, 3):
+            part = expert(encoded, index)
+            assert (part is not None) == whole
+            if part is not None:
+                check(part)
+                assert torch.allclose(decode(part), decode(encoded)[index], atol=1e-5)
+    turned = samples.node("rotated", {"x": codes}, block_in=32, block_out=32, lead=2)
+    assert take(samples.random_encoded(turned, (4, 32, 64)), 0) is None
+
+
+@pytest.mark.parametrize("scale_bits", [8, 16])
+def test_experts_that_share_a_matrix_stay_encoded(samples: ModuleType, scale_bits: int) -> None:
+    shared = samples.leaf("int", bits=4, group=8, scale_bits=scale_bits, lead=2)
+    numbers = samples.leaf("int", bits=4, group=8)
+    whole = {"ranks": (1, 12, 24), "view": (4, 12, 24)}
+    tree = samples.node("tucker", {"core": shared, "factor0": numbers}, **whole)
+    both = samples.node("add", {"x": samples.leaf("int", bits=2, group=8, lead=2), "y": tree})
+    for node in (tree, both):
+        encoded = samples.random_encoded(node, (4, 12, 24))
+        for index in range(4):
+            part = expert(encoded, index)
+            assert part is not None
+            check(part)
+            wanted = decode(encoded)[index]
+            assert float((decode(part) - wanted).norm()) <= 1e-3 * float(wanted.norm())  # float16's rounding
+    # Of other cores nothing can be taken apart.
+    cut = samples.node("tucker", {"core": shared, "factor0": numbers}, **{**whole, "ranks": (2, 12, 24)})
+    assert take(samples.random_encoded(cut, (4, 12, 24)), 0) is None
+
+
 def test_a_part_that_the_encoding_does_not_have_is_none(samples: ModuleType) -> None:
     flat = samples.random_encoded(samples.leaf("int", bits=4, group=8, lead=1), (4, 12, 24))
     dense = samples.leaf("dense", dtype="float32")

@@ -122,6 +122,20 @@ def test_a_window_is_scored_on_the_tokens_that_follow():
     assert scores.nll_ref.max() < 1e-9
 
 
+def test_labels_are_brought_to_the_logits() -> None:
+    """Windows of text stay on the CPU while a GPU computes."""
+    moved = []
+
+    class Labels(torch.Tensor):
+        def to(self, device):
+            moved.append(device)
+            return self.as_subclass(torch.Tensor)
+
+    logits = torch.randn(3, 5)
+    scores = compare(logits, logits + 1, torch.tensor([0, 1, 4]).as_subclass(Labels))
+    assert moved == [logits.device] and float(scores.kl.max()) < 1e-6
+
+
 def test_no_tokens_is_an_error_not_a_perfect_score():
     with pytest.raises(ValueError, match="no scored tokens"):
         summarise([])

@@ -127,7 +127,6 @@ class HeldConvolution {
         convolution_.run(reinterpret_cast<const float*>(x), images, height, width, reinterpret_cast<const float*>(bias),
                          reinterpret_cast<float*>(y), last, std::max(1, threads));
     }
-    std::string kernel() const { return convolution_.kernel(); }
 
   private:
     static ConvolutionShape shape(int64_t channels, Two kernel, Two stride, Two before, Two after, Two dilation, int64_t groups) {
@@ -239,7 +238,6 @@ void bind_engine(nb::module_& m) {
         .def(nb::init<const Held&, int64_t, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two,
                       HeldConvolution::Two, int64_t>(),
              "weight"_a, "channels"_a, "kernel"_a, "stride"_a, "before"_a, "after"_a, "dilation"_a, "groups"_a)
-        .def_prop_ro("kernel", &HeldConvolution::kernel)
         .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "bias"_a, "y"_a, "last"_a, "threads"_a);
     m.def("engine_packed", &packed, "linear"_a, "exact"_a);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,

@@ -93,8 +93,6 @@ Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     }
 }
 
-std::string Convolution::kernel() const { return "implicit product, " + weight_->kernel(); }
-
 int64_t Convolution::size(int side, int64_t of) const {
     const int64_t reach = shape_.dilation[side] * (shape_.kernel[side] - 1) + 1;
     const int64_t room = of + shape_.before[side] + shape_.after[side] - reach;
@@ -204,16 +202,15 @@ void Convolution::tiles(const Plan& p, int64_t images, const float* bias, float*
     auto one = [&](int64_t t) {
         const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
         const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
-        task(p, images, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
+        task(p, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
              bias, y);
     };
     parallel_for(p.threads, across * groups * shares, one);
 }
 
 // Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.
-void Convolution::task(const Plan& p, int64_t images, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
-                       const float* bias, float* y) const {
-    static_cast<void>(images);
+void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const float* bias,
+                       float* y) const {
     struct Room {
         Buffer<int8_t> x;
         Buffer<uint8_t> codes;

@@ -56,15 +56,14 @@ class Convolution {
              int threads) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
-    std::string kernel() const;
 
   private:
     struct Plan;
     void range(const Plan& p, const float* x, int64_t images) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const float* bias, float* y) const;
-    void task(const Plan& p, int64_t images, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
-              const float* bias, float* y) const;
+    void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const float* bias,
+              float* y) const;
 
     Shared weight_;
     const Leaf* leaf_;

@@ -55,12 +55,14 @@ def _within(run: Run, bound: float, asked: float) -> Final:
                 f"a divergence of {asked:g} cannot be met: the best file measures {trial.score:.3g} nats at {size} bytes",
                 size,
             )
-    best, facts = trial, None
+    start, facts = trial, None
+    # Where plain formats lose less at these bytes, what that gains is turned into bytes too.
+    best = trial = run.structure_that_pays(start, start.planned.size_bytes, run.measure)
     weights: dict[str, float] = {}
     if run.session.options.search_limits is not None:
         best, weights, facts = search(run, trial, trial.planned.size_bytes)
-    if best is not trial:
-        # What the search gained at this size is turned into bytes.
+    if best is not start:
+        # What was gained at this size is turned into bytes.
         ratio = best.score / max(best.planned.expected_loss, 1e-30)
         smaller = _smallest(run, bound, low, best.planned.size_bytes, weights, ratio, ROUNDS_AFTER_SEARCH)
         if smaller is not None and smaller.planned.size_bytes < best.planned.size_bytes:

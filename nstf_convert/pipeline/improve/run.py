@@ -36,6 +36,8 @@ EXPECTED_MARGIN = 2.0
 HOPELESS = 10.0
 # Decompositions the plan takes on an estimate are worked out, and the plan made again, at most this often.
 CONFIRM_ROUNDS = 4
+# Families whose losses are estimated roughly until they are made.
+ROUGH = ("decomposed", "hybrid")
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Run:
     made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
     with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes
     cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what ranks
-    allow, where the file is to be divided among some; free: the table without that."""
+    allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
+    decompositions, which measured worse."""
 
     session: Session
     meta: Meta
@@ -59,11 +62,13 @@ class Run:
     stopped: list[Stopped] = field(default_factory=list)
     divisions: Divisions | None = None
     free: Table | None = None
+    plain_only: bool = False
 
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
     ) -> Planned:
-        """The best plan within a budget, with hybrids added where it gives few bits. Raises BudgetError."""
+        """The best plan within a budget, with hybrids added where it gives few bits; what it takes of decompositions was
+        made, where the Hessians are at hand. Raises BudgetError."""
         session = self.session
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
@@ -77,17 +82,40 @@ class Run:
                 self.with_hybrids |= found.keys()
                 self._add(found)
             planned = self.planned(budget_bytes, weights, exact)
+        planned = self._confirmed(planned, budget_bytes, weights, exact)
+        return self._with_ranks(planned, budget_bytes, weights, exact)
+
+    def _confirmed(
+        self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
+    ) -> Planned:
+        """A plan whose decompositions and hybrids were made, as far as they can be: what it takes on an estimate is worked
+        out and the plan made again, in the end without what is still estimated."""
+        session = self.session
         for _ in range(CONFIRM_ROUNDS):
-            found_losses = plans.unconfirmed(self.table, planned)
-            doubtful = {
-                n: r for n, r in found_losses.items() if session.statistics.has_hessian(session.units[n])
-            }
+            doubtful = self._doubtful(planned)
             if not doubtful:
-                break
+                return planned
             self.encode(Planned(doubtful, 0.0, 0, "decompositions"))
             with session.stages.stage("plan"):
                 planned = self.planned(budget_bytes, weights, exact)
-        return self._with_ranks(planned, budget_bytes, weights, exact)
+        if not self._doubtful(planned):
+            return planned
+        made = {
+            n: [c for c in found if c.exact or c.recipe.family not in ROUGH or not self._at_hand(n)]
+            for n, found in self.table.candidates.items()
+        }
+        try:
+            with session.stages.stage("plan"):
+                return self._planned(replace(self.table, candidates=made), budget_bytes, weights, exact)
+        except BudgetError:
+            return planned  # only an estimated form is small enough
+
+    def _doubtful(self, planned: Planned) -> dict[str, Recipe]:
+        """What a plan takes on an estimate and could be made."""
+        return {n: r for n, r in plans.unconfirmed(self.table, planned).items() if self._at_hand(n)}
+
+    def _at_hand(self, name: str) -> bool:
+        return self.session.statistics.has_hessian(self.session.units[name])
 
     def _with_ranks(
         self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
@@ -114,7 +142,8 @@ class Run:
             {n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()}
         )
         with session.stages.stage("plan"):
-            return self.planned(budget_bytes, weights, exact)
+            planned = self.planned(budget_bytes, weights, exact)
+        return self._confirmed(planned, budget_bytes, weights, exact)
 
     def _add(self, found: Mapping[str, Sequence[Candidate]]) -> None:
         """Puts further candidates into the table, by tensor; with ranks to divide among, those that can be divided."""
@@ -142,6 +171,8 @@ class Run:
         self, table: Table, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
         widest = self.meta.widest()
+        if self.plain_only:
+            table = _without_decompositions(table)
         if self.timing is None or not self.timing.bounds_time:
             return plans.plan_mix(self.session, table, budget_bytes, widest, weights, exact)
         return bounds.plan(self.timing, table, budget_bytes, widest, weights, exact)
@@ -167,7 +198,7 @@ class Run:
         for name, result in results.items():
             recipe = planned.mix[name]
             self.true_losses[(name, key_of(recipe))] = result.loss
-            if recipe.family in ("decomposed", "hybrid"):
+            if recipe.family in ROUGH:
                 rough[name] = (recipe, result.loss)
             if result.seconds > 0.0:
                 before = self.seconds.get(recipe.method, (0.0, 0))
@@ -200,25 +231,27 @@ class Run:
         tick = counter(self.session, 2)
         return lambda unit: None if unit.name in done else tick(unit)
 
-    def structure_that_pays(self, mix: Trial, budget_bytes: int) -> Trial:
-        """A mix, or the plan without its decompositions where that measures better by the same last steps.
+    def structure_that_pays(
+        self, mix: Trial, budget_bytes: int, last_steps: Callable[[Planned], Trial] | None = None
+    ) -> Trial:
+        """A mix, or the plan without its decompositions where that measures better by the same last steps: then no further
+        plan takes any. last_steps: what the mix went through (None: `encoded`).
 
         Expected losses know how much directions matter from the calibration alone; a decomposition leaves whole directions
         out, and what seemed to matter least there is what a sample says least about.
         """
         if not any(r.family == "decomposed" for r in mix.planned.mix.values()):
             return mix
-        kept = {
-            n: [c for c in found if c.recipe.family != "decomposed"]
-            for n, found in self.table.candidates.items()
-        }
         try:
             with self.session.stages.stage("plan"):
-                planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
+                planned = self._planned(_without_decompositions(self.table), budget_bytes, None, True)
         except BudgetError:
             return mix  # nothing else is small enough
-        plain = self.encoded(replace(planned, label="mix without decompositions"))
-        return plain if plain.score < mix.score else mix
+        plain = (last_steps or self.encoded)(replace(planned, label="mix without decompositions"))
+        if plain.score < mix.score:
+            self.plain_only = True
+            return plain
+        return mix
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
@@ -339,6 +372,11 @@ class Run:
         log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)
         self.tried.append(trial.to_json())
         return trial
+
+
+def _without_decompositions(table: Table) -> Table:
+    kept = {n: [c for c in found if c.recipe.family != "decomposed"] for n, found in table.candidates.items()}
+    return replace(table, candidates=kept)
 
 
 def few_layers(names: Iterable[str]) -> list[str]:

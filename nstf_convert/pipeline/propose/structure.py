@@ -53,7 +53,7 @@ def factor_forms() -> tuple[FactorForm, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """made: recipes with measured losses. looks: the closest of what each method did not try."""
+    """made: recipes with measured losses. looks: of each method that bounds ruled out at every size the closest one."""
 
     made: list[tuple[Recipe, float]] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
@@ -90,11 +90,16 @@ def explore(
     short: dict[tuple[str, str], float] = {}
     factors = room.factors or factor_forms()
     noise = {str(f.recipe): f.noise for f in factors}
+    alone = rival_of(plain, known.signal)
     while len(found.made) < MOST:
-        now = replace(room, sizes=sizes, factors=factors, rival=rival_of(points, known.signal), looks=[])
+        rival = rival_of(points, known.signal)
+        now = replace(room, sizes=sizes, factors=factors, rival=rival, plain=alone, looks=[])
         wanted = methods.structured(known, target, now)
         if not found.made:
-            found.looks.extend(_closest(now.looks, min((size for size, _ in plain), default=0)))
+            # What a bound left over at some size was not ruled out, though nothing of it may be made below.
+            left = {recipe.method for recipe in wanted}
+            out = [look for look in now.looks if look.method not in left]
+            found.looks.extend(_closest(out, min((size for size, _ in plain), default=0)))
         best: tuple[float, Recipe] | None = None
         for recipe in wanted:
             if any(recipe == made for made, _ in found.made):
@@ -109,8 +114,7 @@ def explore(
         found.made.append((best[1], loss))
         points.append((room.size_of(best[1]), loss))
         short[_kind(best[1])] = max(1.0, loss / max(_floor(best[1], noise, known.signal), 1e-300))
-    rival = rival_of(plain, known.signal)
-    for made in _structure(found.made, lambda r: rival(room.size_of(r))):
+    for made in _structure(found.made, lambda r: alone(room.size_of(r))):
         price = _price(room.size_of(made[0]), made[1], plain, known.signal)
         found.made.extend(
             grow(known, target, replace(room, factors=factors), made, price, measure, STEPS[:1])

@@ -37,6 +37,8 @@ def planted(kind: str) -> tuple[str, torch.Tensor]:
         found = torch.einsum("ir,jr,kr,lr->ijkl", *factors((64, 6), (48, 6), (3, 6), (3, 6)))
     elif kind == "tucker":
         found = torch.einsum("abc,ia,jb,kc->ijk", *factors((3, 12, 12), (16, 3), (40, 12), (48, 12)))
+    elif kind == "add":
+        found = normal(1, 64, 96, seed=1) + 0.1 * normal(8, 64, 96, seed=2)
     elif kind == "tensor_train":
         found = torch.einsum("aib,bjc,ckd->ijk", *factors((1, 16, 3), (3, 40, 8), (8, 48, 1)))
     else:
@@ -144,3 +146,30 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
     assert any(
         f["family"] == "SVD" and f["ruled_out"] >= 1 and f["bound_ratio"] > 1 for f in report["families"]
     )
+
+
+@pytest.mark.parametrize(("apart", "wins"), [(0.1, True), (3.0, False)])
+def test_experts_share_a_matrix_where_they_are_alike(apart: float, wins: bool) -> None:
+    """apart: what tells experts apart, as a share of what they have in common."""
+    weight = normal(1, 64, 96, seed=1) + apart * normal(8, 64, 96, seed=2)
+    known, plain, room, found, _ = explored("moe.experts.w", weight / weight.std())
+    own = [(r, v) for r, v in found.made if r.method == "add"]
+    rival = structure.rival_of(plain, known.signal)
+    if not wins:
+        assert own == [] and "add" in {look.method for look in found.looks}
+        return
+    shares = [v / rival(room.size_of(r)) for r, v in own]
+    assert min(shares) < 0.35
+    for recipe, measured in own:
+        assert 0.5 * recipe.least < measured < 2 * recipe.least, "the estimate is far from what was measured"
+
+
+def test_what_a_bound_left_over_is_not_said_to_be_ruled_out(monkeypatch) -> None:
+    name, weight = planted("svd")
+    weight = weight + 0.3 * normal(*weight.shape, seed=99)
+    *_, found, _ = explored(name, weight)
+    assert "svd" in {recipe.method for recipe, _ in found.made}
+    monkeypatch.setattr(structure, "MOST", 1)  # one form is made: the others were possible and are not
+    monkeypatch.setattr(structure, "SHORTFALL", 1e9)  # and nothing promises enough
+    *_, found, _ = explored(name, weight)
+    assert found.made == [] and "svd" not in {look.method for look in found.looks}

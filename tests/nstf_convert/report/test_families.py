@@ -72,3 +72,15 @@ def test_wrappers_belong_to_what_they_hold() -> None:
     assert family_of(permuted) == ("int", True)
     hybrid = Node("add", format_of("add").Params(), {"x": integers(2), "y": low_rank()})
     assert family_of(hybrid) == ("low rank on low bits", False)
+
+
+def test_wins_at_sizes_that_no_plain_format_has_do_not_bend_the_median() -> None:
+    tensors = [
+        # Below the smallest plain size a form that loses more has no ratio, one that loses less has.
+        Tensor("a", (*PLAIN, Priced(low_rank(), 50, 4.0, True)), low_rank()),
+        Tensor("b", (*PLAIN, Priced(low_rank(), 50, 12.0, True)), integers(3)),
+        Tensor("c", (*PLAIN, Priced(low_rank(), 150, 10.0, True)), integers(3)),
+    ]
+    svd = compare(tensors)[0]
+    assert (svd["family"], svd["won"], svd["best_ratio"]) == ("SVD", 1, pytest.approx(0.5))
+    assert svd["median_ratio"] == pytest.approx(2.0)

@@ -100,3 +100,18 @@ def test_every_kind_of_tree_is_measured() -> None:
     trees = [tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK, Recipe("dense", {"dtype": "float32"}))]
     found = convolutions.measure(LAYER, trees, ext.isa(), 1, 1 << 20)
     assert len(found) == 3 and min(found) >= 0
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the extension was not built")
+def test_weights_are_held_a_few_at_a_time(monkeypatch) -> None:
+    counts, made = [], convolutions._measure
+
+    def counted(layer, trees, *rest):
+        counts.append(len(trees))
+        return made(layer, trees, *rest)
+
+    monkeypatch.setattr(convolutions, "_measure", counted)
+    monkeypatch.setattr(convolutions, "AT_ONCE", 2 * convolutions.WEIGHT_BYTES * math.prod(LAYER.shape))
+    trees = [tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK, Recipe("dense", {"dtype": "float32"}))]
+    assert len(convolutions.measure(LAYER, trees, ext.isa(), 1, 1 << 20)) == 3
+    assert counts == [2, 1]

@@ -1,0 +1,93 @@
+"""Plans take decompositions that were made, and only where the file measures better with them."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nstf.kernels.formats import Node, dense
+from nstf_convert.pipeline.improve import max_kl
+from nstf_convert.pipeline.improve import run as runs
+from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.outcome import Planned, Trial
+from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.table import Table
+
+TREE = Node("dense", dense.Params("float32"))
+PLAIN = Candidate(Recipe("int_grid", {"bits": 4}), TREE, 100, 5.0)
+
+
+def low_rank(rank: int, loss: float, exact: bool = False) -> Candidate:
+    return Candidate(Recipe("svd", {"rank": rank}), TREE, 90, loss, exact)
+
+
+class Fake(Run):
+    """One tensor, whose plan is the candidate that is expected to lose least; decompositions lose 10 when they are made."""
+
+    def _planned(self, table: Table, budget_bytes: int, weights: Any, exact: bool) -> Planned:
+        if self.plain_only:
+            table = runs._without_decompositions(table)
+        best = min(table.candidates["w"], key=lambda c: c.loss)
+        return Planned({"w": best.recipe}, best.loss, best.size_bytes, "mix")
+
+    def encode(self, planned: Planned) -> None:
+        self.table = self.table.replaced({n: (r, 10.0) for n, r in planned.mix.items()})
+
+    def measure(self, planned: Planned) -> Trial:
+        self.tried.append({"planned": planned})
+        decomposed = any(r.family == "decomposed" for r in planned.mix.values())
+        return Trial(planned, SimpleNamespace(score=2.0 if decomposed else 1.0))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fake() -> Fake:
+    session = SimpleNamespace(
+        stages=SimpleNamespace(stage=lambda name: nullcontext()),
+        statistics=SimpleNamespace(has_hessian=lambda unit: True),
+        units={"w": None},
+        options=SimpleNamespace(level=SimpleNamespace(thorough=False), search_limits=None),
+    )
+    table = Table({"w": [PLAIN, *(low_rank(r, 1.0 + 0.1 * r) for r in range(1, 9))]})
+    return Fake(session, None, table, set())  # type: ignore[arg-type]
+
+
+def test_a_plan_has_no_decomposition_that_was_not_made_however_many_disappoint(fake: Fake) -> None:
+    assert len(fake.table.candidates["w"]) - 1 > runs.CONFIRM_ROUNDS
+    planned = fake.plan(1000)
+    assert planned.mix["w"] == PLAIN.recipe
+    made = [c for c in fake.table.candidates["w"] if c.exact]
+    assert len(made) == runs.CONFIRM_ROUNDS and all(c.loss == 10.0 for c in made)
+
+
+def test_ranks_that_are_found_for_a_plan_are_confirmed_too(fake: Fake) -> None:
+    chosen = low_rank(1, 1.0, exact=True)
+    fake.table = Table({"w": [PLAIN, chosen]})
+    hybrid = Candidate(Recipe("add", {}, {}), TREE, 90, 0.5)
+    fake.session.encoder = SimpleNamespace(  # type: ignore[misc]
+        each=lambda units, work, tick: {"w": [hybrid]}, grown=lambda *_: [hybrid]
+    )
+    start = replace(fake._planned(fake.table, 1000, None, True), price=1.0)
+    assert fake._with_ranks(start, 1000, None, True).mix["w"] == chosen.recipe
+    assert fake.table.find("w", hybrid.recipe).loss == 10.0  # type: ignore[union-attr]
+
+
+def test_structure_that_measures_worse_is_left_to_no_later_plan(fake: Fake) -> None:
+    fake.table = Table({"w": [PLAIN, low_rank(1, 1.0, exact=True)]})
+    mix = fake.measure(fake.plan(1000))
+    assert mix.planned.mix["w"].family == "decomposed"
+    better = fake.structure_that_pays(mix, 1000, fake.measure)
+    assert better.planned.mix["w"] == PLAIN.recipe
+    assert fake.plan(1000).mix["w"] == PLAIN.recipe
+    assert len(fake.table.candidates["w"]) == 2  # the report still has them
+
+
+def test_under_a_bound_on_the_loss_structure_has_to_pay_too(fake: Fake, monkeypatch: Any) -> None:
+    fake.table = Table({"w": [PLAIN, low_rank(1, 1.0, exact=True)]})
+    monkeypatch.setattr(max_kl, "_range", lambda run: (0, 1000))
+    monkeypatch.setattr(max_kl, "_encoded", lambda run, best: SimpleNamespace(measured=None, best=best))
+    monkeypatch.setattr(max_kl, "replace", lambda final, search: final)
+    final: Any = max_kl._within(fake, 3.0, 3.0)
+    assert final.best.score == 1.0 and final.best.planned.mix["w"] == PLAIN.recipe
