@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime.peer_sums import PeerSums, peer_sums
 
 Result = TypeVar("Result")
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -27,10 +28,11 @@ class OtherFailed(NstfError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of torch.distributed's default group."""
+    """This process among those of torch.distributed's default group. peers: what sums little, where the GPUs have it."""
 
     rank: int
     size: int
+    peers: PeerSums | None = None
 
     def sum(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
@@ -39,13 +41,22 @@ class Ranks:
         `meanwhile` launches runs beside it; on a CPU gloo has threads of its own.
         """
         values = values.contiguous()
+        if self.peers is not None and self.peers.takes(values):
+            self.peers.sum(values)
+            if meanwhile is not None:
+                meanwhile()
+            return values
         if meanwhile is None:
             dist.all_reduce(values)
             return values
-        under_way: Any = dist.all_reduce(values, async_op=True)
+        under_way = self.start_sum(values)
         meanwhile()
         under_way.wait()
         return values
+
+    def start_sum(self, values: Tensor) -> Any:
+        """Starts the sum over all ranks in the place of contiguous `values`, which its `wait()` completes."""
+        return dist.all_reduce(values, async_op=True)
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
         """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""
@@ -75,17 +86,17 @@ class Ranks:
         try:
             result = work()
         except Exception:
-            self._tell(b"")
+            self.tell(b"")
             raise
         own = bytes.fromhex(same(result))
-        for rank, other in enumerate(self._tell(own)):
+        for rank, other in enumerate(self.tell(own)):
             if not other:
                 raise OtherFailed(f"rank {rank} could not load its part; its own message says why")
             if other != own:
                 raise UsageError(f"rank {rank} reads another file than rank {self.rank}: give all the same")
         return result
 
-    def _tell(self, word: bytes) -> list[bytes]:
+    def tell(self, word: bytes) -> list[bytes]:
         """What every rank says, at most 255 bytes each. Not by pickles, as torch's own exchange of objects."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         own = torch.tensor([len(word), *word, *[0] * (255 - len(word))], dtype=torch.uint8, device=device)
@@ -117,7 +128,8 @@ def join(count: int, device: torch.device) -> Ranks:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    return Ranks(dist.get_rank(), count)
+    ranks = Ranks(dist.get_rank(), count)
+    return replace(ranks, peers=peer_sums(device, count, ranks.tell)) if on_gpu else ranks
 
 
 def local_device(device: str | torch.device) -> str | torch.device:
