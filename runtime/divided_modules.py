@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.kernels.formats.shards import Span
 from nstf.kernels.linear import linear32
 from nstf.kernels.triton.blocks import product32
 from nstf.runtime.ahead import MOST_BYTES, decoded_ahead
@@ -100,10 +99,15 @@ class SummedLinear(Divided):
 
 def decode_following(following: tuple[Any, ...], x: Tensor) -> None:
     """Decodes what products of x [rows, in] would decode whole anyway, up to MOST_BYTES, and leaves it with them."""
-    left = MOST_BYTES
+    left, case = MOST_BYTES, (len(x), x.dtype)
     for parameter in following:
+        if getattr(parameter, "not_ahead", None) == case:
+            continue  # asking which kernel it is takes longer on the host than many a sum
         parameter.ahead = decoded_ahead(parameter.encoded, len(x), x.dtype, left)
-        left -= 0 if parameter.ahead is None else parameter.ahead.nbytes
+        if parameter.ahead is None:
+            parameter.not_ahead = case
+        else:
+            left -= parameter.ahead.nbytes
 
 
 class AheadLinear:
@@ -118,15 +122,40 @@ class AheadLinear:
         return y
 
 
+class DividedNorm(Divided):
+    """A root-mean-square norm over the queries or keys of all ranks, of which this one has some heads (OLMo 2).
+
+    whole: their number on all ranks; copies: how many ranks have each, where ranks share KV heads.
+    """
+
+    whole: int
+    copies: float
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        squares = self.ranks.sum(x.square().sum(-1, keepdim=True)) / self.copies
+        y: Tensor = self.weight * (x * torch.rsqrt(squares / self.whole + self.variance_epsilon))
+        return y.to(hidden_states.dtype)
+
+
 class DividedEmbedding(Divided):
-    """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks."""
+    """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks.
+
+    An id outside of the vocabulary raises IndexError; on a GPU it gives NaN, as in one process.
+    """
 
     first: int
     rows: int
+    vocabulary: int
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        known = (input >= 0) & (input < self.vocabulary)
+        on_gpu = input.device.type == "cuda"
+        if not on_gpu and not bool(known.all()):
+            raise IndexError(f"a token id is outside of the {self.vocabulary} of the vocabulary")
         ids, inside = self.own(input)
-        return self.filled(super().forward(ids), inside)  # type: ignore[misc, no-any-return]
+        rows: Tensor = self.filled(super().forward(ids), inside)  # type: ignore[misc]
+        return rows.masked_fill(~known.unsqueeze(-1), float("nan")) if on_gpu else rows
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows of this rank's part, which of them were asked for)."""
@@ -173,11 +202,6 @@ def derive(module: Any, kind: type, **attributes: Any) -> None:
     module.__class__ = _derived(kind, base)
     for name, value in attributes.items():
         setattr(module, name, value)
-
-
-def first_of(span: Span) -> dict[str, int]:
-    """What a table knows of its part."""
-    return {"first": span.start, "rows": span.size}
 
 
 @cache

@@ -76,10 +76,7 @@ def peer_sums(device: torch.device, ranks: int, tell: Tell) -> PeerSums | None:
 
     tell: how ranks tell each other a word.
     """
-    if device.type != "cuda" or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out"):
-        own = b"-"
-    else:
-        own = f"{_host()} {device.index or 0}".encode()
+    own = f"{_host()} {device.index or 0}".encode() if _known(device) else b"-"
     said = tell(own)
     if not _near(own, said, device):
         return _agreed(None, tell)
@@ -88,6 +85,11 @@ def peer_sums(device: torch.device, ranks: int, tell: Tell) -> PeerSums | None:
     except Exception:  # what this torch, driver or container lacks has errors of many classes
         made = None
     return _agreed(made, tell)
+
+
+def _known(device: torch.device) -> bool:
+    """Whether this torch has such sums for a device."""
+    return device.type == "cuda" and hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out")
 
 
 def _near(own: bytes, said: list[bytes], device: torch.device) -> bool:
