@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.linear import linear
-from nstf.runtime.peer_sums import peer_sums
 from nstf.runtime.ranks import Ranks
 from nstf_convert.place.costs import Matrix, tree_of
 from nstf_convert.place.fabric import Fabric
@@ -173,7 +171,6 @@ def worker(task: dict[str, Any]) -> None:
     size = count * sum(m.size_bytes for m in found)
     pool = Pool(size)
     summed = Ranks(rank, ranks)
-    summed = replace(summed, peers=peer_sums(place, ranks, summed.tell))
 
     def layers(own_rank: int, own_ranks: int, own: int, rows: int) -> list[Callable[[Tensor], Tensor]]:
         made = [Layer(found, pool, own_rank, own_ranks, place, summed) for _ in range(own)]

@@ -9,9 +9,8 @@ All load their parts; the first also loads the whole model. In rounds that alter
 alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs. A rate is new tokens of all
 sequences after a prompt over the time from the first to the last; prefill is the prompt through transformers' modules.
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
-that, all-reduces of several sizes are timed, on GPUs also inside a graph, by NCCL and by reading each other's memory
-(runtime/peer_sums.py), and their sums checked. Logits of all ranks and of one are compared after a prompt. The file is
-deleted unless --folder is given.
+that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
+prompt. The file is deleted unless --folder is given.
 """
 
 import argparse
@@ -37,9 +36,7 @@ from nstf.kernels.formats import EncodedTensor, Node, array_specs, decode
 from nstf.kernels.formats.tree import format_of
 from nstf.runtime.artifact import Source, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
-from nstf.runtime.graphs import Graphs
 from nstf.runtime.parameter import EncodedParameter
-from nstf.runtime.ranks import join
 from nstf.runtime.skeleton import build_skeleton
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -168,58 +165,25 @@ def allocated(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def links(device: torch.device, count: int) -> list[dict[str, float]]:
+def links(device: torch.device) -> list[dict[str, float]]:
     """Times of all-reduces in float32. Raises SystemExit where a sum is wrong: a link that claims to work and does not."""
     rows = []
-    peers = join(count, device).peers
     for size in LINK_BYTES:
         values = torch.arange(size // 4, device=device).remainder(1000).float() + dist.get_rank()
-        expected = count * (values - dist.get_rank()) + sum(range(count))
-        work = torch.empty_like(values)
-
-        def nccl(work: Tensor = work) -> None:
+        expected = dist.get_world_size() * (values - dist.get_rank()) + sum(range(dist.get_world_size()))
+        times = []
+        for _ in range(10):
+            work = values.clone()
+            synchronise(device)
+            dist.barrier()
+            start = time.perf_counter()
             dist.all_reduce(work)
-
-        times, right = timed(nccl, work, values, expected)
-        row = {"bytes": float(size), "seconds": times}
-        if device.type == "cuda":
-            row["graph_seconds"], also = timed(nccl, work, values, expected, Graphs(device))
-            right &= also
-        if peers is not None and peers.takes(work):
-            row["peer_seconds"], also = timed(
-                lambda w=work: peers.sum(w), work, values, expected, Graphs(device)
-            )  # type: ignore[misc]
-            right &= also
-        if not right:
-            raise SystemExit(f"the sum over ranks of {size} bytes is wrong: this link cannot be used")
-        rows.append(row)
+            synchronise(device)
+            times.append(time.perf_counter() - start)
+            if not torch.equal(work, expected):
+                raise SystemExit(f"the sum over ranks of {size} bytes is wrong: this link cannot be used")
+        rows.append({"bytes": size, "seconds": median(times[2:])})
     return rows
-
-
-def timed(
-    call: Callable[[], None], work: Tensor, values: Tensor, expected: Tensor, graphs: Graphs | None = None
-) -> tuple[float, bool]:
-    """(seconds of a sum in the place of `work`, whether it is right). graphs: 20 in a row inside a graph."""
-    work.copy_(values)
-    call()
-    synchronise(work.device)
-    right = torch.equal(work, expected)
-
-    def several() -> None:
-        for _ in range(20):
-            call()
-
-    work.zero_()
-    run, count = (call, 1) if graphs is None else (graphs(several), 20)
-    times = []
-    for _ in range(10):
-        synchronise(work.device)
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        synchronise(work.device)
-        times.append((time.perf_counter() - start) / count)
-    return median(times[2:]), right
 
 
 def read_seconds(path: Path, size: int, rank: int) -> float:
@@ -258,7 +222,7 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, path: Path, res
 
 def measure(rank: int, device: torch.device, options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """The figures of one rank."""
-    found: dict[str, Any] = {"links": links(device, options.ranks)}
+    found: dict[str, Any] = {"links": links(device)}
     with open_artifact(path) as artifact:
         build_skeleton(artifact.config())  # imports the model's classes, which is not loading
     divided = Contender(path, device, options.ranks)
@@ -321,9 +285,7 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
         f"{options.shape}, {options.format}, {size / 1e9:.2f} GB; {n} ranks, {where}, torch {torch.__version__}"
     )
     for row in first["links"]:
-        kinds = {"": "seconds", ", in a graph": "graph_seconds", ", by memory": "peer_seconds"}
-        times = [f"{1e6 * row[key]:.1f} us{kind}" for kind, key in kinds.items() if key in row]
-        print(f"  all-reduce of {row['bytes']:>9.0f} bytes: {'; '.join(times)}")
+        print(f"  all-reduce of {row['bytes']:>9} bytes: {1e6 * row['seconds']:.1f} us")
     whole = first["whole"]
     for rank, own in enumerate(found["ranks"]):
         print(

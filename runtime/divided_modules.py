@@ -41,7 +41,7 @@ class SummedLinear(Divided):
         """The product of all ranks, in x's dtype."""
         x = input.reshape(-1, input.shape[-1])
         # By the rows alone: all ranks must divide alike, whatever their kernels are.
-        y = self._rounded(self._sum_of(x), x.dtype) if len(x) < LONG_ROWS else self._in_pieces(x)
+        y: Tensor = self._rounded(self._sum_of(x), x.dtype) if len(x) < LONG_ROWS else self._in_pieces(x)
         return y.view(*input.shape[:-1], -1)
 
     def product(self: Any, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class SummedLinear(Divided):
             into.copy_(part if self.bias is None else self._rounded(part, x.dtype))
 
         rows = -(-len(x) // PIECES)
-        for some, into in zip(x.split(rows), y.split(rows), strict=True):
+        for some, into in zip(torch.split(x, rows), torch.split(y, rows), strict=True):
             part = self._part(some) if weight is None else product32(some, weight)
             under_way = self.ranks.start_sum(part)
             if before is not None:

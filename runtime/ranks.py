@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
-from nstf.runtime.peer_sums import PeerSums, peer_sums
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
@@ -31,11 +30,10 @@ class OtherFailed(NstfError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of torch.distributed's default group. peers: what sums little, where the GPUs have it."""
+    """This process among those of torch.distributed's default group."""
 
     rank: int
     size: int
-    peers: PeerSums | None = None
 
     def sum(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
@@ -45,11 +43,6 @@ class Ranks:
         """
         values = values.contiguous()
         if _ALONE.get():
-            return values
-        if self.peers is not None and self.peers.takes(values):
-            self.peers.sum(values)
-            if meanwhile is not None:
-                meanwhile()
             return values
         if meanwhile is None:
             dist.all_reduce(values)
@@ -166,8 +159,7 @@ def join(count: int, device: torch.device) -> Ranks:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    ranks = Ranks(dist.get_rank(), count)
-    return replace(ranks, peers=peer_sums(device, count, ranks.tell)) if on_gpu else ranks
+    return Ranks(dist.get_rank(), count)
 
 
 def local_device(device: str | torch.device) -> str | torch.device:

@@ -73,7 +73,11 @@ class EncodedExperts(FusedMoEMethodBase):  # type: ignore[misc]
                 f"{layer.layer_name}: stacks of the shapes {list(gate_up)} and {list(down)} do not run encoded in vLLM; "
                 "use nstf serve"
             )
-        for part in parts:
+        for stack, part in zip(STACKS, parts, strict=True):
+            if expert(part, 0) is None:
+                raise UnsupportedError(
+                    f"{layer.layer_name}.{stack}: its format does not give single experts; use nstf serve"
+                )
             layer.encoded.append(EncodedParameter(part, layer.nstf_dtype).to(device))
 
 
@@ -98,6 +102,7 @@ def _experts(
 
     def contribution(number: int, rows: Tensor) -> Tensor:
         one, other = (expert(stack, number) for stack in stacks)
+        assert one is not None and other is not None  # checked when they were loaded
         gate, up = linear(rows, one).chunk(2, -1)
         return linear(act(gate) * up, other)
 
@@ -109,7 +114,7 @@ def _experts(
             weight = (weights * (own == number)).sum(-1, keepdim=True)
             out += contribution(number, x) * weight.to(x.dtype)
         return out
-    for number in own[(own >= 0) & (own < count)].unique().tolist():
+    for number in torch.unique(own[(own >= 0) & (own < count)]).tolist():
         token, choice = torch.where(own == number)
         some = contribution(number, x[token]) * weights[token, choice, None].to(x.dtype)
         out.index_add_(0, token, some)

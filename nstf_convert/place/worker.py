@@ -11,8 +11,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nstf.runtime.peer_sums import peer_sums
-from nstf.runtime.ranks import Ranks
-
-# Sums a tensor over ranks in its place.
-Sum = Callable[[Tensor], object]
 # Bytes of messages, by device.
 SIZES = {
     "cpu": (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22),
@@ -77,15 +70,9 @@ def measured(rank: int, ranks: int, kind: str, place: torch.device) -> dict[str,
         for b in range(a + 1, ranks)
     ]
     curves = {}
-    everyone = Ranks(rank, ranks)
-    everyone = replace(everyone, peers=peer_sums(place, ranks, everyone.tell) if ranks > 1 else None)
     for count in sorted({n for n in (2, 4, 8, 16, ranks) if 1 < n <= ranks}):
         group = dist.new_group(list(range(count)))
-        if count == ranks:
-            call: Sum = everyone.sum  # as the runtime does it
-        else:
-            call = partial(dist.all_reduce, group=group)
-        curves[count] = [(size, reduced(rank, count, call, size, place)) for size in SIZES[kind]]
+        curves[count] = [(size, reduced(rank, count, group, size, place)) for size in SIZES[kind]]
     return {
         "ranks": ranks, "device": kind, "kind": named(kind), "name": described(kind), "dtype": str(dtype).split(".")[1],
         "read_alone": agreed(alone, place, most=True), "read_together": agreed(together, place, most=False),
@@ -151,15 +138,15 @@ def exchange(rank: int, a: int, b: int, size: int, place: torch.device) -> float
     return repeated(there_and_back, place) / 2
 
 
-def reduced(rank: int, count: int, call: Sum, size: int, place: torch.device) -> float:
-    """Seconds of an all-reduce among the first `count` ranks, which `call` does. Raises RuntimeError for a wrong sum."""
+def reduced(rank: int, count: int, group: Any, size: int, place: torch.device) -> float:
+    """Seconds of an all-reduce among the first `count` ranks. Raises RuntimeError for a wrong sum."""
     values = torch.full((max(1, size // 4),), float(rank + 1), device=place)
     if rank < count:
-        call(values)
+        dist.all_reduce(values, group=group)
         if not torch.all(values == count * (count + 1) / 2):
             raise RuntimeError(f"an all-reduce of {size} bytes among {count} ranks gave a wrong sum")
     work = torch.zeros_like(values)
-    return repeated((lambda: call(work)) if rank < count else (lambda: None), place)
+    return repeated((lambda: dist.all_reduce(work, group=group)) if rank < count else (lambda: None), place)
 
 
 def pattern(size: int, seed: int, place: torch.device) -> Tensor:

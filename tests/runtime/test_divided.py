@@ -21,6 +21,7 @@ from nstf.kernels.torch import reference
 from nstf.runtime import ahead, divided_modules
 from nstf.runtime.ahead import decoded_ahead
 from nstf.runtime.artifact import write_artifact
+from nstf.runtime.ranks import Ranks
 from nstf.runtime.skeleton import build_skeleton
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -186,6 +187,12 @@ def test_what_is_decoded_ahead_of_one_sum_is_bounded(monkeypatch: pytest.MonkeyP
     x = torch.zeros(300, 64, dtype=torch.bfloat16)
     divided_modules.decode_following(following, x)
     assert [getattr(p, "ahead", None) is not None for p in following] == [True, True, False]
+
+
+def test_alone_a_rank_waits_for_nobody() -> None:
+    with Ranks(0, 2).alone():  # there is no group here
+        assert Ranks(0, 2).sum(torch.ones(4)).tolist() == [1.0] * 4
+        assert Ranks(0, 2).joined(torch.ones(1, 3), 4, 7).shape == (1, 7)
 
 
 def test_a_part_of_a_model_is_not_saved(results: dict[str, Any]) -> None:
