@@ -35,6 +35,7 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.linear import linear
+from nstf.runtime.ranks import Ranks
 from nstf_convert.place.costs import Matrix, tree_of
 from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import Machine
@@ -75,7 +76,9 @@ def matrices(hidden: int, wide: int, encoding: str) -> list[Matrix]:
 class Layer:
     """A layer's products: on one process, or the part of a rank."""
 
-    def __init__(self, found: list[Matrix], pool: Pool, rank: int, ranks: int, place: torch.device) -> None:
+    def __init__(
+        self, found: list[Matrix], pool: Pool, rank: int, ranks: int, place: torch.device, summed: Ranks
+    ) -> None:
         self.parts: dict[str, EncodedTensor] = {}
         for matrix in found:
             whole = pool.filled(matrix.tree, matrix.shape)
@@ -90,19 +93,14 @@ class Layer:
             )
             arrays = {k: a.to(place) for k, a in part.arrays.items()}
             self.parts[matrix.name.split(".")[2]] = EncodedTensor(part.tree, part.shape, arrays)
-        self.reduces = ranks > 1
+        self.sum: Callable[[Tensor], Tensor] = summed.sum if ranks > 1 else lambda y: y
 
     def __call__(self, x: Tensor) -> Tensor:
         p = self.parts
         q, _, _ = (linear(x, p[n], None) for n in ("q_proj", "k_proj", "v_proj"))
-        y = self._whole(linear(q, p["o_proj"], None))
+        y = self.sum(linear(q, p["o_proj"], None))
         h = F.silu(linear(y, p["gate_proj"], None)) * linear(y, p["up_proj"], None)
-        return self._whole(linear(h, p["down_proj"], None))
-
-    def _whole(self, y: Tensor) -> Tensor:
-        if self.reduces:
-            dist.all_reduce(y)
-        return y
+        return self.sum(linear(h, p["down_proj"], None))
 
 
 class Engine:
@@ -113,7 +111,7 @@ class Engine:
 
         self.made = {n: compile_matrix(e) for n, e in layer.parts.items()}
         self.outs = {n: torch.zeros(rows, e.shape[0]) for n, e in layer.parts.items()}
-        self.reduces, self.rows = layer.reduces, rows
+        self.sum, self.rows = layer.sum, rows
 
     def _times(self, name: str, x: Tensor) -> Tensor:
         out = self.outs[name]
@@ -124,15 +122,10 @@ class Engine:
         q = self._times("q_proj", x)
         self._times("k_proj", x)
         self._times("v_proj", x)
-        y = self._whole(self._times("o_proj", q))
+        y = self.sum(self._times("o_proj", q))
         h = self._times("gate_proj", y)
         self._times("up_proj", y)
-        return self._whole(self._times("down_proj", h))
-
-    def _whole(self, y: Tensor) -> Tensor:
-        if self.reduces:
-            dist.all_reduce(y)
-        return y
+        return self.sum(self._times("down_proj", h))
 
 
 def captured(call: Callable[[], object], place: torch.device) -> Callable[[], object]:
@@ -173,14 +166,38 @@ def worker(task: dict[str, Any]) -> None:
         world_size=ranks,
     )
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
-    rows, count = task["rows"], task["layers"]
+    count = task["layers"]
     found = matrices(*task["shape"], task["encoding"])
-    pool = Pool(count * sum(m.size_bytes for m in found))
-    x = torch.randn(rows, task["shape"][0], generator=torch.Generator().manual_seed(0)).to(place, dtype)
+    size = count * sum(m.size_bytes for m in found)
+    pool = Pool(size)
+    summed = Ranks(rank, ranks)
 
-    def layers(own_rank: int, own_ranks: int, own: int) -> list[Callable[[Tensor], Tensor]]:
-        made = [Layer(found, pool, own_rank, own_ranks, place) for _ in range(own)]
+    def layers(own_rank: int, own_ranks: int, own: int, rows: int) -> list[Callable[[Tensor], Tensor]]:
+        made = [Layer(found, pool, own_rank, own_ranks, place, summed) for _ in range(own)]
         return [Engine(m, rows) for m in made] if kind == "cpu" else list(made)
+
+    out = []
+    for rows in task["rows"]:
+        x = torch.randn(rows, task["shape"][0], generator=torch.Generator().manual_seed(0)).to(place, dtype)
+        plans = {"one device": layers(0, 1, count, rows) if rank == 0 else []}
+        if ranks > 1:
+            plans[f"tensor {ranks}"] = layers(rank, ranks, count, rows)
+            plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks, rows)
+        best = least(calls_of(plans, x, rank, ranks), task, place)
+        alone = {}
+        if rank == 0 and kind == "cuda":
+            alone = {m.name: alone_seconds(m, ranks, rows, place, dtype, size) for m in found}
+        out.append({"plans": best, "alone": alone})
+    if rank == 0:
+        Path(task["out"]).write_text(json.dumps(out))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def calls_of(
+    plans: dict[str, list[Callable[[Tensor], Tensor]]], x: Tensor, rank: int, ranks: int
+) -> dict[str, Callable[[], object]]:
+    """What this process does for each plan."""
 
     def run(own: list[Callable[[Tensor], Tensor]], y: Tensor) -> Tensor:
         for layer in own:
@@ -188,10 +205,6 @@ def worker(task: dict[str, Any]) -> None:
         return y
 
     calls: dict[str, Callable[[], object]] = {}
-    plans = {"one device": layers(0, 1, count) if rank == 0 else []}
-    if ranks > 1:
-        plans[f"tensor {ranks}"] = layers(rank, ranks, count)
-        plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks)
     for name, own in plans.items():
         if name.startswith("pipeline"):
             received, sent = torch.empty_like(x), torch.empty_like(x)
@@ -199,7 +212,7 @@ def worker(task: dict[str, Any]) -> None:
             def stage(own: Any = own, received: Tensor = received, sent: Tensor = sent) -> None:
                 sent.copy_(run(own, received if rank else x))
 
-            whole = captured(stage, place)
+            whole = captured(stage, x.device)
 
             def piped(whole: Any = whole, received: Tensor = received, sent: Tensor = sent) -> None:
                 if rank > 0:
@@ -210,7 +223,14 @@ def worker(task: dict[str, Any]) -> None:
 
             calls[name] = piped
         else:
-            calls[name] = captured(lambda own=own: run(own, x), place) if own else (lambda: None)
+            calls[name] = captured(lambda own=own: run(own, x), x.device) if own else (lambda: None)  # type: ignore[misc]
+    return calls
+
+
+def least(
+    calls: dict[str, Callable[[], object]], task: dict[str, Any], place: torch.device
+) -> dict[str, float]:
+    """The least seconds of each, in turn."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()
@@ -219,17 +239,14 @@ def worker(task: dict[str, Any]) -> None:
             for _ in range(task["times"]):
                 dist.barrier()
                 best[name] = min(best[name], slowest(timed(call, place), place))
-    if rank == 0:
-        alone = {m.name: alone_seconds(m, ranks, rows, place, dtype) for m in found} if kind == "cuda" else {}
-        Path(task["out"]).write_text(json.dumps({"plans": best, "alone": alone}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return best
 
 
 def alone_seconds(
-    matrix: Matrix, ranks: int, rows: int, place: torch.device, dtype: torch.dtype
+    matrix: Matrix, ranks: int, rows: int, place: torch.device, dtype: torch.dtype, model_bytes: int
 ) -> dict[int, float]:
-    """On a GPU: a product of the whole matrix and of a part, in a captured graph through copies that no cache holds."""
+    """On a GPU: a product of the whole matrix and of a part, in a captured graph through copies as large as the model
+    together, or larger than any cache."""
     found = {}
     pool = Pool(matrix.size_bytes)
     for parts in sorted({1, ranks}):
@@ -238,7 +255,7 @@ def alone_seconds(
         part = shard(whole, Span(matrix.axis or 0, 0, size)) if parts > 1 else whole
         copies = [
             EncodedTensor(part.tree, part.shape, {k: a.to(place, copy=True) for k, a in part.arrays.items()})
-            for _ in range(max(2, (200 << 20) // max(1, part.size_bytes) + 1))
+            for _ in range(max(2, min(model_bytes // parts, 200 << 20) // max(1, part.size_bytes) + 1))
         ]
         x = torch.randn(rows, part.shape[1], device=place).to(dtype)
         replay = captured(lambda x=x, copies=copies: [linear(x, c, None) for c in copies], place)
@@ -246,8 +263,8 @@ def alone_seconds(
     return found
 
 
-def start(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
-    """Runs the workers; what the first one wrote."""
+def start(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs the workers; what the first one wrote, for each number of rows."""
     with tempfile.TemporaryDirectory() as folder:
         task = task | {"ranks": ranks, "store": f"{folder}/store", "out": f"{folder}/out"}
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -258,7 +275,7 @@ def start(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
         ]
         if (bad := first_failure(running)) is not None:
             raise SystemExit(f"placement.py: process {bad} failed; its message is above")
-        found: dict[str, Any] = json.loads(Path(task["out"]).read_text())
+        found: list[dict[str, Any]] = json.loads(Path(task["out"]).read_text())
         return found
 
 
@@ -290,7 +307,9 @@ def predicted(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["256x768", "1024x2816", "2048x5632"])
+    parser.add_argument(
+        "--shapes", nargs="+", help="by default three for a CPU, or an 8B and a 70B model's for GPUs"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--encoding", default="int4")
     parser.add_argument("--ranks", type=int, default=2, help="processes on a CPU; on GPUs all of them")
@@ -309,19 +328,21 @@ def main() -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks, kind = (gpus, "cuda") if gpus else (options.ranks, "cpu")
     lines, right = [], 0
-    for text in options.shapes:
+    machine: Machine | None = None
+    cpu, gpu = ["256x768", "1024x2816", "2048x5632"], ["4096x14336", "8192x28672"]
+    for text in options.shapes or (gpu if gpus else cpu):
         hidden, wide = map(int, text.split("x"))
         found = matrices(hidden, wide, options.encoding)
-        for rows in options.rows:
-            task = {
-                "device": kind, "shape": [hidden, wide], "encoding": options.encoding, "rows": rows,
-                "layers": options.layers, "rounds": options.rounds, "times": options.times,
-            }  # fmt: skip
-            # Links and products are measured beside the plans, since a shared machine changes from minute to minute.
+        task = {
+            "device": kind, "shape": [hidden, wide], "encoding": options.encoding, "rows": options.rows,
+            "layers": options.layers, "rounds": options.rounds, "times": options.times,
+        }  # fmt: skip
+        # On a CPU links and products are measured beside the plans: a shared machine changes from minute to minute.
+        if machine is None or kind == "cpu":
             machine = measure_machine(ranks)
-            products = measured_products(machine, options.layers * sum(m.size_bytes for m in found))
-            guess = predicted(machine, products, found, rows, options.layers, {})
-            result = start(ranks, task)
+        products = measured_products(machine, options.layers * sum(m.size_bytes for m in found))
+        guesses = [predicted(machine, products, found, rows, options.layers, {}) for rows in options.rows]
+        for rows, guess, result in zip(options.rows, guesses, start(ranks, task), strict=True):
             again = predicted(machine, products, found, rows, options.layers, result["alone"])
             lines.append(show(text, rows, guess, again if result["alone"] else None, result["plans"]))
             right += lines[-1]["best_is_right"]

@@ -9,7 +9,8 @@ All load their parts; the first also loads the whole model. In rounds that alter
 alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs. A rate is new tokens of all
 sequences after a prompt over the time from the first to the last; prefill is the prompt through transformers' modules.
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
-that, all-reduces of several sizes are timed, and their sums checked. The file is deleted unless --folder is given.
+that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
+prompt. The file is deleted unless --folder is given.
 """
 
 import argparse
@@ -141,11 +142,16 @@ class Contender:
             start = time.perf_counter() if i == 0 else start
         return len(ids) * (new - 1) / (time.perf_counter() - start)
 
+    def logits(self, ids: Tensor) -> Tensor:
+        """After the last token of each sequence."""
+        found: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return found
+
     def prefill(self, ids: Tensor) -> float:
         """Tokens a second."""
         synchronise(self.device)
         start = time.perf_counter()
-        self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        self.logits(ids)
         synchronise(self.device)
         return ids.numel() / (time.perf_counter() - start)
 
@@ -222,6 +228,9 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
     divided = Contender(path, device, options.ranks)
     dist.barrier()
     found |= {"load_seconds": divided.load_seconds, "bytes": divided.bytes, "held": divided.held}
+    # The first load also compiles kernels and starts libraries.
+    found["again_seconds"] = Contender(path, device, options.ranks).load_seconds
+    dist.barrier()
     found["read_seconds"] = read_seconds(path, divided.bytes, rank)
     dist.barrier()
     whole = Contender(path, device, 1) if rank == 0 else dist.barrier()
@@ -239,6 +248,13 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
             ),
             "prefill": in_turn(divided, whole, lambda c, ids=ids: c.prefill(ids), options.rounds),
         }
+        dist.barrier()
+        ours = divided.logits(ids).double()
+        dist.barrier()
+        if whole is not None:
+            theirs = whole.logits(ids).double()
+            found[f"batch {batch}"]["difference"] = float((ours - theirs).norm() / theirs.norm())
+        dist.barrier()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             divided.decode(ids, 8)
@@ -275,7 +291,8 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
         print(
             f"  rank {rank}: {own['bytes'] / 1e9:.3f} GB of {whole['bytes'] / 1e9:.3f} "
             f"({own['bytes'] / whole['bytes']:.3f}); held {own['held'] / whole['held']:.3f} of one; "
-            f"loaded in {own['load_seconds']:.2f} s, reading as much took {own['read_seconds']:.2f} s"
+            f"loaded in {own['load_seconds']:.2f} s, again in {own['again_seconds']:.2f}, "
+            f"reading as much took {own['read_seconds']:.2f} s"
         )
     print(f"{'':22}{f'{n} ranks':>12}{'one':>12}{'times':>8}")
     for batch in options.batches:
@@ -284,6 +301,7 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
             divided, alone = median(rates["divided"]), median(rates["whole"])
             label = f"{kind}, batch {batch}"
             print(f"{label:22}{divided:12.1f}{alone:12.1f}{divided / alone:8.2f}")
+        print(f"logits, batch {batch}: relative difference {first[f'batch {batch}']['difference']:.1e}")
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from nstf.runtime.divided_modules import (
     DividedEmbedding,
     DividedExperts,
     DividedHead,
+    DividedNorm,
     SummedLinear,
     derive,
-    first_of,
 )
 from nstf.runtime.ranks import Ranks
-from nstf.runtime.tensor_parallel import Division, vocabulary_part
+from nstf.runtime.tensor_parallel import NORMS, Division, vocabulary_part
 
 
 class DividedModel:
@@ -73,7 +73,7 @@ class DividedModel:
         """
         whole, span = self.artifact.encoded(source), self._span(source)
         if span is not None and span.axis > 0:
-            arrays = {k: self.ranks.read_together(a, self.device) for k, a in whole.arrays.items()}
+            arrays = self.ranks.read_together(whole.arrays, self.device)
             whole = EncodedTensor(whole.tree, whole.shape, arrays)
         try:
             return whole if span is None else shard(whole, span)
@@ -85,22 +85,25 @@ class DividedModel:
         spans = {name: span for name, source in sources.items() if (span := self._span(source)) is not None}
         for name, span in spans.items():
             owner, _, leaf = name.rpartition(".")
-            self._connect(owner, leaf, model.get_submodule(owner), span)
+            whole = self.artifact.record(sources[name]).shape[span.axis]
+            self._connect(owner, leaf, model.get_submodule(owner), span, whole)
         for owner in {name.rpartition(".")[0].rpartition(".")[0] for name in spans if ".q_proj." in name}:
             _share_heads(model.get_submodule(owner))
         _look_ahead(model)
 
-    def _connect(self, owner: str, leaf: str, module: Any, span: Span) -> None:
+    def _connect(self, owner: str, leaf: str, module: Any, span: Span, whole: int) -> None:
+        """whole: the tensor's size along the axis that is cut."""
         ranks = self.ranks
         if "experts" in owner.split("."):
             if not isinstance(module, DividedExperts):
                 derive(module, DividedExperts, ranks=ranks, first=span.start, num_experts=span.size)
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None  # of the whole table
-            derive(module, DividedEmbedding, ranks=ranks, **first_of(span))
+            derive(module, DividedEmbedding, ranks=ranks, first=span.start, rows=span.size, vocabulary=whole)
+        elif owner.endswith(NORMS):
+            derive(module, DividedNorm, ranks=ranks, whole=whole, copies=ranks.size * span.size / whole)
         elif owner.endswith("lm_head"):
             if leaf == "weight":
-                whole = module.out_features
                 width = vocabulary_part(whole, ranks.size)
                 derive(module, DividedHead, ranks=ranks, width=width, vocabulary=whole)
         elif span.axis == 1:
@@ -119,8 +122,10 @@ class DividedModel:
             known = True
         elif owner.endswith(("embed_tokens", "lm_head")):
             known = isinstance(module, nn.Embedding | nn.Linear) and span.axis == 0
+        elif owner.endswith(NORMS):
+            known = hasattr(module, "variance_epsilon") and list(module._parameters) == ["weight"]
         else:
-            known = isinstance(module, nn.Linear) and style in ("colwise", "rowwise")
+            known = isinstance(module, nn.Linear)
         if not known:
             raise UnsupportedError(
                 f"{self.artifact.path}: {type(module).__name__}.{leaf} ({name}, {style} in transformers' plan) does not run "

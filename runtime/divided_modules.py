@@ -7,18 +7,19 @@ it was and its class becomes one derived from its own. Inference only: sums let 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nstf.kernels.formats.shards import Span
 from nstf.kernels.linear import linear32
 from nstf.kernels.triton.blocks import product32
-from nstf.runtime.ahead import decoded_ahead
+from nstf.runtime.ahead import MOST_BYTES, decoded_ahead
 from nstf.runtime.ranks import Ranks
+
+# Prompts of so many rows are multiplied in pieces, which still fill a GPU: only the last piece's sum is waited for.
+LONG_ROWS, PIECES = 4096, 4
 
 
 class Divided:
@@ -36,28 +37,77 @@ class SummedLinear(Divided):
 
     following: tuple[Any, ...]
 
-    def forward(self, input: Tensor) -> Tensor:
-        def meanwhile() -> None:
-            for parameter in self.following:
-                parameter.ahead = decoded_ahead(
-                    parameter.encoded, input.numel() // input.shape[-1], input.dtype
-                )
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """The product of all ranks, in x's dtype."""
+        x = input.reshape(-1, input.shape[-1])
+        # By the rows alone: all ranks must divide alike, whatever their kernels are.
+        y: Tensor = self._rounded(self._sum_of(x), x.dtype) if len(x) < LONG_ROWS else self._in_pieces(x)
+        return y.view(*input.shape[:-1], -1)
 
-        return self.product(input, meanwhile if self.following else None)
+    def product(self: Any, x: Tensor) -> Tensor:
+        """The product of all ranks in float32, for a caller who adds it to float32."""
+        y: Tensor = self.ranks.sum(self._part(x))
+        return y if self.bias is None else y + self.bias
 
-    def product(self: Any, x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """The product of all ranks. meanwhile: as for `Ranks.sum`."""
-        stored = self._modules.get("weight_encoded")
+    def _stored(self: Any) -> Any:
+        return self._modules.get("weight_encoded")
+
+    def _part(self: Any, x: Tensor) -> Tensor:
+        """This rank's term, x [..., columns of this rank] -> float32 [..., out]."""
+        stored = self._stored()
         if stored is not None:
-            part = linear32(x, stored.encoded)
-        else:
-            part = product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
-        y: Tensor = self.ranks.sum(part, meanwhile)
+            return linear32(x, stored.encoded)
+        return product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
+
+    def _sum_of(self: Any, x: Tensor) -> Tensor:
+        def meanwhile() -> None:
+            decode_following(self.following, x)
+
+        y: Tensor = self.ranks.sum(self._part(x), meanwhile if self.following else None)
+        return y
+
+    def _in_pieces(self: Any, x: Tensor) -> Tensor:
+        """The product of all ranks: the sum of some rows is under way while the next rows are multiplied."""
+        stored = self._stored()
+        weight = self.weight if stored is None else decoded_ahead(stored.encoded, len(x), x.dtype)
+        y = x.new_empty(len(x), self.out_features)
+        before: tuple[Any, Tensor, Tensor] | None = None
+
+        def arrived(under_way: Any, part: Tensor, into: Tensor) -> None:
+            under_way.wait()
+            into.copy_(part if self.bias is None else self._rounded(part, x.dtype))
+
+        rows = -(-len(x) // PIECES)
+        for some, into in zip(torch.split(x, rows), torch.split(y, rows), strict=True):
+            part = self._part(some) if weight is None else product32(some, weight)
+            under_way = self.ranks.start_sum(part)
+            if before is not None:
+                arrived(*before)
+            before = under_way, part, into
+        decode_following(self.following, x)
+        if before is not None:
+            arrived(*before)
+        return y
+
+    def _rounded(self: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """With the bias, rounded where one process rounds: torch's own product adds the bias before, ours after."""
         bias: Tensor | None = self.bias
         if bias is None:
-            return y.to(x.dtype)
-        # Rounded where one process rounds: torch's own product adds the bias before, ours after.
-        return y.to(x.dtype) + bias if stored is not None else (y + bias).to(x.dtype)
+            return sums.to(dtype)
+        return sums.to(dtype) + bias if self._stored() is not None else (sums + bias).to(dtype)
+
+
+def decode_following(following: tuple[Any, ...], x: Tensor) -> None:
+    """Decodes what products of x [rows, in] would decode whole anyway, up to MOST_BYTES, and leaves it with them."""
+    left, case = MOST_BYTES, (len(x), x.dtype)
+    for parameter in following:
+        if getattr(parameter, "not_ahead", None) == case:
+            continue  # asking which kernel it is takes longer on the host than many a sum
+        parameter.ahead = decoded_ahead(parameter.encoded, len(x), x.dtype, left)
+        if parameter.ahead is None:
+            parameter.not_ahead = case
+        else:
+            left -= parameter.ahead.nbytes
 
 
 class AheadLinear:
@@ -72,15 +122,40 @@ class AheadLinear:
         return y
 
 
+class DividedNorm(Divided):
+    """A root-mean-square norm over the queries or keys of all ranks, of which this one has some heads (OLMo 2).
+
+    whole: their number on all ranks; copies: how many ranks have each, where ranks share KV heads.
+    """
+
+    whole: int
+    copies: float
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        squares = self.ranks.sum(x.square().sum(-1, keepdim=True)) / self.copies
+        y: Tensor = self.weight * (x * torch.rsqrt(squares / self.whole + self.variance_epsilon))
+        return y.to(hidden_states.dtype)
+
+
 class DividedEmbedding(Divided):
-    """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks."""
+    """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks.
+
+    An id outside of the vocabulary raises IndexError; on a GPU it gives NaN, as in one process.
+    """
 
     first: int
     rows: int
+    vocabulary: int
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        known = (input >= 0) & (input < self.vocabulary)
+        on_gpu = input.device.type == "cuda"
+        if not on_gpu and not bool(known.all()):
+            raise IndexError(f"a token id is outside of the {self.vocabulary} of the vocabulary")
         ids, inside = self.own(input)
-        return self.filled(super().forward(ids), inside)  # type: ignore[misc, no-any-return]
+        rows: Tensor = self.filled(super().forward(ids), inside)  # type: ignore[misc]
+        return rows.masked_fill(~known.unsqueeze(-1), float("nan")) if on_gpu else rows
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows of this rank's part, which of them were asked for)."""
@@ -127,11 +202,6 @@ def derive(module: Any, kind: type, **attributes: Any) -> None:
     module.__class__ = _derived(kind, base)
     for name, value in attributes.items():
         setattr(module, name, value)
-
-
-def first_of(span: Span) -> dict[str, int]:
-    """What a table knows of its part."""
-    return {"first": span.start, "rows": span.size}
 
 
 @cache

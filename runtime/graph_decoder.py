@@ -131,6 +131,20 @@ class Decoder:
 
     def prepare(self, batch: int, tokens: int, sampling: Sampling | None) -> None:
         """Makes room for sequences of some tokens and captures the step, if need be. What was in the cache is lost."""
+        self._make_room(batch, tokens)
+        self._replay(sampling)
+
+    def rehearse(self, batch: int, tokens: int, sampling: Sampling | None) -> None:
+        """What of `prepare` may fail on one rank of several, before the others depend on it: makes room and runs the step,
+        which compiles its kernels, uncaptured. Inside of `Ranks.alone`."""
+        state = self._make_room(batch, tokens)
+        if sampling not in self._steps:
+            with same_draws(self.device):
+                self._step(state, sampling)
+            state.tokens.zero_()
+            state.position.zero_()
+
+    def _make_room(self, batch: int, tokens: int) -> State:
         capacity = self._rounded(tokens)
         state = self._state
         if state is None or len(state.tokens) != batch or state.capacity < capacity:
@@ -138,7 +152,7 @@ class Decoder:
         assert self._state is not None
         # A capture runs the step: at the last sequence's position it could write beyond the cache.
         self._state.position.zero_()
-        self._replay(sampling)
+        return self._state
 
     def drop(self) -> None:
         """Gives cache and graphs back; the next sequence makes them anew."""

@@ -17,6 +17,7 @@ from nstf.kernels.triton import launch_errors
 from nstf.runtime.generation_request import Slot, fingerprint, read_request
 from nstf.runtime.graph_decoder import LARGEST_BATCH, Decoder
 from nstf.runtime.parameter import EncodedParameter
+from nstf.runtime.ranks import Ranks
 from nstf.runtime.sampling import Sampling
 
 _log = logging.getLogger("nstf")
@@ -50,12 +51,15 @@ def use_graphs(model: Any, build: Callable[[Any], Decoder] = decoder_of) -> None
         if request is None or self is not model or not slot.lock.acquire(blocking=False):
             return plain(*args, **kwargs)
         try:
+            ranks: Ranks | None = getattr(model, "nstf_ranks", None)
             if _arrays(model) != state["before"]:
                 slot.engine = None  # what it was made of may be gone
+                if ranks is not None:
+                    ranks.all_can(False)
                 return plain(*args, **kwargs)
             # Tensors that outlive the call must not be those of an inference mode the caller is in.
             with torch.inference_mode(False), torch.no_grad():
-                decoder = _ready(slot, state, model, build, request)
+                decoder = _ready(slot, state, model, build, request, ranks)
                 return plain(*args, **kwargs) if decoder is None else _run(decoder, request)
         finally:
             slot.lock.release()
@@ -70,19 +74,53 @@ def _arrays(model: Any) -> tuple[Any, ...]:
 
 
 def _ready(
-    slot: Slot, state: dict[str, Any], model: Any, build: Callable[[Any], Decoder], request: dict[str, Any]
+    slot: Slot,
+    state: dict[str, Any],
+    model: Any,
+    build: Callable[[Any], Decoder],
+    request: dict[str, Any],
+    ranks: Ranks | None,
 ) -> Decoder | None:
-    """The decoder with room and a graph for a request; None when it does not do it."""
+    """The decoder with room and a graph for a request; None when it does not do it, or on another rank."""
+    if ranks is None:
+        return _tried(slot, state, model, build, request, Decoder.prepare)
+    # Sums inside a capture need all ranks: what may fail on one is tried without them first.
+    with ranks.alone():
+        decoder = _tried(slot, state, model, build, request, Decoder.rehearse)
+    if not ranks.all_can(decoder is not None):
+        if decoder is not None:
+            _log.warning("decoding goes through transformers: another rank has no captured graph")
+            decoder.drop()
+        return None
+    assert decoder is not None
+    decoder.prepare(*_wanted(decoder, request))
+    return decoder
+
+
+def _wanted(decoder: Decoder, request: dict[str, Any]) -> tuple[int, int, Sampling | None]:
+    """(sequences, tokens to make room for, how to choose them)."""
+    batch, count = request["ids"].shape
+    return batch, decoder.first_room(count, request["new_tokens"]), _sampling(request["settings"])
+
+
+def _tried(
+    slot: Slot,
+    state: dict[str, Any],
+    model: Any,
+    build: Callable[[Any], Decoder],
+    request: dict[str, Any],
+    prepare: Callable[..., None],
+) -> Decoder | None:
+    """The decoder, once `prepare` went well with what a request wants; None when it did not."""
     try:
         if not slot.tried:
             slot.tried = True
             slot.engine = build(model)
             state["before"] = _arrays(model)  # matrices moved into stacks
         decoder: Decoder | None = slot.engine
-        (batch, count), new = request["ids"].shape, request["new_tokens"]
-        if decoder is None or count + new > decoder.context:
+        if decoder is None or request["ids"].shape[1] + request["new_tokens"] > decoder.context:
             return None
-        decoder.prepare(batch, decoder.first_room(count, new), _sampling(request["settings"]))
+        prepare(decoder, *_wanted(decoder, request))
         return decoder
     except torch.OutOfMemoryError as error:
         # Less may be asked for next time.

@@ -127,28 +127,36 @@ def _load(
 ) -> Any:
     """`load`, its arguments checked."""
     opened = partial(_opened, path, device, dtype, verify, mapped, ranks)
+    parts = None
     if ranks is None:
         artifact, model, compute = opened()
-        _fill(model, artifact, compute)
     else:
         artifact, model, compute = ranks.agree(opened, lambda found: found[0].manifest.header_sha256)
-        _fill(model, artifact, compute, DividedModel(artifact, ranks, device))
-        model.nstf_ranks = ranks
-    for module in model.modules():
-        if isinstance(module, EncodedConv):
-            module.exact_products = engine != "auto"
-    _set_generation_config(model, artifact)
-    make_citizen(model, path)
-    plan = artifact.manifest.attention
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if device.type == "cuda":
-            from nstf.kernels.triton.aot import target_here
-            from nstf.runtime.tiles import use_tiles
+        parts = DividedModel(artifact, ranks, device)
 
-            use_tiles(path, target_here())
-        if kernels is not None:
-            use_compiled(artifact, kernels)
-    model.to(device)
+    def finish() -> None:
+        _fill(model, artifact, compute, parts)
+        for module in model.modules():
+            if isinstance(module, EncodedConv):
+                module.exact_products = engine != "auto"
+        _set_generation_config(model, artifact)
+        make_citizen(model, path)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if device.type == "cuda":
+                from nstf.kernels.triton.aot import target_here
+                from nstf.runtime.tiles import use_tiles
+
+                use_tiles(path, target_here())
+            if kernels is not None:
+                use_compiled(artifact, kernels)
+        model.to(device)
+
+    if ranks is None:
+        finish()
+    else:
+        ranks.agree(finish, lambda _: artifact.manifest.header_sha256)
+        model.nstf_ranks = ranks
+    plan = artifact.manifest.attention
     if attention == "planned":
         if not plan:
             raise UsageError(f"{os.fspath(path)}: no attention plan inside; load it with attention='full'")

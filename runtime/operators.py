@@ -22,6 +22,11 @@ def number_of(parameter: Any) -> int:
     return number
 
 
+def weight_of(number: int) -> Any:
+    """The EncodedParameter that a number stands for."""
+    return _weights[number]
+
+
 def linear(x: Tensor, parameter: Any, bias: Tensor | None, turned: bool = False) -> Tensor:
     """x @ W.T + bias for the weight of an EncodedParameter [out, in], or x @ W if `turned`."""
     out, width = parameter.shape[::-1] if turned else parameter.shape

@@ -7,7 +7,9 @@ one rank decides by them, all do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from nstf.errors import NstfError, UnsupportedError, UsageError
 
 Result = TypeVar("Result")
+_ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,13 +42,19 @@ class Ranks:
         `meanwhile` launches runs beside it; on a CPU gloo has threads of its own.
         """
         values = values.contiguous()
+        if _ALONE.get():
+            return values
         if meanwhile is None:
             dist.all_reduce(values)
             return values
-        under_way: Any = dist.all_reduce(values, async_op=True)
+        under_way = self.start_sum(values)
         meanwhile()
         under_way.wait()
         return values
+
+    def start_sum(self, values: Tensor) -> Any:
+        """Starts the sum over all ranks in the place of contiguous `values`, which its `wait()` completes."""
+        return dist.all_reduce(values, async_op=True)
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
         """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""
@@ -54,18 +63,31 @@ class Ranks:
             part = torch.nn.functional.pad(part, (0, missing))
         flat = part.reshape(-1, width)
         parts = flat.new_empty(self.size, *flat.shape)
-        dist.all_gather(list(parts), flat.contiguous())
+        if not _ALONE.get():
+            dist.all_gather(list(parts), flat.contiguous())
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
-    def read_together(self, array: Tensor, device: torch.device) -> Tensor:
-        """An array of a mapped file, of which each rank reads an equal piece and is sent the others' by them."""
+    def read_together(self, arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Arrays of a mapped file, of each of which every rank reads an equal piece and is sent the others' by them.
+
+        Raises OtherFailed where a rank failed since the last exchange: inside of `agree`.
+        """
+        ready = {name: self._piece(array, device) for name, array in arrays.items()}
+        self._all_well()  # what may fail is done: nobody waits in vain
+        for own, pieces in ready.values():
+            dist.all_gather(list(pieces), own)
+        return {
+            name: ready[name][1].view(-1)[: array.nbytes].view(array.dtype).view(array.shape)
+            for name, array in arrays.items()
+        }
+
+    def _piece(self, array: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(the bytes that this rank reads of an array, room for those of all)."""
         stored = array.reshape(-1).view(torch.uint8)
         each = -(-len(stored) // self.size)
         own = stored[self.rank * each : (self.rank + 1) * each].to(device)
-        pieces = own.new_empty(self.size, each)
-        dist.all_gather(list(pieces), torch.nn.functional.pad(own, (0, each - len(own))))
-        return pieces.view(-1)[: len(stored)].view(array.dtype).view(array.shape)
+        return torch.nn.functional.pad(own, (0, each - len(own))), own.new_empty(self.size, each)
 
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
         """What `work` gives, once it went well on every rank. same: the hexadecimal digest of what all must have alike.
@@ -74,18 +96,38 @@ class Ranks:
         """
         try:
             result = work()
+        except OtherFailed:
+            raise  # told by the rank that failed, to all at once
         except Exception:
-            self._tell(b"")
+            self.tell(b"")
             raise
         own = bytes.fromhex(same(result))
-        for rank, other in enumerate(self._tell(own)):
-            if not other:
-                raise OtherFailed(f"rank {rank} could not load its part; its own message says why")
+        for rank, other in enumerate(self._all_well(own)):
             if other != own:
                 raise UsageError(f"rank {rank} reads another file than rank {self.rank}: give all the same")
         return result
 
-    def _tell(self, word: bytes) -> list[bytes]:
+    def all_can(self, ready: bool) -> bool:
+        """Whether all ranks are ready: what none may do alone, all do or none does."""
+        return all(word == b"yes" for word in self.tell(b"yes" if ready else b"no"))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Sums and joined vocabularies are made without the others, and are wrong: to try what may fail on this rank."""
+        before = _ALONE.set(True)
+        try:
+            yield
+        finally:
+            _ALONE.reset(before)
+
+    def _all_well(self, word: bytes = b"well") -> list[bytes]:
+        """What all ranks say who are in `agree`. Raises OtherFailed where the work of one failed."""
+        said = self.tell(word)
+        if b"" in said:
+            raise OtherFailed(f"rank {said.index(b'')} could not load its part; its own message says why")
+        return said
+
+    def tell(self, word: bytes) -> list[bytes]:
         """What every rank says, at most 255 bytes each. Not by pickles, as torch's own exchange of objects."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         own = torch.tensor([len(word), *word, *[0] * (255 - len(word))], dtype=torch.uint8, device=device)

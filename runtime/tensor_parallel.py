@@ -25,6 +25,12 @@ PADDED_VOCABULARY = 64
 _AXES = {
     "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1,
 }  # fmt: skip
+_TABLES = ("embed_tokens", "lm_head")
+# Norms over the queries or keys of all heads, whose sums of squares ranks add up.
+NORMS = ("q_norm", "k_norm")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Of styles that gather the parts, attention alone is divided: what follows is by heads, but for these norms.
+_GATHERED = ("colwise_rep", "colwise_gather_output", "rowwise_rep", "rowwise_split_input")
 _EXPERTS = (
     "packed_colwise",
     "packed_rowwise",
@@ -66,13 +72,28 @@ class Division:
 
     def spans(self, name: str, tree: Node, shape: tuple[int, ...]) -> tuple[Span, ...] | None:
         """The part of every rank; None: each holds all of it. Raises FormatError where a tensor cannot be divided so."""
-        axis = axis_of(name, self._plan)
-        if axis is None or self.ranks == 1 or axis >= len(shape):
+        if self.ranks == 1:
             return None
+        axis = 0 if self._is_cut_norm(name, shape) else axis_of(name, self._plan)
+        if axis is None or axis >= len(shape):
+            return None
+        if (style := self.style(name)) in _GATHERED and not _module(name)[0].endswith(
+            (*_ATTENTION, *_TABLES)
+        ):
+            raise FormatError(f"{style} in transformers' plan, which is not divided yet")
         found = tuple(_spans(name, tree, shape, axis, self._heads, self.ranks))
         for span in dict.fromkeys(found):
             check_part(tree, shape, span)
         return found
+
+    def _is_cut_norm(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is the gain of a norm over all heads, of which ranks have some."""
+        module = _module(name)[0]
+        if not module.endswith(NORMS):
+            return False
+        heads = self._heads.query if module.endswith("q_norm") else self._heads.kv
+        projection = module.removesuffix("_norm") + "_proj.weight"
+        return heads > 1 and shape == (heads * self._heads.size,) and axis_of(projection, self._plan) == 0
 
     def style(self, name: str) -> str | None:
         """What transformers' plan says of a tensor's module; None where it does not name it."""
@@ -131,7 +152,7 @@ def _heads(config: Any) -> Heads:
 def axis_of(name: str, plan: Mapping[str, str]) -> int | None:
     """The axis along which a tensor is cut, by its name; None: every rank holds all of it."""
     module, leaf = _module(name)
-    if module.endswith(("embed_tokens", "lm_head")):
+    if module.endswith(_TABLES):
         return 0
     style = _style(name, plan)
     if style is None:
@@ -174,7 +195,7 @@ def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Head
     if step is None:
         raise FormatError(f"{tree.kind} of shape {list(shape)} cannot be cut along axis {axis}")
     owner = name.rpartition(".")[0].rpartition(".")[2]
-    if owner in ("embed_tokens", "lm_head"):
+    if owner in _TABLES:
         part = vocabulary_part(size, ranks)
         if size <= part * (ranks - 1):
             raise FormatError(f"{size} rows, in parts of {part}, are not enough for {ranks} ranks")
@@ -183,8 +204,8 @@ def _spans(name: str, tree: Node, shape: tuple[int, ...], axis: int, heads: Head
         return [Span(axis, rank * part, min(size, (rank + 1) * part)) for rank in range(ranks)]
     if owner in ("qkv_proj", "gate_up_proj") and ".experts" not in name:
         raise FormatError("matrices that the checkpoint joins are not divided yet")
-    if owner in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        own = heads.kv if owner in ("k_proj", "v_proj") else heads.query
+    if owner in (*_ATTENTION, *NORMS):
+        own = heads.kv if owner in ("k_proj", "v_proj", "k_norm") else heads.query
         if heads.query % ranks:
             raise FormatError(f"{heads.query} query heads cannot be divided by {ranks} ranks")
         if own < ranks and ranks % own == 0:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -29,6 +30,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.integrations.vllm.experts import STACKS, EncodedExperts
 from nstf.runtime import operators
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.rank_folder import RankFolder
@@ -71,21 +73,34 @@ class NstfConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """Ours for a layer whose tensors are encoded, vLLM's own for one that is stored dense."""
+        if isinstance(layer, RoutedExperts):
+            return self._experts(layer, prefix)
         if not isinstance(layer, LinearBase | VocabParallelEmbedding):
-            if any(name.startswith(f"{prefix}.") for name in self.tensors) and "expert" in prefix:
-                raise UnsupportedError(f"{prefix}: stacks of experts do not run in vLLM yet; use nstf serve")
             return None
         if not prefix:  # some models do not name their table to vLLM
             prefix = next(
                 (n.removesuffix(".weight") for n in self.tensors if n.endswith("embed_tokens.weight")), ""
             )
-        names = [f"{name}.weight" for name in self.sources(prefix)]
+        encoded = self._encoded(prefix, [f"{name}.weight" for name in self.sources(prefix)])
+        if isinstance(layer, VocabParallelEmbedding):
+            return EncodedEmbedding() if encoded else UnquantizedEmbeddingMethod()
+        return EncodedLinear() if encoded else UnquantizedLinearMethod()
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> EncodedExperts | None:
+        if self._encoded(prefix, [f"{prefix}.{name}" for name in STACKS]):
+            return EncodedExperts(layer, prefix)
+        if any(name.startswith(f"{prefix}.") for name in self.tensors):
+            raise UnsupportedError(
+                f"{prefix}: only experts in stacks ({', '.join(STACKS)}) run encoded in vLLM; use nstf serve"
+            )
+        return None
+
+    def _encoded(self, prefix: str, names: list[str]) -> bool:
+        """Whether the tensors of a layer are encoded. Raises UnsupportedError where some are."""
         encoded = [name in self.tensors for name in names]
         if any(encoded) != all(encoded):
             raise UnsupportedError(f"{prefix}: of {', '.join(names)} some are encoded and some are not")
-        if isinstance(layer, VocabParallelEmbedding):
-            return EncodedEmbedding() if all(encoded) else UnquantizedEmbeddingMethod()
-        return EncodedLinear() if all(encoded) else UnquantizedLinearMethod()
+        return all(encoded)
 
     def sources(self, prefix: str) -> list[str]:
         """The checkpoint's modules that a module of vLLM joins."""
@@ -151,7 +166,11 @@ class NstfLoader(BaseModelLoader):  # type: ignore[misc]
         made: dict[tuple[str, int, int], EncodedParameter] = {}
         for prefix, module in model.named_modules():
             method = getattr(module, "quant_method", None)
-            if not isinstance(method, _Encoded) or len(module.encoded):
+            if not isinstance(method, _Encoded | EncodedExperts) or len(module.encoded):
+                continue
+            device = next(iter(model.parameters())).device
+            if isinstance(method, EncodedExperts):
+                method.fill(module, folder, device)
                 continue
             own = module.quant_config if isinstance(module, LinearBase) else None
             names = (own or config).sources(prefix)
@@ -160,7 +179,6 @@ class NstfLoader(BaseModelLoader):  # type: ignore[misc]
                 raise UnsupportedError(
                     f"{prefix}: the checkpoint joins its matrices, which is not divided over ranks yet"
                 )
-            device = next(iter(model.parameters())).device
             for number, name in enumerate(names):
                 span = rank_span(module, number)
                 encoded = folder.part(f"{name}.weight", span)

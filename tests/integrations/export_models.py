@@ -20,6 +20,45 @@ def encode(weight: torch.Tensor, kind: str, **params: Any) -> EncodedTensor:
     return module.encode(weight.float(), module.Params(**params))  # type: ignore[no-any-return]
 
 
+def mixture(path: Path) -> Path:
+    """The sample mixture of experts as an artifact: its stacks in two formats, the rest in a third."""
+    from safetensors.torch import load_file
+
+    folder = SAMPLE.parent.parent / "tiny_moe" / "model"
+    forms: dict[str, dict[str, Any]] = {
+        "gate_up_proj": {"kind": "int_grid", "bits": 4, "group": 32, "symmetric": False, "lead": 2},
+        "down_proj": {"kind": "grid16", "group": 32, "lead": 2},
+    }
+    rest = {"kind": "int_grid", "bits": 8, "group": 32, "symmetric": True}
+    tensors: dict[str, Any] = {}
+    for name, value in sorted(stacks(load_file(folder / "model.safetensors")).items()):
+        form = forms.get(name.rpartition(".")[2], rest)
+        # A router's few numbers stay as they are.
+        plain = value.dim() < 2 or name.endswith("gate.weight")
+        tensors[name] = dense(value) if plain else encode(value, **form)
+    tensors["lm_head.weight"] = Shared("model.embed_tokens.weight")
+    files = {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix == ".json"}
+    write_artifact(path, tensors, files, {})
+    return path
+
+
+def stacks(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint with experts one by one, as transformers holds them: gate and up [experts, 2 wide, in], down."""
+    found = {name: value for name, value in weights.items() if ".experts." not in name}
+    for layer in sorted({n.partition(".experts.")[0] for n in weights if ".experts." in n}):
+        own = {n: v for n, v in weights.items() if n.startswith(f"{layer}.experts.")}
+        count = len(own) // 3
+
+        def one(number: int, leaf: str, own: Any = own, layer: str = layer) -> torch.Tensor:
+            value: torch.Tensor = own[f"{layer}.experts.{number}.{leaf}.weight"]
+            return value
+
+        pairs = [torch.cat([one(i, "gate_proj"), one(i, "up_proj")]) for i in range(count)]
+        found[f"{layer}.experts.gate_up_proj"] = torch.stack(pairs)
+        found[f"{layer}.experts.down_proj"] = torch.stack([one(i, "down_proj") for i in range(count)])
+    return found
+
+
 def dense(value: torch.Tensor) -> EncodedTensor:
     name = str(value.dtype).removeprefix("torch.")
     node = Node("dense", format_of("dense").Params(dtype=name))

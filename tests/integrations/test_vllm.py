@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from export_models import TEXTS, sample
+from export_models import TEXTS, mixture, sample
 
 import nstf.runtime
 from nstf_convert.cli import run
@@ -71,9 +71,27 @@ def our_tokens(artifact: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     ("eager", "ranks"), [(True, 1), (False, 1), (True, 2)], ids=["eager", "compiled", "two ranks"]
 )
+
+
+@WAYS
+def test_vllm_runs_experts_from_encoded_stacks(tmp_path: Path, eager: bool, ranks: int) -> None:
+    artifact, folder = mixture(tmp_path / "m.nstf"), tmp_path / "folder"
+    assert run(["export", str(artifact), "--to", "transformers", "-o", str(folder)]) == 0
+    names = json.loads((folder / "config.json").read_text())["quantization_config"]["tensors"]
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    options = {
+        "dtype": "float32",
+        "load_format": "nstf",
+        "enforce_eager": eager,
+        "tensor_parallel_size": ranks,
+    }
+    assert vllm_tokens(folder, tmp_path / "program.py", **options) == our_tokens(artifact)
+
+
+@WAYS
 def test_vllm_runs_the_encoded_folder(tmp_path: Path, eager: bool, ranks: int) -> None:
     layers = (
         {"kind": "int_grid", "bits": 4, "group": 32, "symmetric": False, "scale_bits": 16},

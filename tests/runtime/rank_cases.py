@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 import nstf.runtime
 from nstf import quantizers
-from nstf.errors import NstfError
-from nstf.kernels.formats import EncodedTensor, Node, array_specs
+from nstf.errors import NstfError, UnsupportedError
+from nstf.kernels.formats import EncodedTensor, FormatError, Node, array_specs
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.integer import Params as Int
-from nstf.runtime import loading
+from nstf.runtime import divided_modules, graph_generate, loading
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.skeleton import build_skeleton, parameter_names
@@ -53,6 +53,12 @@ CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
 }  # fmt: skip
+# Norms over the queries and keys of all ranks, the latter's heads shared.
+for number, kv_heads in (("2", 2), ("3", 1)):
+    CASES[f"olmo {number}"] = {
+        **BASE, "model_type": f"olmo{number}", "architectures": [f"Olmo{number}ForCausalLM"],
+        "num_key_value_heads": kv_heads,
+    }  # fmt: skip
 # Of widths that the kernels of GPUs take.
 LARGER = {
     **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 512,
@@ -63,6 +69,7 @@ WIDER = {
     **BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 1024,
     "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 128,
 }  # fmt: skip
+WITHOUT_DECODER = ("qwen3_moe", "olmo2", "olmo3")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LIMIT = timedelta(minutes=5)  # for a machine that is busy with other things
 
@@ -112,8 +119,10 @@ def outcome(path: Path, ranks: int) -> dict[str, Any]:
         for dtype in (torch.bfloat16, torch.float32):
             model: Any = nstf.runtime.load(path, dtype=dtype, engine="off", tensor_parallel=ranks)
             found[str(dtype)] = model(prompt()).logits
+            with unittest.mock.patch.object(divided_modules, "LONG_ROWS", 5):
+                found[f"{dtype} in pieces"] = model(prompt()).logits
         found["tokens"] = model.generate(prompt(), **GREEDY)
-        if model.config.model_type != "qwen3_moe":  # its captured decoder does not exist
+        if model.config.model_type not in WITHOUT_DECODER:
             found["captured"] = list(Decoder(model).generate(prompt(), 8))
     found["bytes"] = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
     found["refused to save"] = refusal(lambda: model.save_pretrained(path.parent / "saved"))
@@ -153,7 +162,38 @@ def refusals(folder: Path, rank: int) -> list[str]:
     """The messages of loads that the ranks refuse."""
     files = [("0.nstf", 3), ("uncut.nstf", 2), ("gpt2.nstf", 2), ("0.nstf" if rank else "1.nstf", 2)]
     files += [("missing.nstf" if rank else "0.nstf", 2)]
-    return [refusal(partial(nstf.runtime.load, folder / name, tensor_parallel=n)) for name, n in files]
+    found = [refusal(partial(nstf.runtime.load, folder / name, tensor_parallel=n)) for name, n in files]
+    # One rank's part is damaged, which it finds while the parts are exchanged.
+    error = FormatError("no such code") if rank else None
+    with unittest.mock.patch.object(loading, "check_values", side_effect=error):
+        return [*found, refusal(partial(nstf.runtime.load, folder / "1.nstf", tensor_parallel=2))]
+
+
+def outside(path: Path) -> str:
+    """What a token beyond the vocabulary says."""
+    model: Any = nstf.runtime.load(path, engine="off", tensor_parallel=2)
+    try:
+        model(torch.tensor([[3, 100]]))
+    except IndexError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def fallback(path: Path, rank: int) -> dict[str, Any]:
+    """Tokens where all ranks have a decoder of their own, and where one has none; how often each rank used it."""
+    found: dict[str, Any] = {}
+    for name, lacking in (("all", False), ("one", True)):
+        model: Any = nstf.runtime.load(path, engine="off", tensor_parallel=2)
+
+        def build(loaded: Any, lacking: bool = lacking) -> Decoder:
+            if lacking and rank:
+                raise UnsupportedError("no decoder here")
+            return Decoder(loaded)
+
+        graph_generate.use_graphs(model, build)
+        with unittest.mock.patch.object(graph_generate, "_run", wraps=graph_generate._run) as run:
+            found[name] = model.generate(prompt(), **GREEDY), run.call_count
+    return found
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -221,6 +261,8 @@ def both_sides(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
     found["streamed"] = streamed(path_of(folder, "gemma 3"), dist.get_rank())
     found["read"] = bytes_read(folder / f"wide{dist.get_rank()}.nstf")
+    found["fallback"] = fallback(path_of(folder, "llama, tied, biases"), dist.get_rank())
+    found["outside"] = outside(path_of(folder, "llama, tied, biases"))
     return found | {"refusals": refusals(folder, dist.get_rank())}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import torch.distributed as dist
 import nstf.runtime
 from nstf import quantizers
 from nstf.errors import UsageError
-from nstf.runtime import divided_modules
+from nstf.kernels.torch import reference
+from nstf.runtime import ahead, divided_modules
 from nstf.runtime.ahead import decoded_ahead
 from nstf.runtime.artifact import write_artifact
+from nstf.runtime.ranks import Ranks
 from nstf.runtime.skeleton import build_skeleton
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -112,6 +115,9 @@ def test_logits_and_tokens_of_two_ranks_are_those_of_one(results: dict[str, Any]
         assert found.shape == whole.shape
         assert float((found - whole).norm() / whole.norm()) < bound
         assert torch.equal(first[str(dtype)], second[str(dtype)])  # so that they choose alike
+        pieces = first[f"{dtype} in pieces"]
+        assert float((pieces.double() - whole).norm() / whole.norm()) < bound
+        assert torch.equal(pieces, second[f"{dtype} in pieces"])
     assert torch.equal(first["tokens"], alone["tokens"]) and torch.equal(second["tokens"], alone["tokens"])
     if "captured" in alone:
         assert first["captured"] == second["captured"] == alone["captured"]
@@ -150,11 +156,43 @@ def test_the_next_weights_are_decoded_while_the_sum_is_under_way(results: dict[s
     (3, "first", "rank 1 reads another file than rank 0: give all the same"),
     (4, "first", "rank 1 could not load its part; its own message says why"),
     (4, "second", "missing.nstf"),
+    (5, "first", "rank 1 could not load its part; its own message says why"),
+    (5, "second", "no such code"),
 ])  # fmt: skip
 def test_what_cannot_be_loaded_is_said_on_every_rank(
     results: dict[str, Any], number: int, rank: str, message: str
 ) -> None:
     assert message in results[rank]["refusals"][number]
+
+
+@pytest.mark.parametrize("rank", ["first", "second"])
+def test_no_rank_falls_back_to_transformers_alone(results: dict[str, Any], rank: str) -> None:
+    tokens, used = results[rank]["fallback"]["all"]
+    assert used == 1 and torch.equal(tokens, results["alone"]["llama, tied, biases"]["tokens"])
+    tokens, used = results[rank]["fallback"]["one"]
+    assert used == 0 and torch.equal(tokens, results["alone"]["llama, tied, biases"]["tokens"])
+
+
+@pytest.mark.parametrize("rank", ["first", "second"])
+def test_tokens_outside_of_the_vocabulary_are_refused(results: dict[str, Any], rank: str) -> None:
+    assert results[rank]["outside"] == "a token id is outside of the 100 of the vocabulary"
+
+
+def test_what_is_decoded_ahead_of_one_sum_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    method: Any = quantizers.method("int_grid")
+    encoded = [method.encode(torch.ones(32, 64), method.Params(4, 32)) for _ in range(3)]
+    following = tuple(SimpleNamespace(encoded=e) for e in encoded)
+    monkeypatch.setattr(ahead, "choose", lambda *_: reference)
+    monkeypatch.setattr(divided_modules, "MOST_BYTES", 2 * 32 * 64 * 2 + 1)
+    x = torch.zeros(300, 64, dtype=torch.bfloat16)
+    divided_modules.decode_following(following, x)
+    assert [getattr(p, "ahead", None) is not None for p in following] == [True, True, False]
+
+
+def test_alone_a_rank_waits_for_nobody() -> None:
+    with Ranks(0, 2).alone():  # there is no group here
+        assert Ranks(0, 2).sum(torch.ones(4)).tolist() == [1.0] * 4
+        assert Ranks(0, 2).joined(torch.ones(1, 3), 4, 7).shape == (1, 7)
 
 
 def test_a_part_of_a_model_is_not_saved(results: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from nstf.kernels.formats import EncodedTensor, FormatError, Node, decode
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.skeleton import build_skeleton
-from nstf.runtime.tensor_parallel import part, tensor_parts
+from nstf.runtime.tensor_parallel import Division, Span, part, tensor_parts
 from nstf_convert.cli import run
 
 LLAMA = {
@@ -153,3 +153,22 @@ def test_a_part_too_small_for_a_decomposition_is_known_beforehand() -> None:
     name, shape = "model.layers.0.mlp.gate_proj.weight", (256, 128)
     assert Division(LLAMA, 4).holds(name, tree, shape)
     assert not Division(LLAMA, 8).holds(name, tree, shape)  # 32 rows of rank 40
+
+
+def test_norms_over_all_heads_are_cut_with_them() -> None:
+    plain = Node("dense", Dense("float32"))
+    olmo = Division({**LLAMA, "model_type": "olmo2"}, 2)
+    for name, size in (("q_norm", 128), ("k_norm", 32)):
+        found = olmo.spans(f"model.layers.0.self_attn.{name}.weight", plain, (size,))
+        assert found == (Span(0, 0, size // 2), Span(0, size // 2, size))
+    # Of one head's size: each head's own norm, which all ranks have.
+    qwen = Division({**LLAMA, "model_type": "qwen3"}, 2)
+    assert qwen.spans("model.layers.0.self_attn.q_norm.weight", plain, (16,)) is None
+
+
+def test_what_load_does_not_divide_is_not_offered() -> None:
+    glm = Division({**LLAMA, "model_type": "glm", "pad_token_id": 0}, 2)
+    with pytest.raises(
+        FormatError, match=r"rowwise_split_input in transformers' plan, which is not divided yet"
+    ):
+        glm.spans("model.layers.0.mlp.down_proj.weight", Node("dense", Dense("float32")), (128, 256))
