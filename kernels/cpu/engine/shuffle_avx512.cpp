@@ -31,6 +31,7 @@ inline void split_pair(const uint8_t* p, const uint8_t* q, Bytes* out) {
     out[0] = _mm512_and_si512(both, mask);
     out[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
+inline void fetch_here(const uint8_t* p) { __asm__ volatile("prefetcht0 %0" : : "m"(*p)); }
 inline Bytes mixed(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
 inline Bytes look_up(Table t, Bytes symbols) { return _mm512_shuffle_epi8(t, symbols); }
 inline Bytes sum(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }

@@ -1,7 +1,8 @@
 // Shuffle codes times activations rounded to int8, for one instruction set: the shuffle_*.cpp include this file once per set,
 // after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h) and some of its own:
 //
-// split: 32 bytes to the 64 symbols of a chunk, even columns first; split_pair, where the set is NSTF_PAIRED: of two chunks. mixed: exclusive or. Table: 16 bytes for look_up(table,
+// split: 32 bytes to the 64 symbols of a chunk, even columns first; split_pair and fetch_here, where the set is
+// NSTF_PAIRED: of two chunks; prefetches a line at that place of the program. mixed: exclusive or. Table: 16 bytes for look_up(table,
 // symbols). sum: of bytes.
 //
 // A group of 32 rows is read once, chunk by chunk; the symbols of three steps are all that a row needs.
@@ -162,9 +163,9 @@ class ShuffleInt8 : public Shuffle {
             const Floats by = pair_scales<true>(fine + c * FINE);
             const uint8_t* from = codes + c * Q * kChunk;
             const auto add = [&](int row, const Bytes* w) __attribute__((always_inline)) {
-                // A line or so for each row, one after the other: all at once would wait for one another.
-                for (int i = row * 2 * Q / kGroupRows; i < (row + 1) * 2 * Q / kGroupRows; ++i)
-                    __builtin_prefetch(from + kFar + i * kChunk, 0, 3);
+                // A line or so for each row: all at once would wait for one another, which is where the compiler puts the
+                // built-in ones. With codes from memory that takes twice as long.
+                for (int i = row * 2 * Q / kGroupRows; i < (row + 1) * 2 * Q / kGroupRows; ++i) fetch_here(from + kFar + i * kChunk);
                 total[row] = fma(to_floats(widened(more<false>(first<false>(w[0], x[0]), w[1], x[1]))), by, total[row]);
             };
             all_rows<Q, PairSymbols>(from, before.bytes + c * before.stride, before.stride, tables, add);
