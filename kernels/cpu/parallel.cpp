@@ -97,7 +97,7 @@ class Pool {
         for (;;) {
             const auto until = std::chrono::steady_clock::now() + kSpin;
             while (generation_.load(std::memory_order_acquire) == seen) {
-                for (int i = 0; i < 32; ++i) relax();
+                for (int i = 0; i < 32 && generation_.load(std::memory_order_relaxed) == seen; ++i) relax();
                 if (std::chrono::steady_clock::now() < until) continue;
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleeping_.fetch_add(1, std::memory_order_seq_cst);
@@ -121,8 +121,9 @@ class Pool {
     std::atomic<int64_t> next_{0};
     std::atomic<uint32_t> finished_{0};
     std::atomic<uint32_t> state_{kClosed};  // workers that joined; kClosed when no more may
-    std::atomic<uint64_t> generation_{0};
-    std::atomic<int> sleeping_{0};
+    // In a cache line of its own: workers read it all the time, the rest is written for every job.
+    alignas(64) std::atomic<uint64_t> generation_{0};
+    alignas(64) std::atomic<int> sleeping_{0};
     std::mutex mutex_;  // of `failure_`, and of workers that sleep
     std::exception_ptr failure_;
     std::condition_variable wake_;

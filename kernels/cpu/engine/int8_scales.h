@@ -2,13 +2,20 @@
 
 inline int64_t scale_size(Scale kind) { return kind == Scale::kFloat ? 4 : kind == Scale::kHalf ? 2 : 1; }
 
-// The scales of rows r to r + R - 1 by group into out[R][stride], LANES at a time; what is beyond the last one is zero. Where there
-// are sums of activations by group, their products with the scales are added to `lost`, since both are at hand.
+// Where the scales of rows r to r + R - 1 are read.
 template <int R>
-inline void row_scales(const PackedMatrix& w, int64_t r, float* out, int64_t stride, uint8_t* room, const float* sums, Floats* lost) {
-    const int64_t n = w.groups, bytes = n * scale_size(w.scale_kind);
-    const uint8_t *all = static_cast<const uint8_t*>(w.scale), *end = all + w.rows * bytes, *in[R];
+inline void readable_scales(const PackedMatrix& w, int64_t r, uint8_t* room, const uint8_t** in) {
+    const int64_t bytes = w.groups * scale_size(w.scale_kind);
+    const uint8_t *all = static_cast<const uint8_t*>(w.scale), *end = all + w.rows * bytes;
     for (int i = 0; i < R; ++i) in[i] = readable(all + (r + i) * bytes, bytes, end, room + i * (bytes + kBeyond));
+}
+
+// The scales of rows r to r + R - 1 by group into out[R][stride], LANES at a time; what is beyond the last one is zero. in: where
+// they are read. Where there are sums of activations by group, their products with the scales are `lost`, since both are at hand.
+template <int R>
+NSTF_INLINE void row_scales(const PackedMatrix& w, int64_t r, const uint8_t* const* in, float* out, int64_t stride, const float* sums,
+                            Floats* lost) {
+    const int64_t n = w.groups;
     const auto convert = [&](auto scale) __attribute__((always_inline)) {
         Floats total[R];
         each<R>([&](auto i) __attribute__((always_inline)) { total[i] = zero_floats(); });
@@ -42,4 +49,12 @@ inline void row_scales(const PackedMatrix& w, int64_t r, float* out, int64_t str
         case Scale::kPower:  // the codes of a subnormal power and of NaN are left to the exact kernel
             convert([&](auto i, int64_t g) __attribute__((always_inline)) { return powers_of_bytes(in[i] + g); });
     }
+}
+
+// The same of one row, of any.
+__attribute__((noinline)) inline void one_row_scales(const PackedMatrix& w, int64_t r, float* out, int64_t stride, uint8_t* room,
+                                                     Floats* lost) {
+    const uint8_t* in;
+    readable_scales<1>(w, r, room, &in);
+    row_scales<1>(w, r, &in, out, stride, nullptr, lost);
 }

@@ -30,7 +30,9 @@ struct Part {
 
 void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t batch, const std::vector<float*>& y,
                   const std::vector<int64_t>& strides, int threads) {
-    std::vector<const Leaf*> leaves;
+    // Kept from call to call: a token makes dozens of them, between which the other threads wait.
+    thread_local std::vector<const Leaf*> leaves;
+    leaves.clear();
     for (Matrix* m : matrices) leaves.push_back(dynamic_cast<const Leaf*>(m));
     if (std::find(leaves.begin(), leaves.end(), nullptr) != leaves.end()) {
         for (size_t i = 0; i < matrices.size(); ++i) matrices[i]->multiply(x, batch, y[i], strides[i], threads);
@@ -38,11 +40,14 @@ void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t 
     }
     constexpr size_t kMost = 4;  // inputs at once
     thread_local Input inputs[kMost];
-    std::vector<uintptr_t> keys;
-    std::vector<Part> parts;
+    thread_local std::vector<uintptr_t> keys;
+    thread_local std::vector<Part> parts;
+    keys.clear();
+    parts.clear();
     auto flush = [&] {
+        const Part* all = parts.data();  // this thread's, for whichever runs the task
         auto task = [&](int64_t i) {
-            const Part& p = parts[static_cast<size_t>(i)];
+            const Part& p = all[i];
             p.leaf->run(*p.in, batch, p.first, p.end, p.y, p.stride);
         };
         parallel_for(threads, static_cast<int64_t>(parts.size()), task);

@@ -32,6 +32,8 @@ class PackedInt8 : public Leaf {
             const auto of = [&](int64_t i) { return group_of_[static_cast<size_t>(std::min(i, blocks_ - 1))]; };
             in_sixteen_.push_back(of(j) - of(j / 16 * 16));
         }
+        later_ = (kFar / (kPanel * w_.row_bytes) + 1) * kPanel;
+        in_place_ = rows_in_place();
         bytes_ = {Codes::EVEN_ODD, Codes::WIDE, w_.zeros != nullptr, Codes::WIDE && SIGNED, codes_.run(),
                   static_cast<int32_t>(centre_), w_.group, w_.groups, chunks_, 1};
     }
@@ -41,7 +43,7 @@ class PackedInt8 : public Leaf {
         Room& room = Room::mine(*this);
         for (int i = 0; i < count; ++i) {
             Floats unused;
-            row_scales<1>(w_, first + i, room.scales.data(), padded_, room.small.data(), nullptr, &unused);
+            one_row_scales(w_, first + i, room.scales.data(), padded_, room.small.data(), &unused);
             const uint8_t* from = row(first + i, 0, room);
             for (int64_t c = 0; c < chunks_; ++c) {
                 Bytes parts[PARTS];
@@ -103,7 +105,7 @@ class PackedInt8 : public Leaf {
         static Room& mine(const PackedInt8& m) {
             thread_local Room room;
             room.scales.grow(kPanel * m.padded_ + LANES);
-            if (PAIRS) room.by_block.grow(4 * m.padded_);
+            if (PAIRS) room.by_block.grow(kPanel * m.padded_);
             room.zeros.grow(kPanel * m.padded_);
             room.sums.grow(kSeveral * m.padded_);
             room.copies.grow(kPanel * (m.w_.row_bytes + kBeyond + m.chunk_bytes_));
@@ -116,11 +118,40 @@ class PackedInt8 : public Leaf {
     const uint8_t* row(int64_t r, int slot, Room& room) const {
         float *scales = room.scales.data() + slot * padded_, *zeros = room.zeros.data() + slot * padded_;
         if (w_.zeros != nullptr) zero_points(r, scales, zeros, room.small.data());
+        return row_codes(r, slot, room);
+    }
+
+    const uint8_t* row_codes(int64_t r, int slot, Room& room) const {
         const uint8_t* codes = w_.codes + r * w_.row_bytes;
         if (codes + chunks_ * chunk_bytes_ + kBeyond <= w_.codes_end) return codes;
         uint8_t* copy = room.copies.data() + slot * (w_.row_bytes + kBeyond + chunk_bytes_);
         std::copy_n(codes, w_.row_bytes, copy);
         return copy;
+    }
+
+    // How many rows, from the first, have kBeyond bytes after their codes and their scales.
+    int64_t rows_in_place() const {
+        const int64_t room = w_.codes_end - w_.codes - chunks_ * chunk_bytes_ - kBeyond;
+        const int64_t scale_bytes = w_.groups * scale_size(w_.scale_kind);
+        const int64_t scales = w_.rows - (kBeyond + scale_bytes - 1) / scale_bytes;
+        return room < 0 ? 0 : std::max<int64_t>(0, std::min(room / w_.row_bytes + 1, scales));
+    }
+
+    // Where the codes and the scales of R rows are read: where they lie, but for a matrix's last rows.
+    template <int R>
+    NSTF_INLINE void places_of(int64_t r, int at, Room& room, const uint8_t** codes, const uint8_t** scales) const {
+        if (__builtin_expect(r + R > in_place_, 0)) return copied<R>(r, at, room, codes, scales);
+        const int64_t bytes = w_.groups * scale_size(w_.scale_kind);
+        const uint8_t *first = w_.codes + r * w_.row_bytes, *scale = static_cast<const uint8_t*>(w_.scale) + r * bytes;
+        each<R>([&](auto i) __attribute__((always_inline)) {
+            codes[i] = first + i * w_.row_bytes;
+            scales[i] = scale + i * bytes;
+        });
+    }
+    template <int R>
+    __attribute__((noinline)) void copied(int64_t r, int at, Room& room, const uint8_t** codes, const uint8_t** scales) const {
+        readable_scales<R>(w_, r, room.small.data(), scales);
+        for (int i = 0; i < R; ++i) codes[i] = row_codes(r + i, at + i, room);
     }
 
     // Zero points of a row times its scales, by group.
@@ -150,48 +181,72 @@ class PackedInt8 : public Leaf {
 
     // Rows at a time share the loads of activations: what is best was measured on a Zen 4, and differs between the sets. AVX2 takes two
     // short rows, but long ones one after the other: a stream that is read from the first byte to the last is what the
-    // processor's own prefetcher follows.
+    // processor's own prefetcher follows. Scales are made ready for 16 rows: what has just been written as a vector is not
+    // read as single numbers until it has left the store buffer, and products would wait for it.
     template <bool SAME>
-    void all_rows(const Input& in, const float* sums, int64_t batch, int64_t r, int64_t end, Room& room, float* y,
+    void all_rows(const Input& in, const float* sums, int64_t batch, int64_t first, int64_t end, Room& room, float* y,
                   int64_t stride) const {
         const bool long_rows = w_.row_bytes > kLongRow;
-        if (Codes::BYTES == 64 || (long_rows && LONG_ROWS == 4)) {
-            for (; r + 4 <= end; r += 4) rows<4, SAME, kFar>(in, sums, batch, r, room, y, stride);
-        } else if (!long_rows) {
-            for (; r + SHORT_ROWS <= end; r += SHORT_ROWS) rows<SHORT_ROWS, SAME, kNear>(in, sums, batch, r, room, y, stride);
+        for (int64_t r = first; r < end; r += kPanel) {
+            const int count = static_cast<int>(std::min<int64_t>(kPanel, end - r));
+            const uint8_t* codes[kPanel];
+            Floats lost[kPanel];  // the product of scales and sums
+            int i = 0;
+            for (; i + 4 <= count; i += 4) ready<4, SAME>(r + i, i, sums, room, codes + i, lost + i);
+            for (; i < count; ++i) ready<1, SAME>(r + i, i, sums, room, codes + i, lost + i);
+            fetch_scales(r);
+            i = 0;
+            if (Codes::BYTES == 64 || (long_rows && LONG_ROWS == 4)) {
+                for (; i + 4 <= count; i += 4) rows<4, SAME, kFar>(in, sums, batch, i, codes, lost, room, y + r, stride);
+            } else if (!long_rows) {
+                for (; i + SHORT_ROWS <= count; i += SHORT_ROWS)
+                    rows<SHORT_ROWS, SAME, kNear>(in, sums, batch, i, codes, lost, room, y + r, stride);
+            }
+            for (; i < count; ++i) rows<1, SAME, kNext>(in, sums, batch, i, codes, lost, room, y + r, stride);
         }
-        for (; r < end; ++r) rows<1, SAME, kNext>(in, sums, batch, r, room, y, stride);
+    }
+
+    // What the products of R rows need, from place `i` of the room on.
+    template <int R, bool SAME>
+    void ready(int64_t r, int i, const float* sums, Room& room, const uint8_t** codes, Floats* lost) const {
+        const uint8_t* from[R];
+        float *scales = room.scales.data() + i * padded_, *zeros = room.zeros.data() + i * padded_;
+        places_of<R>(r, i, room, codes, from);
+        row_scales<R>(w_, r, from, scales, padded_, sums, lost);
+        for (int k = 0; k < R && w_.zeros != nullptr; ++k)
+            zero_points(r + k, scales + k * padded_, zeros + k * padded_, room.small.data());
+#if NSTF_PAIRED
+        if (!SAME && PAIRS) block_by_block<R>(scales, room.by_block.data() + i * padded_);
+#endif
     }
 
     // Scales and zero points, of which a row is read at once, go into the first cache some rows before they are needed.
-    template <int R>
     void fetch_scales(int64_t r) const {
-        const int64_t later = r + (kFar / (R * w_.row_bytes) + 1) * R;
+        const int64_t later = r + later_;
         const auto fetch = [&](const void* all, int64_t bytes) __attribute__((always_inline)) {
             const uint8_t* from = static_cast<const uint8_t*>(all) + later * bytes;
-            for (int64_t i = 0; i < R * bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+            for (int64_t i = 0; i < kPanel * bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
         };
         fetch(w_.scale, w_.groups * scale_size(w_.scale_kind));
         if (w_.zeros != nullptr) fetch(w_.zeros, w_.zero_bytes);
     }
 
-    // R rows of codes times each row of activations. SAME: the groups are the blocks. AHEAD: bytes between what is read and what is
-    // fetched into the caches. sums: of activations by group.
+    // R rows of codes, from the room's `at` on, times each row of activations. SAME: the groups are the blocks. AHEAD: bytes between
+    // what is read and what is fetched into the caches. sums: of activations by group. y: of the room's first row.
     template <int R, bool SAME, int64_t AHEAD>
-    void rows(const Input& in, const float* sums, int64_t batch, int64_t r, Room& room, float* y, int64_t stride) const {
+    void rows(const Input& in, const float* sums, int64_t batch, int at, const uint8_t* const* from, const Floats* first_lost,
+              Room& room, float* y, int64_t stride) const {
         const uint8_t* codes[R];
         Floats lost[R];  // the product of scales, or of zero points, and sums
-        row_scales<R>(w_, r, room.scales.data(), padded_, room.small.data(), sums, lost);
-        for (int i = 0; i < R; ++i) codes[i] = row(r + i, i, room);
-        fetch_scales<R>(r);
-        const float *scales = room.scales.data(), *zeros = room.zeros.data();
+        each<R>([&](auto i) __attribute__((always_inline)) { codes[i] = from[at + i], lost[i] = first_lost[at + i]; });
+        const float *scales = room.scales.data() + at * padded_, *zeros = room.zeros.data() + at * padded_;
         const Floats factor = set(factor_);
         // Copies, which the compiler knows to stay as they are.
         const Codes unpack = codes_;
         const int64_t chunks = chunks_, chunk_bytes = Codes::BYTES > 0 ? Codes::BYTES : chunk_bytes_, padded = padded_;
         const int32_t* group_of = group_of_.data();
 #if NSTF_PAIRED
-        const float* by_block = SAME || !PAIRS ? scales : block_by_block<R>(scales, room);
+        const float* by_block = SAME || !PAIRS ? scales : room.by_block.data() + at * padded_;
 #endif
         for (int64_t b = 0; b < batch; ++b) {
             const int8_t* q = in.codes.data() + b * in.stride;
@@ -250,9 +305,9 @@ class PackedInt8 : public Leaf {
             }
             each<R>([&](auto i) __attribute__((always_inline)) { total[i] = mul(negative_fma(lost[i], middle, total[i]), factor); });
             if constexpr (R == 4) {
-                store_four_sums(y + b * stride + r, total);
+                store_four_sums(y + b * stride + at, total);
             } else {
-                each<R>([&](auto i) __attribute__((always_inline)) { y[b * stride + r + i] = sum_of(total[i]); });
+                each<R>([&](auto i) __attribute__((always_inline)) { y[b * stride + at + i] = sum_of(total[i]); });
             }
         }
     }
@@ -260,13 +315,11 @@ class PackedInt8 : public Leaf {
 #if NSTF_PAIRED
     // The scales of R rows by block, from those by group.
     template <int R>
-    const float* block_by_block(const float* scales, Room& room) const {
-        float* out = room.by_block.data();
+    void block_by_block(const float* scales, float* out) const {
         for (int64_t j = 0; j < blocks_; j += LANES)
             each<R>([&](auto i) __attribute__((always_inline)) {
                 store(out + i * padded_ + j, picked(scales + i * padded_ + group_of_[j], in_sixteen_.data() + j));
             });
-        return out;
     }
 
     // The chunks of R rows two by two, added to `total`; how many there were.
@@ -331,7 +384,7 @@ class PackedInt8 : public Leaf {
         const uint8_t* rows[kPanel];
         for (int i = 0; i < kPanel; ++i) {
             Floats unused;
-            row_scales<1>(w_, r + std::min(i, count - 1), room.scales.data() + i * padded_, padded_, room.small.data(), nullptr, &unused);
+            one_row_scales(w_, r + std::min(i, count - 1), room.scales.data() + i * padded_, padded_, room.small.data(), &unused);
             rows[i] = row(r + std::min(i, count - 1), i, room);
         }
         // The next 16 rows follow these in memory. The processor's own prefetcher loses its way among 16 short streams.
@@ -457,6 +510,8 @@ class PackedInt8 : public Leaf {
     Spread zero_codes_;
     int64_t chunks_, blocks_, padded_, chunk_bytes_;
     float centre_, factor_;
+    int64_t in_place_;  // rows_in_place()
+    int64_t later_;     // how many rows ahead scales are fetched
     std::vector<int32_t> group_of_;    // of a block
     std::vector<int32_t> in_sixteen_;  // the same, counted from the group of the first of each 16 blocks
     ByteRows bytes_;

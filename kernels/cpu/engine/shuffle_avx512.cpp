@@ -24,6 +24,14 @@ inline void split(const uint8_t* p, Bytes* out) {
     const __m512i shifts = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
     out[0] = _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), _mm512_set1_epi8(15));
 }
+inline void split_pair(const uint8_t* p, const uint8_t* q, Bytes* out) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), mask = _mm512_set1_epi8(15);
+    out[0] = _mm512_and_si512(both, mask);
+    out[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+}
+inline void fetch_here(const uint8_t* p) { __asm__ volatile("prefetcht0 %0" : : "m"(*p)); }
 inline Bytes mixed(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
 inline Bytes look_up(Table t, Bytes symbols) { return _mm512_shuffle_epi8(t, symbols); }
 inline Bytes sum(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }

@@ -1,7 +1,8 @@
 // Shuffle codes times activations rounded to int8, for one instruction set: the shuffle_*.cpp include this file once per set,
-// after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h) and four of its own:
+// after the pieces of the set (int8_avx512.h, int8_avx2.h, int8_neon.h) and some of its own:
 //
-// split: 32 bytes to the 64 symbols of a chunk, even columns first. mixed: exclusive or. Table: 16 bytes for look_up(table,
+// split: 32 bytes to the 64 symbols of a chunk, even columns first; split_pair and fetch_here, where the set is
+// NSTF_PAIRED: of two chunks; prefetches a line at that place of the program. mixed: exclusive or. Table: 16 bytes for look_up(table,
 // symbols). sum: of bytes.
 //
 // A group of 32 rows is read once, chunk by chunk; the symbols of three steps are all that a row needs.
@@ -14,20 +15,28 @@ constexpr int SUMS = CHUNK_SUMS<true>, FINE = CHUNK_SCALES<true>;
 constexpr int RUN = run_of(6);
 
 struct Symbols {  // of a step
+    static constexpr int COUNT = PARTS;
     Bytes at[PARTS];
-    NSTF_INLINE explicit Symbols(const uint8_t* p) { split(p, at); }
+    NSTF_INLINE Symbols(const uint8_t* p, int64_t) { split(p, at); }
 };
+#if NSTF_PAIRED
+struct PairSymbols {  // of two chunks, `apart` bytes from each other: the even columns of both, and the odd ones (pair_bytes)
+    static constexpr int COUNT = 2;
+    Bytes at[2];
+    NSTF_INLINE PairSymbols(const uint8_t* p, int64_t apart) { split_pair(p, p + apart, at); }
+};
+#endif
 
 // The levels of the rows that end at a symbol `a`, b and c being the ones before it: emit(row of the group, vectors).
-template <int Q, int SYMBOL, class F>
+template <int Q, int SYMBOL, int COUNT, class F>
 NSTF_INLINE void rows_of_symbol(const Bytes* a, const Bytes* b, const Bytes* c, const uint8_t* tables, F& emit) {
     constexpr int first = first_row(Q, SYMBOL), count = rows_at(Q, SYMBOL);
     constexpr int phases = Q % 16 == 0 ? 1 : Q % 8 == 0 ? 2 : Q % 4 == 0 ? 4 : Q % 2 == 0 ? 8 : 16;
-    Bytes turned[PARTS], w[PARTS];
+    Bytes turned[COUNT], w[COUNT];
     if constexpr (count > 0) {
         const uint8_t* t = tables + first % phases * 32;
         const Table x = table_of(t), y = table_of(t + 16);
-        for (int i = 0; i < PARTS; ++i) {
+        for (int i = 0; i < COUNT; ++i) {
             turned[i] = mixed(a[i], c[i]);
             w[i] = sum(look_up(x, turned[i]), look_up(y, b[i]));
         }
@@ -36,24 +45,24 @@ NSTF_INLINE void rows_of_symbol(const Bytes* a, const Bytes* b, const Bytes* c, 
     if constexpr (count > 1) {
         const uint8_t* t = tables + (first + 1) % phases * 32;
         const Table x = table_of(t), y = table_of(t + 16);
-        for (int i = 0; i < PARTS; ++i) w[i] = sum(look_up(x, mixed(a[i], b[i])), look_up(y, turned[i]));
+        for (int i = 0; i < COUNT; ++i) w[i] = sum(look_up(x, mixed(a[i], b[i])), look_up(y, turned[i]));
         emit(first + 1, w);
     }
 }
 
-template <int Q, int SYMBOL, class F>
-NSTF_INLINE void rows_from(const uint8_t* codes, const Symbols& b, const Symbols& c, const uint8_t* tables, F& emit) {
+template <int Q, int SYMBOL, class S, class F>
+NSTF_INLINE void rows_from(const uint8_t* codes, const S& b, const S& c, const uint8_t* tables, F& emit) {
     if constexpr (SYMBOL < 2 * Q) {
-        const Symbols a(codes + SYMBOL * kChunk / 2);
-        rows_of_symbol<Q, SYMBOL>(a.at, b.at, c.at, tables, emit);
+        const S a(codes + SYMBOL * kChunk / 2, Q * kChunk);
+        rows_of_symbol<Q, SYMBOL, S::COUNT>(a.at, b.at, c.at, tables, emit);
         rows_from<Q, SYMBOL + 1>(codes, a, b, tables, emit);
     }
 }
 
-// The levels of a group of 32 rows in one chunk, row by row.
-template <int Q, class F>
-NSTF_INLINE void all_rows(const uint8_t* codes, const uint8_t* before, const uint8_t* tables, F emit) {
-    rows_from<Q, 0>(codes, Symbols(before + kChunk / 2), Symbols(before), tables, emit);
+// The levels of a group of 32 rows in one chunk, or in two, row by row.
+template <int Q, class S = Symbols, class F>
+NSTF_INLINE void all_rows(const uint8_t* codes, const uint8_t* before, int64_t apart, const uint8_t* tables, F emit) {
+    rows_from<Q, 0>(codes, S(before + kChunk / 2, apart), S(before, apart), tables, emit);
 }
 
 template <int Q>
@@ -131,7 +140,7 @@ class ShuffleInt8 : public Shuffle {
   private:
     // The levels of a group in one chunk.
     void group(const uint8_t* codes, const uint8_t* before, uint8_t (*levels)[kChunk]) const {
-        all_rows<Q>(codes, before, stored_.tables.data(), [&](int row, const Bytes* w) {
+        all_rows<Q>(codes, before, 0, stored_.tables.data(), [&](int row, const Bytes* w) {
             for (int p = 0; p < PARTS; ++p) store_bytes(levels[row] + p * 4 * LANES, w[p]);
         });
     }
@@ -145,14 +154,31 @@ class ShuffleInt8 : public Shuffle {
         const int64_t chunks = chunks_;
         Floats total[kGroupRows];
         for (Floats& t : total) t = zero_floats();
-        for (int64_t c = 0; c < chunks; ++c) {
+        int64_t c = 0;
+#if NSTF_PAIRED
+        // Sums of 32 rows outnumber the registers: two chunks at a time write each of them half as often.
+        for (; c + 2 <= chunks; c += 2) {
+            Bytes x[2];
+            pair_bytes<true>(q + c * kChunk, x);
+            const Floats by = pair_scales<true>(fine + c * FINE);
+            const uint8_t* from = codes + c * Q * kChunk;
+            const auto add = [&](int row, const Bytes* w) __attribute__((always_inline)) {
+                // A line or so for each row: all at once would wait for one another, which is where the compiler puts the
+                // built-in ones. With codes from memory that takes twice as long.
+                for (int i = row * 2 * Q / kGroupRows; i < (row + 1) * 2 * Q / kGroupRows; ++i) fetch_here(from + kFar + i * kChunk);
+                total[row] = fma(to_floats(widened(more<false>(first<false>(w[0], x[0]), w[1], x[1]))), by, total[row]);
+            };
+            all_rows<Q, PairSymbols>(from, before.bytes + c * before.stride, before.stride, tables, add);
+        }
+#endif
+        for (; c < chunks; ++c) {
             Bytes x[PARTS];
             for (int p = 0; p < PARTS; ++p) x[p] = load_bytes(q + c * kChunk + p * 4 * LANES);
             Floats by[SUMS];
             for (int k = 0; k < SUMS; ++k) by[k] = load(fine + c * FINE + k * LANES);
             const uint8_t* from = codes + c * Q * kChunk;
             for (int i = 0; i < Q; ++i) __builtin_prefetch(from + kNear + i * kChunk, 0, 3);
-            all_rows<Q>(from, before.bytes + c * before.stride, tables, [&](int row, const Bytes* w) {
+            all_rows<Q>(from, before.bytes + c * before.stride, 0, tables, [&](int row, const Bytes* w) {
                 for (int k = 0; k < SUMS; ++k) total[row] = fma(to_floats(products(w, x, k)), by[k], total[row]);
             });
         }
