@@ -56,9 +56,10 @@ TILES: dict[str, tuple[dict[str, int], ...]] = {
         {"M": 64, "N": 128, "WARPS": 4, "STAGES": 3},
     ),
     "decode": tuple(
-        {"WARPS": warps, "STAGES": stages, "RESIDENT": resident, "EACH": each}
-        for warps, stages, resident, each in (
-            (1, 2, 8, 2), (1, 2, 4, 2), (1, 3, 8, 2), (1, 4, 4, 4), (1, 2, 16, 1), (2, 2, 4, 2), (2, 3, 8, 2), (4, 2, 4, 2),
+        {"WARPS": warps, "STAGES": stages, "RESIDENT": resident, "REGS": registers, "STEP": step}
+        for warps, stages, resident, registers, step in (
+            (1, 2, 12, 168, 64), (1, 3, 8, 0, 64), (1, 3, 11, 184, 64), (1, 3, 12, 168, 32), (1, 3, 16, 128, 32),
+            (4, 2, 4, 0, 64), (4, 2, 6, 0, 64), (4, 3, 4, 0, 32),
         )
     ),
 }  # fmt: skip

@@ -72,7 +72,8 @@ def caches(
         cache = LayerCache(pool, 0)
         qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * SIZE, device="cuda", dtype=torch.bfloat16)
         angles = (torch.ones(count, SIZE // 2, device="cuda"), torch.zeros(count, SIZE // 2, device="cuda"))
-        position = torch.tensor([count - 1], device="cuda")
+        # Not the last of a page: once in 64 tokens its codes are made too.
+        position = torch.tensor([count - 2], device="cuda")
         pages = count // 64
         bytes_each = pool.page_bytes * max(pages - 2, 0) + 2 * 64 * KV_HEADS * SIZE * 4
 

@@ -51,7 +51,7 @@ def _segment(
     layer: PlannedHeads, segment: Segment, config: EngineConfig, batch: int, dtype: torch.dtype, target: str
 ) -> "Iterator[KernelSpec]":
     from nstf.kernels.triton.attention_append import append_spec
-    from nstf.kernels.triton.attention_decode import decode_spec
+    from nstf.kernels.triton.attention_decode import decode_specs
     from nstf.kernels.triton.attention_pages import fetch_spec, store_spec
     from nstf.kernels.triton.attention_predict import sums_spec
     from nstf.kernels.triton.attention_prefill import prefill_spec
@@ -59,7 +59,7 @@ def _segment(
     pages = _hollow(layer, segment, dtype)
     shape = layer.heads, layer.kv_heads
     yield append_spec(pages, batch, *shape, config.family.qk_norm, bool(config.biases))
-    yield decode_spec(pages, batch, *shape, segment.masked, target, config.shape["context"])
+    yield from decode_specs(pages, batch, *shape, segment.masked, target, config.shape["context"])
     for values in (False, True):
         yield store_spec(pages, values, batch, 1)
         yield fetch_spec(pages, values, batch, 1)

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.attention_pages import Pages, place_of, store_codes, turned_by_hadamard
+from nstf.kernels.triton.attention_pages import Pages, place_of, turned_by_hadamard
+from nstf.kernels.triton.attention_record import store_codes
 from nstf.kernels.triton.decode_step import _turned
 from nstf.kernels.triton.launching import launch
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Programs that share the pages of a head in attention_decode.py, at most.
-MOST_SPLITS = 128
+MOST_SPLITS = 256
 LOG2E = 1.4426950408889634
 
 
@@ -117,19 +118,18 @@ def append_kernel(
             from_near = (lane + ((page - 1) % 2) * 64 + n)[:, None] * SIZE + d[None, :]
             if K_BITS < 16:
                 x = tl.load(near_keys + from_near).to(tl.float32)
-                store_codes(x, words, halves, old, K_BITS, K_CHANNEL, SIZE, 0)
+                store_codes(x, words, halves, old, K_BITS, K_CHANNEL, False, SIZE, 0)
             if V_BITS < 16:
                 y = tl.load(near_values + from_near).to(tl.float32)
-                store_codes(y, words, halves, old, V_BITS, V_CHANNEL, SIZE, V_SKIP)
+                store_codes(y, words, halves, old, V_BITS, V_CHANNEL, True, SIZE, V_SKIP)
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where the queries of a layer lie, and where the programs of a launch meet: for launches that follow one another."""
+    """Where the queries of a layer and the parts of their results lie: for launches that follow one another."""
 
     q: Tensor
     parts: Tensor
-    counters: Tensor
 
 
 def rows_of(group: int) -> int:
@@ -138,11 +138,9 @@ def rows_of(group: int) -> int:
 
 
 def scratch(batch: int, heads: int, kv_heads: int, size: int, device: torch.device) -> Scratch:
-    rows = rows_of(heads // kv_heads)
     return Scratch(
         torch.empty(batch * heads * size, device=device),
-        torch.empty(batch * kv_heads * MOST_SPLITS * rows * (size + 2), device=device),
-        torch.zeros(batch * kv_heads, dtype=torch.int32, device=device),
+        torch.empty(batch * heads * MOST_SPLITS * (size + 2), device=device),
     )
 
 
@@ -154,7 +152,6 @@ def shared(pages: Pages, batch: int, heads: int, kv_heads: int) -> tuple[dict[st
         "q": "*fp32",
         "near_keys": dtype,
         "near_values": dtype,
-        "near_words": "*i32",
         "words": "*i32",
         "halves": "*fp16",
         "wide": dtype,
@@ -183,7 +180,6 @@ POINTERS = (
     "q",
     "near_keys",
     "near_values",
-    "near_words",
     "words",
     "halves",
     "wide",

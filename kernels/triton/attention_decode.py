@@ -1,23 +1,32 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 # Triton adds tuples; it does not unpack them into one.
 # ruff: noqa: RUF005
-"""Attention of one query per sequence over pages of 16, 8, 4 or 2 bits: flash-decoding (Dao et al. 2023) in one kernel.
+"""Attention of one query per sequence over pages of 16, 8, 4 or 2 bits: flash-decoding (Dao et al. 2023).
 
-The pages of a sequence and head are dealt to several programs; the last to arrive adds up their parts in the order of the
-programs. The position comes from device memory and the grid does not depend on it: a captured graph is right for any token.
-attention_append.py runs before, and leaves the queries and the new keys and values.
+The pages of a sequence and head are dealt to several programs, whose parts a second launch adds up. (The last program to
+arrive took longer for that than the pages took: more than half of 124 us for 128 parts.) The position comes from device
+memory and the grid does not depend on it: a captured graph is right for any token. attention_append.py runs before, and
+leaves the queries and the new keys and values.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.attention_append import MOST_SPLITS, POINTERS, Scratch, shared
-from nstf.kernels.triton.attention_codes import add_far_values, far_scores, key_channel, value_channel
-from nstf.kernels.triton.attention_pages import Forms, Pages, place_of, turned_by_hadamard
-from nstf.kernels.triton.launching import launch, processors_of
+from nstf.kernels.triton.attention_codes import (
+    add_far_values,
+    far_scores,
+    key_channel,
+    position_in,
+    value_channel,
+)
+from nstf.kernels.triton.attention_merge import extent, merge_kernel
+from nstf.kernels.triton.attention_pages import Forms, Pages, place_of
+from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 
@@ -32,9 +41,9 @@ def _short(x, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _visible(scores, place, at, sinks, windows, lengths):
-    """Scores of the positions that each row's rule lets it see; -inf for others."""
-    seen = (place[None, :] < sinks[:, None]) | (place[None, :] > at - windows[:, None])
-    seen = (seen | (at + 1 < lengths)[:, None]) & (place <= at)[None, :]
+    """Scores [n, ROWS] of the positions that each row's rule lets it see; -inf for others."""
+    seen = (place[:, None] < sinks[None, :]) | (place[:, None] > at - windows[None, :])
+    seen = (seen | (at + 1 < lengths)[None, :]) & (place <= at)[:, None]
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -43,7 +52,6 @@ def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
     near_keys,
     near_values,
-    near_words,  # near_values as i32
     words,
     halves,
     wide,
@@ -51,9 +59,7 @@ def decode_kernel(
     members,
     rules,  # i32 [heads, 3]: sink, window, min_length
     position,
-    parts,  # f32 [batch KEPT, MOST, ROWS (SIZE + 2)]
-    counters,  # i32 [batch KEPT]: zero between launches
-    out,  # [batch, heads SIZE]
+    parts,  # f32 [batch KEPT, MOST, GROUP (SIZE + 2)]
     places,
     offset,
     sink,
@@ -69,47 +75,49 @@ def decode_kernel(
     K_RUNS: tl.constexpr,
     V_BITS: tl.constexpr,
     V_CHANNEL: tl.constexpr,
-    V_ROTATE: tl.constexpr,
     V_RUNS: tl.constexpr,
     V_SKIP: tl.constexpr,
     RECORD: tl.constexpr,
     MASKED: tl.constexpr,  # whether a rule hides anything
     MOST: tl.constexpr,
     EACH: tl.constexpr,  # pages of a program before another one helps
-    STEP: tl.constexpr,  # positions at a time: 64 or 32
+    STEP: tl.constexpr,  # positions of a stored page at a time: 64 or less
+    NEAR: tl.constexpr,  # of the last pages
+    QUAD: tl.constexpr,  # order of sums, attention_codes.py
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
-    GENERATION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0)
     split = tl.program_id(1)
     line = pair // KEPT
     head = pair % KEPT
     number = tl.load(members + head)
     at = tl.load(position + line * LINES).to(tl.int32)
-    page = at // 64
     g = tl.arange(0, ROWS)
     steps = 64 // STEP
     rows = number * GROUP + tl.minimum(g, GROUP - 1)
     sinks = tl.load(rules + rows * 3)
     windows = tl.load(rules + rows * 3 + 1)
     lengths = tl.load(rules + rows * 3 + 2)
-    first = tl.zeros([], tl.int32)
-    front = tl.zeros([], tl.int32)
-    if MASKED:
-        lows = tl.where(at + 1 < lengths, 0, tl.maximum(at - windows + 1, 0))
-        first = tl.min(lows, axis=0) // 64
-        front = tl.minimum((tl.max(sinks, axis=0) + 63) // 64, first)
-    pages = front + page - first + 1
-    # Pages that are read in their stored form.
-    far = tl.minimum(front, tl.maximum(page - 1, 0)) + tl.maximum(page - 1 - first, 0)
-    active = tl.maximum(1, tl.minimum(tl.num_programs(1), (pages + EACH - 1) // EACH))
+    front, first, pages, far, active = extent(sinks, windows, lengths, at, tl.num_programs(1), MASKED, EACH)
     if split >= active:
         return
-    mine = q + (line * (GROUP * KV) + rows)[:, None] * SIZE
+    count = (far - split + active - 1) // active * steps
+    place = tl.zeros([], tl.int64)
+    if count > 0:
+        this = tl.where(split < front, split, first + split - front)
+        place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+    if PDL:
+        # Queries and the newest positions are the work of the launch in front.
+        tl.extra.cuda.gdc_wait()
+    mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     queries = ()
     for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS)[None, :])
+        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
         queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -117,126 +125,97 @@ def decode_kernel(
     acc = ()
     for RUN in tl.static_range(V_RUNS):
         c = value_channel(RUN, SIZE, V_BITS)
-        acc = acc + (tl.zeros([ROWS, c.shape[0]], tl.float32),)
-    for step in range((far - split + active - 1) // active * steps):
+        acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
+    for step in range(count):
         tile = split + step // steps * active
-        n = step % steps * STEP + tl.arange(0, STEP)
-        this = tl.where(tile < front, tile, first + tile - front)
-        place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+        part = step % steps
+        n = position_in(part, STEP, QUAD)
+        # Where the next step's page lies is known a step ahead.
+        next_tile = tl.minimum(split + (step + 1) // steps * active, far - 1)
+        following = tl.where(next_tile < front, next_tile, first + next_tile - front)
+        ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
         scores = far_scores(
-            queries, words, halves, wide, place, n, ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, WIDE
-        )
+            queries, words, halves, wide, place, n,
+            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY,
+        )  # fmt: skip
         if MASKED:
+            this = tl.where(tile < front, tile, first + tile - front)
             scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
-        higher = tl.maximum(top, tl.max(scores, axis=1))
+        higher = tl.maximum(top, tl.max(scores, axis=0))
         # A row may see nothing of its program's pages so far.
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
+        weights = tl.exp2(scores - level[None, :])
         fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, axis=1)
+        total = total * fade + tl.sum(weights, axis=0)
         acc = add_far_values(
-            acc, weights, fade, words, halves, wide, place, n,
-            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, WIDE,
+            acc, weights, fade, words, halves, wide, place, part, n,
+            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
         )  # fmt: skip
         top = higher
+        place = ahead
 
     # The page of the query and the one before it, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    whole = _short(tl.load(mine + all_channels[None, :]), DTYPE, WIDE)
-    # One or two pages: nothing to load ahead, and the local memory is the other loop's.
     begin = far + (split + active - far % active) % active
-    for step in tl.range(0, (pages - begin + active - 1) // active * steps, num_stages=1):
-        tile = begin + step // steps * active
-        n = step % steps * STEP + tl.arange(0, STEP)
-        this = tl.where(tile < front, tile, first + tile - front)
-        known = this * 64 + n <= at
-        place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
-        if K_BITS == 16:
-            from_k = wide + place * 8 + n[:, None] * SIZE
-        else:
-            from_k = near_keys + (lane + (this % 2) * 64 + n)[:, None] * SIZE
-        held = tl.load(from_k + all_channels[None, :], mask=known[:, None], other=0.0)
-        if WIDE:
-            held = held.to(tl.float32)
-        scores = tl.dot(whole, tl.trans(held), input_precision="ieee")
-        scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, axis=1)
-        if V_BITS == 16:
-            from_v = wide + place * 8 + V_SKIP // 2 + n[:, None] * SIZE
-        else:
-            from_v = near_values + (lane + (this % 2) * 64 + n)[:, None] * SIZE
-        found = ()
-        for RUN in tl.static_range(V_RUNS):
-            if V_BITS == 16 or SIZE * V_BITS // 32 < 16:
-                more = tl.load(
-                    from_v + value_channel(RUN, SIZE, V_BITS)[None, :], mask=known[:, None], other=0.0
-                )
+    if begin < pages:
+        whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
+        # One or two pages: nothing to load ahead, and the local memory is the other loop's.
+        for step in tl.range(0, (pages - begin + active - 1) // active * (64 // NEAR), num_stages=1):
+            tile = begin + step // (64 // NEAR) * active
+            n = step % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
+            this = tl.where(tile < front, tile, first + tile - front)
+            known = this * 64 + n <= at
+            here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+            if K_BITS == 16:
+                from_k = wide + here * 8 + n[:, None] * SIZE
             else:
-                # Every other channel of a run: of whole words, as neighbours lie.
-                column = (value_channel(RUN, SIZE, V_BITS) // 2)[None, :]
-                two = tl.load(near_words + (lane + (this % 2) * 64 + n)[:, None] * (SIZE // 2) + column)
-                more = (two >> (16 * (RUN % 2))).to(tl.int16).to(DTYPE, bitcast=True)
-                more = tl.where(known[:, None], more, tl.zeros([1, 1], DTYPE))
+                from_k = near_keys + (lane + (this % 2) * 64 + n)[:, None] * SIZE
+            held = tl.load(from_k + all_channels[None, :], mask=known[:, None], other=0.0)
             if WIDE:
-                more = more.to(tl.float32)
-            found = found + (
-                tl.dot(weights.to(more.dtype), more, acc[RUN] * fade[:, None], input_precision="ieee"),
-            )
-        acc = found
-        top = higher
+                held = held.to(tl.float32)
+            scores = tl.dot(held, whole, input_precision="ieee")
+            scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
+            higher = tl.maximum(top, tl.max(scores, axis=0))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[None, :])
+            fade = tl.exp2(top - level)
+            total = total * fade + tl.sum(weights, axis=0)
+            if V_BITS == 16:
+                from_v = wide + here * 8 + V_SKIP // 2 + n[None, :] * SIZE
+            else:
+                from_v = near_values + (lane + (this % 2) * 64 + n)[None, :] * SIZE
+            found = ()
+            for RUN in tl.static_range(V_RUNS):
+                c = value_channel(RUN, SIZE, V_BITS)
+                more = tl.load(from_v + c[:, None], mask=known[None, :], other=0.0)
+                if WIDE:
+                    more = more.to(tl.float32)
+                found = found + (
+                    tl.dot(more, weights.to(more.dtype), acc[RUN] * fade[None, :], input_precision="ieee"),
+                )
+            acc = found
+            top = higher
 
-    each = ROWS * (SIZE + 2)
-    lines = parts + pair.to(tl.int64) * (MOST * each)
-    block = lines + split * each
+    block = parts + (pair.to(tl.int64) * MOST + split) * (GROUP * (SIZE + 2))
     for RUN in tl.static_range(V_RUNS):
         c = value_channel(RUN, SIZE, V_BITS)
-        tl.store(block + g[:, None] * SIZE + c[None, :], acc[RUN])
-    tl.store(block + ROWS * SIZE + g, top)
-    tl.store(block + ROWS * (SIZE + 1) + g, total)
-    if arrive(counters + pair, GENERATION, "acq_rel") == active - 1:
-        tl.debug_barrier()
-        sum_of = tl.zeros([ROWS, SIZE], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        for i in range(active):
-            block = lines + i * each
-            # Past the first-level cache, which knows nothing of other multiprocessors.
-            theirs = tl.load(block + g[:, None] * SIZE + all_channels[None, :], cache_modifier=".cg")
-            their_top = tl.load(block + ROWS * SIZE + g, cache_modifier=".cg")
-            their_total = tl.load(block + ROWS * (SIZE + 1) + g, cache_modifier=".cg")
-            higher = tl.maximum(top, their_top)
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-            fade = tl.exp2(top - level)
-            weight = tl.exp2(their_top - level)
-            sum_of = sum_of * fade[:, None] + theirs * weight[:, None]
-            total = total * fade + their_total * weight
-            top = higher
-        sum_of = sum_of / total[:, None]
-        if V_ROTATE:
-            sum_of = turned_by_hadamard(sum_of, ROWS, SIZE)
-        into = out + (line * (GROUP * KV) + number * GROUP + g)[:, None] * SIZE + all_channels[None, :]
-        tl.store(into, sum_of.to(out.dtype.element_ty), mask=(g < GROUP)[:, None])
-        tl.store(counters + pair, 0)
+        tl.store(block + g[None, :] * SIZE + c[:, None], acc[RUN], mask=(g < GROUP)[None, :])
+    tl.store(block + GROUP * SIZE + g, top, mask=g < GROUP)
+    tl.store(block + GROUP * (SIZE + 1) + g, total, mask=g < GROUP)
 
 
 def _runs(forms: Forms) -> tuple[int, int]:
     """Runs of channels of keys and of values."""
 
-    def keys(bits: int) -> int:
-        words = forms.size * bits // 32
-        return 1 if bits == 16 else 16 // bits // 2 if words < 8 else (16 // bits) * max(1, words // 32)
+    def runs(bits: int, words: int, few: int) -> int:
+        return 1 if bits == 16 else 16 // bits // 2 if words < few else 16 // bits * max(1, words // 32)
 
-    values = forms.values.bits
-    split = 2 if values < 16 and forms.size * values // 32 >= 16 else 1
-    return keys(forms.keys.bits), keys(values) * split
+    keys, values = forms.keys.bits, forms.values.bits
+    return runs(keys, forms.size * keys // 32, 8), runs(values, forms.size * values // 16, 16)
 
 
-def decode_spec(
+def decode_specs(
     pages: Pages,
     batch: int,
     heads: int,
@@ -246,60 +225,108 @@ def decode_spec(
     context: int,
     tile: dict[str, int] | None = None,
     lines: bool = False,
-) -> KernelSpec:
-    """context: positions that may come, which bound the programs. `tile` overrides the choice of warps, stages and so on."""
+) -> tuple[KernelSpec, KernelSpec]:
+    """The launch over the pages and the one that adds up its parts.
+
+    context: positions that may come, which bound the programs. `tile` overrides the choice of warps, stages and so on.
+    """
     types, constants = shared(pages, batch, heads, kv_heads)
-    dtype = pointer_type(pages.dtype)
-    runs = _runs(pages.forms)
-    tile = _tile(pages.forms, masked, arch) | (tile or {})
+    dtype, size, forms = pointer_type(pages.dtype), pages.forms.size, pages.forms
+    tile = _tile(forms, masked, arch) | (tile or {})
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
-    signature = {**types, "rules": "*i32", "parts": "*fp32", "counters": "*i32", "out": dtype}
-    constants |= {
-        "K_RUNS": runs[0],
-        "V_RUNS": runs[1],
+    # The programs of the last pages have something to do until then.
+    pdl = overlaps(arch)
+    common = {
+        "ROWS": tile["ROWS"] if tile["ROWS"] >= heads // kv_heads else constants["ROWS"],
         "LINES": int(lines),
         "MASKED": masked,
         "MOST": MOST_SPLITS,
         "EACH": tile["EACH"],
-        "STEP": tile["STEP"],
-        "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-        "GENERATION": generation(arch),
+        "PDL": pdl,
     }
-    return KernelSpec(
-        name=f"attention_decode_{dtype[1:]}_{pages.forms.keys.bits}_{pages.forms.values.bits}",
-        fn=decode_kernel,
-        signature={name: signature[name] for name in decode_kernel.arg_names if name in signature},
-        constants=constants,
-        divisible=(*POINTERS, "rules", "parts", "counters", "out"),
-        num_warps=tile["WARPS"],
-        num_stages=tile["STAGES"],
-        batch=batch,
-        kind="attention_decode",
-        grid=(batch * pages.heads, fits, 1),
+    nvidia = arch.startswith("sm_")
+    signature = {**types, "rules": "*i32", "parts": "*fp32", "out": dtype, "splits": "i32"}
+
+    def spec(fn: Any, given: dict[str, Any], **others: Any) -> KernelSpec:
+        known = {name: value for name, value in (constants | common | given).items() if name in fn.arg_names}
+        return KernelSpec(
+            fn=fn,
+            signature={name: signature[name] for name in fn.arg_names if name in signature},
+            constants=known,
+            divisible=(*POINTERS, "rules", "parts", "out"),
+            batch=batch,
+            **others,
+        )
+
+    keys_runs, values_runs = _runs(forms)
+    over_pages = {
+        "K_RUNS": keys_runs,
+        "V_RUNS": values_runs,
+        "STEP": tile["STEP"],
+        "NEAR": min(tile["STEP"], 16 * tile["WARPS"]),
+        "QUAD": 4 if nvidia and forms.near else 1,
+        "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+        "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
+    }
+    # A rotated query is turned as a whole.
+    whole = forms.values.rotate or not nvidia
+    # All parts at once where registers hold them: one way to memory.
+    added = {
+        "WIDTH": size if whole else 32,
+        "TILE": 32 if not nvidia else 16384 // size if whole else MOST_SPLITS,
+    }
+    return (
+        spec(
+            decode_kernel,
+            over_pages,
+            name=f"attention_decode_{dtype[1:]}_{forms.keys.bits}_{forms.values.bits}",
+            num_warps=tile["WARPS"],
+            num_stages=tile["STAGES"],
+            kind="attention_decode",
+            options=overlap_options(arch) | ({"maxnreg": tile["REGS"]} if tile["REGS"] else {}),
+            grid=(batch * pages.heads, fits, 1),
+        ),
+        spec(
+            merge_kernel,
+            added,
+            name=f"attention_merge_{dtype[1:]}",
+            num_warps=8 if whole and nvidia else 4,
+            num_stages=1,
+            kind="attention_merge",
+            options=overlap_options(arch),
+            grid=(batch * pages.heads * (heads // kv_heads), size // added["WIDTH"], 1),
+        ),
     )
 
 
 def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
-    """RESIDENT: programs for each multiprocessor; STEP: positions at a time.
+    """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
+    registers of a thread at most (0: as many as there are), so that so many programs are resident.
 
-    Not tuned on a card yet: registers and spills of the compiled code chose. A run of 16 channels is work for one warp; more
-    would unpack the same words again (the compiled loop has as many instructions a warp with two).
+    Codes: programs of one warp, which wait for nobody. For sm_90 the fastest of a short list on an H200.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
-    warps, step = (
-        (4, 64) if bits[1] == 16 else (1, 64 if bits == (4, 4) and forms.keys.channel and not masked else 32)
-    )
+    warps, step = (4, 64) if bits[1] == 16 else (1, 64)
     if not arch.startswith("sm_") or forms.size > 128:
         step = 32
     if small and min(bits) < 16:
         # Even so it spills: the operands of their matrix cores are held twice.
-        warps, step = 1, 16
+        warps, step = 1 if min(bits) == 8 else 2, 16
     elif small or forms.size > 128:
         warps *= 2
-    return {"WARPS": warps, "STAGES": 2, "EACH": 2, "STEP": step, "RESIDENT": max(2, 8 // warps)}
+    rows = 8 if arch.startswith("sm_") else 16
+    return {
+        "WARPS": warps,
+        "STAGES": 2,
+        "EACH": 2,
+        "STEP": step,
+        "RESIDENT": max(4, 12 // warps),
+        "ROWS": rows,
+        "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
+    }
 
 
 def decode(
@@ -315,9 +342,11 @@ def decode(
     tile: dict[str, int] | None = None,
 ) -> None:
     """Attention of the queries in `room` over the pages, into the columns of these heads of out [batch, heads size]."""
-    spec = decode_spec(pages, len(out), *shape, masked, arch, context, tile, lines=len(position) > 1)
+    over_pages, merge = decode_specs(
+        pages, len(out), *shape, masked, arch, context, tile, lines=len(position) > 1
+    )
     launch(
-        spec, room.q, pages.near_keys, pages.near_values, pages.near_values.view(torch.int32), *pages.words(),
-        pages.table, pages.members, rules, position, room.parts, room.counters, out, pages.table.shape[1],
-        pages.offset, pages.sink, pages.ring,
+        over_pages, room.q, pages.near_keys, pages.near_values, *pages.words(), pages.table, pages.members, rules,
+        position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
     )  # fmt: skip
+    launch(merge, room.parts, pages.members, rules, position, out, over_pages.grid[1])

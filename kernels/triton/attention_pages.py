@@ -6,9 +6,7 @@ heads that are stored alike stand side by side; where such a block begins is in 
 page, in units of 16 bytes from the first block of memory. So the table alone changes when a cache grows: no page is moved,
 and a captured graph stays right. A ring uses its table's places again: page p >= SINK stands at SINK + (p - SINK) % RING.
 
-Codes of b bits: a position has W = size b / 32 words; the field of bits J b.. of the lower (upper) half of word w is channel
-2 J W + 2 w (+ 1). So a field of all words is a run of neighbouring channels, and `field | 0x6400` of a half is a float16:
-1024 + code. Numbers of 16 bits stand as they are, in the model's dtype.
+How codes stand in a record: attention_record.py. Numbers of 16 bits stand as they are, in the model's dtype.
 
 Keys and values that are stored rotated are rotated from the start, in their 16-bit pages too: queries are turned once.
 """
@@ -20,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.attention_record import load_numbers, store_codes
 from nstf.kernels.triton.launching import launch
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -33,7 +32,7 @@ ALL = 1 << 30
 @dataclass(frozen=True)
 class Form:
     """How keys or values are stored. bits: 16, 8, 4 or 2. channel: minimum and scale of each channel, else of each
-    position (and 64 channels). rotate: turned by a Hadamard matrix first."""
+    position and 64 channels. rotate: turned by a Hadamard matrix first."""
 
     bits: int
     channel: bool
@@ -129,75 +128,6 @@ def turned_by_hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(
-    x, words, halves, at, BITS: tl.constexpr, CHANNEL: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr
-):
-    """Stores a page x f32 [64, SIZE] as codes, `SKIP` bytes after the place `at`."""
-    W: tl.constexpr = SIZE * BITS // 32
-    MOST: tl.constexpr = (1 << BITS) - 1
-    GROUPS: tl.constexpr = 1 if CHANNEL else SIZE // 64
-    n = tl.arange(0, 64)
-    w = tl.arange(0, W)
-    c = tl.arange(0, SIZE)
-    pairs = halves + at * 8 + (SKIP + 8 * SIZE * BITS) // 2
-    if CHANNEL:
-        low = tl.min(x, axis=0)
-        high = tl.max(x, axis=0)
-    else:
-        grouped = tl.reshape(x, [64, GROUPS, 64])
-        low = tl.min(grouped, axis=2)
-        high = tl.max(grouped, axis=2)
-    low = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
-    step = ((high - low.to(tl.float32)) / MOST).to(tl.float32)
-    step = tl.minimum(tl.maximum(step, 0.0), 65504.0).to(tl.float16)
-    if CHANNEL:
-        tl.store(pairs + c, low)
-        tl.store(pairs + SIZE + c, step)
-        base = low.to(tl.float32)[None, :]
-        by = step.to(tl.float32)[None, :]
-        code = (x - base) / tl.where(by > 0.0, by, 1.0)
-    else:
-        g = n[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        tl.store(pairs + g, low)
-        tl.store(pairs + 64 * GROUPS + g, step)
-        base = low.to(tl.float32)[:, :, None]
-        by = step.to(tl.float32)[:, :, None]
-        code = tl.reshape((grouped - base) / tl.where(by > 0.0, by, 1.0), [64, SIZE])
-        by = tl.reshape(tl.broadcast_to(by, [64, GROUPS, 64]), [64, SIZE])
-    # Adding and taking away 1.5 * 2^23 rounds to nearest even.
-    code = tl.minimum(tl.maximum(code, 0.0), 1.0 * MOST)
-    code = (code + 12582912.0) - 12582912.0
-    code = tl.where(by > 0.0, code, 0.0).to(tl.int32)
-    shift = (c % 2) * 16 + (c // (2 * W)) * BITS
-    fields = tl.reshape(code << shift[None, :], [64, 16 // BITS, W, 2])
-    packed = tl.sum(tl.sum(fields, axis=3), axis=1)
-    tl.store(words + at * 4 + SKIP // 4 + n[:, None] * W + w[None, :], packed)
-
-
-@triton.jit
-def load_numbers(
-    words, halves, at, BITS: tl.constexpr, CHANNEL: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr
-):
-    """A page of codes as f32 [64, SIZE]: for prefill, once a chunk."""
-    W: tl.constexpr = SIZE * BITS // 32
-    GROUPS: tl.constexpr = 1 if CHANNEL else SIZE // 64
-    n = tl.arange(0, 64)
-    c = tl.arange(0, SIZE)
-    pairs = halves + at * 8 + (SKIP + 8 * SIZE * BITS) // 2
-    word = tl.load(words + at * 4 + SKIP // 4 + n[:, None] * W + ((c % (2 * W)) // 2)[None, :])
-    shift = (c % 2) * 16 + (c // (2 * W)) * BITS
-    code = ((word >> shift[None, :]) & ((1 << BITS) - 1)).to(tl.float32)
-    if CHANNEL:
-        low = tl.load(pairs + c).to(tl.float32)[None, :]
-        step = tl.load(pairs + SIZE + c).to(tl.float32)[None, :]
-    else:
-        g = n[:, None] * GROUPS + (c // 64)[None, :]
-        low = tl.load(pairs + g).to(tl.float32)
-        step = tl.load(pairs + 64 * GROUPS + g).to(tl.float32)
-    return low + step * code
-
-
-@triton.jit
 def store_kernel(
     source,  # [batch, KV, count, SIZE]: keys or values of the positions from `start` on, turned
     near,  # [batch, heads, 128, SIZE]: those before
@@ -220,6 +150,7 @@ def store_kernel(
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
     CHANNEL: tl.constexpr,
+    VALUES: tl.constexpr,
     SKIP: tl.constexpr,
     RECORD: tl.constexpr,
 ):
@@ -243,7 +174,7 @@ def store_kernel(
         before = near + ((line * KEPT + head) * 128 + position % 128)[:, None] * SIZE + c[None, :]
         y = tl.load(before, mask=(row < 0)[:, None], other=0.0)
         x = tl.where(here[:, None], x.to(tl.float32), y.to(tl.float32))
-        store_codes(x, words, halves, at, BITS, CHANNEL, SIZE, SKIP)
+        store_codes(x, words, halves, at, BITS, CHANNEL, VALUES, SIZE, SKIP)
 
 
 @triton.jit
@@ -264,6 +195,7 @@ def fetch_kernel(
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
     CHANNEL: tl.constexpr,
+    VALUES: tl.constexpr,
     SKIP: tl.constexpr,
     RECORD: tl.constexpr,
 ):
@@ -278,7 +210,7 @@ def fetch_kernel(
     if BITS == 16:
         x = tl.load(wide + at * 8 + SKIP // 2 + n[:, None] * SIZE + c[None, :]).to(tl.float32)
     else:
-        x = load_numbers(words, halves, at, BITS, CHANNEL, SIZE, SKIP)
+        x = load_numbers(words, halves, at, BITS, CHANNEL, VALUES, SIZE, SKIP)
     into = out + ((line * KEPT + head).to(tl.int64) * rows + page * 64 + n)[:, None] * SIZE + c[None, :]
     tl.store(into, x.to(out.dtype.element_ty))
 
@@ -291,6 +223,7 @@ def _forms_constants(pages: Pages, values: bool) -> dict[str, int | bool]:
         "SIZE": forms.size,
         "BITS": form.bits,
         "CHANNEL": form.channel,
+        "VALUES": values,
         "SKIP": forms.keys.size_bytes(forms.size) if values else 0,
         "RECORD": forms.record_bytes,
     }

@@ -27,7 +27,7 @@ def sums_kernel(
     far,  # [KV, far_rows, SIZE]: row p is position p
     near,  # [KV, near_rows, SIZE]: positions near_start ..
     members,  # i32 [kept, 2]: head and KV head of each
-    sums,  # f32 [kept, groups of queries, most]: log2 of sums of 2^score; -inf beyond the diagonal
+    sums,  # f32 [kept, groups of queries, most]: logarithms of sums of exponentials; -inf beyond the diagonal
     first,
     blocks,
     near_start,
@@ -97,7 +97,7 @@ def sums_kernel(
         acc = tl.where(old, acc, new)
     parts = tl.reshape(acc * scale, [M, N // PER, PER])
     top = tl.max(parts, axis=2)
-    level = top + tl.log2(tl.sum(tl.exp2(parts - top[:, :, None]), axis=2))
+    level = (top + tl.log2(tl.sum(tl.exp2(parts - top[:, :, None]), axis=2))) * 0.6931471805599453
     below = (key_block + b)[None, :] <= (first + m // PER)[:, None]
     tl.store(into, tl.where(below, level, float("-inf")), mask=keep)
 
@@ -164,11 +164,16 @@ def choose(mass: Tensor, diagonal: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def listed(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks int32 [kept, tiles, most] in order, counts int32 [kept, tiles]) of what `choose` kept."""
+    """(blocks int32 [kept, tiles, most + 1] in order, counts int32 [kept, tiles]) of what `choose` kept.
+
+    What was not kept is written to the last place: of 32 heads at 128k a sort takes milliseconds.
+    """
     most = keep.shape[-1]
-    at = torch.arange(most, device=keep.device, dtype=torch.int32)
-    blocks = torch.where(keep, at, most).sort(dim=-1).values
-    return blocks.to(torch.int32), keep.sum(-1, dtype=torch.int32)
+    number = keep.cumsum(-1, dtype=torch.int32)
+    blocks = torch.full((*keep.shape[:-1], most + 1), most, dtype=torch.int32, device=keep.device)
+    at = torch.arange(most, device=keep.device, dtype=torch.int32).expand(keep.shape)
+    blocks.scatter_(-1, torch.where(keep, number - 1, most).long(), at)
+    return blocks, number[..., -1].contiguous()
 
 
 def predict(
@@ -209,9 +214,7 @@ def predict(
             spec, rows, far, near, members, sums, first, blocks, near_start, far.shape[1], near.shape[1], seen,
             q.stride(0), q.stride(1), near.stride(0), scale * LOG2E / stride,
         )  # fmt: skip
-        top = sums.amax(-1, keepdim=True)
-        mass = (sums - top).exp2_()
-        mass = (mass / mass.sum(-1, keepdim=True)).view(kept, blocks, -1, seen).mean(2)
+        mass = sums.softmax(-1).view(kept, blocks, -1, seen).mean(2)
         diagonal = at[first:seen]
         chosen = choose(mass, diagonal, thresholds)
         chosen |= ((diagonal * BLOCK + 1)[:, None] < lengths[:, None, None]) & (

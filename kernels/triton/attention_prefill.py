@@ -52,21 +52,26 @@ def _whole_block(
 
 @triton.jit
 def _masked_block(
-    acc, total, top, q, base_k, base_v, row, seen, inside, scale, d,
+    acc, total, top, q, base_k, base_v, row, inside, key, from_low, low, high, scale, d,
     N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds N keys of which query m sees those of seen [M, N]; inside [N]: rows that may be loaded."""
+    """Adds N keys of which query m sees those with from_low >= low[m] and key <= high[m].
+
+    inside [N]: rows that may be loaded, among them all that are seen. Two comparisons a pair: what else depends on the query
+    alone is in those numbers.
+    """
     at = row.to(tl.int64)[:, None] * SIZE + d[None, :]
     k = tl.load(base_k + at, mask=inside[:, None], other=0.0)
     v = tl.load(base_v + at, mask=inside[:, None], other=0.0)
     if WIDE:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    seen = (from_low[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
     scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
+    higher = tl.maximum(top, tl.max(scores, axis=1) * scale)
     level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - level[:, None])
+    weights = tl.exp2(scores * scale - level[:, None])
     fade = tl.exp2(top - level)
     total = total * fade + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -139,30 +144,30 @@ def prefill_kernel(
     total = tl.zeros([128], tl.float32)
     top = tl.full([128], float("-inf"), tl.float32)
     n = tl.arange(0, EDGE)
-    last = tile * 2  # the first page that the last loop takes
+    # The first page that the last loop takes: of pages of 16 bits, the blocks before the diagonal's need no mask.
+    last = tile * 2
+    low = tl.zeros([128], tl.int32)
     lowest = 0  # no query sees a key between the sinks and this
+    lower = 0  # where the steps of a window's lower edge begin,
+    begin = 0  # and the steps that all queries see
+    sink = 0
+    sink_blocks = 0  # steps that lie among the sinks as a whole
+    sink_steps = 0  # masked steps of sinks
+    edge_steps = 0
 
     if LISTS:
         place = which * tiles + tile - start // 128
         number = tl.load(counts + place)
-        listed = lists + (line * KEPT + 0).to(tl.int64) * tiles * most + place.to(tl.int64) * most
-        if number >= 2:
-            # The block before the diagonal's has pages that are read in two ways.
-            if tl.load(listed + number - 2) == tile - 1:
-                last = tile * 2 - 2
-        for i in range((number - 1 - (tile * 2 - last) // 2) * (128 // TILE)):
-            block = tl.load(listed + i // (128 // TILE))
-            first = block * 128 + (i % (128 // TILE)) * TILE
-            acc, total, top = _whole_block(
-                acc, total, top, query, far_k, far_v, first, scale, d, TILE, SIZE, WIDE
-            )
-        low = tl.zeros([128], tl.int32)
-        sink = 0
+        listed = lists + place.to(tl.int64) * most
+        if not SAME:
+            if number >= 2:
+                # The block before the diagonal's has pages that are read in two ways.
+                if tl.load(listed + number - 2) == tile - 1:
+                    last = tile * 2 - 2
+        steps = (number - 1 - (tile * 2 - last) // 2) * (128 // TILE)
     else:
-        low = tl.zeros([128], tl.int32)
-        sink = 0
-        last = tl.maximum(tile * 2 - 2, 0)
-        begin = 0
+        if not SAME:
+            last = tl.maximum(tile * 2 - 2, 0)
         if BANDS:
             sink = tl.load(rules + head * 3)
             window = tl.load(rules + head * 3 + 1)
@@ -171,55 +176,49 @@ def prefill_kernel(
             # Rows that are not there ask for nothing.
             lowest = tl.min(tl.where(here, low, 1 << 30), axis=0)
             highest = tl.max(tl.where(here, low, 0), axis=0)
-            page = tl.minimum(lowest // 64, last)
-            # Sinks before the window, then its lower edge, up to where whole steps begin.
-            sinks = tl.minimum((sink + 63) // 64, page)
+            lower = tl.minimum(lowest // EDGE * EDGE, last * 64)
             begin = tl.minimum((highest + TILE - 1) // TILE * TILE, last * 64)
-            edge = sinks + (begin + 63) // 64 - page
-            for j in range(edge * (64 // EDGE)):
-                i = j // (64 // EDGE)
-                this = tl.where(i < sinks, i, page + i - sinks) * 64 + j % (64 // EDGE) * EDGE + n
-                visible = (this[None, :] < sink) | (this[None, :] >= low[:, None])
-                visible = visible & (this < begin)[None, :] & here[:, None]
-                acc, total, top = _masked_block(
-                    acc,
-                    total,
-                    top,
-                    query,
-                    far_k,
-                    far_v,
-                    this,
-                    visible,
-                    this < begin,
-                    scale,
-                    d,
-                    EDGE,
-                    SIZE,
-                    WIDE,
-                )
-            if edge > 0:
-                # A row that has seen nothing yet starts from a number.
-                top = tl.where(top == float("-inf"), -1e30, top)
-        for first in range(begin, last * 64 // TILE * TILE, TILE):
-            acc, total, top = _whole_block(
-                acc, total, top, query, far_k, far_v, first, scale, d, TILE, SIZE, WIDE
-            )
+            sink_end = tl.minimum(sink, lower)
+            sink_blocks = sink_end // TILE
+            sink_steps = (sink_end - sink_blocks * TILE + EDGE - 1) // EDGE
+            edge_steps = (begin - lower) // EDGE
+        steps = sink_blocks + (last * 64 - begin) // TILE
+    for i in range(steps):
+        if LISTS:
+            first = tl.load(listed + i // (128 // TILE)) * 128 + (i % (128 // TILE)) * TILE
+        else:
+            first = tl.where(i < sink_blocks, i * TILE, begin + (i - sink_blocks) * TILE)
+        acc, total, top = _whole_block(
+            acc, total, top, query, far_k, far_v, first, scale, d, TILE, SIZE, WIDE
+        )
 
-    # Pages from `last` on: of each row those of its own page and the one before from `near`, others from `far`.
+    # The rest of the sinks, the lower edge of a window, and pages from `last` on: of each row those of its own page and the
+    # one before from `near`, others from `far`.
     mine = at // 64
-    from_far = 0 if SAME else tl.maximum(tile * 2 - last, 0)
-    near_page = last if SAME else tl.maximum(tile * 2 - 1, last)
-    for j in range((from_far + tile * 2 + 2 - near_page) * (64 // EDGE)):
-        i = j // (64 // EDGE)
-        is_far = i < from_far
-        page = tl.where(is_far, last + i, near_page + i - from_far)
-        this = page * 64 + j % (64 // EDGE) * EDGE + n
-        visible = ((this[None, :] < sink) | (this[None, :] >= low[:, None])) & (this[None, :] <= at[:, None])
-        visible = visible & here[:, None]
+    old_steps = sink_steps + edge_steps
+    if SAME:
+        far_steps = old_steps
+        near_first = last * 64
+    else:
+        far_steps = old_steps + tl.maximum(tile * 2 - last, 0) * (64 // EDGE)
+        near_first = tl.maximum(tile * 2 - 1, last) * 64
+    for j in range(far_steps + (tile * 128 + 128 - near_first) // EDGE):
+        is_far = j < far_steps
+        from_start = tl.where(
+            j < sink_steps,
+            sink_blocks * TILE + j * EDGE,
+            tl.where(
+                j < old_steps,
+                lower + (j - sink_steps) * EDGE,
+                tl.where(is_far, last * 64 + (j - old_steps) * EDGE, near_first + (j - far_steps) * EDGE),
+            ),
+        )
+        this = from_start + n
+        high = tl.where(here, at, -1)
         base_k = near_k
         base_v = near_v
         if not SAME:
-            visible = visible & ((mine - page >= 2) == is_far)[:, None]
+            high = tl.where((mine - from_start // 64 >= 2) == is_far, high, -1)
             if is_far:
                 base_k = far_k
                 base_v = far_v
@@ -235,8 +234,11 @@ def prefill_kernel(
             base_k,
             base_v,
             inside,
-            visible & ok[None, :],
             ok,
+            this,
+            tl.where(this < sink, 1 << 30, this) if BANDS else this,
+            low,
+            high,
             scale,
             d,
             EDGE,

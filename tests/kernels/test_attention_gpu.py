@@ -20,7 +20,7 @@ from nstf.kernels.triton import attention_predict, gates
 from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES, architecture
 from nstf.kernels.triton.attention_append import append_spec
-from nstf.kernels.triton.attention_decode import decode_spec
+from nstf.kernels.triton.attention_decode import decode_specs
 from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages, fetch_spec, store_spec
 from nstf.kernels.triton.attention_predict import sums_spec
 from nstf.kernels.triton.attention_prefill import prefill_spec
@@ -82,8 +82,9 @@ def spec_of(name: str, target: str) -> KernelSpec:
     """The launches that an 8B model makes, by name."""
     kind, *rest = name.split()
     size = 128
-    if kind == "decode":
-        return decode_spec(pages(rest[0], rest[1], size), 1, 32, 8, len(rest) > 2, target, 65536)
+    if kind in ("decode", "merge"):
+        both = decode_specs(pages(rest[0], rest[1], size), 1, 32, 8, len(rest) > 2, target, 65536)
+        return both[kind == "merge"]
     if kind == "prefill":
         return prefill_spec(
             torch.bfloat16,
@@ -109,6 +110,8 @@ def spec_of(name: str, target: str) -> KernelSpec:
 KERNELS = (
     *(f"decode {form}" for form in FORMATS),
     "decode 4c 4t masked",
+    "merge 4c 4t",
+    "merge 4tr 4tr",
     "prefill dense same",
     "prefill dense",
     "prefill bands same",
@@ -145,7 +148,7 @@ KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     # Addresses and bounds in scalar registers, moved to lanes of vector registers: nothing goes to memory.
     ("prefill", CDNA): ("spills 0 vector",),
     ("decode 4c 4t masked", CDNA): ("spills 0 vector",),
-    **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "4tr 4tr", "2c 2t", "4c 16")},
+    **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "2c 2t", "4c 16")},
 }
 
 

@@ -135,7 +135,7 @@ def test_the_kernels_of_a_plan_are_compiled_too(tiny: ModuleType, tmp_path: Path
     kinds = Counter(spec.kind for name, spec in found.items() if name not in before)
     # A ring of 16 bits, and codes with a dense and a sparse head; both layers alike.
     assert kinds == {
-        "attention_append": 2, "attention_decode": 2, "attention_store": 4, "attention_fetch": 4,
+        "attention_append": 2, "attention_decode": 2, "attention_merge": 2, "attention_store": 4, "attention_fetch": 4,
         "attention_prefill": 3, "attention_sums": 1,
     }  # fmt: skip
 
