@@ -141,7 +141,7 @@ class DividedNorm(Divided):
 class DividedEmbedding(Divided):
     """A table of which this rank has the rows from `first` on: zero for others' rows, then the sum over ranks.
 
-    An id outside of the vocabulary raises IndexError; on a GPU it gives NaN, as in one process.
+    An id outside of the vocabulary raises IndexError; on a GPU it gives NaN, as an encoded table does in one process.
     """
 
     first: int

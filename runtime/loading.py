@@ -188,7 +188,7 @@ def _opened(
     """(the file, checked; the model without weights; what it computes in). Ranks check a part of the file each."""
     artifact = open_artifact(path, verify=verify and ranks is None, mapped=mapped)
     if verify and ranks is not None:
-        digests.verify(path, ranks.rank, ranks.size)
+        digests.verify_opened(artifact, ranks.rank, ranks.size)
     config = artifact.config()
     compute = _compute_dtype(dtype, device, config)
     model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))

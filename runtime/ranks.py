@@ -28,6 +28,13 @@ class OtherFailed(NstfError):
     """Another rank failed; its own message says why."""
 
 
+class _Done:
+    """A sum that needs no waiting for."""
+
+    def wait(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those of torch.distributed's default group."""
@@ -54,6 +61,8 @@ class Ranks:
 
     def start_sum(self, values: Tensor) -> Any:
         """Starts the sum over all ranks in the place of contiguous `values`, which its `wait()` completes."""
+        if _ALONE.get():
+            return _Done()
         return dist.all_reduce(values, async_op=True)
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
@@ -62,7 +71,7 @@ class Ranks:
         if missing:
             part = torch.nn.functional.pad(part, (0, missing))
         flat = part.reshape(-1, width)
-        parts = flat.new_empty(self.size, *flat.shape)
+        parts = flat.new_zeros(self.size, *flat.shape)
         if not _ALONE.get():
             dist.all_gather(list(parts), flat.contiguous())
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)

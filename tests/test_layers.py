@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "runtime": {"kernels"},
-    "integrations": {"runtime"},
+    "integrations": {"runtime", "kernels"},
     "quantizers": {"kernels", "proposals"},
     "decomposers": {"kernels", "proposals"},
     "analyzers": {"kernels", "proposals"},

@@ -112,7 +112,9 @@ def _experts(
         # A graph has the same launches for all tokens: every expert, with a weight of zero for who did not ask for it.
         for number in range(count):
             weight = (weights * (own == number)).sum(-1, keepdim=True)
-            out += contribution(number, x) * weight.to(x.dtype)
+            # Not times zero: an expert that a token did not ask for may overflow on it.
+            some = contribution(number, x) * weight.to(x.dtype)
+            out += torch.where(weight != 0, some, 0)
         return out
     for number in torch.unique(own[(own >= 0) & (own < count)]).tolist():
         token, choice = torch.where(own == number)

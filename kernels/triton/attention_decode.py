@@ -236,7 +236,7 @@ def decode_specs(
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
-    # The programs of the last pages have something to do until then.
+    # `position` and `table` are read before the wait: they were written before the launch in front, which overlaps no other.
     pdl = overlaps(arch)
     common = {
         "ROWS": tile["ROWS"] if tile["ROWS"] >= heads // kv_heads else constants["ROWS"],
@@ -305,7 +305,8 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
     registers of a thread at most (0: as many as there are), so that so many programs are resident.
 
-    Codes: programs of one warp, which wait for nobody. For sm_90 the fastest of a short list on an H200.
+    Codes: programs of one warp, which wait for nobody. For sm_90 the fastest of a short
+    list on an H200, of the loop before its words were read by local loads of 16 bytes.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))

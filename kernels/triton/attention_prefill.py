@@ -2,8 +2,8 @@
 """Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
 
 A program takes 128 queries of a head, aligned in the sequence, so that its blocks are those of the plan. Key blocks that all
-of its queries see entirely run without a mask; masks are left to the block of the diagonal, the one before it and the edges
-of a window (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a range.
+of its queries see entirely run without a mask; masks are left to the block of the diagonal and the edges of sinks and
+windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a range.
 
 Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
 (attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
@@ -296,7 +296,7 @@ def prefill_spec(
 
 
 def _tile(size: int, arch: str) -> dict[str, int]:
-    """Keys at a time, warps and stages. Not tuned on a card yet: what compiles without spills and fits local memory."""
+    """Keys at a time, warps and stages. What compiles without spills and fits local memory; no others were tried on a card."""
     if arch.startswith("sm_"):
         return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):

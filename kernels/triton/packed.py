@@ -205,8 +205,11 @@ def compact(encoded: EncodedTensor) -> EncodedTensor:
     for name in encoded.tree.children if encoded.tree.kind in _HOLDERS else ():
         child = compact(child_encoded(encoded, name))
         arrays |= {f"{name}.{path}": array for path, array in child.arrays.items()}
-    # A convolution's kernel reads its weight as a matrix.
-    layout = layout_of(as_matrix(encoded) if len(encoded.shape) in (3, 4) else encoded)
+    # A convolution's kernel reads its weight as a matrix, and none that is depthwise.
+    convolution = len(encoded.shape) in (3, 4)
+    if convolution and encoded.shape[1] == 1:
+        return EncodedTensor(encoded.tree, encoded.shape, arrays)
+    layout = layout_of(as_matrix(encoded) if convolution else encoded)
     codes = arrays.get("codes")
     if layout is None or codes is None or isinstance(codes, PackedCodes) or _nan_codes(encoded):
         return EncodedTensor(encoded.tree, encoded.shape, arrays)

@@ -74,7 +74,8 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
         with writing.staged(request.output, single, request.overwrite) as folder:
             _write(artifact, found, request, folder, stem)
             if single:  # tokenizer and config would take the place of neighbours of these names
-                for file in [f for f in folder.iterdir() if not f.name.startswith(f"{stem}.")]:
+                kept = (f"{stem}.", writing.UNFINISHED)
+                for file in [f for f in folder.iterdir() if not f.name.startswith(kept)]:
                     file.unlink()
             (folder / (f"{stem}.README.md" if single else "README.md")).write_text(
                 _card(artifact, found, request, stem)

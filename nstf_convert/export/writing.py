@@ -20,6 +20,8 @@ from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
 MARK = "- nstf"
+# A file in every hidden folder while it is written, so that one of a like name that is not ours is never taken for it.
+UNFINISHED = ".nstf-unfinished"
 
 
 def check_destination(output: Path, overwrite: bool) -> None:
@@ -65,7 +67,8 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
     single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all. Raises UsageError
     where one of them is there already, without overwrite.
     """
-    output = output.absolute()
+    # Where a link leads: the data stays on the disk that it points to, and the link stays.
+    output = output.resolve()
     _remove_stale(output)
     with disk_errors(output):
         partial, lock = _hidden_folder(output)
@@ -77,15 +80,19 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             if file.is_file():
                 file.chmod(mode)
                 _sync(file)
-        _sync(partial)
         if single_file:
-            taken = [f.name for f in sorted(partial.iterdir()) if output.with_name(f.name).exists()]
+            files = [f for f in sorted(partial.iterdir()) if f.name != UNFINISHED]
+            taken = [f.name for f in files if output.with_name(f.name).exists()]
             if taken and not overwrite:
                 raise UsageError(f"{output.with_name(taken[0])} exists: give another -o, or --overwrite")
-            for file in sorted(partial.iterdir(), key=lambda f: f.name == output.name):
+            _sync(partial)
+            for file in sorted(files, key=lambda f: f.name == output.name):
                 file.replace(output.with_name(file.name))
-            partial.rmdir()
+            _remove(partial)
         else:
+            _sync(partial)
+            (partial / UNFINISHED).unlink(missing_ok=True)  # the card is its mark now
+            _sync(partial)
             _replace_folder(partial, output)
         _sync(output.parent)
     except BaseException as error:
@@ -96,6 +103,8 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             fault = error if error.filename is None or str(partial) in str(error.filename) else None
         if fault is not None:
             with disk_errors(output):
+                if fault is error:
+                    raise
                 raise fault from error
         raise
     finally:
@@ -119,18 +128,29 @@ def _hidden_folder(output: Path) -> tuple[Path, int]:
         with contextlib.suppress(OSError):  # a file system without locks: nothing is ever found stale
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
+            try:
+                _mark(folder)
+            except OSError:
+                os.close(descriptor)
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             return folder, descriptor
         os.close(descriptor)
 
 
 def _remove_stale(output: Path) -> None:
-    """Removes hidden folders that killed exports of the same name left: unfinished ones, and what they had replaced."""
+    """Removes hidden folders that killed exports of the same name left: unfinished ones, and what they had replaced.
+
+    Folders of such a name that hold something but neither our mark nor our card are somebody else's.
+    """
     name = escape(output.name)
     left = list(output.parent.glob(f".{name}.part.????????"))
     if output.exists():  # else the only whole one may be among them
         left += output.parent.glob(f".{name}.old.????????")
     for leftover in left:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NstfError):
+            if any(leftover.iterdir()) and not (leftover / UNFINISHED).exists() and not _is_export(leftover):
+                continue
             descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,6 +167,7 @@ def _replace_folder(partial: Path, output: Path) -> None:
         output.rmdir()
         partial.rename(output)
     elif _exchange(partial, output):  # the older one has the hidden name now
+        _sync(output.parent)  # before anything of the older one goes: a loss of power may undo the exchange
         with disk_errors(partial):  # shutil says of a file below it alone that it failed
             _remove(partial)
     else:  # a system that cannot: the name is missing for a moment
@@ -157,6 +178,7 @@ def _replace_folder(partial: Path, output: Path) -> None:
         except BaseException:
             old.rename(output)
             raise
+        _sync(output.parent)
         _remove(old)
 
 
@@ -167,16 +189,32 @@ def _exchange(first: Path, second: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _remove(folder: Path) -> None:
+    """Removes a folder of ours, its mark last: what a kill leaves of it is still known as ours."""
+    mark = _mark(folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != mark:
+            path.unlink()
+    _sync(folder)
+    mark.unlink()
+    folder.rmdir()
+
+
+def _mark(folder: Path) -> Path:
+    """The mark of a folder that is not whole; synced: a loss of power leaves it with whatever else it leaves."""
+    mark = folder / UNFINISHED
+    mark.touch()
+    _sync(mark)
+    _sync(folder)
+    return mark
 
 
 def listed(folder: Path) -> Files:
     """(name, bytes) of the files of a folder, sorted."""
-    return sorted((str(f.relative_to(folder)), f.stat().st_size) for f in folder.rglob("*") if f.is_file())
+    files = [f for f in folder.rglob("*") if f.is_file() and f.name != UNFINISHED]
+    return sorted((str(f.relative_to(folder)), f.stat().st_size) for f in files)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -86,8 +86,8 @@ def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> s
 class Verifying:
     """Checks every SHA-256 of an open artifact in a thread, over its mapping: the pages are in memory afterwards.
 
-    `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` checks with
-    it what is left and raises CorruptError that names an array that differs.
+    `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` checks what
+    the thread has not come to and raises CorruptError that names an array that differs.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -137,14 +137,18 @@ class Verifying:
             pass
 
     def _work(self) -> None:
-        try:
-            while not self._stopped:
-                with self._busy:
+        while True:
+            # What is found is noted before the lock goes: who waits for the lock reads it next.
+            with self._busy:
+                if self._stopped:
+                    return
+                try:
                     self._check(self._large.popleft())
-        except IndexError:
-            pass
-        except BaseException as error:  # raised again where somebody waits
-            self._failure = error
+                except IndexError:
+                    return
+                except BaseException as error:  # raised again where somebody waits
+                    self._failure = error
+                    return
 
     def _check(self, name: str) -> None:
         if hashlib.sha256(self._views[name]).hexdigest() != self._digests[name]:

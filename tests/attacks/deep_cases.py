@@ -280,8 +280,9 @@ def check(total: Total) -> None:
 
 
 def main() -> int:
-    seconds, workers, first = (float(sys.argv[1]), *(int(word) for word in sys.argv[2:]), 1, 100)[:3]
-    until = time.monotonic() + seconds
+    seconds, *numbers = sys.argv[1:]
+    workers, first = (*numbers, *("1", "100")[len(numbers) :])
+    until = time.monotonic() + float(seconds)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as made:
         folder = Path(made)
         good = make_model(folder)

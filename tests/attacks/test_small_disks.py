@@ -32,14 +32,20 @@ EXPORTS = {
     "onnx": ("model.nstf", []),
 }
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000
+RECURSIVE, PRIVATE = 1 << 14, 1 << 18
 
 
 def disk_of(size: int) -> None:
     """In a process of its own: a file system of `size` bytes in the folder `disk`. Raises OSError where none is allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     flags = NEW_MOUNTS if os.geteuid() == 0 else NEW_MOUNTS | NEW_USER
-    if libc.unshare(flags) or libc.mount(b"tmpfs", b"disk", b"tmpfs", 0, f"size={size}".encode()):
-        raise OSError(ctypes.get_errno(), "no file system of our own")
+    # Private first: as root the new mounts would spread to the machine's own where / is shared.
+    if (
+        libc.unshare(flags)
+        or libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None)
+        or libc.mount(b"tmpfs", b"disk", b"tmpfs", 0, f"size={size}".encode())
+    ):
+        raise PermissionError(ctypes.get_errno(), "no file system of our own")
 
 
 def file_size(most: int) -> None:

@@ -52,3 +52,30 @@ def test_an_older_export_is_replaced_whether_the_system_can_exchange_names_or_no
     export(tmp_path / "x", b"first"), export(tmp_path / "x", b"second")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x" / "whole").read_bytes() == b"second"
+
+
+def test_folders_of_like_names_that_are_not_ours_stay(tmp_path: Path) -> None:
+    theirs = [tmp_path / name for name in (".m.old.20241123", ".m.part.my-notes")]
+    ours = tmp_path / ".m.part.01234567"
+    for folder in (*theirs, ours):
+        folder.mkdir()
+        (folder / "precious").write_text("here")
+    (ours / writing.UNFINISHED).touch()
+    for overwrite in (False, True):
+        with writing.staged(tmp_path / "m", overwrite=overwrite) as partial:
+            (partial / "README.md").write_text(f"tags:\n{writing.MARK}\n")
+    assert [(folder / "precious").exists() for folder in theirs] == [True, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".m.old.20241123", ".m.part.my-notes", "m"]
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["README.md"]
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "m").mkdir(parents=True)
+    (tmp_path / "disk" / "m" / "README.md").write_text(f"{writing.MARK}\n")
+    (tmp_path / "m").symlink_to(tmp_path / "disk" / "m")
+    with writing.staged(tmp_path / "m", overwrite=True) as partial:
+        assert partial.parent == tmp_path / "disk"
+        (partial / "new").write_text("here")
+    assert (tmp_path / "m").is_symlink()
+    assert [path.name for path in (tmp_path / "disk" / "m").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "m"]
