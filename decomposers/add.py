@@ -60,7 +60,8 @@ def _shared(signature: Signature, room: Room) -> list[Recipe]:
     if not room.sizes or signature.signal <= 0.0:
         return []
     experts = signature.unfolding(signature.shape, (0,))
-    params = {"ranks": [1, *signature.shape[1:]], "view": list(signature.shape)}
+    # Cut along one axis alone, which needs no sweeps.
+    params = {"ranks": [1, *signature.shape[1:]], "view": list(signature.shape), "iterations": 0}
     shared = Recipe("tucker", params, {"factor": SHARED})
     spent, apart = room.size_of(shared), experts.left_out(1)
     left = (apart + SHARED_NOISE * max(0.0, signature.signal - apart)) / signature.signal

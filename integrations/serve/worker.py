@@ -2,7 +2,7 @@
 
 import _thread
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Lock
 
 from nstf.errors import NstfError
 
@@ -19,25 +19,32 @@ class Worker:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
         self._begun, self._ended = Event(), Event()
+        self._lock, self._given_up = Lock(), False
 
     def start(self) -> None:
         """Raises NstfError when the thread does not begin."""
         try:
             _thread.start_new_thread(self._main, ())
-            begun = self._begun.wait(BEGINS_S)
+            self._begun.wait(BEGINS_S)
         except (RuntimeError, MemoryError):
-            begun = False
-        if not begun:
+            pass
+        with self._lock:
+            self._given_up = not self._begun.is_set()
+        if self._given_up:
             raise NstfError(
                 "not enough memory to start the thread that decodes; free some, or raise its limit"
             )
 
     def join(self, wait_s: float) -> None:
-        """Waits until the function has ended, `wait_s` seconds at most."""
-        self._ended.wait(wait_s)
+        """Waits until the function has ended, `wait_s` seconds at most; not at all where it never began."""
+        if self._begun.is_set():
+            self._ended.wait(wait_s)
 
     def _main(self) -> None:
-        self._begun.set()
+        with self._lock:
+            if self._given_up:
+                return
+            self._begun.set()
         try:
             self._run()
         finally:

@@ -296,7 +296,7 @@ def prefill_spec(
 
 
 def _tile(size: int, arch: str) -> dict[str, int]:
-    """Keys at a time, warps and stages. What compiles without spills and fits local memory; no others were tried on a card."""
+    """Keys at a time, warps and stages: what compiles without spills and fits local memory; no others were timed."""
     if arch.startswith("sm_"):
         return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):

@@ -144,10 +144,18 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return getattr(error, "exit_code", 2), _usage(error, words)
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         reason = clean(error) or "an allocation failed"
-        return 1, f"out of memory: {reason}; fewer --samples or a shorter --seq-len need less"
+        return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
     if isinstance(error, OSError):
         return 1, _os_error(error)
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
+
+
+def _memory_hint(reason: str, words: Sequence[str]) -> str:
+    if "can't start new thread" in reason:
+        return "raise the limit on threads or memory"
+    if any(w in RESUMABLE for w in words[:1]):
+        return "fewer --samples or a shorter --seq-len need less"
+    return "free some, or raise its limit"
 
 
 def _usage(error: BaseException, words: Sequence[str]) -> str:

@@ -102,14 +102,15 @@ def _priced(run: Run, final: Final) -> list[families.Tensor]:
 
 
 def _ruled_out(run: Run) -> dict[str, list[float]]:
-    """By family: how many times as much as the same bytes in plain formats each tensor loses at least, where for that reason
-    nothing of the family was tried."""
+    """By family: how many times as much as the same bytes in plain formats each tensor loses at least (of what experts
+    share: about), where for that reason nothing of the family was tried."""
     out: dict[str, list[float]] = {}
     for name, options in run.table.candidates.items():
         tried = {c.recipe.method for c in options}
-        for look in run.session.encoder.looks(run.session.units[name], run.allowed):
+        unit = run.session.units[name]
+        for look in run.session.encoder.looks(unit, run.allowed):
             if look.method not in tried and look.rival > 0.0:
-                family = families.family_of_kind(methods.kind_of(look.method))
+                family = families.family_of_kind(methods.kind_of(look.method), experts=unit.lead == 2)
                 out.setdefault(family, []).append(look.least / look.rival)
     return out
 

@@ -17,7 +17,8 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
                   "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
      "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio",
-                   "ruled_out": tensors that a bound kept it from, "bound_ratio": the least bound there}],
+                   "ruled_out": tensors that a bound kept it from, "bound_ratio": the least bound there; of one matrix
+                   for all experts both go by an estimate}],
      "tensors": [{"name", "role", "layer", "shape", "dtype", "method", "encoding", "tree", "nominal_bits", "disk_bits",
                   "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
                   "rejected": [{"encoding", "size_bytes", "expected_loss"}]}],

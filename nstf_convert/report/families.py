@@ -76,9 +76,11 @@ def family_of(tree: Node) -> tuple[str, bool]:
     return family_of(tree.children["x"]) if "x" in tree.children else (tree.kind, not tree.children)
 
 
-def family_of_kind(kind: str) -> str:
-    """The family of the encodings whose node has a kind."""
-    return HYBRID if kind == "add" else _KINDS.get(kind, (kind, False))[0]
+def family_of_kind(kind: str, experts: bool = False) -> str:
+    """The family of the encodings whose node has a kind. experts: of a stack of experts, which add one matrix for all."""
+    if kind == "add":
+        return SHARED if experts else HYBRID
+    return _KINDS.get(kind, (kind, False))[0]
 
 
 def compare(
@@ -89,7 +91,8 @@ def compare(
     ones at sizes that plain formats have.
 
     ruled_out: family -> bounds from below of such ratios, of the tensors on which nothing of the family was tried because no
-    form of it could win; in the rows their number and the least (`ruled_out`, `bound_ratio`).
+    form of it could win; in the rows their number and the least (`ruled_out`, `bound_ratio`). Those of `SHARED`
+    are estimates.
     """
     bounds = ruled_out or {}
     best: dict[str, list[float]] = {}
@@ -162,14 +165,15 @@ def lines(families: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _line(f: Mapping[str, Any]) -> str:
     out, bound = f.get("ruled_out", 0), _times(f.get("bound_ratio"))
+    word = "estimate" if f["family"] == SHARED else "bound"
     if not f["tensors"]:
-        return f"{f['family']}: bound {bound} the loss of the same bytes in rate on the best of {out} tensors; not tried"
+        return f"{f['family']}: {word} {bound} the loss of the same bytes in rate on the best of {out} tensors; not tried"
     line = (
         f"{f['family']}: tried on {f['tensors']} tensors, won on {f['won']}, chosen for {f['chosen']}; loss against "
         f"the same bytes spent on rate: median {_times(f['median_ratio'])}, best {_times(f['best_ratio'])}"
     )
     return line + (
-        f"; not tried on {out} others, where the bound is {bound} that loss at best" if out else ""
+        f"; not tried on {out} others, where the {word} is {bound} that loss at best" if out else ""
     )
 
 

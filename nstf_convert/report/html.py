@@ -209,7 +209,7 @@ def _families(families: Sequence[Mapping[str, Any]]) -> str:
         "median ratio",
         "best",
         "not tried on",
-        "bound there",
+        "bound or estimate",
     )
     return _section(
         "Families against the same bytes spent on rate",

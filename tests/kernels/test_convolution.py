@@ -225,3 +225,5 @@ def test_a_weight_in_the_order_of_the_gpu_kernels_is_held_once(samples: ModuleTy
         assert isinstance(codes, packed.PackedCodes)
         assert gpu._packed(kept).words.data_ptr() == codes.words.data_ptr()
         assert torch.equal(decode(kept), decode(encoded))
+    depthwise = samples.random_encoded(samples.leaf("int", bits=4, group=64), (40, 1, 5, 5))
+    assert packed.compact(depthwise).arrays["codes"] is depthwise.arrays["codes"]  # no kernel reads it

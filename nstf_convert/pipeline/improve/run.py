@@ -172,10 +172,14 @@ class Run:
     ) -> Planned:
         widest = self.meta.widest()
         if self.plain_only:
-            table = _without_decompositions(table)
+            table = replace(table, candidates={n: self.usable(f) for n, f in table.candidates.items()})
         if self.timing is None or not self.timing.bounds_time:
             return plans.plan_mix(self.session, table, budget_bytes, widest, weights, exact)
         return bounds.plan(self.timing, table, budget_bytes, widest, weights, exact)
+
+    def usable(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates that plans may take: no decompositions any more once the file measured better without them."""
+        return _plain(found) if self.plain_only else list(found)
 
     def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
         """Whether a mix keeps the bound on time that holds at a budget."""
@@ -244,7 +248,8 @@ class Run:
             return mix
         try:
             with self.session.stages.stage("plan"):
-                planned = self._planned(_without_decompositions(self.table), budget_bytes, None, True)
+                kept = {n: _plain(found) for n, found in self.table.candidates.items()}
+                planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
         except BudgetError:
             return mix  # nothing else is small enough
         plain = (last_steps or self.encoded)(replace(planned, label="mix without decompositions"))
@@ -374,9 +379,8 @@ class Run:
         return trial
 
 
-def _without_decompositions(table: Table) -> Table:
-    kept = {n: [c for c in found if c.recipe.family != "decomposed"] for n, found in table.candidates.items()}
-    return replace(table, candidates=kept)
+def _plain(found: Sequence[Candidate]) -> list[Candidate]:
+    return [c for c in found if c.recipe.family != "decomposed"]
 
 
 def few_layers(names: Iterable[str]) -> list[str]:

@@ -214,7 +214,8 @@ def _neighbour(run: Run, name: str, recipe: Recipe, step: int) -> tuple[Recipe, 
     """(recipe, bytes more, loss more) of the next option on a tensor's hull, or None at its end."""
     if name in run.table.fused:
         return None
-    options = [c for c in run.table.candidates[name] if c.exact or c.recipe.family in ("quantised", "dense")]
+    found = run.usable(run.table.candidates[name])
+    options = [c for c in found if c.exact or c.recipe.family in ("quantised", "dense")]
     now = next((c for c in options if c.recipe == recipe), None)
     hull = [options[i] for i in lower_hull([Option(c.size_bytes, c.loss) for c in options])]
     if now is None:

@@ -4,6 +4,7 @@ import json
 import pytest
 
 from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
+from nstf_convert.cli import _explain
 
 BUDGET = ("--budget", "0.5")
 
@@ -122,6 +123,20 @@ def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_
     result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf")
     assert result.code == code and message in result.err
     assert result.err.count("\n") == 1 and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "hint"),
+    [
+        (MemoryError(), ["convert"], "fewer --samples or a shorter --seq-len need less"),
+        (MemoryError(), ["generate"], "free some, or raise its limit"),
+        (RuntimeError("can't start new thread"), ["convert"], "raise the limit on threads or memory"),
+        (RuntimeError("can't start new thread"), ["serve"], "raise the limit on threads or memory"),
+    ],
+)
+def test_what_needs_less_memory_is_said_in_options_that_the_command_has(error, words, hint):
+    code, message = _explain(error, words)
+    assert code == 1 and message.startswith("out of memory: ") and message.endswith(f"; {hint}")
 
 
 def test_debug_shows_the_traceback_and_still_ends_with_the_line(nstf, pipeline, tiny, tmp_path):

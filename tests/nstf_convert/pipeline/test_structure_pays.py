@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from nstf.kernels.formats import Node, dense
+from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.improve import max_kl
 from nstf_convert.pipeline.improve import run as runs
+from nstf_convert.pipeline.improve import search as searches
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.candidates import Candidate
@@ -25,13 +27,7 @@ def low_rank(rank: int, loss: float, exact: bool = False) -> Candidate:
 
 
 class Fake(Run):
-    """One tensor, whose plan is the candidate that is expected to lose least; decompositions lose 10 when they are made."""
-
-    def _planned(self, table: Table, budget_bytes: int, weights: Any, exact: bool) -> Planned:
-        if self.plain_only:
-            table = runs._without_decompositions(table)
-        best = min(table.candidates["w"], key=lambda c: c.loss)
-        return Planned({"w": best.recipe}, best.loss, best.size_bytes, "mix")
+    """One tensor; decompositions lose 10 when they are made."""
 
     def encode(self, planned: Planned) -> None:
         self.table = self.table.replaced({n: (r, 10.0) for n, r in planned.mix.items()})
@@ -42,8 +38,16 @@ class Fake(Run):
         return Trial(planned, SimpleNamespace(score=2.0 if decomposed else 1.0))  # type: ignore[arg-type]
 
 
+def least(session: Any, table: Table, *_: Any) -> Planned:
+    """The plan of the candidate that is expected to lose least."""
+    best = min(table.candidates["w"], key=lambda c: c.loss)
+    return Planned({"w": best.recipe}, best.loss, best.size_bytes, "mix")
+
+
 @pytest.fixture
-def fake() -> Fake:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    monkeypatch.setattr(plans, "plan_mix", least)
+    monkeypatch.setattr(plans, "exact_size", lambda *_: 100)
     session = SimpleNamespace(
         stages=SimpleNamespace(stage=lambda name: nullcontext()),
         statistics=SimpleNamespace(has_hessian=lambda unit: True),
@@ -51,7 +55,7 @@ def fake() -> Fake:
         options=SimpleNamespace(level=SimpleNamespace(thorough=False), search_limits=None),
     )
     table = Table({"w": [PLAIN, *(low_rank(r, 1.0 + 0.1 * r) for r in range(1, 9))]})
-    return Fake(session, None, table, set())  # type: ignore[arg-type]
+    return Fake(session, SimpleNamespace(widest=lambda: None), table, set())  # type: ignore[arg-type]
 
 
 def test_a_plan_has_no_decomposition_that_was_not_made_however_many_disappoint(fake: Fake) -> None:
@@ -82,6 +86,15 @@ def test_structure_that_measures_worse_is_left_to_no_later_plan(fake: Fake) -> N
     assert better.planned.mix["w"] == PLAIN.recipe
     assert fake.plan(1000).mix["w"] == PLAIN.recipe
     assert len(fake.table.candidates["w"]) == 2  # the report still has them
+
+
+@pytest.mark.parametrize("plain_only", [False, True])
+def test_single_steps_of_the_search_bring_no_decomposition_back(fake: Fake, plain_only: bool) -> None:
+    larger = Candidate(Recipe("svd", {"rank": 9}), TREE, 110, 1.0, exact=True)
+    fake.table, fake.plain_only = Table({"w": [PLAIN, larger]}), plain_only
+    start = fake.measure(Planned({"w": PLAIN.recipe}, PLAIN.loss, PLAIN.size_bytes, "mix"))
+    found = [p.mix["w"] for p, _ in searches._singles(fake, searches._State(start), 1000)]
+    assert found == ([] if plain_only else [larger.recipe])
 
 
 def test_under_a_bound_on_the_loss_structure_has_to_pay_too(fake: Fake, monkeypatch: Any) -> None:

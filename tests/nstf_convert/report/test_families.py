@@ -1,10 +1,25 @@
 """Families of encodings against the same bytes spent on rate."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from nstf.kernels.formats import Node, dense
 from nstf.kernels.formats.tree import format_of
-from nstf_convert.report.families import Priced, Tensor, compare, family_of, lines, ratio
+from nstf.proposals import Look
+from nstf_convert.pipeline.reporting import _ruled_out
+from nstf_convert.report.families import (
+    HYBRID,
+    SHARED,
+    Priced,
+    Tensor,
+    compare,
+    family_of,
+    family_of_kind,
+    lines,
+    ratio,
+)
 
 
 def integers(bits: int) -> Node:
@@ -65,6 +80,23 @@ def test_what_a_bound_ruled_out_is_said_with_the_bound() -> None:
     said = lines(rows)
     assert said[0] == "CP: bound 4.80x the loss of the same bytes in rate on the best of 2 tensors; not tried"
     assert said[1].endswith("; not tried on 2 others, where the bound is 2.00x that loss at best")
+
+
+def test_what_experts_share_is_a_family_of_its_own_ruled_out_by_an_estimate() -> None:
+    assert (family_of_kind("add"), family_of_kind("add", experts=True)) == (HYBRID, SHARED)
+    assert family_of_kind("low_rank", experts=True) == "SVD"
+    encoder = SimpleNamespace(looks=lambda unit, allowed: [Look("add", 100, 6.0, 2.0)])
+    units = {"stack": SimpleNamespace(lead=2), "matrix": SimpleNamespace(lead=1)}
+    plain = [SimpleNamespace(recipe=SimpleNamespace(method="int_grid"))]
+    run: Any = SimpleNamespace(
+        session=SimpleNamespace(encoder=encoder, units=units),
+        allowed={"add"},
+        table=SimpleNamespace(candidates=dict.fromkeys(units, plain)),
+    )
+    found = _ruled_out(run)
+    assert found == {SHARED: [3.0], HYBRID: [3.0]}
+    said = lines(compare([], found))
+    assert said[0].startswith(f"{HYBRID}: bound 3.00x") and said[1].startswith(f"{SHARED}: estimate 3.00x")
 
 
 def test_wrappers_belong_to_what_they_hold() -> None:
