@@ -136,7 +136,7 @@ class ConvertOptions:
     engine: str | None = option(
         None,
         "Only what nstf export --to this keeps exactly: gguf, compressed-tensors or onnx. The budget counts the .nstf file; "
-        "tensors take the same bytes there.",
+        "tensors take the same bytes there. Speeds here count only if --target, --min-speed or --prefer speed is given.",
         "",
         "--for",
         metavar="ENGINE",
@@ -227,6 +227,9 @@ class ConvertOptions:
             object.__setattr__(self, "formats", own)
             # vLLM multiplies q, k and v as one matrix, of one scheme.
             object.__setattr__(self, "fuse", self.fuse or self.engine == "compressed-tensors")
+            # How fast formats are here says nothing about another engine, unless the user asks for speed here.
+            if self.prefer == "balance" and self.target is None and self.min_speed is None:
+                object.__setattr__(self, "prefer", "size")
         for known in fields(self):
             value, meta = getattr(self, known.name), known.metadata
             if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(

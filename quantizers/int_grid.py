@@ -25,14 +25,17 @@ NAME = "int"
 @dataclass(frozen=True)
 class Params:
     """`bits` 2..8; `group` columns share a scale (0: the row); `symmetric` or with a zero point;
-    `scale_bits` 16 or 8; `rounding` nearest or ldlq; `damping` relative to the Hessian's mean diagonal;
-    `act_order` (ldlq only); `lead` leading axes make the rows.
+    `scale_bits` 16 or 8; `steps`: of the 256 steps of an 8-bit scale those that are used, 256 or 128 (then
+    the 256th part of the super-scale is a float16 too: GGUF's Q6_K holds such scales); `rounding` nearest
+    or ldlq; `damping` relative to the Hessian's mean diagonal; `act_order` (ldlq only); `lead` leading axes
+    make the rows.
     """
 
     bits: int = 4
     group: int = 64
     symmetric: bool = True
     scale_bits: int = 16
+    steps: int = 256
     rounding: str = "nearest"
     damping: float = 0.01
     act_order: bool = True
@@ -41,6 +44,8 @@ class Params:
     def __post_init__(self) -> None:
         tree(self)
         _rounding(self)
+        if self.steps != 256 and (self.steps, self.scale_bits) != (128, 8):
+            raise ValueError(f"steps must be 256, or 128 of 8-bit scales, not {self.steps}")
 
 
 def tree(params: Params) -> Node:
@@ -123,6 +128,7 @@ def levels(params: Params) -> Levels:
         scale="f16" if params.scale_bits == 16 else "u8",
         ratios=(1.0, *ratios),
         signs=params.symmetric and params.scale_bits == 16,
+        steps=params.steps,
     )
 
 

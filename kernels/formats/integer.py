@@ -94,8 +94,10 @@ def tunable(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> dict[str
 def retuned(
     params: Params, shape: Shape, arrays: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The arrays with other scales, rounded to what they are stored as."""
-    return {**arrays, **store_scales(values["scale"], params.scale_bits)}
+    """The arrays with other scales, rounded to what they are stored as. Where the first half of the 8-bit steps is enough,
+    it stays enough: GGUF's Q6_K holds no others."""
+    half = params.scale_bits == 8 and not bool((arrays["scale_codes"] > 127).any())
+    return {**arrays, **store_scales(values["scale"], params.scale_bits, 128 if half else 256)}
 
 
 def decode_tuned(

@@ -12,6 +12,8 @@ from nstf.kernels.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+F16_MAX = 65504.0
+
 
 def check_lead(lead: int) -> None:
     if not 0 <= lead <= 8:
@@ -76,21 +78,30 @@ def read_scales(arrays: dict[str, Tensor], scale_bits: int) -> Tensor:
     return arrays["scale"].float()
 
 
-def store_scales(scales: Tensor, scale_bits: int) -> dict[str, Tensor]:
+def super_in_steps(largest: Tensor, steps: int) -> Tensor:
+    """A super-scale with which `steps` of the 256 steps reach `largest`, and whose 256th part is a float16 as well.
+
+    largest: float32, not negative. GGUF's Q6_K stores that part, and a step in a signed byte.
+    """
+    smallest = 2.0**-16  # 256 times float16's smallest number
+    return ((largest * (256 / steps) / smallest).ceil() * smallest).clamp(max=F16_MAX).half().float()
+
+
+def store_scales(scales: Tensor, scale_bits: int, steps: int = 256) -> dict[str, Tensor]:
     """The arrays nearest to float32 scales [rows, groups]: the inverse of `read_scales`, rounded.
 
-    Scales beyond float16 are clipped; 8-bit ones must not be negative.
+    Scales beyond float16 are clipped; 8-bit ones must not be negative, and use `steps` of the 256 steps (256 or 128).
     """
     if scale_bits == 32:
         return {"scale": scales.float()}
-    largest = torch.finfo(torch.float16).max
     if scale_bits == 16:
-        return {"scale": scales.clamp(-largest, largest).half()}
-    top = scales.amax(dim=1).clamp(0, largest).half()
-    steps = torch.where(top > 0, 256 / top.float(), torch.zeros_like(top.float())).unsqueeze(1)
-    codes = (scales * steps).round().clamp(1, 256) - 1
+        return {"scale": scales.clamp(-F16_MAX, F16_MAX).half()}
+    top = scales.amax(dim=1).clamp(0, F16_MAX)
+    top = top.half() if steps == 256 else super_in_steps(top, steps).half()
+    per_step = torch.where(top > 0, 256 / top.float(), torch.zeros_like(top.float())).unsqueeze(1)
+    codes = (scales * per_step).round().clamp(1, steps) - 1
     # A row of zeros keeps full codes, as encoders store it.
-    codes = torch.where(top.unsqueeze(1) > 0, codes, torch.full_like(codes, 255))
+    codes = torch.where(top.unsqueeze(1) > 0, codes, torch.full_like(codes, steps - 1))
     return {"scale_codes": codes.to(torch.uint8), "scale_super": top}
 
 

@@ -109,7 +109,8 @@ def take(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
 
 def _of_one_matrix(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
     """An expert where all of a stack are one matrix times a number each: that matrix with its scales times the number, as
-    float16 has it."""
+    float16 has it. None where that says less than the file: scales beyond float16's end, or all of them below its normal
+    numbers."""
     params, core = encoded.tree.params, children_of(encoded)["core"]
     if params.view != encoded.shape or params.ranks != (1, *encoded.shape[1:]) or core.tree.kind != "int":
         return None
@@ -118,10 +119,12 @@ def _of_one_matrix(encoded: EncodedTensor, index: int) -> EncodedTensor | None:
         return None
     number = decode_rows(children_of(encoded)["factor0"], slice(index, index + 1)).reshape(()).float()
     name = "scale_super" if "scale_super" in matrix.arrays else "scale"
-    scale = matrix.arrays[name]
-    return EncodedTensor(
-        matrix.tree, matrix.shape, {**matrix.arrays, name: (scale.float() * number).to(scale.dtype)}
-    )
+    exact = matrix.arrays[name].float() * number
+    scale = exact.to(matrix.arrays[name].dtype)
+    # Small rows beside large ones may lose digits.
+    if bool(((scale.float() - exact).abs() > exact.abs().max() * 2.0**-11).any()):
+        return None
+    return EncodedTensor(matrix.tree, matrix.shape, {**matrix.arrays, name: scale})
 
 
 def expert(encoded: EncodedTensor, index: int) -> EncodedTensor | None:

@@ -114,7 +114,9 @@ def _filter(
             kept[key] = _filter(value, known, where, name, depth + 1, dropped)
         elif _allowed(value, _text_allowed(key, path, known), depth):
             _check_number(key, value, where)
-            kept[key] = value
+            kept[key] = no_token(key, value)
+            if kept[key] is None and value is not None:
+                dropped.append(f"{name} (an empty list)")
         else:
             dropped.append(name[:120])
     return kept
@@ -146,6 +148,11 @@ def _allowed(value: Any, text: bool, depth: int) -> bool:
 def _check_number(key: str, value: Any, where: str) -> None:
     if key == "num_labels" and isinstance(value, int) and not 0 <= value <= MAX_LABELS:
         raise CorruptError(f"{where}: num_labels is {value}; at most {MAX_LABELS} are accepted")
+
+
+def no_token(key: str, value: Any) -> Any:
+    """A setting's value; null, which says the same and is read everywhere, for an empty list of tokens."""
+    return None if value == [] and key.endswith("_token_id") else value
 
 
 def _labels(value: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from nstf_convert.checkpoint.config import strip_code
+from nstf.errors import CorruptError
+from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import member, read_small
 
@@ -33,7 +35,8 @@ CONTENT = (
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Tokenizer and generation files of a folder by name; settings lose the keys that can lead to code.
 
-    Raises CorruptError for a link that leaves the folder, an absurd size, or settings that are not JSON.
+    Raises CorruptError for a link that leaves the folder, an absurd size, settings that are not JSON, and generation
+    settings of which `load` could make nothing.
     """
     files = {}
     for name in (*SETTINGS, *CONTENT):
@@ -42,9 +45,20 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
         path = member(folder, name, str(folder))
         data = read_small(path, MAX_BYTES)
         if name in SETTINGS:
-            data = (
-                json.dumps(strip_code(load_json(data, str(path))), ensure_ascii=False, indent=2).encode()
-                + b"\n"
-            )
+            settings = strip_code(load_json(data, str(path)))
+            if name == "generation_config.json":
+                settings = _generation(settings, path)
+            data = json.dumps(settings, ensure_ascii=False, indent=2).encode() + b"\n"
         files[name] = data
     return files
+
+
+def _generation(settings: Any, path: Path) -> dict[str, Any]:
+    """Generation settings that a loaded model can use: better refused here than after the conversion."""
+    from nstf.runtime.artifact.config import check_generation
+
+    if not isinstance(settings, dict):
+        raise CorruptError(f"{path} is not a JSON object; download the checkpoint again")
+    cleaned = {key: no_token(key, value) for key, value in settings.items()}
+    check_generation(cleaned, path.parent)
+    return cleaned

@@ -25,6 +25,16 @@ EPILOG = (
     "chat and serve take --json (results as JSON)."
 )
 RESUMABLE = ("calibrate", "plan", "convert")
+# What takes less memory in the other commands.
+_LESS_MEMORY = {
+    "eval": "a shorter --seq-len",
+    "diff": "a shorter --seq-len",
+    "generate": "fewer --max-new-tokens",
+    "chat": "fewer --max-new-tokens",
+    "serve": "fewer --parallel or a shorter --context",
+    "bench": "fewer --prompt tokens or a smaller --batch",
+    "profile": "fewer --tokens or a smaller --batch",
+}
 # What torch and Python say where memory ends, in errors of other classes.
 _NO_MEMORY = re.compile(r"can(no|')t allocate memory|can't start new thread|std::bad_alloc", re.IGNORECASE)
 
@@ -134,10 +144,7 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if isinstance(error, NstfError):
         return error.exit_code, clean(error)
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            1,
-            "the GPU has too little memory within the bound: raise --gpu-memory, or give fewer --samples",
-        )
+        return 1, f"the GPU has too little memory: {_gpu_memory_hint(words)}"
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
@@ -154,8 +161,22 @@ def _memory_hint(reason: str, words: Sequence[str]) -> str:
     if "can't start new thread" in reason:
         return "raise the limit on threads or memory"
     if any(w in RESUMABLE for w in words[:1]):
-        return "fewer --samples or a shorter --seq-len need less"
-    return "free some, or raise its limit"
+        # With a calibration at hand the text has been read.
+        read = any(w.split("=")[0] == "--calibration" for w in words)
+        return (
+            "a smaller --memory plans for less"
+            if read
+            else "fewer --samples or a shorter --seq-len need less"
+        )
+    less = _LESS_MEMORY.get(next(iter(words), ""))
+    return f"free some, raise its limit, or give {less}" if less else "free some, or raise its limit"
+
+
+def _gpu_memory_hint(words: Sequence[str]) -> str:
+    if any(w in RESUMABLE for w in words[:1]):
+        return "raise --gpu-memory, give fewer --samples or a shorter --seq-len, or use --device cpu"
+    less = _LESS_MEMORY.get(next(iter(words), ""))
+    return f"free some, {f'give {less}, ' if less else ''}or use --device cpu"
 
 
 def _usage(error: BaseException, words: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from nstf.kernels.formats.scales import group_size
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, chunks, importance, matrix_view
-from nstf.quantizers.rounding.sweep import sweep_with_errors
+from nstf.quantizers.rounding.steps import in_steps
+from nstf.quantizers.rounding.sweep import Grid, sweep_with_errors
 from nstf.quantizers.stats import Stats, row_loss
 
 # Weights that are looked at. Losses of independently rounded rows vary more: their errors add up in the few directions in
@@ -77,10 +78,7 @@ class _Sample:
         """The loss of every row in each form, float64 [forms, rows]."""
         x, factor = self.rows, self.factor
         errors = x.new_empty(len(forms), *x.shape)
-        grids = [
-            sweep_with_errors(x, form.levels, form.group, self.diagonal, None, out)[0].grid
-            for form, out in zip(forms, errors, strict=True)
-        ]
+        grids = [self._rounded(form, out) for form, out in zip(forms, errors, strict=True)]
         if factor is None:
             return torch.stack([row_loss(error, self.hessian) for error in errors])
         change = errors
@@ -89,12 +87,22 @@ class _Sample:
             targets = errors.add(x).sub_(change)
             for form, first, target, out in zip(forms, grids, targets, errors, strict=True):
                 # An order makes groups static: their scales are those of the weights, not of the targets.
-                grid = first if rounding.act_order else None
+                grid = first if rounding.act_order or form.levels.steps < 256 else None
                 sweep_with_errors(target, form.levels, form.group, self.diagonal, grid, out)
         added = factor.damping * factor.mean
         lost = (errors.square() @ factor.importance - added * change.square().sum(2)).double() / 2
         kept = lost.new_tensor([[1 - _refit_gain(form, x.shape[1])] for form in forms])
         return lost.clamp_min_(0) * kept
+
+    def _rounded(self, form: Form, errors: Tensor) -> Grid:
+        """The scales of the sampled rows, rounded to nearest; `errors` takes the weights less what they became."""
+        given = self.rows, form.levels, form.group, self.diagonal
+        grid = sweep_with_errors(*given, None, errors)[0].grid
+        if form.levels.steps == 256:
+            return grid
+        grid = in_steps(self.rows, grid, form.levels, self.diagonal)
+        sweep_with_errors(*given, grid, errors)
+        return grid
 
 
 def _refit_gain(form: Form, cols: int) -> float:

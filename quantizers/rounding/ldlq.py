@@ -12,6 +12,7 @@ from nstf.kernels import cpu
 from nstf.kernels.formats.scales import group_size
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.steps import in_steps
 from nstf.quantizers.rounding.sweep import SCALE_MODES, Grid, Rounded, compiled, sweep
 
 # Of scale refit and sweep on the frozen scales: the first takes off 1 to 6 % of the loss, the second 1 %,
@@ -29,16 +30,27 @@ def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     """
     importance = factor.importance
     grid = None
-    if factor.order is not None:
-        grid = sweep(weight, levels, group, importance).grid
+    if factor.order is not None or levels.steps < 256:
+        grid = in_steps(weight, sweep(weight, levels, group, importance).grid, levels, importance)
     best = sweep(weight, levels, group, importance, factor, grid)
     for _ in range(ROUNDS if levels.refit else 0):
-        best = refit(weight, best, levels, factor)
+        best = _refitted(weight, best, levels, factor)
         again = sweep(weight, levels, group, importance, factor, best.grid)
         better = again.row_loss < best.row_loss
         codes = torch.where(better.unsqueeze(1), again.codes, best.codes)
         best = Rounded(codes, best.grid, torch.where(better, again.row_loss, best.row_loss))
     return best
+
+
+def _refitted(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
+    """`refit`, but for rows where a scale would pass the last step it may use."""
+    found = refit(weight, rounded, levels, factor)
+    if levels.steps == 256:
+        return found
+    within = (found.grid.scale * 256 <= found.grid.largest * levels.steps).all(1)
+    scale = torch.where(within.unsqueeze(1), found.grid.scale, rounded.grid.scale)
+    loss = torch.where(within, found.row_loss, rounded.row_loss)
+    return Rounded(found.codes, replace(found.grid, scale=scale), loss)
 
 
 def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:

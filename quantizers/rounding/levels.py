@@ -21,7 +21,7 @@ class Levels:
     `ratios`: the scales to try, as multiples of the one at which the largest weight of the group meets the
     largest level; `signs`: try negative scales too (they move the extra level of an even-sized grid to the
     other side); `fit`: the search ends with least squares on the codes it found; `refit`: LDLQ may fit
-    scales again.
+    scales again; `steps`: how many of the 256 steps of a `u8` scale are used, see `Params.steps` of int_grid.
     """
 
     bits: int
@@ -32,6 +32,7 @@ class Levels:
     signs: bool = False
     fit: bool = True
     refit: bool = True
+    steps: int = 256
 
     @property
     def count(self) -> int:

@@ -263,7 +263,7 @@ def _nearest_torch(weight: Tensor, levels: Levels, importance: Tensor, grid: Gri
     rows, cols = weight.shape
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
     loss = torch.zeros(rows, dtype=torch.float64, device=weight.device)
-    for columns, numbers in _spans(cols, grid.group):
+    for columns, numbers in spans(cols, grid.group):
         shape = (numbers.stop - numbers.start, -1)
         x, h = weight[:, columns].reshape(rows, *shape), importance[columns].view(shape)
         if not frozen:
@@ -323,7 +323,7 @@ def search_triton(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor
     return found.scale, found.zero
 
 
-def _spans(cols: int, group: int) -> list[tuple[slice, slice]]:
+def spans(cols: int, group: int) -> list[tuple[slice, slice]]:
     """(columns, group numbers) of the groups of full width, and of a shorter last one."""
     width, groups = group_size(cols, group), group_count(cols, group)
     full = cols // width
@@ -346,7 +346,7 @@ def _largest_torch(weight: Tensor, levels: Levels, group: int, importance: Tenso
     free = replace(levels, scale="f32")
     rows, cols = weight.shape
     largest = weight.new_zeros(rows, 1)
-    for columns, numbers in _spans(cols, group):
+    for columns, numbers in spans(cols, group):
         shape = (numbers.stop - numbers.start, -1)
         x = weight[:, columns].reshape(rows, *shape)
         found, _ = search(x, importance[columns].view(shape), free, largest.unsqueeze(1))

@@ -22,14 +22,18 @@ def int_grid(bits: int, group: int = 32, symmetric: bool = True) -> dict[str, An
     return {"kind": "int_grid", "bits": bits, "group": group, "symmetric": symmetric}
 
 
+Q6_K = int_grid(6, 16) | {"scale_bits": 8, "steps": 128}
+
+
 @pytest.mark.parametrize(
     ("table", "layers"),
     [
         (int_grid(8), (int_grid(4), int_grid(5), int_grid(8), {"kind": "mxfp4"})),
         (int_grid(6, 64), (int_grid(5, 64), int_grid(4, 32, False), int_grid(8, 0))),
+        (Q6_K, (Q6_K, int_grid(5))),
         ({"kind": "dense"}, ({"kind": "dense"},)),
     ],
-    ids=["blocks", "widened", "dense"],
+    ids=["blocks", "widened", "blocks of 256", "dense"],
 )
 def test_llama_cpp_writes_the_same_greedy_tokens(
     tmp_path: Path, table: dict[str, Any], layers: tuple[dict[str, Any], ...]

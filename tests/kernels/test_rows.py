@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nstf.kernels.formats import check, decode
+from nstf.kernels.formats import EncodedTensor, check, decode
 from nstf.kernels.torch.rows import decode_rows, expert, row_wise, take
 
 
@@ -121,6 +121,23 @@ def test_experts_that_share_a_matrix_stay_encoded(samples: ModuleType, scale_bit
     # Of other cores nothing can be taken apart.
     cut = samples.node("tucker", {"core": shared, "factor0": numbers}, **{**whole, "ranks": (2, 12, 24)})
     assert take(samples.random_encoded(cut, (4, 12, 24)), 0) is None
+
+
+@pytest.mark.parametrize("factor", [2.0**-17, 2.0**20])
+def test_an_expert_whose_scales_float16_does_not_hold_is_not_taken_apart(
+    samples: ModuleType, factor: float
+) -> None:
+    core = samples.leaf("int", bits=4, group=8, lead=2)
+    tree = samples.node(
+        "tucker", {"core": core, "factor0": samples.leaf("dense", dtype="float32")},
+        ranks=(1, 12, 24), view=(4, 12, 24),
+    )  # fmt: skip
+    encoded = samples.random_encoded(tree, (4, 12, 24))
+    arrays = {**encoded.arrays, "factor0.values": encoded.arrays["factor0.values"] * factor}
+    extreme = EncodedTensor(encoded.tree, encoded.shape, arrays)
+    assert take(encoded, 1) is not None and take(extreme, 1) is None
+    wanted = decode(extreme)[1]
+    assert torch.equal(decode_rows(extreme, slice(1, 2))[0], wanted) and bool(wanted.isfinite().all())
 
 
 def test_a_part_that_the_encoding_does_not_have_is_none(samples: ModuleType) -> None:

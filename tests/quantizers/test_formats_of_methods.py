@@ -5,6 +5,7 @@ import torch
 
 from nstf.kernels.formats import decode
 from nstf.kernels.formats import fp8 as fp8_format
+from nstf.kernels.formats.tuning import retuned, tunable
 from nstf.quantizers import fp8, grid16, int_grid, mxfp4
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
@@ -51,6 +52,33 @@ def test_fp8_rounds_like_the_torch_cast(variant):
     cast = (weight / scale).clamp(-fp8_format.LARGEST[variant], fp8_format.LARGEST[variant])
     cast = cast.to(fp8_format.torch_dtype(variant)).float() * scale
     assert torch.allclose(decode(encoded), cast, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-5, 2.0**12])
+@pytest.mark.parametrize("rounding", ["nearest", "ldlq"])
+@pytest.mark.parametrize("order", [True, False])
+def test_half_of_the_steps_leave_float16_the_256th_part_of_the_super_scale(size, rounding, order):
+    weight, stats = normal(40, 256) * size, Stats(correlated_hessian(256))
+    weight[3] = 0
+    lost = []
+    for steps in (256, 128):
+        params = int_grid.Params(6, 16, scale_bits=8, steps=steps, rounding=rounding, act_order=order)
+        encoded = int_grid.encode(weight, params, stats)
+        lost.append(loss(weight, decode(encoded), stats))
+        tuned = retuned(encoded, {"scale": tunable(encoded)["scale"] * 1.01})
+    for one in (encoded, tuned):
+        part = one.arrays["scale_super"].float() / 256
+        assert int(one.arrays["scale_codes"].max()) <= 127 and torch.equal(part.half().float(), part)
+    assert lost[1] <= 1.12 * lost[0]
+    torch.testing.assert_close(
+        decode(tuned), decode(encoded) * 1.01, rtol=0, atol=float(weight.abs().max()) / 128
+    )
+
+
+def test_steps_are_256_or_128_of_8_bits():
+    for wrong in ({"steps": 128}, {"steps": 64, "scale_bits": 8}):
+        with pytest.raises(ValueError, match="steps must be 256, or 128"):
+            int_grid.Params(**wrong)
 
 
 def test_mxfp4_tries_the_neighbouring_exponents():

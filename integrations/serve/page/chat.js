@@ -115,11 +115,14 @@ at("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const typed = at("text").value;
   const text = chats ? typed.trim() : typed; // a text goes on after the very characters
-  if (!text.trim() || running) return;
+  const goesOn = !chats && !text && messages.length > 0; // nothing to add: the model writes on
+  if (running || !(chats ? text : text || goesOn)) return;
   at("text").value = "";
-  if (messages.at(-1)?.role === "user") messages.pop(); // its answer failed
-  messages.push({ role: "user", content: text });
-  show("user", text);
+  if (!goesOn) {
+    if (messages.at(-1)?.role === "user") messages.pop(); // its answer failed
+    messages.push({ role: "user", content: text });
+    show("user", text);
+  }
   answer();
 });
 at("text").addEventListener("keydown", (event) => {
@@ -148,8 +151,9 @@ async function look() {
     at("model").textContent = document.title = model.id;
     chats = model.chat;
     at("system").parentElement.hidden = !chats;
+    at("text").required = chats;
     if (chats) return;
-    at("text").placeholder = "Text to continue: Enter sends, Shift+Enter makes a new line";
+    at("text").placeholder = "Text to continue: Enter sends, Shift+Enter makes a new line; an empty box lets the model go on";
     at("status").textContent = "This model has no chat template: it continues your text.";
   } catch {
     at("status").textContent = "The server does not answer.";

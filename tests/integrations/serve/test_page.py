@@ -94,9 +94,12 @@ def test_a_model_without_a_template_continues_texts(
     at.until("document.getElementById('status').textContent.includes('per second')")
     at.send(" and then")
     at.until("document.querySelectorAll('article').length === 4 && !document.getElementById('send').hidden")
+    at.send("")
+    at.until("document.querySelectorAll('article').length === 5 && !document.getElementById('send').hidden")
+    assert [kind for kind, _ in at.boxes()][3:] == ["assistant", "assistant"]
     texts = [text for _, text in at.boxes()]
     key = {"Authorization": "Bearer k-123"}
-    for end in (1, 3):
+    for end in (1, 3, 4):
         body = {"prompt": "".join(texts[:end]), "max_tokens": 6, "temperature": 0}
         assert server.json("/v1/completions", body, **key)[1]["choices"][0]["text"] == texts[end]
 

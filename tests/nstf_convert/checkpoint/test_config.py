@@ -180,3 +180,25 @@ def test_settings_keep_text_and_lose_code() -> None:
         "trust_remote_code": True,
     }
     assert strip_code(raw) == {"chat_template": "{{ a/b }}", "x": [{"z": "any text / at all"}]}
+
+
+def test_an_empty_list_of_end_tokens_is_read_as_none(llama_folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        file = llama_folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": []}))
+    with open_checkpoint(llama_folder) as opened:
+        assert opened.config is not None and opened.config["eos_token_id"] is None
+        assert any("eos_token_id (an empty list)" in note for note in opened.notes)
+        assert json.loads(opened.files()["generation_config.json"])["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("settings", [{"eos_token_id": ["x"]}, {"temperature": "warm"}, [1]])
+def test_generation_settings_that_no_load_takes_are_refused_before_a_conversion(
+    llama_folder: Path, settings: Any
+) -> None:
+    (llama_folder / "generation_config.json").write_text(json.dumps(settings))
+    with (
+        open_checkpoint(llama_folder) as opened,
+        pytest.raises(CorruptError, match=r"generation_config\.json"),
+    ):
+        opened.files()

@@ -1,5 +1,6 @@
 import errno
 import json
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,9 @@ def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_
     ("error", "words", "hint"),
     [
         (MemoryError(), ["convert"], "fewer --samples or a shorter --seq-len need less"),
-        (MemoryError(), ["generate"], "free some, or raise its limit"),
+        (MemoryError(), ["plan", "--calibration", "c"], "a smaller --memory plans for less"),
+        (MemoryError(), ["generate"], "free some, raise its limit, or give fewer --max-new-tokens"),
+        (MemoryError(), ["export"], "free some, or raise its limit"),
         (RuntimeError("can't start new thread"), ["convert"], "raise the limit on threads or memory"),
         (RuntimeError("can't start new thread"), ["serve"], "raise the limit on threads or memory"),
     ],
@@ -137,6 +140,22 @@ def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_
 def test_what_needs_less_memory_is_said_in_options_that_the_command_has(error, words, hint):
     code, message = _explain(error, words)
     assert code == 1 and message.startswith("out of memory: ") and message.endswith(f"; {hint}")
+
+
+def test_what_needs_less_memory_of_a_gpu_is_said_in_options_that_the_command_has() -> None:
+    import typer
+
+    from nstf_convert.cli import SUMMARIES, application
+
+    error = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
+    commands: Any = typer.main.get_command(application())
+    for name in SUMMARIES:
+        code, message = _explain(error, [name])
+        assert code == 1 and message.startswith("the GPU has too little memory: ")
+        if name in ("eval", "diff", "export", "inspect", "verify", "compile", "place"):
+            continue  # on a CPU alone
+        known = {option for p in commands.commands[name].params for option in p.opts}
+        assert {w.strip(",") for w in message.split() if w.startswith("--")} <= known, name
 
 
 def test_debug_shows_the_traceback_and_still_ends_with_the_line(nstf, pipeline, tiny, tmp_path):

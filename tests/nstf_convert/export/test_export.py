@@ -180,6 +180,9 @@ def test_a_conversion_for_an_engine_exports_without_loss(tmp_path: Path, capsys:
         return ConvertOptions("m", tmp_path / "m.nstf", Budget("ratio", 0.5), **changes)
 
     assert options(engine="compressed-tensors").fuse and not options(engine="gguf").fuse
+    assert options().prefer == "balance" and options(engine="gguf").prefer == "size"
+    assert options(engine="gguf", target=("avx2",)).prefer == "balance"
+    assert options(engine="gguf", prefer="speed").prefer == "speed"
     with pytest.raises(UsageError, match="choose one of gguf, compressed-tensors, onnx"):
         options(engine="tensorrt")
     with pytest.raises(UsageError, match="leave --formats out"):
@@ -194,12 +197,12 @@ def test_every_recipe_for_an_engine_is_exact_there(tiny: ModuleType, tmp_path: P
     from nstf_convert.pipeline.propose.recipe import encode as carry_out
 
     model = tiny.new_model(
-        "LlamaForCausalLM", hidden_size=128, intermediate_size=256, tie_word_embeddings=False
+        "LlamaForCausalLM", hidden_size=256, intermediate_size=256, tie_word_embeddings=False
     )
     tensors = tiny.encode_model(model)
-    wanted = engines.recipes(engine, 128)
+    wanted = engines.recipes(engine, 256)
     for number, recipe in enumerate(wanted):
-        weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(number))
+        weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(number))
         name = "model.layers.0.self_attn.q_proj.weight"
         tensors[name] = carry_out(recipe, weight, Stats(), 1)
         (tmp_path / "m.nstf").unlink(missing_ok=True)

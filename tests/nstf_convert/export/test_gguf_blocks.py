@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def encoded(kind: str, **params: Any) -> Any:
-    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
     module: Any = quantizers.method(kind)
     return module.encode(weight, module.Params(**params))
 
@@ -29,6 +29,14 @@ CASES = [
     ("int_grid", {"bits": 6, "group": 32}, "Q8_0", "widened"),
     ("int_grid", {"bits": 8, "group": 32}, "Q8_0", "exact"),
     ("mxfp4", {}, "MXFP4", "exact"),
+    ("int_grid", {"bits": 6, "group": 16, "scale_bits": 8, "steps": 128}, "Q6_K", "exact"),
+    ("int_grid", {"bits": 6, "group": 32, "scale_bits": 8, "steps": 128}, "Q6_K", "widened"),
+    (
+        "int_grid",
+        {"bits": 5, "group": 0, "symmetric": False, "scale_bits": 8, "steps": 128},
+        "Q6_K",
+        "widened",
+    ),
 ]
 
 
