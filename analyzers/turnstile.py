@@ -7,7 +7,9 @@ to be known about what a layer takes as arguments (masks, rotary tables, caches 
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,9 +62,11 @@ class _Batch:
 def run_in_step(
     gates: Sequence[Sequence[nn.Module]],
     runs: Sequence[Callable[[], Any]],
-    at_gate: Callable[[int, list[Any]], None],
+    at_gate: Callable[[int, list[Any]], Callable[[], None] | None],
     workers: int = 1,
     repeats: bool = True,
+    ahead: Collection[int] = (),
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Runs every batch in `runs` up to each gate in turn; `at_gate(g, inputs)` when all stand before gate g.
 
@@ -70,12 +74,15 @@ def run_in_step(
     modules, of two models for instance. inputs: by batch, the arguments its module was called with, None for a batch
     that did not come by. `at_gate(len(gates), results)` is called at the end, with what the runs gave back. workers:
     batches that run at a time; the modules must then bear it. repeats: a module that is called again is let through;
-    otherwise that is a ValueError. Errors of a batch are raised here.
+    otherwise that is a ValueError. ahead: the places of runs that what is done at a gate does not concern. What `at_gate`
+    gives back is called while these go on to the next gate, one at a time (with one worker: before they do); the others
+    wait for it. around: is entered for both. Errors of a batch are raised here.
     """
     share_one_arena()
     stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
     batches = [_Batch(run, stopped) for run in runs]
     by_thread = {batch.thread: batch for batch in batches}
+    early = [batches[i] for i in sorted(ahead)]
 
     def gate(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -102,9 +109,12 @@ def run_in_step(
             _resume([b for b in batches if not b.done and b.at < step], stopped, workers)
             give_back()
             if step < len(gates):
-                at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
+                rest = at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
             else:
-                at_gate(step, [b.result for b in batches])
+                rest = at_gate(step, [b.result for b in batches])
+            if rest is not None:
+                with around():
+                    _beside(rest, [b for b in early if not b.done and b.at <= step], stopped, workers)
     finally:
         for handle in handles:
             handle.remove()
@@ -135,6 +145,20 @@ def _resume(batches: Iterable[_Batch], stopped: "queue.SimpleQueue[_Batch]", wor
             raise error
 
 
+def _beside(
+    work: Callable[[], None], batches: Sequence[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int
+) -> None:
+    """Does some work while batches run up to their next gate, where all of them are then. Raises the errors of both."""
+    if workers == 1 or not batches:
+        work()
+        _resume(batches, stopped, workers)
+        return
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(_resume, batches, stopped, 1)
+        work()
+    arrived.result()
+
+
 def run_layer_by_layer(
     layers: Sequence[nn.Module],
     runs: Sequence[Callable[[], Any]],
@@ -149,7 +173,11 @@ def run_layer_by_layer(
     Raises ValueError when a batch calls a layer more than once (see `calls_per_layer`).
     """
     gates = [[layer] for layer in layers]
-    run_in_step(gates, runs, lambda gate, _: after_layer(gate - 1), workers, repeats=False)
+
+    def at_gate(gate: int, inputs: list[Any]) -> None:
+        after_layer(gate - 1)
+
+    run_in_step(gates, runs, at_gate, workers, repeats=False)
 
 
 class _Enough(Exception):

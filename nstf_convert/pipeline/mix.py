@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,10 @@ class Measured:
     def score(self) -> float:
         """What is minimised: mean KLD (or relative L2 error), every domain counting the same."""
         return mean(list(self.by_domain().values()))
+
+    def on(self, count: int) -> float:
+        """The score on the first windows alone."""
+        return replace(self, windows=self.windows[:count], domains=self.domains[:count]).score
 
     def by_domain(self) -> dict[str, float]:
         """The mean of each domain's windows."""
@@ -157,6 +161,21 @@ def measure(
     return all_measured[split]
 
 
+def measure_part(
+    session: Session, mix: Mapping[str, Recipe], windows: int, load: Loader | None = None
+) -> float:
+    """What a part of a mix loses on the first windows that choose, the other tensors as they were. Kept in the work
+    directory unless `load` gives other encodings than the recipes' own."""
+    key = _key(session, mix, f"held_out[:{windows}]", None)
+    found = session.work.find_metadata(key) if load is None else None
+    if found is not None:
+        return float(found["score"])
+    score = _measured(session, mix, ["held_out"], load, windows)["held_out"].score
+    if load is None and math.isfinite(score):
+        session.work.put(key, {}, {"score": score})
+    return score
+
+
 def _splits(session: Session) -> list[str]:
     """The splits of the calibration that have windows."""
     file = session.calibration
@@ -164,10 +183,14 @@ def _splits(session: Session) -> list[str]:
 
 
 def _measured(
-    session: Session, mix: Mapping[str, Recipe], splits: Sequence[str], load: Loader | None
+    session: Session,
+    mix: Mapping[str, Recipe],
+    splits: Sequence[str],
+    load: Loader | None,
+    windows: int | None = None,
 ) -> dict[str, Measured]:
     model = session.streamed(weights_of(session, mix, load))
-    measured = measure_splits(session, model, splits)
+    measured = measure_splits(session, model, splits, windows)
     # The model and its hooks refer to each other. Without its weights it takes little; to look for it takes 0.2 s.
     model.weights.clear()
     if session.machine.on_gpu:
@@ -205,16 +228,20 @@ def _key(session: Session, mix: Mapping[str, Recipe], split: str, made: str | No
 
 
 @torch.no_grad()
-def measure_splits(session: Session, test: StreamedModel, splits: Sequence[str]) -> dict[str, Measured]:
+def measure_splits(
+    session: Session, test: StreamedModel, splits: Sequence[str], windows: int | None = None
+) -> dict[str, Measured]:
     """Compares any model with the original on splits of the calibration, by name: `held_out` chooses, `report` reports. The
-    windows of all of them go through the model together, as many as fit."""
+    windows of all of them go through the model together, as many as fit. windows: only so many of each, the first."""
     file = session.calibration
     if file is None:
         raise ValueError("there is no held-out data")
-    batches = {s: getattr(calibrations, f"{s}_batches")(file) for s in splits}
+    batches = {s: getattr(calibrations, f"{s}_batches")(file)[:windows] for s in splits}
     places = [(s, f"{REFERENCES[s]}:{i}") for s, own in batches.items() for i in range(len(own))]
     every = [batch for own in batches.values() for batch in own]
-    groups = list(calibrations.merge_batches(every, session.machine.tokens_per_batch))
+    # Of a few windows smaller groups, so that there is one for each of some cores.
+    tokens = session.machine.tokens_per_batch // (1 if windows is None else 2)
+    groups = list(calibrations.merge_batches(every, tokens))
     language = bool(file.metadata["language"])
     references = [partial(file.get, name) for _, name in places]
     compared = _scores if language else _similarities
@@ -222,7 +249,8 @@ def measure_splits(session: Session, test: StreamedModel, splits: Sequence[str])
     for (split, _), score in zip(places, compared(session, test, groups, references), strict=True):
         scores[split].append(score)
     return {
-        s: _summarised(found, tuple(calibrations.domains(file, s)), language) for s, found in scores.items()
+        s: _summarised(found, tuple(calibrations.domains(file, s)[:windows]), language)
+        for s, found in scores.items()
     }
 
 

@@ -47,12 +47,13 @@ BESIDE = {"stream": 24, "ffn": 8, "attention": 4, "logit": 8, "moments": 8}
 HEAD_DIM = 64
 # Files that take all last steps where every family is asked for: the mix, and the best single format of so many families.
 FAMILIES = 4
-# Elsewhere the single format is mostly given up after its first part (improve/rival.py), and measured once there.
-FIRST_PART = 1 / 3
+# Elsewhere the single format is mostly given up before its pass or after its first part (improve/rival.py), where some
+# layers are measured on half of the windows.
+FIRST_PART = 1 / 6
 # The backward pass, with the forward pass before it and the layers that are computed again, in forward passes.
 BACKWARD = 4
-# Single formats that are compared, on this share of the layers, three at most.
-COMPARED, COMPARED_SHARE = 3, 0.25
+# Single formats that are compared, and the mix, on this share of the layers, three at most, and on half of the windows.
+COMPARED, COMPARED_SHARE = 4, 0.25
 # A move of the search encodes this share of the weights anew; a size tried for a bound on the divergence this one.
 MOVE_SHARE, SIZE_SHARE = 0.15, 0.5
 # Sizes that are tried for a bound on the divergence, beside the first.
@@ -179,10 +180,10 @@ def predict(
     seconds = {
         "calibration": backward + tokens * (forward + hessians / shared) + splits * scored * forward,
         "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / devices,
-        "compare formats": COMPARED * (compared * encode + measured) if compares else 0.0,
+        "compare formats": COMPARED * (compared * encode + measured / 2) if compares else 0.0,
         name: passes * last,
         # A final mix that was encoded front to back is measured on both sets of windows at once.
-        "measure": measured * (splits + 2 if gives_up else passes * (splits if front_to_back else 1)),
+        "measure": measured * (splits + 1 if gives_up else passes * (splits if front_to_back else 1)),
         "report": 0.0 if front_to_back or splits == 1 else passes * measured,
     }
     if text.done:

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 # Rows below which casting costs more than it saves.
 FEWEST_ROWS = 64
+# Whether linear layers round in a block of exact products.
+_layers_round = False
 
 
 @contextmanager
@@ -31,6 +33,20 @@ def exact_products() -> Iterator[None]:
     """Products are computed in float32 inside a block of `fast_products`."""
     with _precision("highest"):
         yield
+
+
+@contextmanager
+def exact_beside_layers() -> Iterator[None]:
+    """As `exact_products`, but the linear layers of `rounding` models go on rounding in a block of `fast_products`: another
+    thread may run them meanwhile. Not where torch itself rounds (`rounded_by_torch`): those would not."""
+    global _layers_round
+    before = _layers_round
+    _layers_round = before or torch.get_float32_matmul_precision() != "highest"
+    try:
+        with exact_products():
+            yield
+    finally:
+        _layers_round = before
 
 
 @contextmanager
@@ -96,16 +112,25 @@ def _rounds(rows: int) -> bool:
     return torch.get_float32_matmul_precision() != "highest" and rows >= FEWEST_ROWS
 
 
+def rounded_by_torch() -> bool:
+    """Whether torch's own products on this CPU round their inputs in a block of `fast_products`."""
+    return _has("amx_tile")
+
+
 @cache
 def _own_products() -> bool:
-    known = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    bfloat16, amx = (check is not None and bool(check()) for check in known)
-    return bfloat16 and not amx
+    return _has("avx512_bf16") and not _has("amx_tile")
+
+
+def _has(name: str) -> bool:
+    check = getattr(torch.cpu, f"_is_{name}_supported", None)
+    return check is not None and bool(check())
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     weight, rows = module.weight, x.numel() // max(1, x.shape[-1])
-    if not _rounds(rows) or x.dtype != torch.float32 or weight.requires_grad:
+    rounds = _rounds(rows) or (_layers_round and rows >= FEWEST_ROWS)
+    if not rounds or x.dtype != torch.float32 or weight.requires_grad:
         return functional.linear(x, weight, module.bias)
     y: Tensor = _Rounded.apply(x, weight)  # type: ignore[no-untyped-call]
     return y if module.bias is None else y + module.bias

@@ -1,5 +1,9 @@
 """Batches go through the layers in step, and a layer that is called twice is noticed."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +93,73 @@ def test_error_of_one_of_several_running_batches_is_raised() -> None:
     _, bad = stack([0, 7])
     with pytest.raises(IndexError):
         run_in_step([[m] for m in layers], [run, bad, run, bad], lambda gate, inputs: None, workers=3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_some_batches_go_on_while_the_others_wait_for_what_is_done_at_the_gate(workers: int) -> None:
+    layers, _ = stack([0, 1])
+    log, there, inside = [], threading.Event(), []
+
+    def run(value: float) -> torch.Tensor:
+        x = layers[0](torch.full((1, 4), value))
+        log.append((value, bool(inside)))
+        if value == 3.0:
+            there.set()
+        return layers[1](x)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def at_gate(gate: int, inputs: list) -> object:
+        log.append(("gate", gate, len([x for x in inputs if x is not None])))
+        if gate == 2:
+            return None
+
+        def rest() -> None:
+            # With threads to spare the early ones come by while this is done.
+            assert gate > 0 or workers == 1 or there.wait(60)
+            log.append(("rest", gate))
+
+        return rest
+
+    runs = [lambda v=float(v): run(v) for v in range(4)]
+    run_in_step([[m] for m in layers], runs, at_gate, workers, ahead=(2, 3), around=around)
+    early, late = [(2.0, True), (3.0, True)], [(0.0, False), (1.0, False)]
+    assert log[0] == ("gate", 0, 4) and not inside
+    assert log[1:4] == ([("rest", 0), *early] if workers == 1 else [*early, ("rest", 0)])
+    assert sorted(log[4:6]) == late and log[6:] == [("gate", 1, 4), ("rest", 1), ("gate", 2, 4)]
+
+
+def test_a_batch_beyond_the_gate_is_not_let_through_its_next_one_early() -> None:
+    layers, run_both = stack([0, 1])
+    seen = []
+
+    def at_gate(gate: int, inputs: list) -> object:
+        seen.append([x is not None for x in inputs])
+        return lambda: None
+
+    def skips() -> torch.Tensor:
+        return layers[1](torch.ones(1, 4))
+
+    run_in_step([[m] for m in layers], [run_both, skips], at_gate, 2, ahead=(1,))
+    assert seen[:2] == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_of_early_batches_and_of_the_work_beside_them_are_raised(workers: int) -> None:
+    layers, run = stack([0, 1])
+    _, bad = stack([0, 7])
+    with pytest.raises(IndexError):
+        run_in_step([[m] for m in layers], [run, bad], lambda *_: lambda: None, workers, ahead=(1,))
+
+    def at_gate(gate: int, inputs: list) -> object:
+        return lambda: int("x")
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_in_step([[m] for m in layers], [run, run], at_gate, workers, ahead=(1,))
 
 
 def test_mean_outer_is_weighted_and_does_not_depend_on_workers() -> None:

@@ -157,6 +157,12 @@ def check(
     for spec in specs:
         report = compiled(spec, row)
         assert report.loop.instructions > 0 and report.vector_registers > 0
+        if (
+            case == ("shuffle", 1)
+            and dtype == torch.bfloat16
+            and spec.kind in ("shuffle_gemm", "shuffle_gemv")
+        ):
+            assert gates.expected(spec, row, report).vector_per_weight == 3.0
         found = gates.check(spec, report, row)
         wrong += [f"{spec.name}: {line}" for line in found if not any(part in line for part in allowed)]
     assert wrong == []
@@ -170,7 +176,7 @@ def test_a_kernel_keeps_its_promises(name: str, target: str, samples: Any, compi
 @pytest.mark.parametrize(("name", "target"), diagonal(FAMILIES, ARCHITECTURES))
 def test_a_family_of_formats_keeps_its_promises(name: str, target: str, samples: Any, compiled: Any) -> None:
     # What people run: bfloat16 where its arithmetic is emulated by mistake more easily, float16 otherwise.
-    dtype = torch.bfloat16 if FAMILIES[name][1] > 16 else torch.float16
+    dtype = torch.bfloat16 if FAMILIES[name][1] > 16 or name == "shuffle 1" else torch.float16
     check(FAMILIES[name], name, ARCHITECTURES[target], samples, compiled, dtype)
 
 
@@ -196,7 +202,7 @@ def test_the_known_misses_are_of_cases_and_targets_that_exist() -> None:
 @pytest.mark.parametrize(
     ("rate", "target"),
     [
-        *((16, "sm_90"), (16, "gfx942"), (12, "gfx1100")),
+        (16, "sm_90"),  # of AMD's a family above
         *(
             pytest.param(rate, target, marks=pytest.mark.slow)
             for target in ARCHITECTURES

@@ -24,17 +24,23 @@ on_gpu = pytest.importorskip("nstf.kernels.triton.ldlq")
 CASES = list(product(LEVELS, (0, 24), (False, True)))
 FIRST = [case for place, case in enumerate(CASES) if place // 4 % 4 == place % 4]
 
-# Triton reads TRITON_INTERPRET when it is imported. More columns than a block, rows that no program's number divides.
+# Triton reads TRITON_INTERPRET when it is imported. More columns than a block, groups longer than one, rows that no
+# program's number divides.
 INTERPRETED = """
 import json, sys, torch
+from nstf.quantizers.rounding import sweep
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
-weight, hessian = normal(37, 150), correlated_hessian(150)
+cols, sweep.BLOCK = map(int, sys.argv[2:4])
+in_triton, in_torch = sweep.search_triton, sweep.search
+weight, hessian = normal(37, cols), correlated_hessian(cols)
 plain, ordered = factor(hessian), factor(hessian, act_order=True)
 for name, group, given in json.loads(sys.argv[1]):
     levels = LEVELS[name]
+    # The search of scales has interpreted tests of its own (test_scale_search.py).
+    sweep.search_triton = in_triton if name in sys.argv[4:] else in_torch
     grid = sweep_torch(weight, levels, group, plain.importance, None, None).grid
     way, frozen = (ordered, grid) if given else (plain, None)
     ours, reference = (
@@ -49,14 +55,16 @@ for name, group, given in json.loads(sys.argv[1]):
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [FIRST, pytest.param([c for c in CASES if c not in FIRST], marks=pytest.mark.slow)],
+    ("cases", "cols", "block", "searched"),
+    [(FIRST, 43, 16, ["mxfp4"]), pytest.param(CASES, 150, 128, list(LEVELS), marks=pytest.mark.slow)],
     ids=["first", "others"],
 )
-def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tuple[str, int, bool]]) -> None:
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference(
+    cases: list[tuple[str, int, bool]], cols: int, block: int, searched: list[str]
+) -> None:
     assert {name for name, _, _ in FIRST} == set(LEVELS)
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-c", INTERPRETED, json.dumps(cases)]
+    program = [sys.executable, "-c", INTERPRETED, json.dumps(cases), str(cols), str(block), *searched]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,17 @@ from nstf.kernels.trellis_encode import search_threads
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.improve.groups import (
-    MIN_BATCHES,
-    Group,
-    affordable,
-    find_groups,
-    first_groups,
-    run_data,
-)
+from nstf_convert.pipeline.improve import groups as grouping
+from nstf_convert.pipeline.improve.groups import Group, affordable, find_groups, first_groups
 from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.mix import NamedLoader, tree_of
-from nstf_convert.pipeline.products import exact_products, fast_products
+from nstf_convert.pipeline.products import (
+    exact_beside_layers,
+    exact_products,
+    fast_products,
+    rounded_by_torch,
+)
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.decoded import decoded
 from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result, working_bytes
@@ -218,9 +218,9 @@ class _Pass:
 
     def run(self, batches: Sequence[Batch]) -> None:
         """Runs the fit batches to the end; every group is then in the work directory."""
-        data = run_data(self.session)
+        data = grouping.run_data(self.session)
         merged = list(merge_batches(batches, even_tokens(batches, self.session.tokens_per_batch)))
-        if len(merged) < MIN_BATCHES:
+        if len(merged) < grouping.MIN_BATCHES:
             merged = list(batches)  # some are held out
         models = [self.model, self.session.reference()] if self.corrected else [self.model]
         paths = [dict(m.module.named_modules()) for m in models]
@@ -241,9 +241,14 @@ class _Pass:
             # Results are written while the next group is under way. The workers stay for the whole pass: torch takes
             # milliseconds to set a new thread up.
             with ThreadPoolExecutor(1) as self.writer, each_of(self.workers) as self.each:
-                with fast_products() if _bits(self.session, self.mix) < EXACT_BITS else exact_products():
-                    with suppress(_Enough):
-                        run_in_step(gates, runs, self._at_gate, self.workers)
+                fast = _bits(self.session, self.mix) < EXACT_BITS
+                # The original runs on while a group is encoded, much of which is one core's work.
+                alone = self.session.machine.on_gpu or (fast and rounded_by_torch())
+                ahead = () if alone else range(len(merged), len(runs))
+                around: Callable[[], AbstractContextManager[None]]
+                around = nullcontext if alone else exact_beside_layers
+                with fast_products() if fast else exact_products(), suppress(_Enough):
+                    run_in_step(gates, runs, self._at_gate, self.workers, ahead=ahead, around=around)
                 for writing in self.writing.values():
                     writing.result()
         finally:
@@ -264,15 +269,26 @@ class _Pass:
     def _keep_stream(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.streams[self.running.index] = args[0]
 
-    def _at_gate(self, index: int, inputs: list[Any]) -> None:
+    def _at_gate(self, index: int, inputs: list[Any]) -> Callable[[], None] | None:
+        """Takes the moments of a group's inputs; what is then to be done does not concern the original."""
         self.decoded.clear()
         for writing in self.writing.values():
             writing.result()
         self.writing.clear()
         group = self.groups[index]
         start = time.perf_counter()
+        known: list[Moments] = []
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
             known = self._moments(group, inputs)
+        if index < len(self.groups) - 1:
+            return partial(self._finish_group, group, known, start)
+        self._finish_group(group, known, start)
+        raise _Enough
+
+    def _finish_group(self, group: Group, known: list[Moments], start: float) -> None:
+        """Encodes a group, if it is not yet, and puts it into the model. known: its moments if so, used up; start: when
+        they were begun."""
+        if known:
             with exact_products():
                 self._encode_group(group, known)
         for name in group.weights:
@@ -288,8 +304,6 @@ class _Pass:
                 # Small weights stay loaded: what is there is still the original.
                 if not module.weight.is_meta:  # type: ignore[union-attr]
                     module.weight = nn.Parameter(self.source(name), requires_grad=False)
-        if index == len(self.groups) - 1:
-            raise _Enough
 
     def _moments(self, group: Group, inputs: list[Any]) -> list[Moments]:
         """What is known of a group's inputs: from the batches that fit, and from those held out for the target if any."""

@@ -7,22 +7,34 @@ both, and where the first part shows that it errs against the format, the ratio 
 docs/conversion.md has the files that the margin was chosen by.
 """
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import plan as plans
+from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.mix import Loader
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.session import Session
+from nstf_convert.report.build import layer_of
 
+log = logging.getLogger("nstf")
+
+# Layers that single formats are compared on, spread over the depth: a quarter of them, at most this many. The model's other
+# tensors stay as they are.
+FEW_LAYERS = 3
+# Windows that parts of a model are measured on, at least.
+FEWEST_WINDOWS = 4
 # When a format is looked at: the share of the weights that are encoded front to back, and how many times what the mix lost
 # it may be expected to lose. Of the pairs of files in docs/conversion.md that were finished the expectation after a third
 # was 0.91 to 1.07 times what the format then measured; the first look is for those that are far behind.
 LOOKS = ((1 / 6, 1.75), (1 / 3, 1.5))
+# How many times what the mix lost a format may be expected to lose by a few layers, whose tensors are encoded on their own.
+FIRST_LOOK = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,16 +54,57 @@ class Stopped:
         return asdict(self)
 
 
+def few_layers(names: Iterable[str]) -> list[str]:
+    """The tensors of a quarter of the layers, at most FEW_LAYERS, each from the middle of its part of the depth; all
+    tensors where there are no layers to choose from."""
+    names = list(names)
+    layers = sorted({layer for n in names if (layer := layer_of(n)) is not None})
+    if len(layers) < 2:
+        return names
+    count = min(FEW_LAYERS, max(1, len(layers) // 4))
+    kept = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
+    return [n for n in names if layer_of(n) in kept]
+
+
+def by_few_layers(
+    session: Session,
+    rival: Planned,
+    mix: Trial,
+    few: Collection[str],
+    own: tuple[float, float],
+    of_mix: tuple[float, float],
+) -> Stopped | None:
+    """Why a single format cannot win beside a finished mix, by the tensors `few`, or None where it may.
+
+    own, of_mix: (what the format and the mix lose when these alone are encoded, each on its own; what that lets expect of
+    all).
+    """
+    (part, whole), (mix_part, whole_mix) = own, of_mix
+    if whole_mix <= 0.0:
+        return None
+    total = sum(session.units[n].elements for n in rival.mix)
+    share = sum(session.units[n].elements for n in few) / max(1, total)
+    expected = mix.score * whole / whole_mix
+    log.info(
+        "%s: %.6g by a few layers, the mix %.6g; about %.6g in the end", rival.label, part, mix_part, expected
+    )
+    if expected <= FIRST_LOOK * mix.score:
+        return None
+    return Stopped(rival.label, rival.size_bytes, share, part, mix_part, mix.score, expected)
+
+
 def compared(
     session: Session, table: Table, rival: Planned, load: Loader, mix: Trial, names: Collection[str]
 ) -> Stopped:
     """What a single format is expected to lose, of which the tensors `names` are encoded (`load` gives them). mix: a
     finished one."""
-    part = part_score(session, rival.mix, load, names)
-    mix_load = mix.load or mixes.encoder_loader(session)
-    mix_part = part_score(session, mix.planned.mix, mix_load, names)
+    part = part_score(session, rival.mix, names, load)
+    mix_part = part_score(session, mix.planned.mix, names, mix.load or mixes.encoder_loader(session))
+    whole = mix.measured.on(few_windows(session))
     own, others = _split(table, rival.mix, names), _split(table, mix.planned.mix, names)
-    expected = expected_score(part, mix_part, mix.score, own, others)
+    expected = expected_score(part, mix_part, whole, own, others) * (
+        mix.score / whole if whole > 0.0 else 1.0
+    )
     total = sum(session.units[n].elements for n in rival.mix)
     share = sum(session.units[n].elements for n in names) / max(1, total)
     return Stopped(rival.label, rival.size_bytes, share, part, mix_part, mix.score, expected)
@@ -71,10 +124,21 @@ def expected_score(
     return part + max(0.0, mix - mix_part) * ratio
 
 
-def part_score(session: Session, mix: Mapping[str, Recipe], load: Loader, names: Collection[str]) -> float:
-    """What is lost on the windows that choose when only these tensors of a mix are encoded."""
+def part_score(
+    session: Session, mix: Mapping[str, Recipe], names: Collection[str], load: Loader | None = None
+) -> float:
+    """What is lost on a few of the windows that choose when only these tensors of a mix are encoded. load: gives them (None:
+    each as encoded on its own)."""
     plain = load.load if isinstance(load, mixes.NamedLoader) else load  # the name is that of the whole mix
-    return mixes.measure(session, {n: mix[n] for n in names if n in mix}, load=plain).score
+    part = {n: mix[n] for n in names if n in mix}
+    return mixes.measure_part(session, part, few_windows(session), plain)
+
+
+def few_windows(session: Session) -> int:
+    """How many windows parts of a model are measured on: half of those that choose tell formats apart far below the margins
+    here."""
+    file = session.calibration
+    return 0 if file is None else max(FEWEST_WINDOWS, len(calibrations.domains(file, "held_out")) // 2)
 
 
 def _split(table: Table, mix: Mapping[str, Recipe], names: Collection[str]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """What every stage of a conversion does with a mix: plan it, encode it, measure it, and keep the score."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,21 +14,18 @@ from nstf_convert.pipeline.allocate.division import Divisions
 from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
+from nstf_convert.pipeline.improve import rival
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
-from nstf_convert.pipeline.improve.rival import LOOKS, Stopped, compared
+from nstf_convert.pipeline.improve.rival import Stopped
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table, key_of
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
-from nstf_convert.report.build import layer_of
 
 log = logging.getLogger("nstf")
 
-# Layers that single formats are compared on, spread over the depth: a quarter of them, at most this many. The model's other
-# tensors stay as they are.
-FEW_LAYERS = 3
 # Formats this close to the best, measured on these layers, take all steps; the second margin is for expected losses. One
 # that is expected to lose more than the third times the least is not measured.
 MEASURED_MARGIN = 1.1
@@ -303,10 +300,13 @@ class Run:
         session = self.session
         if self._one_by_one or mix is None or mix.losses is None or session.options.level.every_family:
             return self.encoded(planned)
+        if (stopped := self._first_look(planned, mix)) is not None:
+            self.stopped.append(stopped)
+            return None
         corrected = session.options.front_to_back
         session.wait_for_kernels()
         names: Collection[str] = ()
-        for share, margin in LOOKS:
+        for share, margin in rival.LOOKS:
             with session.stages.stage("encode front to back"):
                 prefixed = encode_in_prefix(session, planned.mix, self._tick(names), corrected, share)
             if len(prefixed.results) == len(names):
@@ -315,7 +315,7 @@ class Run:
             if len(names) == len(planned.mix):
                 break
             with session.stages.stage("measure"):
-                found = compared(session, self.table, planned, prefixed.loader(), mix, names)
+                found = rival.compared(session, self.table, planned, prefixed.loader(), mix, names)
             log.info(
                 "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
                 planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
@@ -324,6 +324,15 @@ class Run:
                 self.stopped.append(found)
                 return None
         return self.front_to_back(planned, names)
+
+    def _first_look(self, planned: Planned, mix: Trial) -> Stopped | None:
+        """Why a single format cannot win by a few layers of it and of the mix, or None."""
+        if not self.session.keeps_hessians:
+            return None  # tensors cannot be encoded on their own
+        few = set(rival.few_layers(planned.mix))
+        with self.session.stages.stage("compare formats"):
+            own, of_mix = self._on_a_few_layers(planned, few), self._on_a_few_layers(mix.planned, few)
+        return rival.by_few_layers(self.session, planned, mix, few, own, of_mix)
 
     def _promising(self, found: list[Planned]) -> list[Planned]:
         """The single formats worth all steps, from what each loses on a few layers.
@@ -341,24 +350,24 @@ class Run:
             log.info("the Hessians were not kept: single formats are compared by their expected losses")
             scores, close = [p.expected_loss for p in found], EXPECTED_MARGIN
         else:
-            few = set(few_layers(found[0].mix))
+            few = set(rival.few_layers(found[0].mix))
             with session.stages.stage("compare formats"):
-                scores, close = [self._on_a_few_layers(p, few) for p in found], MEASURED_MARGIN
+                scores, close = [self._on_a_few_layers(p, few)[1] for p in found], MEASURED_MARGIN
         for planned, score in zip(found, scores, strict=True):
             log.info("%s: about %.6g", planned.label, score)
         return [p for p, s in zip(found, scores, strict=True) if not s > close * min(scores)]
 
-    def _on_a_few_layers(self, planned: Planned, few: set[str]) -> float:
-        """What a plan is likely to measure: its expected loss, corrected by what the tensors `few` measure when they alone
-        are encoded."""
+    def _on_a_few_layers(self, planned: Planned, few: set[str]) -> tuple[float, float]:
+        """(what a plan measures when the tensors `few` alone are encoded, what it is likely to measure as a whole: its
+        expected loss, corrected by that)."""
         part = {n: r for n, r in planned.mix.items() if n in few}
         chosen = [(self.session.units[n], r) for n, r in part.items()]
         self.session.wait_for_kernels()
         self.session.encoder.encode_all(chosen, lambda unit: None)
-        measured = mixes.measure(self.session, part).score
+        measured = rival.part_score(self.session, part, part)
         expected = plans.expected_loss(self.table, part)
         rest = planned.expected_loss - expected
-        return measured + rest * (measured / expected if expected > 0.0 else 1.0)
+        return measured, measured + rest * (measured / expected if expected > 0.0 else 1.0)
 
     def true_loss(self, name: str, recipe: Recipe) -> float | None:
         """The loss of an encoding in the loss model's own terms, or None when it was not made."""
@@ -381,18 +390,6 @@ class Run:
 
 def _plain(found: Sequence[Candidate]) -> list[Candidate]:
     return [c for c in found if c.recipe.family != "decomposed"]
-
-
-def few_layers(names: Iterable[str]) -> list[str]:
-    """The tensors of a quarter of the layers, at most FEW_LAYERS, each from the middle of its part of the depth; all
-    tensors where there are no layers to choose from."""
-    names = list(names)
-    layers = sorted({layer for n in names if (layer := layer_of(n)) is not None})
-    if len(layers) < 2:
-        return names
-    count = min(FEW_LAYERS, max(1, len(layers) // 4))
-    kept = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
-    return [n for n in names if layer_of(n) in kept]
 
 
 def counter(session: Session, times: int = 1) -> Callable[[Unit], None]:

@@ -12,7 +12,8 @@ from nstf_convert.pipeline.allocate.plan import uniforms
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve import rival
 from nstf_convert.pipeline.improve import run as runs
-from nstf_convert.pipeline.improve.run import Run, few_layers
+from nstf_convert.pipeline.improve.rival import few_layers
+from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.methods import method_families
@@ -32,7 +33,8 @@ def score(accuracy: dict) -> float:
 @pytest.fixture
 def to_the_end(monkeypatch) -> None:
     """No single format is given up."""
-    monkeypatch.setattr(runs, "LOOKS", ())
+    monkeypatch.setattr(rival, "LOOKS", ())
+    monkeypatch.setattr(rival, "FIRST_LOOK", math.inf)
 
 
 def assert_never_worse(report: dict) -> None:
@@ -120,7 +122,7 @@ def uniform_method(trial: Trial) -> str:
 
 @pytest.mark.parametrize("layers", [1, 3], ids=["of a few layers", "of all layers"])
 def test_a_format_that_is_expected_to_lose_but_measures_better_is_found(run, monkeypatch, layers) -> None:
-    monkeypatch.setattr(runs, "few_layers", lambda names: [n for n in names if layer_of(n) in range(layers)])
+    monkeypatch.setattr(rival, "few_layers", lambda names: [n for n in names if layer_of(n) in range(layers)])
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)
     found = uniforms(run.session, run.table, budget, run.meta.widest())
     assert {uniform_method_of(p) for p in found} == {"int_grid", "grid16"}
@@ -175,7 +177,8 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
 ) -> None:
     run, mix, rivals = front_to_back
     caplog.set_level("INFO", "nstf")
-    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, math.inf), (1 / 3, 0.0)))
+    monkeypatch.setattr(rival, "FIRST_LOOK", math.inf)
+    monkeypatch.setattr(rival, "LOOKS", ((1 / 6, math.inf), (1 / 3, 0.0)))
     assert rivals and run.best(rivals[:1], mix) is None
     (stopped,) = run.stopped
     assert stopped.encoding == rivals[0].label and 0.2 < stopped.share < 0.9
@@ -184,7 +187,7 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
     assert stopped.mix == mix.score and 0 < stopped.mix_part < stopped.mix
     assert f"{rivals[0].label}: {stopped.part:.6g} after" in caplog.text
     # One that goes on comes to the same as by itself.
-    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, math.inf), (1 / 3, math.inf)))
+    monkeypatch.setattr(rival, "LOOKS", ((1 / 6, math.inf), (1 / 3, math.inf)))
     run.stopped.clear()
     trial = run.best(rivals[:1], mix)
     assert trial is not None and not run.stopped
@@ -193,9 +196,28 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
     assert 0.5 < stopped.expected / trial.score < 2
 
 
+def test_a_single_format_that_a_few_layers_rule_out_is_not_encoded(
+    front_to_back, monkeypatch, caplog
+) -> None:
+    run, mix, rivals = front_to_back
+    caplog.set_level("INFO", "nstf")
+    monkeypatch.setattr(rival, "FIRST_LOOK", 0.0)
+    encoded = []
+    monkeypatch.setattr(runs, "encode_in_prefix", lambda *args: encoded.append(args))
+    assert run.best(rivals[:1], mix) is None and not encoded
+    (stopped,) = run.stopped
+    assert stopped.encoding == rivals[0].label and 0 < stopped.share < 1
+    assert stopped.part > 0 < stopped.mix_part and stopped.mix == mix.score
+    assert f"{rivals[0].label}: {stopped.part:.6g} by a few layers" in caplog.text
+    # What is expected of it is about what it measures.
+    monkeypatch.undo()
+    assert 0.5 < stopped.expected / run.front_to_back(rivals[0]).score < 2
+
+
 def test_the_best_effort_gives_no_family_up(front_to_back, monkeypatch) -> None:
     run, mix, _ = front_to_back
-    monkeypatch.setattr(runs, "LOOKS", ((1 / 6, 0.0), (1 / 3, 0.0)))
+    monkeypatch.setattr(rival, "LOOKS", ((1 / 6, 0.0), (1 / 3, 0.0)))
+    monkeypatch.setattr(rival, "FIRST_LOOK", 0.0)
     monkeypatch.setattr(runs, "HOPELESS", 0.0)
     object.__setattr__(run.session.options, "effort", "best")
     budget = run.session.options.budget.size_bytes(run.session.checkpoint.total_bytes, 0)

@@ -39,6 +39,21 @@ def test_linear_layers_round_in_the_block_and_only_there(model) -> None:
     assert torch.equal(few, run(model, 8)[0])
 
 
+def test_linear_layers_go_on_rounding_beside_exact_products(model) -> None:
+    exact, _ = run(model, 80)
+    with products.exact_beside_layers():
+        assert torch.equal(run(model, 80)[0], exact)
+    with products.fast_products():
+        rounded, _ = run(model, 80)
+        with products.exact_beside_layers():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.equal(run(model, 80)[0], rounded)
+            left = torch.randn(80, 24)
+            assert torch.equal(products.outer(left, left), left.T @ left)
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.equal(run(model, 80)[0], exact)
+
+
 def test_the_head_is_left_alone(model) -> None:
     hidden = torch.randn(80, 32)
     wanted = model[3](hidden)
