@@ -10,29 +10,45 @@ constexpr int64_t kLanes = 4;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Loose __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));  // anywhere in memory
 
-// Blocks of x times the orthonormal Hadamard matrix, in place: stages that add and subtract numbers `half` apart.
+#if NSTF_ISA >= 2
+// The stage within a vector that adds and subtracts lanes H apart.
+template <int H>
+static inline Vec within(Vec v) {
+    typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
+    Lanes partner;
+    Vec sign;
+    for (int l = 0; l < kLanes; ++l) partner[l] = l ^ H, sign[l] = l & H ? -1.0f : 1.0f;
+    return v * sign + __builtin_shuffle(v, partner);
+}
+#endif
+
+// Blocks of x times the orthonormal Hadamard matrix, in place: stages that add and subtract numbers `half` apart. Two stages at a
+// time between a load and a store, in the order of one after the other, so the sums are the same.
 static void hadamard(float* x, int64_t size, int block) {
     const float by = 1.0f / std::sqrt(static_cast<float>(block));
     for (float* at = x; at < x + size; at += block) {
         int half = 1;
+        const auto vector = [&](int64_t i) __attribute__((always_inline)) -> Loose* { return reinterpret_cast<Loose*>(at + i); };
 #if NSTF_ISA >= 2
-        // Within a vector: each lane's partner is brought to it.
         if (block >= kLanes) {
-            typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
             for (int i = 0; i < block; i += kLanes) {
-                Vec v = *reinterpret_cast<const Loose*>(at + i);
-                for (int h = 1; h < kLanes; h *= 2) {
-                    Lanes partner;
-                    Vec sign;
-                    for (int l = 0; l < kLanes; ++l) partner[l] = l ^ h, sign[l] = l & h ? -1.0f : 1.0f;
-                    v = v * sign + __builtin_shuffle(v, partner);
-                }
-                *reinterpret_cast<Loose*>(at + i) = v * by;
+                Vec v = *vector(i);
+                v = within<4>(within<2>(within<1>(v)));
+                if constexpr (kLanes > 8) v = within<8>(v);
+                *vector(i) = v * by;
             }
             half = kLanes;
         }
 #endif
         const float scale = half == 1 ? by : 1.0f;
+        for (; half >= kLanes && 4 * half <= block; half *= 4)
+            for (int i = 0; i < block; i += 4 * half)
+                for (int j = i; j < i + half; j += kLanes) {
+                    const Vec a = *vector(j), b = *vector(j + half), c = *vector(j + 2 * half), d = *vector(j + 3 * half);
+                    const Vec u = a + b, v = a - b, w = c + d, z = c - d;
+                    *vector(j) = u + w, *vector(j + half) = v + z;
+                    *vector(j + 2 * half) = u - w, *vector(j + 3 * half) = v - z;
+                }
         for (; half < block; half *= 2)
             for (int i = 0; i < block; i += 2 * half) {
                 float *a = at + i, *b = at + i + half;

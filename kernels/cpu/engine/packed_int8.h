@@ -330,12 +330,15 @@ class PackedInt8 : public Leaf {
         const int64_t chunk_bytes = Codes::BYTES > 0 ? Codes::BYTES : chunk_bytes_;
         for (int64_t c = 0; c < chunks; c += 2) {
             constexpr int LEVEL = AHEAD == kFar ? 2 : 3;
-            for (int64_t i = 0; i < 2 * R * chunk_bytes; i += 64) __builtin_prefetch(ahead + i, 0, LEVEL);
+            const uint8_t* lines = ahead;
             ahead += 2 * R * chunk_bytes;
             Bytes x[2];
             pair_bytes<Codes::EVEN_ODD>(q + c * kChunk, x);
             const Floats by = pair_scales<Codes::EVEN_ODD>(fine + c * FINE);
             each<R>([&](auto i) __attribute__((always_inline)) {
+                // At most two lines for a row: a loop over all of them took longer than some of the products.
+                if (lines + i * 64 < ahead) __builtin_prefetch(lines + i * 64, 0, LEVEL);
+                if (lines + (R + i) * 64 < ahead) __builtin_prefetch(lines + (R + i) * 64, 0, LEVEL);
                 Bytes w[2];
                 unpack.pair(codes[i] + c * chunk_bytes, w);
                 const Floats scale = mul(by, four_blocks(by_block + i * padded + 2 * c));

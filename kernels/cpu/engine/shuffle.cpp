@@ -33,7 +33,7 @@ void levels(const StoredShuffle& s, const uint8_t* codes, const uint8_t* before,
 MakeShuffle maker() {
     switch (isa()) {
 #if NSTF_X86
-        case Isa::kAvx512Vbmi:
+        case Isa::kAvx512Vbmi: return shuffle_vbmi;
         case Isa::kAvx512Vnni: return shuffle_avx512;
         case Isa::kAvx2Vnni: return shuffle_avx2_vnni;
         case Isa::kAvx512:  // as for packed codes, nothing is better than AVX2 without VNNI

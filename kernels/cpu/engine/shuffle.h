@@ -47,6 +47,7 @@ Shared shuffle(StoredShuffle stored, int64_t bytes, bool exact);
 // The leaf in one instruction set; each of the files shuffle_*.cpp holds some.
 using MakeShuffle = Shared (*)(StoredShuffle, bool exact);
 #if NSTF_X86
+Shared shuffle_vbmi(StoredShuffle, bool exact);
 Shared shuffle_avx512(StoredShuffle, bool exact);
 Shared shuffle_avx2_vnni(StoredShuffle, bool exact);
 Shared shuffle_avx2(StoredShuffle, bool exact);

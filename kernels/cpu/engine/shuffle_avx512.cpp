@@ -1,4 +1,4 @@
-// The int8 kernels of shuffle codes for AVX-512 with VNNI; what VBMI adds they have no use for.
+// The int8 kernels of shuffle codes for AVX-512 with VNNI, without VBMI.
 #include "int8.h"
 #include "shuffle.h"
 
