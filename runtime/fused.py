@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class _Convolution:
     normalisation: nn.BatchNorm2d | None = None
     added: str | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    _folded: tuple[Any, Tensor | None, Tensor | None] = field(default=(None, None, None), repr=False)
+    _folded: tuple[Any, Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def run(self, values: dict[str, Any]) -> Tensor:
         gain, bias = self._scaled()
@@ -104,18 +104,30 @@ class _Convolution:
         if norm is None:
             return None, own
         sources = (norm.running_mean, norm.running_var, norm.weight, norm.bias, own)
-        # Tensors made in inference mode have no version: those nobody changes in place outside of it.
-        key = tuple(
-            None if t is None else (t.data_ptr(), None if t.is_inference() else t._version) for t in sources
-        )
-        if self._folded[0] != key:
-            mean, variance, weight, beta, own = (None if t is None else t.detach().float() for t in sources)
-            assert mean is not None and variance is not None
-            gain = torch.rsqrt(variance + norm.eps)
-            gain = gain if weight is None else gain * weight
-            bias = -mean * gain if own is None else (own - mean) * gain
-            self._folded = key, gain, bias if beta is None else bias + beta
-        return self._folded[1:]
+        state = _state(sources)
+        if state is not None and self._folded is not None and self._folded[0] == state:
+            return self._folded[2:]
+        mean, variance, weight, beta, own = (None if t is None else t.detach().float() for t in sources)
+        assert mean is not None and variance is not None
+        gain = torch.rsqrt(variance + norm.eps)
+        gain = gain if weight is None else gain * weight
+        bias = -mean * gain if own is None else (own - mean) * gain
+        bias = bias if beta is None else bias + beta
+        self._folded = (
+            state,
+            sources,
+            gain,
+            bias,
+        )  # what is kept alive gives its place in memory to nobody else
+        return gain, bias
+
+
+def _state(sources: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+    """What changes when a tensor is replaced or written to. None where that cannot be told: those made in inference mode
+    have no version."""
+    if any(t is not None and t.is_inference() for t in sources):
+        return None
+    return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)
 
 
 class _Value(NamedTuple):
@@ -169,13 +181,14 @@ def _plain(argument: Any) -> Any:
 
 @dataclass
 class Plan:
-    """What a module does: steps in order, and the values that each is the last to read."""
+    """What a module does: steps in order, and the values that each is the last to read. places: (module, name, the part of
+    that name) of everything inside."""
 
     source: str
     result: str
     steps: list[_Convolution | _Other]
     dead: list[tuple[str, ...]]
-    modules: list[nn.Module]
+    places: list[tuple[nn.Module, str, nn.Module]]
 
     def usable(self, x: Any) -> bool:
         """Whether this call is plain inference on a CPU, and nobody watches the modules inside."""
@@ -183,15 +196,21 @@ class Plan:
             return False
         if torch.compiler.is_compiling():
             return False
-        watched = any(
-            m.training or m._forward_hooks or m._forward_pre_hooks or getattr(m, "exact_products", False)
-            for m in self.modules
-        )
-        if watched or nn.modules.module._has_any_global_hook():
+        if nn.modules.module._has_any_global_hook():
             return False
+        for owner, name, part in self.places:
+            # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
+            if owner._modules.get(name) is not part or "forward" in part.__dict__:
+                return False
+            if part.training or part._forward_hooks or part._forward_pre_hooks:
+                return False
+            if getattr(part, "exact_products", False):
+                return False
         return not torch.is_grad_enabled() or not (
             x.requires_grad
-            or any(p is not None and p.requires_grad for m in self.modules for p in m._parameters.values())
+            or any(
+                p is not None and p.requires_grad for _, _, m in self.places for p in m._parameters.values()
+            )
         )
 
     def run(self, x: Tensor) -> Any:
@@ -283,8 +302,13 @@ def _planned(module: nn.Module) -> Plan | None:
     if not members:
         return None
     source = next(n.name for n in graph.nodes if n.op == "placeholder")
-    used = [m for m in parts.values() if m is not module and not isinstance(m, EncodedParameter)]
-    return Plan(source, results.name, steps, _last_reads(steps, results.name), used)
+    places = [
+        (owner, name, part)
+        for owner in module.modules()
+        for name, part in owner.named_children()
+        if not isinstance(part, EncodedParameter)
+    ]
+    return Plan(source, results.name, steps, _last_reads(steps, results.name), places)
 
 
 def _joined(step: _Convolution, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:

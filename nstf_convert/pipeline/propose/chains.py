@@ -30,13 +30,20 @@ def recipes(unit: Unit, allowed: set[str]) -> list[Recipe]:
         return []
     out = []
     for share in SHARES:
-        params = _low_rank(shape, share)
+        params = parameters("svd", shape, share, unit.stride)
         if "svd" in allowed and params is not None:
             out += [Recipe("svd", params, {"factor": factor}) for factor in FACTORS]
-    params = _tucker(shape, SHARES[-1], math.prod(unit.stride))
+    params = parameters("tucker", shape, SHARES[-1], unit.stride)
     if "tucker" in allowed and params is not None and unit.elements <= LARGEST_TUCKER:
         out.append(Recipe("tucker", params, {"factor": FACTORS[0]}))
     return out
+
+
+def parameters(
+    method: str, shape: Shape, share: float, stride: tuple[int, ...] = ()
+) -> dict[str, object] | None:
+    """Ranks of `svd` or `tucker` with which a convolution takes that share of its multiplications, or None."""
+    return _low_rank(shape, share) if method == "svd" else _tucker(shape, share, math.prod(stride))
 
 
 def _low_rank(shape: Shape, share: float) -> dict[str, object] | None:
