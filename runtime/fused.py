@@ -231,7 +231,22 @@ def _on_images(module: Any) -> bool:
     return type(module).forward is nn.Conv2d.forward and module.padding_mode == "zeros"
 
 
+class _Proxy(fx.Proxy):
+    """A value of a trace in which `y += z` writes into y, as it does in a tensor; torch.fx takes it for y + z."""
+
+
+def _writes(operation: Any) -> Any:
+    return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Proxy, f"__{_name}__", _writes(getattr(operator, _name)))
+
+
 class _Tracer(fx.Tracer):
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return hasattr(type(m), "encoded_base") or super().is_leaf_module(m, module_qualified_name)
 
