@@ -146,13 +146,13 @@ def compare(
 
 
 def alike(
-    folder: Path, threads: int, only: list[str] | None, heal_steps: int, work: Path | None
+    folder: Path, threads: int, only: list[str] | None, heal_steps: int, pictures: int, work: Path | None
 ) -> list[dict[str, Any]]:
     """Rows: all layers alike, as integers and as chains, with the time of one picture of 224 x 224."""
     from convolution_forms import compare, enlarged
 
     torch.set_num_threads(threads)
-    rows, models, picture = compare(folder, only, heal_steps, work)
+    rows, models, picture = compare(folder, only, heal_steps, pictures, work)
     large = enlarged(picture, LARGE_SIZE)
     models["float32"].to(memory_format=torch.channels_last)
     with torch.inference_mode():
@@ -260,6 +260,9 @@ def main() -> None:
     parser.add_argument(
         "--heal-steps", type=int, default=0, help="of `alike`: heal every form for so many steps"
     )
+    parser.add_argument(
+        "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
+    )
     parser.add_argument("--work-dir", type=Path, help="of `alike`: what was worked out is kept here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -270,7 +273,7 @@ def main() -> None:
     if args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
-        rows = alike(args.model, args.threads, args.only, args.heal_steps, args.work_dir)
+        rows = alike(args.model, args.threads, args.only, args.heal_steps, args.pictures, args.work_dir)
     else:
         rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
     for row in rows:

@@ -30,8 +30,6 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 
-# Pictures of a calibration, which healing learns from as well.
-PICTURES = 1024
 # 3x3 kernels of fewer weights are not decomposed where only large ones are.
 LARGE = 100_000
 
@@ -69,8 +67,11 @@ def forms() -> dict[str, Callable[[Unit], Recipe]]:
     return found
 
 
-def compare(folder: Path, only: list[str] | None, heal_steps: int, work: Path | None) -> tuple[Any, Any, Any]:
-    """(rows, models by name, one picture of 48 x 48). heal_steps: 0 is no healing."""
+def compare(
+    folder: Path, only: list[str] | None, heal_steps: int, pictures: int, work: Path | None
+) -> tuple[Any, Any, Any]:
+    """(rows, models by name, one picture of 48 x 48). heal_steps: 0 is no healing. pictures: of the calibration, which
+    healing learns from as well."""
     from safetensors.torch import save_file
     from transformers import ResNetForImageClassification
 
@@ -85,10 +86,10 @@ def compare(folder: Path, only: list[str] | None, heal_steps: int, work: Path | 
         raise SystemExit(f"error: there is no form {sorted(unknown)[0]!r}; there are: {', '.join(forms())}")
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "pictures.safetensors"
-        save_file({"pixel_values": Pictures(test=False).draw(PICTURES, CALIBRATION_SEED)[0]}, str(data))
+        save_file({"pixel_values": Pictures(test=False).draw(pictures, CALIBRATION_SEED)[0]}, str(data))
         options = ConvertOptions(
             str(folder), Path(temporary) / "none.nstf", Budget("ratio", 0.25), (str(data),), prefer="size",
-            samples=PICTURES, work_dir=work or Path(temporary) / "work", threads=torch.get_num_threads(),
+            samples=pictures, work_dir=work or Path(temporary) / "work", threads=torch.get_num_threads(),
         )  # fmt: skip
         with Session(options, Stages(), may_drop=False) as session:
             session.wait_for_kernels()
