@@ -1,5 +1,6 @@
 """Healing of a model of images: its outputs come nearer to the original's, on others too, in the same bytes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from nstf.kernels.formats.tuning import prepare, tunable, units, with_units
 from nstf.quantizers import int_grid
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.heal.heal import heal
+from nstf_convert.pipeline.heal.outputs import RATES
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
@@ -18,7 +20,7 @@ from nstf_convert.pipeline.session import Session
 
 def inputs(count: int) -> torch.Tensor:
     coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return torch.nn.functional.interpolate(coarse, scale_factor=3, mode="bilinear")
+    return torch.nn.functional.interpolate(coarse, scale_factor=2, mode="bilinear")
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_factors_and_scales_learn_from_the_original(folder: Path, options) -> None:
-    low_rank = Recipe("svd", {"rank": 8}, {"factor": Recipe("int_grid", {"bits": 6, "group": 0})})
+    low_rank = Recipe("svd", {"rank": 4}, {"factor": Recipe("int_grid", {"bits": 6, "group": 0})})
     changes = {
         "model": str(folder / "model"),
         "datasets": (str(folder / "inputs.safetensors"),),
@@ -52,13 +54,14 @@ def test_factors_and_scales_learn_from_the_original(folder: Path, options) -> No
             for n, u in session.units.items()
             if u.kept is None
         }
-        healed = heal(session, mix, 1.0, steps=12)
+        quick = replace(RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, evaluations=2, windows=24)
+        healed = heal(session, mix, 1.0, steps=24, settings=quick)
         load = mixes.encoder_loader(session)
         before, after = (
             mixes.measure(session, mix, "report", given).score for given in (load, healed.loader(load))
         )
-        assert healed.after.score < 0.8 * healed.before.score and after < 0.8 * before
-        assert healed.facts["inputs"] == 12 * 32
+        assert healed.after.score < 0.9 * healed.before.score and after < 0.95 * before
+        assert healed.facts["inputs"] == 24 * 24
         codes = 0
         for name, tensor in healed.encoded.items():
             was = load(session.units[name], mix.get(name))
