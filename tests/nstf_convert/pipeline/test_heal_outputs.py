@@ -54,7 +54,9 @@ def test_factors_and_scales_learn_from_the_original(folder: Path, options) -> No
             for n, u in session.units.items()
             if u.kept is None
         }
-        quick = replace(RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, evaluations=2, windows=24)
+        quick = replace(
+            RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, code_rate=0.06, evaluations=1, windows=24
+        )
         healed = heal(session, mix, 1.0, steps=24, settings=quick)
         load = mixes.encoder_loader(session)
         before, after = (
