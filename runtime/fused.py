@@ -56,7 +56,8 @@ def fuse(model: nn.Module) -> int:
     if plan is None:
         return sum(fuse(child) for child in model.children())
     model.__dict__["_fused_plan"] = plan
-    model.__class__ = _fused_class(type(model))
+    base: Any = type(model)
+    model.__class__ = _fused_class(base)
     return sum(isinstance(step, _Convolution) for step in plan.steps)
 
 
@@ -196,7 +197,7 @@ class Plan:
             return False
         if torch.compiler.is_compiling():
             return False
-        if nn.modules.module._has_any_global_hook():
+        if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         for owner, name, part in self.places:
             # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
