@@ -3,7 +3,7 @@
     pip install scikit-learn pillow
     python benchmarks/convolution.py train --out out/resnet18
     python benchmarks/convolution.py compare out/resnet18 --budgets 0.15 0.1 0.07 --threads 2 --json out/convolution.json
-    python benchmarks/convolution.py alike out/resnet18 --threads 2
+    python benchmarks/convolution.py alike out/resnet18 --threads 2 --heal-steps 120
     python benchmarks/convolution.py layers --threads 2
     python benchmarks/convolution.py stems --threads 2
 
@@ -15,9 +15,9 @@ turned, scaled and shaded at random. Training and test differ in the digits and 
 decompositions as well. Of every file: bytes, KL divergence from the float32 model and right answers on 1,024 test
 pictures, and the time of a batch on this machine, in turn with float32 torch in both layouts; of one picture of 224 x
 224 too, which the network reads as well. `alike` does the same, without a plan, for weights whose layers are all stored
-alike, in a minute. `layers` times single convolutions of ResNet-18 and ResNet-50 against decoding the weight for
-torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with random weights. With
-one thread the clock is the processor time of the process.
+alike, and with --heal-steps heals them first. `layers` times single convolutions of ResNet-18 and ResNet-50 against
+decoding the weight for torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with
+random weights. With one thread the clock is the processor time of the process.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from photographs import CALIBRATION_SEED, TEST_SEED, Pictures, accuracy, divergence, logits_of, train
@@ -145,84 +145,23 @@ def compare(
     return rows
 
 
-def alike(folder: Path, threads: int) -> list[dict[str, Any]]:
-    """Rows: all layers alike, in integers of 4, 3 and 2 bits, and 3x3 layers of low rank at two shares of the products."""
-    import copy
-
-    from transformers import ResNetForImageClassification
-
-    from nstf.quantizers.stats import Stats
-    from nstf.runtime.modules import attach
-    from nstf.runtime.parameter import EncodedParameter
-    from nstf_convert.pipeline.propose import chains
-    from nstf_convert.pipeline.propose.recipe import Recipe, encode
-    from nstf_convert.pipeline.propose.units import Unit
+def alike(
+    folder: Path, threads: int, only: list[str] | None, heal_steps: int, pictures: int, work: Path | None
+) -> list[dict[str, Any]]:
+    """Rows: all layers alike, as integers and as chains, with the time of one picture of 224 x 224."""
+    from convolution_forms import compare, enlarged
 
     torch.set_num_threads(threads)
-    model = ResNetForImageClassification.from_pretrained(folder).eval()
-    reference = logits_of(model)
-    moments = _moments(model)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-
-    def integers(bits: int) -> Recipe:
-        return Recipe("int_grid", {"bits": bits, "group": 64, "symmetric": True, "scale_bits": 8})
-
-    def chain(weight: Tensor, which: int) -> Recipe:
-        unit = Unit("weight", tuple(weight.shape), "float32", "conv", uses=("linear",))
-        found = [
-            r for r in chains.recipes(unit, {"svd", "int_grid"}) if r.parts["factor"].params["bits"] == 6
-        ]
-        large = weight.numel() > 100_000 and weight.shape[2] == 3
-        return found[which] if large else integers(6)
-
-    plans: dict[str, Callable[[Tensor], Recipe]] = {f"int{b}": lambda w, b=b: integers(b) for b in (4, 3, 2)}  # type: ignore[misc]
-    plans |= {f"low rank {s}": lambda w, i=i: chain(w, i) for i, s in enumerate(chains.SHARES)}  # type: ignore[misc]
-    rows: list[dict[str, Any]] = [{"file": "float32", "top1": accuracy(reference)}]
-    models = {"float32": model}
-    for name, recipe in plans.items():
-        made, size = copy.deepcopy(model), 0
-        for path, layer in layers.items():
-            weight = layer.weight.detach()
-            encoded = encode(recipe(weight), weight, Stats(moments.get(path), torch.ones(len(weight))), 1)
-            part: Any = made.get_submodule(path)
-            attach(part, "weight", EncodedParameter(encoded, torch.float32))
-            part.exact_products = False
-            size += encoded.size_bytes
-        logits = logits_of(made)
-        rows.append(
-            {"file": name, "bytes": size, "kld": divergence(logits, reference), "top1": accuracy(logits)}
-        )
-        models[name] = made
-    x = Pictures(test=True).draw(1, TEST_SEED)[0]
-    large = F.interpolate(x, size=(LARGE_SIZE, LARGE_SIZE), mode="bilinear").to(
-        memory_format=torch.channels_last
-    )
+    rows, models, picture = compare(folder, only, heal_steps, pictures, work)
+    large = enlarged(picture, LARGE_SIZE)
     models["float32"].to(memory_format=torch.channels_last)
     with torch.inference_mode():
         times = in_turn({n: lambda m=m: m(pixel_values=large) for n, m in models.items()})  # type: ignore[misc]
-    return [{**row, "ms_large": round(1e3 * times[row["file"]], 1)} for row in rows]
-
-
-@torch.inference_mode()
-def _moments(model: nn.Module) -> dict[str, Tensor]:
-    """Second moments of the patches of the smaller layers on 24 pictures; others are taken without data."""
-    found: dict[str, Tensor] = {}
-
-    def note(name: str, layer: nn.Conv2d, x: Tensor) -> None:
-        patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
-        rows = patches.transpose(1, 2).reshape(-1, patches.shape[1])
-        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:2048]]
-        found[name] = rows.T @ rows / len(rows)
-
-    hooks = [
-        m.register_forward_pre_hook(lambda m, given, n=n: note(n, m, given[0]))
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Conv2d) and m.weight.numel() <= 300_000
-    ]
-    model(pixel_values=Pictures(test=False).draw(24, CALIBRATION_SEED)[0])
-    for hook in hooks:
-        hook.remove()
-    return found
+    return [
+        {**row, "ms": round(1e3 * times[row["file"]], 2),
+         "times_float32": round(times["float32"] / times[row["file"]], 2)}
+        for row in rows
+    ]  # fmt: skip
 
 
 LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
@@ -317,6 +256,14 @@ def main() -> None:
         "--threads", type=int, default=2, help="on a busy machine train with one: two wait for each other"
     )
     parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
+    parser.add_argument("--only", nargs="+", metavar="FORM", help="of `alike`: only these forms")
+    parser.add_argument(
+        "--heal-steps", type=int, default=0, help="of `alike`: heal every form for so many steps"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
+    )
+    parser.add_argument("--work-dir", type=Path, help="of `alike`: what was worked out is kept here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "train":
@@ -326,7 +273,7 @@ def main() -> None:
     if args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
-        rows = alike(args.model, args.threads)
+        rows = alike(args.model, args.threads, args.only, args.heal_steps, args.pictures, args.work_dir)
     else:
         rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
     for row in rows:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nstf.kernels.cpu import convolution as cpu
+from nstf.kernels.cpu.convolution import After
 from nstf.kernels.formats.tree import EncodedTensor, Node, decode, format_of
 from nstf.kernels.linear import linear
 from nstf.kernels.memo import per_encoded
@@ -51,25 +52,28 @@ def convolve(
     bias: Tensor | None = None,
     geometry: Geometry = Geometry(),
     exact: bool = False,
+    after: After = After(),
 ) -> Tensor:
     """The convolution of images with an encoded weight, in x's dtype and layout.
 
-    x: [n, channels, h, w]. encoded: [out, channels / groups, kh, kw]. bias: [out]. exact: no int8 activations.
+    x: [n, channels, h, w]. encoded: [out, channels / groups, kh, kw]. bias: [out]. exact: no int8 activations. after: what
+    is done besides adding the bias; the C++ kernels do it as they write.
     Raises ValueError when the shapes do not fit.
     """
     if len(encoded.shape) != 4 or x.dim() != 4 or x.shape[1] != encoded.shape[1] * geometry.groups:
         raise ValueError(f"images {list(x.shape)} do not fit an encoded convolution {list(encoded.shape)}")
-    y = _from_codes(x, encoded, geometry, bias, exact)
-    if y is not None:
-        return y
-    y = _chain(x, encoded, geometry, exact)
+    y = _from_codes(x, encoded, geometry, bias, exact, after)
     if y is None:
-        return _decoded(x, encoded, bias, geometry)
-    return y if bias is None else y.add_(bias.to(y.dtype)[:, None, None])
+        y = _chain(x, encoded, geometry, bias, exact, after)
+    if y is None:
+        # A gain comes before the bias.
+        own = bias if after.gain is None else None
+        y = after.apply(_decoded(x, encoded, own, geometry), None if own is bias else bias)
+    return y
 
 
 def _from_codes(
-    x: Tensor, encoded: EncodedTensor, geometry: Geometry, bias: Tensor | None, exact: bool
+    x: Tensor, encoded: EncodedTensor, geometry: Geometry, bias: Tensor | None, exact: bool, after: After
 ) -> Tensor | None:
     if x.device.type == "cuda":
         from nstf.kernels.triton import linear
@@ -78,14 +82,16 @@ def _from_codes(
             return None
         from nstf.kernels.triton import convolution as triton
 
+        own = bias if after.gain is None else None
         with torch.cuda.device(x.device):
-            return triton.convolve(
-                x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+            y = triton.convolve(
+                x, encoded, own, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
             )
+        return None if y is None else after.apply(y, None if own is bias else bias)
     if exact or not cpu.available():
         return None
     return cpu.convolve(
-        x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+        x, encoded, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups, after
     )
 
 
@@ -119,14 +125,17 @@ def _padded(x: Tensor, geometry: Geometry) -> tuple[Tensor, tuple[int, int]]:
     return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
-def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -> Tensor | None:
+def _chain(
+    x: Tensor, encoded: EncodedTensor, geometry: Geometry, bias: Tensor | None, exact: bool, after: After
+) -> Tensor | None:
     """The convolution through the parts of a tree, or None where it is decoded."""
     kind, params = encoded.tree.kind, encoded.tree.params
     if geometry.groups != 1:
         return None
     if kind == "add":
         parts = children_of(encoded)
-        return convolve(x, parts["x"], None, geometry, exact) + convolve(x, parts["y"], None, geometry, exact)
+        both = convolve(x, parts["x"], None, geometry, exact)
+        return after.apply(both.add_(convolve(x, parts["y"], None, geometry, exact)), bias)
     # Parts that no kernel reads as they are stored are rounded to 8 bits once more: not where the result is to be exact.
     if exact and kind in ("tucker", "cp"):
         return None
@@ -135,9 +144,9 @@ def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -
     ):
         stages = _STAGES[kind](encoded)
         if stages is not None:
-            for stage in stages:
+            for stage in stages[:-1]:
                 x = _stage(x, stage, geometry, exact)
-            return x
+            return _stage(x, stages[-1], geometry, exact, bias, after)
     if (
         encoded.shape[2:] == (1, 1)
         and geometry.pointwise
@@ -146,7 +155,7 @@ def _chain(x: Tensor, encoded: EncodedTensor, geometry: Geometry, exact: bool) -
         if getattr(params, "lead", 1) != 1 or kind in ("permute", "rotated"):
             return None
         matrix = _as_matrix(encoded)
-        return linear(x.permute(0, 2, 3, 1), matrix).permute(0, 3, 1, 2)
+        return after.apply(linear(x.permute(0, 2, 3, 1), matrix).permute(0, 3, 1, 2), bias)
     return None
 
 
@@ -160,7 +169,14 @@ class _Stage:
     groups: int = 1
 
 
-def _stage(x: Tensor, stage: _Stage, geometry: Geometry, exact: bool) -> Tensor:
+def _stage(
+    x: Tensor,
+    stage: _Stage,
+    geometry: Geometry,
+    exact: bool,
+    bias: Tensor | None = None,
+    after: After = After(),
+) -> Tensor:
     sides = (stage.rows, stage.columns)
     stride, dilation = (
         (values[0] if sides[0] else 1, values[1] if sides[1] else 1)
@@ -169,9 +185,10 @@ def _stage(x: Tensor, stage: _Stage, geometry: Geometry, exact: bool) -> Tensor:
     padding = tuple(p if sides[i // 2] else 0 for i, p in enumerate(geometry.padding))
     own = Geometry(stride, padding, dilation, stage.groups)  # type: ignore[arg-type]
     if isinstance(stage.weight, EncodedTensor):
-        return convolve(x, stage.weight, None, own, exact)
+        return convolve(x, stage.weight, bias, own, exact, after)
     x, symmetric = _padded(x, own)
-    return F.conv2d(x, stage.weight.to(x.dtype), None, stride, symmetric, dilation, stage.groups)
+    y = F.conv2d(x, stage.weight.to(x.dtype), None, stride, symmetric, dilation, stage.groups)
+    return after.apply(y, bias)
 
 
 @per_encoded

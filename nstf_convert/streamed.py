@@ -65,7 +65,7 @@ class StreamedModel:
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
         self._holding = threading.Lock()
-        self._pending: list[Callable[[], None]] = []
+        self._pending: list[Callable[[], None]] = [self._fetch_buffers]
         for module, names in self._owners():
             self._attach(module, names)
         large = [n for m, names in self._owners() if m in self._fetchers for n in names.values()]
@@ -90,6 +90,11 @@ class StreamedModel:
     def stored_name(self, parameter: str) -> str:
         """The checkpoint's name of a parameter: the same, or the one it is tied to."""
         return self._names[parameter]
+
+    def stored_buffers(self) -> list[str]:
+        """Names of the floating-point buffers that checkpoints hold, such as a batch normalisation's mean and variance."""
+        held = self.module.state_dict(keep_vars=True)
+        return [n for n, value in held.items() if n not in self._names and value.is_floating_point()]
 
     @property
     def is_causal_lm(self) -> bool:
@@ -207,6 +212,22 @@ class StreamedModel:
             self._pending[-1]()
             self._pending.pop()
 
+    def _fetch_buffers(self) -> None:
+        """Buffers that the source has; others stay as the model's constructor made them."""
+        for name in self.stored_buffers():
+            owner, _, local = name.rpartition(".")
+            buffers = self.module.get_submodule(owner)._buffers
+            try:
+                value = self.weights(name)
+            except KeyError:
+                continue
+            if value.shape != buffers[local].shape:
+                raise CorruptError(
+                    f"tensor {name!r} has shape {list(value.shape)}, the config asks for "
+                    f"{list(buffers[local].shape)}: use the config.json that belongs to these weights"
+                )
+            buffers[local] = value.detach().to(self.device, torch.float32).clone()
+
     def _stored_names(self) -> dict[str, str]:
         from nstf.runtime.skeleton import tied_aliases
 
@@ -285,7 +306,8 @@ def buffers_to(module: nn.Module, device: torch.device) -> None:
             setattr(part, name, value.to(device))
 
 
-LINEAR_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LINEAR_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 
 
 def _conv1d() -> tuple[type[nn.Module], ...]:

@@ -31,7 +31,8 @@ from nstf.runtime.devices import stated_device
 from nstf.runtime.divided_loading import DividedModel, check_options
 from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
-from nstf.runtime.modules import EncodedConv, attach, dense_parameter, stays_encoded
+from nstf.runtime.fused import choose_products
+from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton, tied_aliases
@@ -136,9 +137,7 @@ def _load(
 
     def finish() -> None:
         _fill(model, artifact, compute, parts)
-        for module in model.modules():
-            if isinstance(module, EncodedConv):
-                module.exact_products = engine != "auto"
+        choose_products(model, exact=engine != "auto")
         _set_generation_config(model, artifact)
         make_citizen(model, path)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -68,13 +68,14 @@ class EncodedConv:
         around = module._reversed_padding_repeated_twice  # last axis first, before and after
         if module.padding_mode != "zeros":
             input, around = functional.pad(input, around, mode=module.padding_mode), [0] * (2 * sides)
-        geometry, images = _geometry(module, around), input if sides == 2 else input[:, :, None]
+        geometry, images = geometry_of(module, around), input if sides == 2 else input[:, :, None]
         y = convolve(images, _two_sided(module.weight_encoded.encoded), bias, geometry, self.exact_products)
         return y if sides == 2 else y[:, :, 0]
 
 
-def _geometry(module: Any, around: list[int]) -> Geometry:
-    """A module's geometry over two axes; one axis is that of the columns."""
+def geometry_of(module: Any, around: list[int] | None = None) -> Geometry:
+    """A module's geometry over two axes; one axis is that of the columns. around: what is left to pad, its own if None."""
+    around = module._reversed_padding_repeated_twice if around is None else around
     if len(module.kernel_size) == 2:
         padding = (around[2], around[3], around[0], around[1])
         return Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups)

@@ -96,7 +96,19 @@ class Convolution:
         groups: int,
     ) -> None: ...
     def run_at(
-        self, x: int, images: int, height: int, width: int, bias: int, y: int, last: bool, threads: int
+        self,
+        x: int,
+        images: int,
+        height: int,
+        width: int,
+        gain: int,
+        bias: int,
+        added: int,
+        least: float,
+        most: float,
+        y: int,
+        last: bool,
+        threads: int,
     ) -> None: ...
 
 class EngineMatrix:

@@ -1,7 +1,7 @@
 """Convolutions from codes in the C++ extension: an implicit product with int8 activations, the weight is never decoded."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,28 @@ from nstf.kernels.memo import per_encoded
 FORMATS = ("grid", "int", "shuffle")
 # Bytes that an image may have with its padding: the kernel counts them in 32 bits, rounded up in several directions.
 LARGEST = 1 << 30
+
+
+class After(NamedTuple):
+    """What becomes of a convolution's products before they are written: gain * (W x) + bias + added, between two bounds.
+
+    gain: [out], float32: a batch normalisation's. added: of the result's shape. least, most: 0 and infinity for a ReLU.
+    """
+
+    gain: Tensor | None = None
+    added: Tensor | None = None
+    least: float = -math.inf
+    most: float = math.inf
+
+    def apply(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The same to products that are written already, in their place."""
+        if self.gain is not None:
+            y = y.mul_(self.gain.to(y.dtype)[:, None, None])
+        if bias is not None:
+            y = y.add_(bias.to(y.dtype)[:, None, None])
+        if self.added is not None:
+            y = y.add_(self.added) if self.added.shape == y.shape else y + self.added
+        return y if (self.least, self.most) == (-math.inf, math.inf) else y.clamp_(self.least, self.most)
 
 
 def available() -> bool:
@@ -28,6 +50,7 @@ def convolve(
     padding: tuple[int, int, int, int],
     dilation: tuple[int, int],
     groups: int,
+    after: After = After(),
 ) -> Tensor | None:
     """The convolution of images [n, channels, h, w] with a weight [out, channels / groups, kh, kw], or None where there is
     no kernel for it: other formats, instruction sets without int8 products.
@@ -58,19 +81,26 @@ def convolve(
             f"images of {x.shape[2]} x {x.shape[3]} are smaller than the kernel {list(encoded.shape[2:])}"
         )
     y = torch.empty(len(x), encoded.shape[0], height, width, memory_format=layout)
-    added = None if bias is None else bias.to(torch.float32).contiguous()
+    later, broadcast = After(), after.added is not None and after.added.shape != y.shape
+    if broadcast:
+        after, later = After(after.gain), after._replace(gain=None)
+    # Kept until the kernel is done with them.
+    gain, shift = (None if v is None else v.to(torch.float32).contiguous() for v in (after.gain, bias))
+    added = None if after.added is None else after.added.to(torch.float32).contiguous(memory_format=layout)
     if y.numel():
         made.run_at(
             images.data_ptr(),
             len(x),
             x.shape[2],
             x.shape[3],
-            0 if added is None else added.data_ptr(),
+            *(0 if v is None else v.data_ptr() for v in (gain, shift, added)),
+            after.least,
+            after.most,
             y.data_ptr(),
             last,
             torch.get_num_threads(),
         )
-    return y.to(x.dtype)
+    return (later.apply(y, None) if broadcast else y).to(x.dtype)
 
 
 class _Made:

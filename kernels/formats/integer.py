@@ -107,8 +107,26 @@ def decode_tuned(
     values: dict[str, Tensor],
     children: dict[str, Tensor],
 ) -> Tensor:
-    """`decode` with the scales of `values`, differentiable in them."""
+    """`decode` with the scales of `values`, and with its units where it has any; differentiable in both."""
+    if "units" in values:
+        _, cols = matrix_shape(shape, params.lead)
+        return (values["units"] * per_column(values["scale"], params.group, cols)).reshape(shape)
     return scaled(values["scale"], fixed["units"], params.group).reshape(shape)
+
+
+def units(params: Params, shape: Shape, arrays: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(code - zero, its least possible value), float32 [rows, cols]: the largest is 2**bits - 1 above."""
+    _, cols = matrix_shape(shape, params.lead)
+    found = _units(params, arrays, cols)
+    return found, found - bitpack.unpack(arrays["codes"], params.bits, cols).float()
+
+
+def with_units(params: Params, shape: Shape, arrays: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+    """The arrays with other codes: whole numbers within their range, [rows, cols]."""
+    _, cols = matrix_shape(shape, params.lead)
+    codes = bitpack.unpack(arrays["codes"], params.bits, cols).float()
+    moved = codes + (units - _units(params, arrays, cols))
+    return {**arrays, "codes": bitpack.pack(moved.round().to(arrays["codes"].dtype), params.bits)}
 
 
 def _units(params: Params, arrays: dict[str, Tensor], cols: int) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.formats.tree import EncodedTensor, Node, child_encoded, decode, format_of, join
 from nstf.kernels.lazy import torch
@@ -58,6 +58,34 @@ def retuned(encoded: EncodedTensor, values: Values) -> EncodedTensor:
         arrays |= module.retuned(encoded.tree.params, encoded.shape, _own(arrays), {**before, **own})
     for name in encoded.tree.children:
         child = retuned(child_encoded(encoded, name), _below(values, name))
+        arrays |= {join(name, key): a for key, a in child.arrays.items()}
+    return EncodedTensor(encoded.tree, encoded.shape, arrays)
+
+
+def units(encoded: EncodedTensor) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """What scales multiply, of the leaves whose codes are whole numbers (`int`): (values, their least values, steps from
+    the least to the most), float32 [rows, cols], by the path `units`. `Prepared.decode` is differentiable in them where
+    they are among its values."""
+    module = format_of(encoded.tree.kind)
+    out: dict[str, tuple[Tensor, Tensor, int]] = {}
+    if hasattr(module, "with_units"):
+        params: Any = encoded.tree.params
+        found, least = module.units(params, encoded.shape, _own(encoded.arrays))
+        out["units"] = found, least, (1 << params.bits) - 1
+    for name in encoded.tree.children:
+        out |= {join(name, key): v for key, v in units(child_encoded(encoded, name)).items()}
+    return out
+
+
+def with_units(encoded: EncodedTensor, values: Values) -> EncodedTensor:
+    """The tensor with other codes: `values` as `units` gives them, whole numbers; those left out stay."""
+    arrays = dict(encoded.arrays)
+    own = _own(values)
+    if own:
+        module = format_of(encoded.tree.kind)
+        arrays |= module.with_units(encoded.tree.params, encoded.shape, _own(arrays), own["units"])
+    for name in encoded.tree.children:
+        child = with_units(child_encoded(encoded, name), _below(values, name))
         arrays |= {join(name, key): a for key, a in child.arrays.items()}
     return EncodedTensor(encoded.tree, encoded.shape, arrays)
 

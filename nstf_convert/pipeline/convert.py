@@ -188,10 +188,8 @@ def _check_output(options: ConvertOptions) -> None:
 
 
 def _check_healing(session: Session) -> None:
-    if session.options.heals and (
-        session.calibration is None or not session.calibration.metadata["language"]
-    ):
-        raise UsageError("healing needs a language model that can be run: convert without it")
+    if session.options.heals and session.calibration is None:
+        raise UsageError("healing needs a model that can be run: convert without it")
 
 
 def _allowed(options: ConvertOptions) -> set[str]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nstf.kernels import convolution
-from nstf.kernels.convolution import Geometry, convolve, multiplications
+from nstf.kernels.convolution import After, Geometry, convolve, multiplications
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import engine_matrix, ext
 from nstf.kernels.formats import EncodedTensor, Node, decode
@@ -129,6 +129,60 @@ def test_an_image_that_is_not_finite_spoils_no_other(samples: ModuleType, isa: s
         y = convolve(x, encoded)
         assert y[1].isnan().all() and torch.equal(y[0], clean[0]) and torch.equal(y[2], clean[2])
     assert torch.equal(convolve(torch.zeros(1, 16, 5, 5), encoded), torch.zeros(1, 32, 5, 5))
+
+
+@compiled
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_follows_a_convolution_is_done_as_it_writes(
+    samples: ModuleType, isa: str, layout: torch.memory_format, threads: int
+) -> None:
+    shape, own = (37, 21, 3, 3), Geometry((2, 1), (1, 1, 1, 1))
+    encoded = samples.random_encoded(samples.leaf("int", bits=4, group=32), shape)
+    x = torch.randn(3, 21, 15, 10).contiguous(memory_format=layout)
+    gain, bias = torch.randn(37), torch.randn(37)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plain = convolve(x, encoded, None, own)
+        added = torch.randn_like(plain)
+        for after in (
+            After(gain),
+            After(gain, added),
+            After(None, added, 0.0),
+            After(gain, added.contiguous(), 0.0, 6.0),
+            After(least=0.0),
+            After(gain, torch.randn(37, 1, 1), 0.0),
+        ):
+            wanted = after.apply(plain.clone(), bias)
+            found = convolve(x, encoded, bias, own, after=after)
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4), after
+            assert found.stride() == plain.stride()
+    finally:
+        torch.set_num_threads(before)
+    x[1, 3, 2, 2] = float("nan")
+    found = convolve(x, encoded, bias, own, after=After(gain, added, 0.0, 6.0))
+    assert found[1].isnan().all() and not found[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("geometry", [Geometry((1, 1), (1, 1, 1, 1)), Geometry((2, 1), (0, 2, 1, 0))])
+def test_what_follows_is_done_after_chains_sums_and_decoded_weights(
+    samples: ModuleType, geometry: Geometry
+) -> None:
+    leaf, node = samples.leaf, samples.node
+    children = {c: leaf("int", bits=6, group=0) for c in ("a", "b")}
+    trees = [
+        node("low_rank", children, rank=9),
+        node("add", {"x": leaf("int", bits=4, group=32), "y": leaf("grid", group=32)}),
+        leaf("trellis", quarter_bits=(12,)),
+    ]
+    x = torch.randn(2, 24, 12, 10)
+    for tree in trees:
+        encoded = samples.random_encoded(tree, (40, 24, 3, 3))
+        plain = convolve(x, encoded, None, geometry)
+        after, bias = After(torch.randn(40), torch.randn_like(plain), 0.0, 6.0), torch.randn(40)
+        found = convolve(x, encoded, bias, geometry, after=after)
+        assert torch.allclose(found, after.apply(plain.clone(), bias), rtol=1e-4, atol=1e-4), tree.kind
 
 
 CHAINS = {

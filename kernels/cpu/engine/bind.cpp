@@ -120,11 +120,13 @@ class HeldConvolution {
     HeldConvolution(const Held& weight, int64_t channels, Two kernel, Two stride, Two before, Two after, Two dilation, int64_t groups)
         : convolution_(weight.matrix, shape(channels, kernel, stride, before, after, dilation, groups)), keep_(weight.keep) {}
 
-    // Addresses of float32 arrays; bias may be 0.
-    void run(uintptr_t x, int64_t images, int64_t height, int64_t width, uintptr_t bias, uintptr_t y, bool last, int threads) const {
+    // Addresses of float32 arrays; gain, bias and added may be 0.
+    void run(uintptr_t x, int64_t images, int64_t height, int64_t width, uintptr_t gain, uintptr_t bias, uintptr_t added, float least,
+             float most, uintptr_t y, bool last, int threads) const {
         if (images < 0 || height < 1 || width < 1) throw std::invalid_argument("convolution: no image");
         nb::gil_scoped_release release;
-        convolution_.run(reinterpret_cast<const float*>(x), images, height, width, reinterpret_cast<const float*>(bias),
+        const auto floats = [](uintptr_t p) { return reinterpret_cast<const float*>(p); };
+        convolution_.run(floats(x), images, height, width, {floats(gain), floats(bias), floats(added), least, most},
                          reinterpret_cast<float*>(y), last, std::max(1, threads));
     }
 
@@ -238,7 +240,8 @@ void bind_engine(nb::module_& m) {
         .def(nb::init<const Held&, int64_t, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two, HeldConvolution::Two,
                       HeldConvolution::Two, int64_t>(),
              "weight"_a, "channels"_a, "kernel"_a, "stride"_a, "before"_a, "after"_a, "dilation"_a, "groups"_a)
-        .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "bias"_a, "y"_a, "last"_a, "threads"_a);
+        .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "gain"_a, "bias"_a, "added"_a,
+             "least"_a, "most"_a, "y"_a, "last"_a, "threads"_a);
     m.def("engine_packed", &packed, "linear"_a, "exact"_a);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);

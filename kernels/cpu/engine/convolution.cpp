@@ -99,7 +99,7 @@ int64_t Convolution::size(int side, int64_t of) const {
     return room < 0 ? 0 : room / shape_.stride[side] + 1;
 }
 
-void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const float* bias, float* y, bool last,
+void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
                       int threads) const {
     Plan p;
     p.height = height, p.width = width, p.last = last, p.threads = threads;
@@ -127,7 +127,9 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         const int64_t count = std::min(chunk, images - i);
         range(p, x + i * in, count);
         lay_out(p, x + i * in, count);
-        tiles(p, count, bias, y + i * out);
+        ConvolutionEnd own = end;
+        if (end.added != nullptr) own.added += i * out;
+        tiles(p, count, own, y + i * out);
     }
 }
 
@@ -159,7 +161,7 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
         const float* from = x + i * shape_.channels * p.height * p.width;
         int8_t* to = p.planes + i * image.bytes;
         if (p.last) {  // shared out by rows
-            int8_t* codes = room.grow(p.width * shape_.channels);
+            int8_t* codes = room.grow(p.width * shape_.channels + Image::kBeyond);
             for (int64_t y = image.height * part / p.parts; y < image.height * (part + 1) / p.parts; ++y) {
                 if (!image.used(y)) continue;
                 const int64_t row = y - image.before[0];
@@ -189,7 +191,7 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
     parallel_for(p.threads, images * p.parts, task);
 }
 
-void Convolution::tiles(const Plan& p, int64_t images, const float* bias, float* y) const {
+void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& after, float* y) const {
     const int64_t pixels = images * p.pixels(), tiles = (pixels + kPixels - 1) / kPixels, groups = shape_.groups;
     const int64_t own = weight_->rows / groups, panels = (own + kUnpacked - 1) / kUnpacked;
     // Tiles together share the work of unpacking codes.
@@ -203,14 +205,14 @@ void Convolution::tiles(const Plan& p, int64_t images, const float* bias, float*
         const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
         const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
         task(p, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
-             bias, y);
+             after, y);
     };
     parallel_for(p.threads, across * groups * shares, one);
 }
 
 // Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.
-void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const float* bias,
-                       float* y) const {
+void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
+                       const ConvolutionEnd& after, float* y) const {
     struct Room {
         Buffer<int8_t> x;
         Buffer<uint8_t> codes;
@@ -220,6 +222,8 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     thread_local Room room;
     const int64_t chunks = form_->chunks, groups = form_->groups, size = chunks * 64 * kPixels;
     const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
+    const bool adds = after.added != nullptr;
+    constexpr float kAny = std::numeric_limits<float>::infinity();
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
     uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
@@ -244,9 +248,11 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
             const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
             kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
             for (int i = 0; i < rows; ++i) {
-                const float add = bias == nullptr ? 0.0f : bias[r + i], by = row_sums_[static_cast<size_t>(r + i)];
+                const ConvolutionRow one = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
+                                            after.bias == nullptr ? 0.0f : after.bias[r + i], adds ? -kAny : after.least,
+                                            adds ? kAny : after.most};
                 const auto finish = [&](int64_t at, int64_t n, float* to) {
-                    kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, by, add, n, to);
+                    kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, one, n, to);
                 };
                 if (p.last) {
                     finish(0, count, done + i * kPixels);
@@ -255,11 +261,16 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
                 for (int64_t at = 0; at < count;) {  // image by image
                     const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
                     const int64_t n = std::min(count - at, p.pixels() - pixel);
-                    finish(at, n, y + (image * out_rows + r + i) * p.pixels() + pixel);
+                    const int64_t to = (image * out_rows + r + i) * p.pixels() + pixel;
+                    finish(at, n, y + to);
+                    if (adds) kernels_->add(y + to, after.added + to, n, after.least, after.most);
                     at += n;
                 }
             }
-            if (p.last) kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
+            if (!p.last) continue;
+            kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
+            for (int64_t i = from; adds && i < from + count; ++i)
+                kernels_->add(y + i * out_rows + r, after.added + i * out_rows + r, rows, after.least, after.most);
         }
     }
 }

@@ -19,6 +19,18 @@ struct ConvolutionShape {
     int64_t channels, kernel[2], stride[2], before[2], after[2], dilation[2], groups;  // [0]: rows, [1]: columns of the image
 };
 
+// What becomes of the products: gain * (W x) + bias + added, between two bounds.
+struct ConvolutionEnd {
+    const float *gain, *bias;  // [out], or null
+    const float* added;        // laid out as the result, or null
+    float least, most;         // of the result: 0 and infinity after a ReLU
+};
+
+// The same for one row of the weight, with the sum of its values.
+struct ConvolutionRow {
+    float by, gain, bias, least, most;
+};
+
 // What an instruction set does. out: [rows][64].
 struct ConvolutionKernels {
     // Sums of activations by group of codes, [group][64], each times `by`.
@@ -28,8 +40,10 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
-    // y = (x - shift * by) * scale + bias, over pixels.
-    void (*finish)(const float* x, const float* scale, const float* shift, float by, float bias, int64_t count, float* y);
+    // y = (x - shift * by) * scale * gain + bias between its bounds, over pixels.
+    void (*finish)(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count, float* y);
+    // y = y + added between bounds.
+    void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
     void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
 };
@@ -51,8 +65,7 @@ class Convolution {
     Convolution(Shared weight, const ConvolutionShape& shape);
 
     // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y alike, [out] channels.
-    // bias: [out] or null.
-    void run(const float* x, int64_t images, int64_t height, int64_t width, const float* bias, float* y, bool last,
+    void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
              int threads) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
@@ -61,8 +74,8 @@ class Convolution {
     struct Plan;
     void range(const Plan& p, const float* x, int64_t images) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
-    void tiles(const Plan& p, int64_t images, const float* bias, float* y) const;
-    void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const float* bias,
+    void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
+    void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,
               float* y) const;
 
     Shared weight_;

@@ -145,10 +145,22 @@ static void convolution_quantise(const float* x, int64_t count, float inverse, f
     }
 }
 
-static void convolution_finish(const float* x, const float* scale, const float* shift, float by, float bias, int64_t count,
+// Not std::clamp: NaN stays NaN.
+static inline float between(float v, float least, float most) {
+    v = v < least ? least : v;
+    return v > most ? most : v;
+}
+
+static void convolution_finish(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count,
                                float* y) {
+    const ConvolutionRow r = row;
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = (x[i] - shift[i] * by) * scale[i] + bias;
+    for (int64_t i = 0; i < count; ++i) y[i] = between((x[i] - shift[i] * r.by) * scale[i] * r.gain + r.bias, r.least, r.most);
+}
+
+static void convolution_add(float* y, const float* added, int64_t count, float least, float most) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) y[i] = between(y[i] + added[i], least, most);
 }
 
 static void convolution_turn(const float* x, int rows, int pixels, float* y, int64_t stride) {
@@ -162,5 +174,5 @@ static void convolution_turn(const float* x, int rows, int pixels, float* y, int
         }
 }
 
-static const ConvolutionKernels kConvolution = {convolution_sums,     convolution_tile,   convolution_range,
-                                                convolution_quantise, convolution_finish, convolution_turn};
+static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range, convolution_quantise,
+                                                convolution_finish, convolution_add,  convolution_turn};

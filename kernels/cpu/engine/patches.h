@@ -51,29 +51,29 @@ struct Image {
             return;
         }
         for (int64_t p = 0; p < phases; ++p) {
-            // The first column of the phase that is no padding.
-            const int64_t first = (std::max<int64_t>(before[1] - p, 0) + phases - 1) / phases;
+            const int64_t first = first_of(p);
             int8_t* line = to + p * phase + first;
             for (int64_t x = first * phases + p - before[1]; x < columns; x += phases) *line++ = codes[x];
         }
     }
 
-    // A row of codes [columns][channels], or none, into all channels. to: of the first one.
+    // A row of codes [columns][channels], or none, into all channels. to: of the first one. Some bytes beyond the codes are read.
     void spread_channels(const int8_t* codes, int64_t columns, int64_t channels, int8_t zero, int8_t* to) const {
-        if (codes == nullptr || row != columns)
+        if (codes == nullptr) {
             for (int64_t c = 0; c < channels; ++c) std::memset(to + c * plane, zero, static_cast<size_t>(row));
-        if (codes == nullptr) return;
-        constexpr int64_t kBlock = 16;
-        for (int64_t first = 0; first < columns; first += kBlock)
+            return;
+        }
+        for (int64_t p = 0; p < phases; ++p) {
+            const int64_t first = first_of(p), x = first * phases + p - before[1];
+            const int64_t count = x < columns ? (columns - x + phases - 1) / phases : 0;
+            int8_t* lines = to + p * phase;
             for (int64_t c = 0; c < channels; ++c) {
-                int8_t* line = to + c * plane;
-                const int64_t end = std::min(columns, first + kBlock);
-                int64_t p = (first + before[1]) % phases, at = (first + before[1]) / phases;
-                for (int64_t x = first; x < end; ++x) {
-                    line[p * phase + at] = codes[x * channels + c];
-                    if (++p == phases) p = 0, ++at;
-                }
+                int8_t* line = lines + c * plane;
+                for (int64_t i = 0; i < first; ++i) line[i] = zero;
+                for (int64_t i = first + count; i < phase; ++i) line[i] = zero;
             }
+            turn_bytes(codes + x * channels, phases * channels, count, channels, lines + first);
+        }
     }
 
     // Where column k of the weight lies among its bytes; even_odd: of each 32 the even ones first.
@@ -123,6 +123,43 @@ struct Image {
     }
 
   private:
+    // The first place of a phase that is no padding.
+    int64_t first_of(int64_t p) const { return (std::max<int64_t>(before[1] - p, 0) + phases - 1) / phases; }
+
+    // `count` pixels, `stride` bytes from one to the next, with their channels: to the channels' lines, a plane from one to the next.
+    void turn_bytes(const int8_t* codes, int64_t stride, int64_t count, int64_t channels, int8_t* to) const {
+#if NSTF_X86
+        constexpr int64_t kSide = 16;
+        if (count >= kSide) {
+            for (int64_t c = 0; c < channels; c += kSide)
+                for (int64_t x = 0; x < count; x += kSide) {
+                    const int64_t at = std::min(x, count - kSide);  // the last ones overlap
+                    turn_block(codes + at * stride + c, stride, std::min(kSide, channels - c), to + c * plane + at);
+                }
+            return;
+        }
+#endif
+        for (int64_t x = 0; x < count; ++x)
+            for (int64_t c = 0; c < channels; ++c) to[c * plane + x] = codes[x * stride + c];
+    }
+
+#if NSTF_X86
+    // 16 pixels of 16 channels, of which `lines` are written.
+    void turn_block(const int8_t* from, int64_t stride, int64_t lines, int8_t* to) const {
+        __m128i a[16], b[16];
+        for (int i = 0; i < 16; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
+        // Four times: the first half of the vectors in turn with the second.
+        const auto mix = [](const __m128i* in, __m128i* out) {
+            for (int i = 0; i < 8; ++i) {
+                out[2 * i] = _mm_unpacklo_epi8(in[i], in[i + 8]);
+                out[2 * i + 1] = _mm_unpackhi_epi8(in[i], in[i + 8]);
+            }
+        };
+        mix(a, b), mix(b, a), mix(a, b), mix(b, a);
+        for (int64_t i = 0; i < lines; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * plane), a[i]);
+    }
+#endif
+
     // 16 bytes of each in turn.
     static void interleave(const int8_t* a, const int8_t* b, const int8_t* c, const int8_t* d, int8_t* out) {
 #if NSTF_X86

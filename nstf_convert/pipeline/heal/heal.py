@@ -1,6 +1,7 @@
 """Healing: codes stay, all that is continuous is tuned.
 
-Scales, norms, biases, tables and dense factors learn against the original's logits.
+Scales, norms, biases, tables and dense factors learn against the original's logits. Models that are no language models
+learn against its outputs, and integer codes with them (`outputs.py`).
 
 The student is the mix with its continuous values free, the loss mean KL(original || student) over tokens of the text the
 statistics came from, and more of the same text where the dataset has it. Values are rounded to what the file can hold in
@@ -19,6 +20,7 @@ from typing import Any
 
 from nstf.kernels.formats import EncodedTensor
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.heal.outputs import OutputRun
 from nstf_convert.pipeline.heal.run import HealingRun, Settings
 from nstf_convert.pipeline.mix import Loader, Measured
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -55,13 +57,17 @@ def heal(
     """Tunes a mix for about `minutes`, or for exactly `steps` steps.
 
     load: gives the tensors as encoded. before: what the mix measures on the windows that choose. Interrupted runs go on
-    from the work directory. Raises ValueError for a model that is no language model or cannot be run.
+    from the work directory. Raises ValueError for a model that cannot be run.
     """
-    if session.model is None or session.calibration is None or not session.calibration.metadata["language"]:
-        raise ValueError("healing needs a language model that can be run")
+    if session.model is None or session.calibration is None:
+        raise ValueError("healing needs a model that can be run")
     loader = load or mixes.encoder_loader(session)
     before = before or mixes.measure(session, mix, load=load)
-    run = HealingRun(session, mix, loader, minutes, steps, settings or Settings(), before)
+    run: HealingRun
+    if session.calibration.metadata["language"]:
+        run = HealingRun(session, mix, loader, minutes, steps, settings or Settings(), before)
+    else:
+        run = OutputRun(session, mix, loader, minutes, steps, settings, before)
     run.learn()
     encoded = run.best_tensors()
     after = (

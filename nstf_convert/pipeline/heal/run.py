@@ -72,6 +72,7 @@ class Settings:
     scale_rate: float = 1e-3
     row_rate: float = 1e-3
     value_rate: float = 2e-3
+    code_rate: float = 0.0
     decay: float = 0.01
     beta2: float = 0.98
     windows: int = 0
@@ -104,17 +105,23 @@ class HealingRun:
         config = session.reference().config
         self.teacher = reference_on(self.device, config, session.source, session.checkpoint.ties)
         encoded = {n: load(u, mix.get(n)) for n, u in _read_units(session, self.teacher)}
-        self.values = TunedValues(session.units, encoded, self.device)
+        buffers = set(self.teacher.stored_buffers())
+        self.values = TunedValues(
+            session.units, encoded, self.device, codes=settings.code_rate > 0, constant=buffers
+        )
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         weights = {n: prepare(e, self.device, dtype) for n, e in encoded.items()}
         self.student = TunedModel(config, weights, session.checkpoint.ties, self.device, dtype)
         self.optimiser = torch.optim.AdamW(
-            self.values.groups(settings.scale_rate, settings.row_rate, settings.value_rate),
+            self.values.groups(
+                settings.scale_rate, settings.row_rate, settings.value_rate, settings.code_rate
+            ),
             betas=(0.9, settings.beta2), weight_decay=settings.decay,
         )  # fmt: skip
         self.rates = [g["lr"] for g in self.optimiser.param_groups]
-        self.fit = [b["input_ids"] for b in calibrations.fit_batches(session.calibration)]  # type: ignore[arg-type]
-        self.held = [b["input_ids"] for b in calibrations.held_out_batches(session.calibration)]  # type: ignore[arg-type]
+        assert session.calibration is not None
+        self.fit = self._inputs(calibrations.fit_batches(session.calibration))
+        self.held = self._inputs(calibrations.held_out_batches(session.calibration))
         self.targets = Targets(self.teacher, self.device, self._arithmetic)
         self.step, self.total, self.elapsed = 0, 0, 0.0
         self.losses: list[float] = []
@@ -129,6 +136,11 @@ class HealingRun:
             settings=dataclasses.asdict(self.settings), seconds=self.seconds, steps=self.given_steps,
             device=self.device.type, bfloat16=self.bfloat16,
         )  # fmt: skip
+
+    @staticmethod
+    def _inputs(batches: Sequence[Any]) -> list[Any]:
+        """What a step reads of the calibration's batches: token ids [1, tokens]."""
+        return [b["input_ids"] for b in batches]
 
     def learn(self) -> None:
         """Runs from where the work directory says to the end."""
@@ -176,17 +188,19 @@ class HealingRun:
 
     def facts(self) -> dict[str, Any]:
         """What the report says about the run."""
-        per_step = self.fit[0].shape[1] * self.per_step
         return {
             "steps": self.step,
             "planned_steps": self.total,
             "minutes": round(self.elapsed / 60, 3),
-            "tokens": per_step * self.step,
+            **self._read(),
             "parameters": self.values.count,
             "device": self.device.type,
             "arithmetic": "bfloat16" if self.bfloat16 else "float32",
             "curve": self.curve,
         }
+
+    def _read(self) -> dict[str, int]:
+        return {"tokens": self.fit[0].shape[1] * self.per_step * self.step}
 
     def _steps_that_fit(self) -> int:
         """Steps within the time, from two that are made and not taken; evaluations take their share."""
@@ -234,16 +248,9 @@ class HealingRun:
         """Measures the windows that choose with the values as they would be stored, in float32."""
         file = self.session.calibration
         assert file is not None
-        scores = []
         with self.student.in_dtype(torch.float32):
             self.student.set_values(self.values.current())
-            for i, ids in enumerate(self.held):
-                moved = ids.to(self.device)
-                hidden = self.student.hidden(moved)[0]
-                target = file.get(f"reference:{i}").to(self.device)
-                with self.teacher.holding(self.teacher.head), self.student.holding(self.student.head):
-                    score = score_window(self.teacher, target, self.student, hidden, moved[0])
-                scores.append(float(score.kl.mean()))
+            scores = [self._score(i, file.get(f"reference:{i}")) for i in range(len(self.held))]
         by_domain: dict[str, list[float]] = {}
         for value, domain in zip(scores, calibrations.domains(file, "held_out"), strict=True):
             by_domain.setdefault(domain, []).append(value)
@@ -255,6 +262,14 @@ class HealingRun:
             log.info("healing: step %d of %d, held-out %.6g", self.step, self.total, score_now)
         if self.step and score_now < self.best_score:
             self.best_score, self.best = score_now, self.values.state()
+
+    def _score(self, index: int, target: Tensor) -> float:
+        """The mean divergence of a window that chooses. target: what the original's head reads there."""
+        ids = self.held[index].to(self.device)
+        hidden = self.student.hidden(ids)[0]
+        with self.teacher.holding(self.teacher.head), self.student.holding(self.student.head):
+            score = score_window(self.teacher, target.to(self.device), self.student, hidden, ids[0])
+        return float(score.kl.mean())
 
     def _hopeless(self) -> bool:
         """Whether the last evaluations brought nothing new."""
@@ -312,6 +327,7 @@ class HealingRun:
 def _read_units(session: Session, model: StreamedModel) -> Iterator[tuple[str, Unit]]:
     """The tensors the model reads: (name, unit)."""
     read = {model.stored_name(n) for n, _ in model.module.named_parameters(remove_duplicate=False)}
+    read |= set(model.stored_buffers())
     for name, unit in session.units.items():
         if name in read:
             yield name, unit

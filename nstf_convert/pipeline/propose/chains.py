@@ -30,13 +30,20 @@ def recipes(unit: Unit, allowed: set[str]) -> list[Recipe]:
         return []
     out = []
     for share in SHARES:
-        params = _low_rank(shape, share)
+        params = parameters("svd", shape, share, unit.stride)
         if "svd" in allowed and params is not None:
             out += [Recipe("svd", params, {"factor": factor}) for factor in FACTORS]
-    params = _tucker(shape, SHARES[-1])
+    params = parameters("tucker", shape, SHARES[-1], unit.stride)
     if "tucker" in allowed and params is not None and unit.elements <= LARGEST_TUCKER:
         out.append(Recipe("tucker", params, {"factor": FACTORS[0]}))
     return out
+
+
+def parameters(
+    method: str, shape: Shape, share: float, stride: tuple[int, ...] = ()
+) -> dict[str, object] | None:
+    """Ranks of `svd` or `tucker` with which a convolution takes that share of its multiplications, or None."""
+    return _low_rank(shape, share) if method == "svd" else _tucker(shape, share, math.prod(stride))
 
 
 def _low_rank(shape: Shape, share: float) -> dict[str, object] | None:
@@ -45,12 +52,13 @@ def _low_rank(shape: Shape, share: float) -> dict[str, object] | None:
     return {"rank": rank} if (rank := _whole(share * out * width / (out + width))) < min(out, width) else None
 
 
-def _tucker(shape: Shape, share: float) -> dict[str, object] | None:
-    """Equal shares of both channels such that r_in in + r_out r_in k + r_out out is that share of out in k."""
+def _tucker(shape: Shape, share: float, before: int) -> dict[str, object] | None:
+    """Equal shares of both channels such that before r_in in + r_out r_in k + r_out out is that share of out in k. before:
+    pixels that the first stage, in front of the stride, sees for each of the result."""
     out, width, taps = shape[0], shape[1], math.prod(shape[2:])
     if taps == 1:
         return None
-    linear, whole = (out * out + width * width) / (out * width * taps), 1.0
+    linear, whole = (out * out + before * width * width) / (out * width * taps), 1.0
     part = (-linear + math.sqrt(linear * linear + 4 * whole * share)) / (2 * whole)
     ranks = [_whole(part * out), _whole(part * width)]
     if ranks[0] >= out or ranks[1] >= width:

@@ -13,7 +13,7 @@ from nstf.analyzers.roles import role_of
 from nstf.errors import NstfError
 from nstf.kernels.formats.tree import Shape
 from nstf.quantizers.stats import Stats
-from nstf_convert.streamed import LINEAR_TYPES, StreamedModel
+from nstf_convert.streamed import CONVOLUTIONS, LINEAR_TYPES, StreamedModel
 
 # Smaller tensors, and vectors, are stored as they are: their bytes do not matter and their errors do.
 MIN_ELEMENTS = 2048
@@ -29,7 +29,8 @@ class Unit:
 
     shape: as in the model. permute: axes order that turns the encoded (inner) tensor into the model's, or None.
     lead: leading axes of the inner tensor that make the rows. kept: why the tensor is stored as it is, or None.
-    dtype: the checkpoint's. uses: how the model reads it (`linear`, `embedding`, `experts`, `head`).
+    dtype: the checkpoint's. uses: how the model reads it (`linear`, `embedding`, `experts`, `head`). stride: of a
+    convolution, one number an axis.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Unit:
     permute: tuple[int, ...] | None = None
     kept: str | None = None
     uses: tuple[str, ...] = ()
+    stride: tuple[int, ...] = ()
 
     @property
     def inner_shape(self) -> Shape:
@@ -126,7 +128,8 @@ def _unit(
             permute = (0, 2, 1)
     elif module is not None and "linear" in uses and not isinstance(module, LINEAR_TYPES):
         permute = (1, 0)  # GPT-2's Conv1D keeps [in, out]
-    return Unit(name, shape, dtype, role, lead, permute, None, uses)
+    stride = tuple(module.stride) if isinstance(module, CONVOLUTIONS) else ()
+    return Unit(name, shape, dtype, role, lead, permute, None, uses, stride)
 
 
 class Readable(Protocol):

@@ -42,5 +42,5 @@ def test_healing_of_a_model_that_cannot_be_run_is_refused_at_once(options, small
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="healing needs a language model that can be run"):
+    with pytest.raises(UsageError, match="healing needs a model that can be run"):
         convert(options(("ratio", 0.6), model=str(folder), datasets=(), heal_minutes=1.0))

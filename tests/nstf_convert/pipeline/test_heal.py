@@ -263,5 +263,5 @@ def test_more_text_leaves_out_what_is_held_out(session) -> None:
 
 def test_a_model_that_cannot_be_run_is_not_healed(session) -> None:
     session.model = None
-    with pytest.raises(ValueError, match="needs a language model"):
+    with pytest.raises(ValueError, match="needs a model that can be run"):
         heal(session, {}, 1.0)

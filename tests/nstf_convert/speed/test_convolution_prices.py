@@ -21,8 +21,8 @@ LOW_RANK = Recipe("svd", {"rank": 16}, {"factor": INT4})
 LAYER = Layer((64, 32, 3, 3), Geometry((1, 1), (1, 1, 1, 1)), (12, 10))
 
 
-def unit(*shape: int) -> Unit:
-    return Unit("conv.weight", shape, "float32", "conv", uses=("linear",))
+def unit(*shape: int, stride: tuple[int, ...] = (1, 1)) -> Unit:
+    return Unit("conv.weight", shape, "float32", "conv", uses=("linear",), stride=stride)
 
 
 def test_layers_are_found_with_the_images_they_meet() -> None:
@@ -56,14 +56,17 @@ def test_a_forward_that_fails_gives_the_layers_that_it_reached() -> None:
         assert list(layers_of(Failing(), {"input": torch.empty(1, 3, 8, 8)})) == ["first.weight"]
 
 
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (128, 64, 3, 3), (512, 256, 3, 3), (256, 256, 1, 1)])
-def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(shape: tuple[int, ...]) -> None:
-    found = chains.recipes(unit(*shape), {"svd", "tucker", "int_grid"})
+def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(
+    shape: tuple[int, ...], stride: tuple[int, int]
+) -> None:
+    found = chains.recipes(unit(*shape, stride=stride), {"svd", "tucker", "int_grid"})
     methods = {r.method for r in found}
     tucker = shape[2:] == (3, 3) and math.prod(shape) <= chains.LARGEST_TUCKER
     assert methods == ({"svd", "tucker"} if tucker else {"svd"})
     for recipe in found:
-        share = multiplications(tree_of(recipe, shape, 1), shape) / math.prod(shape)
+        share = multiplications(tree_of(recipe, shape, 1), shape, stride) / math.prod(shape)
         # Ranks are multiples of 8, which is much of a small weight.
         assert any(abs(s - share) < 0.09 for s in chains.SHARES), (recipe, share)
     assert chains.recipes(unit(*shape), {"tucker", "svd"}) == []
@@ -115,3 +118,18 @@ def test_weights_are_held_a_few_at_a_time(monkeypatch) -> None:
     trees = [tree_of(r, LAYER.shape, 1) for r in (INT4, LOW_RANK, Recipe("dense", {"dtype": "float32"}))]
     assert len(convolutions.measure(LAYER, trees, ext.isa(), 1, 1 << 20)) == 3
     assert counts == [2, 1]
+
+
+def test_a_unit_knows_the_stride_of_its_convolution() -> None:
+    from nstf_convert.pipeline.propose.units import find_units
+    from nstf_convert.streamed import StreamedModel
+
+    config = {
+        "architectures": ["ResNetForImageClassification"], "model_type": "resnet", "embedding_size": 8,
+        "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic",
+    }  # fmt: skip
+    model = StreamedModel(config, {}.__getitem__, lazy=True)
+    infos = {n: (tuple(p.shape), "float32") for n, p in model.module.named_parameters()}
+    strides = {u.name: u.stride for u in find_units(infos, model) if u.kept is None}
+    assert strides.pop("resnet.encoder.stages.1.layers.0.layer.0.convolution.weight") == (2, 2)
+    assert strides["resnet.encoder.stages.1.layers.0.layer.1.convolution.weight"] == (1, 1)

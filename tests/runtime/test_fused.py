@@ -1,0 +1,186 @@
+"""Convolutions that take in what follows them give what the modules give one after the other."""
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nstf.kernels.cpu import convolution as cpu
+from nstf.runtime.fused import Fused, choose_products, fuse
+from nstf.runtime.modules import attach
+from nstf.runtime.parameter import EncodedParameter
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the extension was not built")
+
+
+def encoded(tiny: ModuleType, module: nn.Module) -> Any:
+    """The module in plain inference, its convolutions from int8 codes, its normalisations with values as if trained."""
+    generator = torch.Generator().manual_seed(0)
+    for name, part in list(module.named_modules()):
+        if isinstance(part, nn.BatchNorm2d):
+            for value, low in ((part.running_mean, -0.5), (part.running_var, 0.5), (part.weight, 0.5)):
+                if value is not None:
+                    value.data = torch.rand(value.shape, generator=generator) + low
+            if part.affine:
+                part.bias.data = torch.randn(part.bias.shape, generator=generator)
+        if isinstance(part, nn.Conv2d):
+            tree = tiny.leaf("int", bits=8, group=0)
+            stored = tiny.random_encoded(tree, tuple(part.weight.shape), len(name))
+            attach(part, "weight", EncodedParameter(stored, torch.float32))
+    module.eval().requires_grad_(False)
+    for part in module.modules():
+        if hasattr(part, "exact_products"):
+            part.exact_products = False
+    return module
+
+
+def both(tiny: ModuleType, module: nn.Module) -> tuple[Any, Any]:
+    """(the module by itself, the same that was fused)."""
+    plain = encoded(tiny, module)
+    return plain, copy.deepcopy(plain)
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """The same but for the order of float32 operations, which may move a rounded activation by a step further on."""
+    return bool((a - b).norm() <= 2e-3 * b.norm())
+
+
+class Block(nn.Module):
+    """conv, norm, ReLU, conv, norm, + the input or its projection, ReLU."""
+
+    def __init__(self, channels: int, out: int, stride: int = 1, bias: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=bias), nn.BatchNorm2d(out), nn.ReLU()
+        )
+        self.second = nn.Sequential(
+            nn.Conv2d(out, out, 3, 1, 2, 2, bias=bias), nn.BatchNorm2d(out), nn.Identity()
+        )
+        alike = channels == out and stride == 1
+        self.shortcut: nn.Module = (
+            nn.Identity()
+            if alike
+            else nn.Sequential(nn.Conv2d(channels, out, 1, stride), nn.BatchNorm2d(out, affine=False))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        y += self.shortcut(x)
+        return y.relu()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("block", [Block(12, 12), Block(12, 20, 2), Block(5, 33, 2, bias=True)])
+def test_a_residual_block(tiny: ModuleType, block: nn.Module, layout: torch.memory_format) -> None:
+    plain, made = both(tiny, nn.Sequential(copy.deepcopy(block), nn.MaxPool2d(2)))
+    assert fuse(made) == sum(isinstance(m, nn.Conv2d) for m in made.modules())
+    x = torch.randn(2, plain[0].first[0].in_channels, 13, 18).contiguous(memory_format=layout)
+    wanted, found = plain(x), made(x)
+    assert near(found, wanted) and found.stride() == wanted.stride()
+    # Changed values of a normalisation count from the next call on.
+    for model in (plain, made):
+        model[0].first[1].running_mean.mul_(-1)
+        model[0].second[1].weight = nn.Parameter(model[0].second[1].weight + 1, requires_grad=False)
+    assert near(made(x), plain(x)) and not near(made(x), found)
+
+
+class Written(nn.Module):
+    """A sum that is written into the input, which is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y += self.norm(self.conv(x))
+        return self.other(y).relu() + y
+
+
+class Late(Written):
+    """A value that is written to after a convolution read it, and before what follows the convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        z = self.conv(y)
+        y.relu_()
+        return self.norm(z) + y
+
+
+class Twice(Written):
+    """What a convolution gives is read twice, by itself and normalised, and broadcast over an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.other(y.mean((2, 3), keepdim=True)) + x
+        return self.norm(y) + y + z + self.other(x).relu_() * 0.5
+
+
+class Asking(Written):
+    """Code with a condition cannot be read; its parts can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 8:
+            raise ValueError("no image")
+        return self.norm(self.conv(self.block(x)))
+
+
+@pytest.mark.parametrize(("kind", "fused"), [(Written, False), (Late, False), (Twice, True), (Asking, True)])
+def test_what_another_part_reads_or_writes_is_not_taken_in(
+    tiny: ModuleType, kind: type[nn.Module], fused: bool
+) -> None:
+    plain, made = both(tiny, kind())
+    assert (fuse(made) > 0) == fused
+    x = torch.randn(1, 8, 9, 9)
+    given = x.clone()
+    assert near(made(x), plain(x.clone())) and torch.equal(x, given)
+
+
+def test_anything_but_plain_inference_runs_the_models_own_code(tiny: ModuleType) -> None:
+    plain, made = both(tiny, Block(12, 12))
+    fuse(made)
+    assert isinstance(made, Block) and isinstance(made, Fused)
+    x = torch.randn(1, 12, 8, 8)
+    seen: list[Tensor] = []
+    handle = made.first[1].register_forward_hook(lambda m, given, out: seen.append(out))
+    made(x)
+    assert len(seen) == 1
+    handle.remove()
+    made(x)
+    assert len(seen) == 1
+    leaf = x.clone().requires_grad_()
+    made(leaf).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    wide = [copy.deepcopy(m).double()(x.double()) for m in (made, plain)]
+    assert wide[0].dtype == torch.float64 and near(*wide)
+    with_adapter = copy.deepcopy(made)
+    with_adapter.first[0] = nn.Sequential(made.first[0], nn.Hardtanh(-0.1, 0.1))
+    assert near(with_adapter(x), with_adapter.second(with_adapter.first(x)).add(x).relu())
+    made.train()
+    before = made.first[1].num_batches_tracked.clone()
+    made(x)
+    assert made.first[1].num_batches_tracked == before + 1
+
+
+def test_exact_models_are_left_alone_and_loaded_ones_are_not(tiny: ModuleType, tmp_path: Any) -> None:
+    import nstf.runtime
+
+    model = tiny.new_model("ResNetForImageClassification")
+    path = tiny.write(tmp_path, model)
+    exact, loaded = nstf.runtime.load(path, engine="exact"), nstf.runtime.load(path)
+    parts = [m for m in loaded.modules() if isinstance(m, Fused)]
+    assert parts and not any(isinstance(m, Fused) for m in exact.modules())
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted, found = exact(pixel_values=x).logits, loaded(pixel_values=x).logits
+        again = copy.deepcopy(loaded)
+        choose_products(again, exact=True)
+        assert torch.allclose(again(pixel_values=x).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
