@@ -5,6 +5,10 @@
    made again with these factors: quantised keys cost more, and rings less, than a second-order estimate says.
 3. The best single settings of the same bytes are measured; a plan that loses to one of them is replaced by it.
 4. With an allowance, heads of full groups are thinned out for speed, as many as still hold it.
+
+An allowance is for another text than those that choose: what counts is Loss.upper (measured.py). Where a budget is given
+too, it is a limit: half of the allowance is for fewer bytes, which make decoding faster, and the rest for fewer keys of a
+prompt's queries.
 """
 
 import logging
@@ -32,12 +36,16 @@ log = logging.getLogger("nstf")
 
 # Rivals that are measured: the best by expectation.
 RIVALS = 2
+# The first plan for an allowance is expected to lose this much less: about what another text may lose more (Loss.ratio).
+BEFORE = 2.0
 # Measured steps towards an allowance, and towards the most heads that can be thinned out.
 STEPS = 4
 # Factors between measured and expected losses are kept within this: beyond, one of both is noise.
 FACTOR = 30.0
 # An allowance counts as used up from here on: another step would gain less than a measurement is worth.
 CLOSE = 0.9
+# Of an allowance, for bytes where a budget is given as well.
+FOR_BYTES = 0.5
 
 Measurement = Callable[[Sequence[LayerPlan]], Loss]
 
@@ -142,36 +150,41 @@ class _Chooser:
 def choose(
     profile: Profile, head_dim: int, measure: Measurement, budget: float | None, allowed: float | None
 ) -> Chosen:
-    """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or, without one, the
-    smallest whose loss stays within `allowed` nats per token with 95 % confidence. With both it must do both.
+    """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or the smallest whose loss
+    on another text stays within `allowed` nats per token with 95 % confidence. With both it does both.
 
     Raises BudgetError when no plan does.
     """
     if budget is None and allowed is None:
         raise ValueError("a cache plan needs a budget, an allowance or both")
     chooser = _Chooser(profile, head_dim, measure)
-    if budget is not None:
-        found = _within(chooser, budget)
-        if allowed is not None and found.loss.upper > allowed:
-            enough = (
-                chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
-            )
-            raise BudgetError(
-                f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, {allowed:g} are "
-                f"allowed: about --kv-budget {enough:.2f} would hold that",
-                int(enough * chooser.dense_bytes),
-            )
-    else:
+    if budget is None:
         assert allowed is not None
-        found = _allowed(chooser, allowed)
-    if allowed is not None:
-        found = _thinned(chooser, found, allowed)
+        return _thinned(chooser, _allowed(chooser, allowed), allowed)
+    check_budget(profile, head_dim, budget)
+    if allowed is None:
+        return _within(chooser, budget)
+    return _thinned(chooser, _both(chooser, budget, allowed), allowed)
+
+
+def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
+    """A plan within the bytes and the allowance, with some of it left where the budget leaves room."""
+    most = int(budget * chooser.dense_bytes)
+    found = _allowed(chooser, FOR_BYTES * allowed, most)
+    if found.size_bytes > most:
+        found = _within(chooser, budget)
+    if found.loss.upper > allowed:
+        enough = chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
+        raise BudgetError(
+            f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, on another text up to "
+            f"{found.loss.upper:.5f}, {allowed:g} are allowed: about --kv-budget {enough:.2f} would hold that",
+            int(enough * chooser.dense_bytes),
+        )
     return found
 
 
 def _within(chooser: _Chooser, budget: float) -> Chosen:
     budget_bytes = int(budget * chooser.dense_bytes)
-    check_budget(chooser.profile, chooser.head_dim, budget)
     first = chooser.within(budget_bytes)
     best = chooser.measured(first)
     chooser.correct(first)
@@ -189,11 +202,13 @@ def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile) -> Chosen:
     return best
 
 
-def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
-    """The smallest plan whose loss is within the allowance; steps by the ratio of measured to expected loss."""
-    first = chooser.cheapest(allowed)
-    chooser.correct(first)
-    target = allowed
+def _allowed(chooser: _Chooser, allowed: float, most: int | None = None) -> Chosen:
+    """The smallest plan whose loss is within the allowance; steps by the ratio of measured to expected loss.
+
+    Where it is larger than `most` bytes, some plan that is.
+    """
+    target = allowed / BEFORE
+    chooser.correct(chooser.cheapest(target))
     best: Chosen | None = None
     for _ in range(STEPS):
         chosen = chooser.cheapest(target)
@@ -202,6 +217,8 @@ def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
             best = found
         if found.loss.upper <= 0 or CLOSE * allowed <= found.loss.upper <= allowed:
             break
+        if most is not None and best is None and found.size_bytes > most:
+            return found
         target *= min(0.97 * _room(found.loss, allowed), FACTOR)
     if best is None:
         plain = [next(c for c in unit if c.is_plain) for unit in chooser.options]
@@ -218,8 +235,9 @@ def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
 
 
 def _room(loss: Loss, allowed: float) -> float:
-    """By which factor the mean loss may change for its upper bound to be the allowance, with the error as it is."""
-    return max(allowed - (loss.upper - loss.mean), 0.1 * allowed) / max(loss.mean, 1e-12)
+    """By which factor the mean loss may change for its upper bound to be the allowance, with error and ratio as they are."""
+    with_error = max(allowed - 1.645 * loss.error, 0.1 * allowed)
+    return min(with_error, allowed / loss.ratio) / max(loss.mean, 1e-12)
 
 
 def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:
