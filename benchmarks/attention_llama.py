@@ -1,4 +1,4 @@
-"""Long contexts on a CPU: attention plans in nstf's engine, and llama.cpp with flash attention over f16, q8_0 and q4_0 caches.
+"""Long contexts on a CPU: attention plans in nstf, and llama.cpp with flash attention over f16, q8_0 and q4_0 caches.
 
     python benchmarks/attention_llama.py model.nstf --gguf model.gguf --llama-bench BUILD/bin/llama-bench
         --plans attention.json [--report-text eval.txt] [--context 8192] [--rounds 2] [--threads 2] [--new 24]
