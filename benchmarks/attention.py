@@ -168,6 +168,9 @@ def main() -> None:
     )
     parser.add_argument("--needles", type=int, default=5, help="keys of such a context, 10 at most")
     parser.add_argument("--profile", type=Path, help="keep the profile here")
+    parser.add_argument(
+        "--factors", type=float, nargs=3, help="measured over expected losses of keys, values, rings"
+    )
     parser.add_argument("--kept", type=Path, help="keep single measurements here")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -190,14 +193,16 @@ def main() -> None:
     pairs = list(zip([*arguments.budgets, *[None] * len(arguments.allowed)], allowed, strict=False))
     results: dict[str, Any] = {"model": path.name, "context": cut.length, "note": cut.note, "plans": []}
     problems = []
+    factors = tuple(arguments.factors) if arguments.factors else None
     for budget, bound in [p for p in pairs if p != (None, None)]:
         start, processor, before = time.perf_counter(), time.process_time(), measure.evaluations
         try:
-            chosen = choose(found, head_dim, Kept(measure, arguments.kept), budget, bound)
+            chosen = choose(found, head_dim, Kept(measure, arguments.kept), budget, bound, factors)
         except BudgetError as error:
             print(f"budget {budget}, allowed {bound}: {error}", flush=True)
             problems.append(str(error))
             continue
+        factors = factors or chosen.factors
         log(
             f"chosen with {measure.evaluations - before} measurements: {time.perf_counter() - start:.0f} s, "
             f"{time.process_time() - processor:.0f} s of processors"

@@ -10,23 +10,31 @@ constexpr int64_t kLanes = 4;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Loose __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));  // anywhere in memory
 
+#if NSTF_ISA >= 2
+// One stage within a vector: each lane's partner is brought to it. A template, since a loop over stages is not unrolled and would
+// make its vectors of constants lane by lane.
+template <int Half>
+static inline Vec butterfly(Vec v) {
+    typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
+    Lanes partner;
+    Vec sign;
+    for (int l = 0; l < kLanes; ++l) partner[l] = l ^ Half, sign[l] = l & Half ? -1.0f : 1.0f;
+    return v * sign + __builtin_shuffle(v, partner);
+}
+#endif
+
 // Blocks of x times the orthonormal Hadamard matrix, in place: stages that add and subtract numbers `half` apart.
 static void hadamard(float* x, int64_t size, int block) {
     const float by = 1.0f / std::sqrt(static_cast<float>(block));
     for (float* at = x; at < x + size; at += block) {
         int half = 1;
 #if NSTF_ISA >= 2
-        // Within a vector: each lane's partner is brought to it.
         if (block >= kLanes) {
-            typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
             for (int i = 0; i < block; i += kLanes) {
-                Vec v = *reinterpret_cast<const Loose*>(at + i);
-                for (int h = 1; h < kLanes; h *= 2) {
-                    Lanes partner;
-                    Vec sign;
-                    for (int l = 0; l < kLanes; ++l) partner[l] = l ^ h, sign[l] = l & h ? -1.0f : 1.0f;
-                    v = v * sign + __builtin_shuffle(v, partner);
-                }
+                Vec v = butterfly<4>(butterfly<2>(butterfly<1>(*reinterpret_cast<const Loose*>(at + i))));
+#if NSTF_ISA == 512
+                v = butterfly<8>(v);
+#endif
                 *reinterpret_cast<Loose*>(at + i) = v * by;
             }
             half = kLanes;

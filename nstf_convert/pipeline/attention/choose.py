@@ -11,7 +11,10 @@ too, it is a limit: half of the allowance is for fewer bytes, which make decodin
 prompt's queries.
 """
 
+import itertools
 import logging
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +39,8 @@ log = logging.getLogger("nstf")
 
 # Rivals that are measured: the best by expectation.
 RIVALS = 2
+# One setting in place of the smallest plan for an allowance is measured if it is expected to lose at most so much more.
+HOPELESS = 4.0
 # The first plan for an allowance is expected to lose this much less: about what another text may lose more (Loss.ratio).
 BEFORE = 2.0
 # Measured steps towards an allowance, and towards the most heads that can be thinned out.
@@ -83,10 +88,13 @@ def _dense_bytes(profile: Profile, head_dim: int) -> int:
 
 
 class _Chooser:
-    def __init__(self, profile: Profile, head_dim: int, measure: Measurement) -> None:
+    def __init__(
+        self, profile: Profile, head_dim: int, measure: Measurement, factors: tuple[float, ...] | None
+    ) -> None:
         self.profile, self.head_dim, self.measure = profile, head_dim, measure
         self.options = choices(profile)
-        self.factors: tuple[float, ...] = (1.0,) * len(KINDS)
+        self.are_known = factors is not None
+        self.factors = factors or (1.0,) * len(KINDS)
         self.dense_bytes = _dense_bytes(profile, head_dim)
         self._prices()
 
@@ -94,7 +102,9 @@ class _Chooser:
         self.prices = priced(self.options, self.head_dim, self.profile.context, self.factors)
 
     def correct(self, chosen: Sequence[Choice]) -> None:
-        """Factors from measuring each kind of loss of a plan alone."""
+        """Factors from measuring each kind of loss of a plan alone, where they are not known."""
+        if self.are_known:
+            return
         factors = []
         for index, kind in enumerate(KINDS):
             only = [choice.of(kind) for choice in chosen]
@@ -135,29 +145,36 @@ class _Chooser:
         log.info("attention: %.3f of the dense cache, KLD %.5f +- %.5f", share, loss.mean, loss.error)
         return Chosen(layers, loss, size, share, is_uniform, factors=self.factors)
 
-    def rivals(self, budget_bytes: int) -> list[Chosen]:
-        """The single settings within the bytes that are expected to lose least, measured."""
+    def rivals(self, budget_bytes: int, most: float = math.inf) -> list[Chosen]:
+        """The single settings within the bytes that are expected to lose least, measured; none that is expected to lose
+        more than `most`."""
         found = []
         for same in uniforms(self.profile):
             size = self.size(same)
-            if size <= budget_bytes:
-                loss = sum(f * v for c in same for f, v in zip(self.factors, c.losses, strict=True))
+            loss = sum(f * v for c in same for f, v in zip(self.factors, c.losses, strict=True))
+            if size <= budget_bytes and loss <= most:
                 found.append((loss, size, same))
         best = sorted(found, key=lambda item: item[:2])[:RIVALS]
         return [self.measured(same, is_uniform=True) for _, _, same in best]
 
 
 def choose(
-    profile: Profile, head_dim: int, measure: Measurement, budget: float | None, allowed: float | None
+    profile: Profile,
+    head_dim: int,
+    measure: Measurement,
+    budget: float | None,
+    allowed: float | None,
+    factors: tuple[float, ...] | None = None,
 ) -> Chosen:
     """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or the smallest whose loss
     on another text stays within `allowed` nats per token with 95 % confidence. With both it does both.
 
+    factors: of measured to expected losses by KINDS, where they are known from another plan of the same profile.
     Raises BudgetError when no plan does.
     """
     if budget is None and allowed is None:
         raise ValueError("a cache plan needs a budget, an allowance or both")
-    chooser = _Chooser(profile, head_dim, measure)
+    chooser = _Chooser(profile, head_dim, measure, factors)
     if budget is None:
         assert allowed is not None
         return _thinned(chooser, _allowed(chooser, allowed), allowed)
@@ -223,7 +240,8 @@ def _allowed(chooser: _Chooser, allowed: float, most: int | None = None) -> Chos
     if best is None:
         plain = [next(c for c in unit if c.is_plain) for unit in chooser.options]
         best = chooser.measured(plain)
-    smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.upper <= allowed]
+    rivals = chooser.rivals(best.size_bytes, HOPELESS * best.loss.mean)
+    smaller = [c for c in rivals if c.loss.upper <= allowed]
     return _best(best, smaller, chooser.profile)
 
 
@@ -241,25 +259,31 @@ def _room(loss: Loss, allowed: float) -> float:
 
 
 def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:
-    """As many heads thinned out as the allowance holds, by bisection on the list of steps."""
+    """As many heads thinned out as the allowance holds: by what they are expected to lose, corrected by each measurement."""
     steps = thinnings(chooser.profile, found.layers)
+    expected = list(itertools.accumulate(step.loss for step in steps))
+    room = found.loss.mean * (_room(found.loss, allowed) - 1) if found.loss.mean else allowed / BEFORE
+    ratio = chooser.factors[KINDS.index("ring")]
     low, high = 0, len(steps) + 1
-    trial = len(steps) // 2
     best = found
     for _ in range(STEPS):
-        if trial <= low or trial >= high:
+        trial = min(max(bisect_right(expected, room / max(ratio, 1e-12)), low + 1), high - 1)
+        if trial <= low or room <= 0:
             break
         layers = thinned(found.layers, steps[:trial])
         loss = chooser.measure(layers)
         log.info("attention: %d heads thinned out, KLD %.5f +- %.5f", trial, loss.mean, loss.error)
-        if loss.upper <= allowed:
-            low = trial
-            best = Chosen(
-                layers, loss, found.size_bytes, found.share, found.is_uniform, found.rivals, found.factors
-            )
-        else:
+        ratio = (loss.mean - found.loss.mean) / max(expected[trial - 1], 1e-12)
+        room = max(loss.mean * _room(loss, allowed) - found.loss.mean, 0.0)
+        if loss.upper > allowed:
             high = trial
-        trial = (low + high) // 2
+            continue
+        low = trial
+        best = Chosen(
+            layers, loss, found.size_bytes, found.share, found.is_uniform, found.rivals, found.factors
+        )
+        if loss.upper >= CLOSE * allowed:
+            break
     return best
 
 
