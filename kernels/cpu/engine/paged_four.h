@@ -64,11 +64,26 @@ static inline void four_planes(const __m512 (&x)[Q][V], int8_t* out, float* step
     _mm_storeu_ps(rest, _mm_mul_ps(across<false>(lost), middle));
 }
 
-// sum[q][n] = the sum over all rows of code times x, of four blocks of 16 columns. x, low: as in `columns`.
-template <int Bits, int Q>
+// Codes of fewer bits, one a byte: [4 * rows][columns] as pages of 8 bits have them. Worth it for many queries.
+template <int Bits>
+static void unpack_codes(const uint8_t* codes, int64_t rows, int64_t stride, uint8_t* out) {
+    constexpr int kUnits = 8 / Bits;
+    const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < stride; c += 64) {
+            const __m512i v = _mm512_loadu_si512(codes + r * stride + c);
+            for (int u = 0; u < kUnits; ++u)
+                _mm512_storeu_si512(out + (r * kUnits + u) * stride + c,
+                                    _mm512_and_si512(_mm512_srli_epi16(v, static_cast<unsigned>(u * Bits)), mask));
+        }
+}
+
+// sum[q][n] = the sum over all rows of code times x, of four blocks of 16 columns. x, low: as in `columns`. Stored: bits of a
+// code as it stands at `codes`.
+template <int Bits, int Stored, int Q>
 static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low,
                              __m512i (&sum)[Q][4]) {
-    constexpr int kUnits = 8 / Bits, kPlanes = planes_for(Bits);
+    constexpr int kUnits = 8 / Stored, kPlanes = planes_for(Bits);
     const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
     for (int q = 0; q < Q; ++q)
         for (int n = 0; n < 4; ++n) sum[q][n] = _mm512_setzero_si512();
@@ -82,7 +97,7 @@ static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride,
             for (int u = 0; u < kUnits; ++u) {
                 __m512i c[4];
                 for (int n = 0; n < 4; ++n)
-                    c[n] = kUnits == 1 ? v[n] : _mm512_and_si512(_mm512_srli_epi16(v[n], static_cast<unsigned>(u * Bits)), mask);
+                    c[n] = kUnits == 1 ? v[n] : _mm512_and_si512(_mm512_srli_epi16(v[n], static_cast<unsigned>(u * Stored)), mask);
                 for (int q = 0; q < Q; ++q) {
                     const __m512i four = _mm512_set1_epi32(four_at(x[q] + i * low + 4 * (r * kUnits + u)));
                     for (int n = 0; n < 4; ++n) sum[q][n] = _mm512_dpbusd_epi32(sum[q][n], c[n], four);
@@ -93,11 +108,10 @@ static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride,
 }
 
 // Scores [Q][64] of queries first.. of a page whose keys have V vectors of channels. low, step: of the page. by: of the scores.
-template <int Bits, int Q, int V>
-static void four_scores(const PageTask& task, const Active& a, int64_t first, const PageSide& page, const float* low,
+template <int Bits, int Stored, int Q, int V>
+static void four_scores(const PageTask& task, const Active& a, int64_t first, const uint8_t* codes, const float* low,
                         const float* step, float by, const Room& room, float* scores) {
-    const uint8_t* codes = page.packed + 4 * pairs_of(task.keys, task.size);
-    constexpr int64_t kRows = 16 * V / (32 / Bits), kStride = 256;
+    constexpr int64_t kRows = 16 * V / (32 / Stored), kStride = 256;
     const int8_t* at[Q];
     __m512i sum[Q][4];
     if (task.keys.channel) {
@@ -113,7 +127,7 @@ static void four_scores(const PageTask& task, const Active& a, int64_t first, co
         _mm_storeu_ps(bases, across<false>(base));
         four_planes<Bits, Q, V>(x, bytes, steps, rests);
         for (int i = 0; i < Q; ++i) at[i] = bytes + i * 32 * V;
-        four_sums<Bits, Q>(codes, kRows, kStride, at, 16 * V, sum);
+        four_sums<Bits, Stored, Q>(codes, kRows, kStride, at, 16 * V, sum);
         for (int i = 0; i < Q; ++i)
             for (int n = 0; n < 4; ++n)
                 _mm512_storeu_ps(scores + 64 * i + 16 * n,
@@ -123,7 +137,7 @@ static void four_scores(const PageTask& task, const Active& a, int64_t first, co
     }
     for (int g = 0; g < V / 4; ++g) {
         for (int i = 0; i < Q; ++i) at[i] = room.fixed + a.number[first + i] * 2 * room.plane + g * 2 * 64;
-        four_sums<Bits, Q>(codes + g * (kRows / (V / 4)) * kStride, kRows / (V / 4), kStride, at, 64, sum);
+        four_sums<Bits, Stored, Q>(codes + g * (kRows / (V / 4)) * kStride, kRows / (V / 4), kStride, at, 64, sum);
         for (int i = 0; i < Q; ++i) {
             const int64_t n = a.number[first + i];
             const __m512 own = _mm512_set1_ps(room.steps[n][g].step * by), rest = _mm512_set1_ps(room.steps[n][g].rest * by);
@@ -169,12 +183,11 @@ static void four_weights(const Active& a, int64_t first, float* scores, float* f
 }
 
 // The queries' sums, faded, and their weights [Q][64] times the page's values.
-template <int Bits, int Q>
-static void four_mix(const PageTask& task, const Active& a, int64_t first, const PageSide& page, const float* low,
+template <int Bits, int Stored, int Q>
+static void four_mix(const PageTask& task, const Active& a, int64_t first, const uint8_t* codes, const float* low,
                      const float* step, const float* weights, const float* fade) {
-    const uint8_t* codes = page.packed + 4 * pairs_of(task.values, task.size);
     const int64_t stride = task.size / 16 * 64;
-    constexpr int64_t kRows = kPage / (32 / Bits);
+    constexpr int64_t kRows = kPage / (32 / Stored);
     alignas(64) int8_t bytes[Q * 128];
     float steps[kFour], rests[kFour], bases[kFour];
     const int8_t* at[Q];
@@ -197,7 +210,7 @@ static void four_mix(const PageTask& task, const Active& a, int64_t first, const
             four_planes<Bits, Q, 4>(x, bytes, steps, rests);
         }
         __m512i sum[Q][4];
-        four_sums<Bits, Q>(codes + 256 * g, kRows, stride, at, 64, sum);
+        four_sums<Bits, Stored, Q>(codes + 256 * g, kRows, stride, at, 64, sum);
         for (int i = 0; i < Q; ++i) {
             const __m512 own = _mm512_set1_ps(steps[i]), base = _mm512_set1_ps(bases[i]), rest = _mm512_set1_ps(rests[i]);
             for (int n = 0; n < 4; ++n) {
@@ -211,45 +224,70 @@ static void four_mix(const PageTask& task, const Active& a, int64_t first, const
     }
 }
 
+// A page as a task's queries go through it: codes, minima and scales as floats. bits: of a code as it stands.
+struct FourSide {
+    const uint8_t* codes;
+    const float *low, *step;
+    int stored;
+};
+
 template <int Q>
-static void four_page(const PageTask& task, const Active& a, int64_t first, const PageSide& keys, const PageSide& values,
-                      const float* key_pairs, const float* value_pairs, const Room& room) {
+static void four_page(const PageTask& task, const Active& a, int64_t first, const FourSide& keys, const FourSide& values, float by,
+                      const Room& room) {
     alignas(64) float scores[Q * kPage];
     float fade[kFour];
-    const float *low = key_pairs, *step = low + pairs_of(task.keys, task.size), by = task.scale * keys.unit;
-    const auto score = [&](auto one, auto two) { (task.size == 64 ? one : two)(task, a, first, keys, low, step, by, room, scores); };
-    if (task.keys.bits == 8) score(four_scores<8, Q, 4>, four_scores<8, Q, 8>);
-    if (task.keys.bits == 4) score(four_scores<4, Q, 4>, four_scores<4, Q, 8>);
-    if (task.keys.bits == 2) score(four_scores<2, Q, 4>, four_scores<2, Q, 8>);
+    const auto score = [&](auto one, auto two) {
+        (task.size == 64 ? one : two)(task, a, first, keys.codes, keys.low, keys.step, by, room, scores);
+    };
+    const int bits = task.keys.bits;
+    if (bits == 8) score(four_scores<8, 8, Q, 4>, four_scores<8, 8, Q, 8>);
+    if (bits == 4 && keys.stored == 4) score(four_scores<4, 4, Q, 4>, four_scores<4, 4, Q, 8>);
+    if (bits == 4 && keys.stored == 8) score(four_scores<4, 8, Q, 4>, four_scores<4, 8, Q, 8>);
+    if (bits == 2 && keys.stored == 2) score(four_scores<2, 2, Q, 4>, four_scores<2, 2, Q, 8>);
+    if (bits == 2 && keys.stored == 8) score(four_scores<2, 8, Q, 4>, four_scores<2, 8, Q, 8>);
     four_weights<Q>(a, first, scores, fade);
-    const float *value_low = value_pairs, *value_step = value_low + pairs_of(task.values, task.size);
-    const auto mix = [&](auto fn) { fn(task, a, first, values, value_low, value_step, scores, fade); };
-    if (task.values.bits == 8) mix(four_mix<8, Q>);
-    if (task.values.bits == 4) mix(four_mix<4, Q>);
-    if (task.values.bits == 2) mix(four_mix<2, Q>);
+    const auto mix = [&](auto fn) { fn(task, a, first, values.codes, values.low, values.step, scores, fade); };
+    const int other = task.values.bits;
+    if (other == 8) mix(four_mix<8, 8, Q>);
+    if (other == 4 && values.stored == 4) mix(four_mix<4, 4, Q>);
+    if (other == 4 && values.stored == 8) mix(four_mix<4, 8, Q>);
+    if (other == 2 && values.stored == 2) mix(four_mix<2, 2, Q>);
+    if (other == 2 && values.stored == 8) mix(four_mix<2, 8, Q>);
 }
 
 static bool in_fours(const PageTask& task) {
     return task.keys.bits < 16 && task.values.bits < 16 && (task.size == 64 || task.size == 128);
 }
 
-static void wide_pairs(const uint8_t* packed, int64_t count, float unit, float* out) {
-    for (int64_t i = 0; i < count; i += 16) {
+// pairs: [2 * pairs_of]; bytes: [64 * size], for codes of fewer bits where `many` queries go through them.
+static FourSide four_side(const Format& format, int64_t size, bool key, const uint8_t* packed, float unit, bool many, float* pairs,
+                          uint8_t* bytes) {
+    const int64_t count = pairs_of(format, size), rows = (key ? size : kPage) / rows_together(format.bits);
+    for (int64_t i = 0; i < 2 * count; i += 16) {
         const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + 2 * i)));
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(x, _mm512_set1_ps(unit)));
+        _mm512_storeu_ps(pairs + i, _mm512_mul_ps(x, _mm512_set1_ps(unit)));
     }
+    FourSide side{packed + 4 * count, pairs, pairs + count, format.bits};
+    if (!many || format.bits == 8) return side;
+    const int64_t stride = (key ? kPage : size) / 16 * 64;
+    if (format.bits == 4) unpack_codes<4>(side.codes, rows, stride, bytes);
+    if (format.bits == 2) unpack_codes<2>(side.codes, rows, stride, bytes);
+    side.codes = bytes, side.stored = 8;
+    return side;
 }
 
 // One page whose keys and values are codes, for all queries that see some of it.
 static void pages_in_fours(const PageTask& task, const Active& a, const PageSide& keys, const PageSide& values, Room& room) {
-    const int64_t key_pairs = 2 * pairs_of(task.keys, task.size), value_pairs = 2 * pairs_of(task.values, task.size);
-    float *own = room.pairs, *other = own + key_pairs;
-    wide_pairs(keys.packed, key_pairs, 1, own);
-    wide_pairs(values.packed, value_pairs, values.unit, other);
+    const bool many = a.count > kFour;
+    auto* bytes = reinterpret_cast<uint8_t*>(room.page);
+    const FourSide own = four_side(task.keys, task.size, true, keys.packed, 1, many, room.pairs, bytes);
+    const FourSide other = four_side(task.values, task.size, false, values.packed, values.unit, many,
+                                     room.pairs + 2 * pairs_of(task.keys, task.size), bytes + kPage * task.size);
+    const float by = task.scale * keys.unit;
     int64_t i = 0;
-    for (; i + 4 <= a.count; i += 4) four_page<4>(task, a, i, keys, values, own, other, room);
-    if (a.count - i == 3) four_page<3>(task, a, i, keys, values, own, other, room);
-    if (a.count - i == 2) four_page<2>(task, a, i, keys, values, own, other, room);
-    if (a.count - i == 1) four_page<1>(task, a, i, keys, values, own, other, room);
+    for (; i + 4 <= a.count; i += 4) four_page<4>(task, a, i, own, other, by, room);
+    if (a.count - i == 3) four_page<3>(task, a, i, own, other, by, room);
+    if (a.count - i == 2) four_page<2>(task, a, i, own, other, by, room);
+    if (a.count - i == 1) four_page<1>(task, a, i, own, other, by, room);
 }
 #endif
