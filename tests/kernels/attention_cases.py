@@ -55,7 +55,7 @@ DECODE = {
     "a ring not yet": Decode(200, 2, "4c", "4t", band=(70, 90, 300), evict=True),
     "a ring of 16 bits": Decode(400, 2, "16", "16", band=(3, 66, 0), evict=True),
     # A minimum less 16 scales is beyond float16.
-    "numbers of 50,000": Decode(200, 1, "4c", "4t", large=4000.0),
+    "numbers of 50,000": Decode(140, 1, "4c", "4t", heads=2, large=4000.0),
     "numbers of 50,000 in 2 bits": Decode(200, 1, "2t", "2c", large=4000.0),
     "bfloat16": Decode(200, 1, "4cr", "4tr", dtype="bfloat16"),
 }
