@@ -207,8 +207,8 @@ def main() -> None:
             f"chosen with {measure.evaluations - before} measurements: {time.perf_counter() - start:.0f} s, "
             f"{time.process_time() - processor:.0f} s of processors"
         )
-        kld = PlanKLD(bound, chosen.loss.mean, None)
-        plan = AttentionPlan(2, cut.length, budget, head_dim, kld, tuple(chosen.layers))
+        so_far = PlanKLD(bound, chosen.loss.mean, None)
+        plan = AttentionPlan(2, cut.length, budget, head_dim, so_far, tuple(chosen.layers))
         results["plans"].append({"plan": json.loads(plan.to_json()), **facts(chosen, Found(found, cut))})
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1))

@@ -77,9 +77,10 @@ def bench(arguments: argparse.Namespace, kind: str, prompt: int, new: int, depth
 def llama_klds(arguments: argparse.Namespace) -> dict[str, float]:
     """KLD of llama.cpp's caches on the report's contexts, as benchmarks/attention.py cuts them."""
     model, tokenizer = load(arguments.gguf, torch.device("cpu"))
-    texts = {str(p): load_text(p) for p in arguments.report_text}
     limit = longest_window(model)
-    cut = contexts(tokenizer, texts, min(arguments.context, limit), limit, report_sources=texts)
+    # Texts are read once: those that would choose here are the same, and are not used.
+    others, texts = ({str(p): load_text(p) for p in arguments.report_text} for _ in range(2))
+    cut = contexts(tokenizer, others, min(arguments.context, limit), limit, report_sources=texts)
     report = Measure(model, cut.report)
     return {
         kind: summarised(report.divergences_of(llama_attention(kind), 0.5)).mean
