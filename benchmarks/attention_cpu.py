@@ -1,12 +1,15 @@
 """Prefill and decode of the CPU engine by context length: dense float16, the int8 cache, 4-bit pages and attention plans.
 
     python benchmarks/attention_cpu.py model.nstf [--contexts 1024 8192] [--rounds 3] [--threads 2] [--new 32]
-        [--cpu-time] [--json out.json]
+        [--plans attention.json ...] [--kld TEXT] [--cpu-time] [--json out.json]
 
 Every round runs all of them in turn in one process; medians, and ratios to dense attention of the same rounds. The plan is
 the file's own where it has one, else a synthetic one, which says nothing of quality: half of the KV groups keep 64 first
 and 1024 last positions, heads of the others compute the blocks that hold 0.9 of the predicted mass, keys in 4 bits by
-channel, values in 4 by token. The text is random tokens of the vocabulary unless --text names a file.
+channel, values in 4 by token. --plans: plans that benchmarks/attention.py wrote, beside it. The text is random tokens of the
+vocabulary unless --text names a file; block-sparse heads of it say little then.
+--kld: what the engine itself loses by each of them, nats per token over the second half of the longest context of this text,
+with float32 activations on both sides.
 --cpu-time: processor seconds instead of the clock's, for a busy machine; take it with --threads 1.
 """
 
@@ -22,10 +25,12 @@ import torch
 
 from nstf.kernels.cpu import ext
 from nstf.runtime.artifact import open_artifact
-from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD
+from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD, parse_plan
 from nstf.runtime.engine import Engine
 from nstf.runtime.kv_formats import KVFormat
 
+# Tokens of which all logits exist at a time.
+STEP = 128
 KEYS, VALUES = KVFormat(4, "channel", False), KVFormat(4, "token", False)
 
 
@@ -53,7 +58,9 @@ def plan_of(shape: dict[str, Any], kind: str) -> AttentionPlan:
     )
 
 
-def measure(engine: Engine, ids: list[int], new: int, clock: Callable[[], float]) -> tuple[float, float, int]:
+def measure(
+    engine: Engine, ids: list[int], new: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float, int]:
     """Seconds of the prompt, seconds per decoded token, and bytes of the cache after them."""
     engine.reset()
     start = clock()
@@ -74,6 +81,41 @@ def arithmetic(shape: dict[str, Any], context: int) -> dict[str, float]:
     }
 
 
+def written(paths: list[Path]) -> dict[str, AttentionPlan]:
+    """The plans of the files of benchmarks/attention.py, by budget and allowance."""
+    found = {}
+    for path in paths:
+        for entry in json.loads(path.read_text())["plans"]:
+            plan = parse_plan(entry["plan"])
+            found[f"{path.stem}: {plan.kv_budget or 1:g}, KLD {plan.kld.allowed or plan.kld.choose:.2g}"] = (
+                plan
+            )
+    return found
+
+
+def tokens(artifact: Path, text: Path) -> list[int]:
+    from nstf.runtime import load_tokenizer
+
+    ids: list[int] = load_tokenizer(artifact)(text.read_text())["input_ids"]
+    return ids
+
+
+def divergence(base: Engine, other: Engine, ids: list[int]) -> float:
+    """Mean KL(base || other) over the second half of the text, which is read in whole blocks of 128 queries."""
+    total = 0.0
+    for engine in (base, other):
+        engine.reset()
+        engine.forward(ids[: len(ids) // 2])
+    for start in range(len(ids) // 2, len(ids), STEP):
+        step = ids[start : start + STEP]
+        expected, found = (
+            engine.forward(step, all_logits=True).log_softmax(-1, dtype=torch.float64)
+            for engine in (base, other)
+        )
+        total += float((expected.exp() * (expected - found)).sum())
+    return total / (len(ids) - len(ids) // 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,7 +126,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--kinds", nargs="+", default=["dense", "int8", "4 bit", "rings", "blocks", "mixed"])
+    parser.add_argument("--plans", type=Path, nargs="+", default=[])
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--kld", type=Path)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -101,14 +145,14 @@ def main() -> None:
             engines[kind].threads = arguments.threads
         if artifact.manifest.attention:
             engines["planned"] = Engine(artifact, threads=arguments.threads, attention="planned")
+        for name, plan in written(arguments.plans).items():
+            engines[name] = Engine(artifact, threads=arguments.threads, attention=plan)
         first = next(iter(engines.values()))
         longest = max(arguments.contexts)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, first.vocab, (longest,), generator=generator).tolist()
         if arguments.text is not None:
-            from nstf.runtime import load_tokenizer
-
-            ids = load_tokenizer(arguments.artifact)(arguments.text.read_text())["input_ids"][:longest]
+            ids = tokens(arguments.artifact, arguments.text)[:longest]
         for context in arguments.contexts:
             prompt = ids[: context - arguments.new]
             found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in engines}
@@ -139,6 +183,16 @@ def main() -> None:
                     {"context": context, "kind": kind, "prefill_s": prefill, "decode_s": decode,
                      "bytes": rounds[-1][2], "threads": arguments.threads, "isa": ext.isa()}
                 )  # fmt: skip
+        if arguments.kld is not None:
+            text = tokens(arguments.artifact, arguments.kld)[:longest]
+            del engines
+            base_engine = Engine(artifact, exact=True, threads=arguments.threads)
+            for name, plan in written(arguments.plans).items():
+                loss = divergence(
+                    base_engine, Engine(artifact, True, arguments.threads, attention=plan), text
+                )
+                print(f"{name}: KLD {loss:.5f} of the engine's own, {len(text)} tokens", flush=True)
+                results.append({"context": len(text), "kind": name, "kld": loss, "isa": ext.isa()})
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

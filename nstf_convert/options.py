@@ -169,7 +169,8 @@ class ConvertOptions:
         min=0.001, max=1.0, metavar="SHARE",
     )  # fmt: skip
     kv_max_kl: float | None = option(
-        None, "Nats per token that the planned cache and sparse heads may cost; without --kv-budget the smallest cache.",
+        None,
+        "Nats per token that the planned cache and sparse heads may cost on another text; the smallest cache that holds it.",
         CACHE, min=0.0, max=1e6, metavar="NATS",
     )  # fmt: skip
     context: int | None = option(

@@ -8,6 +8,9 @@ is that of 16-bit pages. The two halves of a word follow one another along the s
 on NVIDIA a register of two numbers is a register of a matrix instruction's operand as it stands. Fields are multiplied one
 after the other; with a join of all fields Triton would go through local memory.
 
+Minimums and scales of 4 and 2 bits are eighths (attention_record.py), and so are the numbers: queries are multiplied by 8
+beforehand, and sums of values at the end.
+
 Keys and values are the left operands and queries and weights the right ones: matrix instructions have 16 rows and 8 columns,
 and a key has few queries.
 

@@ -26,6 +26,7 @@ from nstf.kernels.triton.attention_codes import (
 )
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
 from nstf.kernels.triton.attention_pages import Forms, Pages, place_of
+from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -117,7 +118,7 @@ def decode_kernel(
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     queries = ()
     for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None]) * unit_of(K_BITS)
         queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -181,6 +182,8 @@ def decode_kernel(
             weights = tl.exp2(scores - level[None, :])
             fade = tl.exp2(top - level)
             total = total * fade + tl.sum(weights, axis=0)
+            # The sum is of what stored numbers were divided by.
+            weights = weights * (1.0 / unit_of(V_BITS))
             if V_BITS == 16:
                 from_v = wide + here * 8 + V_SKIP // 2 + n[None, :] * SIZE
             else:
@@ -200,7 +203,7 @@ def decode_kernel(
     block = parts + (pair.to(tl.int64) * MOST + split) * (GROUP * (SIZE + 2))
     for RUN in tl.static_range(V_RUNS):
         c = value_channel(RUN, SIZE, V_BITS)
-        tl.store(block + g[None, :] * SIZE + c[:, None], acc[RUN], mask=(g < GROUP)[None, :])
+        tl.store(block + g[None, :] * SIZE + c[:, None], acc[RUN] * unit_of(V_BITS), mask=(g < GROUP)[None, :])
     tl.store(block + GROUP * SIZE + g, top, mask=g < GROUP)
     tl.store(block + GROUP * (SIZE + 1) + g, total, mask=g < GROUP)
 

@@ -5,11 +5,18 @@ Codes of b bits. Keys: a position has W = size b / 32 words; the field of bits J
 channel 2 J W + 2 w (+ 1). Values: C = size b / 16 rows of 32 words; the field of word w of row r is channel J C + r of
 position 2 w (+ 1). So the halves of a word are neighbours in the sum of a matrix product, channels of keys and positions of
 values, and `field | 0x6400` of a half is a float16: 1024 + code. Minimums, then scales, stand by channel, or by 64 channels
-and position.
+and position; those of 4 and 2 bits as eighths. A minimum less 2^b scales, which numbers are made of (attention_codes.py),
+is up to 3.2 times as large as the page's largest number, and float16 ends at 65504.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.constexpr_function
+def unit_of(bits: int) -> float:
+    """What minimums and scales were divided by, and so the numbers that are made of them."""
+    return 8.0 if bits < 8 else 1.0
 
 
 @triton.jit
@@ -41,16 +48,17 @@ def store_codes(
     # Divisions rounded to nearest, as where codes are defined: others tip codes over.
     step = tl.div_rn(high - low.to(tl.float32), MOST + 0.0)
     step = tl.minimum(tl.maximum(step, 0.0), 65504.0).to(tl.float16)
+    BY: tl.constexpr = 1.0 / unit_of(BITS)
     if CHANNEL:
-        tl.store(pairs + c, low)
-        tl.store(pairs + SIZE + c, step)
+        tl.store(pairs + c, (low.to(tl.float32) * BY).to(tl.float16))
+        tl.store(pairs + SIZE + c, (step.to(tl.float32) * BY).to(tl.float16))
         base = low.to(tl.float32)[None, :]
         by = step.to(tl.float32)[None, :]
         code = tl.div_rn(x - base, tl.where(by > 0.0, by, 1.0))
     else:
         g = tl.arange(0, GROUPS)[None, :] * 64 + n[:, None]
-        tl.store(pairs + g, low)
-        tl.store(pairs + 64 * GROUPS + g, step)
+        tl.store(pairs + g, (low.to(tl.float32) * BY).to(tl.float16))
+        tl.store(pairs + 64 * GROUPS + g, (step.to(tl.float32) * BY).to(tl.float16))
         base = low.to(tl.float32)[:, :, None]
         by = step.to(tl.float32)[:, :, None]
         code = tl.reshape(tl.div_rn(grouped - base, tl.where(by > 0.0, by, 1.0)), [64, SIZE])
@@ -107,4 +115,4 @@ def load_numbers(
         g = (c // 64)[None, :] * 64 + n[:, None]
         low = tl.load(pairs + g).to(tl.float32)
         step = tl.load(pairs + 64 * GROUPS + g).to(tl.float32)
-    return low + step * code
+    return (low + step * code) * unit_of(BITS)

@@ -36,6 +36,7 @@ class Decode(NamedTuple):
     evict: bool = False
     batch: int = 1
     dtype: str = "float16"
+    large: float = 1.0  # keys times this, queries divided by it; values times twice this
 
 
 DECODE = {
@@ -53,6 +54,9 @@ DECODE = {
     "a window of the model": Decode(300, 1, "4c", "8t", band=(0, 100, 0), evict=True),
     "a ring not yet": Decode(200, 2, "4c", "4t", band=(70, 90, 300), evict=True),
     "a ring of 16 bits": Decode(400, 2, "16", "16", band=(3, 66, 0), evict=True),
+    # A minimum less 16 scales is beyond float16.
+    "numbers of 50,000": Decode(140, 1, "4c", "4t", heads=2, large=4000.0),
+    "numbers of 50,000 in 2 bits": Decode(200, 1, "2t", "2c", large=4000.0),
     "bfloat16": Decode(200, 1, "4cr", "4tr", dtype="bfloat16"),
 }
 # Of the largest output: rounding, and in decoding codes that rounding tips over.
@@ -138,10 +142,11 @@ def decode_error(case: Decode, device: str) -> float:
     parts = qkv.float().split([n * size for n in (case.heads, case.kv_heads, case.kv_heads)], dim=-1)
     q, k, v = (x.view(total, batch, -1, size).permute(1, 2, 0, 3) for x in parts)
     # Channels of unlike size, as keys have.
-    k = k * torch.logspace(-1, 0.5, size)
-    qkv[..., case.heads * size : (case.heads + case.kv_heads) * size] = (
-        k.permute(2, 0, 1, 3).reshape(total, batch, -1).to(dtype)
-    )
+    k = k * torch.logspace(-1, 0.5, size) * case.large
+    q = (q / case.large).to(dtype).float()
+    v = (v * (2 * case.large if case.large > 1 else 1)).to(dtype).float()
+    made = [x.permute(2, 0, 1, 3).reshape(total, batch, -1) for x in (q, k, v)]
+    qkv = torch.cat(made, dim=-1).to(dtype)
     k = k.to(dtype).float()
     q, k = rope(q, cos, sin), rope(k, cos, sin)
     # What stands rotated is rounded so: codes are made of the same numbers here and there.

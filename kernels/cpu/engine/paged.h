@@ -243,6 +243,8 @@ static float weigh(Going& g, const float* scores, uint64_t visible, float by, fl
 }
 #endif
 
+#include "paged_four.h"
+
 // Pages lie anywhere in memory, and the processor's own prefetcher stops at the end of each: a few queries are waiting for
 // memory most of the time.
 static inline void fetch(const void* page, int64_t bytes) {
@@ -302,6 +304,12 @@ static void attend(const PageTask& task) {
             a.planes[n] = room.planes + n * 2 * room.plane;
         }
         if (a.count == 0) continue;
+#if NSTF_VNNI
+        if (!half_keys && !half_values && in_fours(task)) {
+            pages_in_fours(task, a, keys, values, room);
+            continue;
+        }
+#endif
         const int64_t from = __builtin_ctzll(any), to = kPage - __builtin_clzll(any), first = from / kBlock, last = (to + kBlock - 1) / kBlock;
         const bool few = NSTF_ISA >= 2 && a.count <= 4;
         if (!half_keys) {

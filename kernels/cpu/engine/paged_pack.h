@@ -121,12 +121,25 @@ static void unpack_keys(const Format& format, int64_t size, const PageSide& page
         float *low = room.data(), *step = low + pairs;
         halves_to_floats(stored, pairs, low);
         halves_to_floats(stored + pairs, pairs, step);
-        for (int64_t d = 0; d < size; ++d)
-            for (int64_t p = 0; p < kPage; ++p) {
-                int64_t unit;
-                const int64_t at = code_offset(d, p, kPage, format.bits, &unit), pair = format.channel ? d : d / width * kPage + p;
-                const int code = bytes[at] >> (unit * format.bits) & ((1 << format.bits) - 1);
-                out[(p / 16 * size + d) * 16 + p % 16] = low[pair] + step[pair] * static_cast<float>(code);
+        const int64_t together = rows_together(format.bits);
+        const uint32_t most = (1u << format.bits) - 1;
+        uint32_t words[16];  // of 16 positions: four channels each, once for every unit
+        for (int64_t first = 0; first < size; first += together)
+            for (int64_t b = 0; b < kPage / 16; ++b) {
+                std::memcpy(words, bytes + (first / together * (kPage / 16) + b) * 64, sizeof words);
+                for (int64_t d = first; d < std::min(size, first + together); ++d) {
+                    const auto shift = static_cast<int>(d % 4 * 8 + (d - first) / 4 * format.bits);
+                    float* to = out + (b * size + d) * 16;
+                    const int64_t pair = format.channel ? d : d / width * kPage + 16 * b;
+                    const float *least = low + pair, *by = step + pair;
+                    if (format.channel) {
+#pragma omp simd
+                        for (int p = 0; p < 16; ++p) to[p] = *least + *by * static_cast<float>(static_cast<int32_t>(words[p] >> shift & most));
+                    } else {
+#pragma omp simd
+                        for (int p = 0; p < 16; ++p) to[p] = least[p] + by[p] * static_cast<float>(static_cast<int32_t>(words[p] >> shift & most));
+                    }
+                }
             }
     }
     if (page.unit != 1)

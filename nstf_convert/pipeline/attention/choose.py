@@ -5,9 +5,16 @@
    made again with these factors: quantised keys cost more, and rings less, than a second-order estimate says.
 3. The best single settings of the same bytes are measured; a plan that loses to one of them is replaced by it.
 4. With an allowance, heads of full groups are thinned out for speed, as many as still hold it.
+
+An allowance is for another text than those that choose: what counts is Loss.upper (measured.py). Where a budget is given
+too, it is a limit: half of the allowance is for fewer bytes, which make decoding faster, and the rest for fewer keys of a
+prompt's queries.
 """
 
+import itertools
 import logging
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +39,18 @@ log = logging.getLogger("nstf")
 
 # Rivals that are measured: the best by expectation.
 RIVALS = 2
+# One setting in place of the smallest plan for an allowance is measured if it is expected to lose at most so much more.
+HOPELESS = 4.0
+# The first plan for an allowance is expected to lose this much less: about what another text may lose more (Loss.ratio).
+BEFORE = 2.0
 # Measured steps towards an allowance, and towards the most heads that can be thinned out.
 STEPS = 4
 # Factors between measured and expected losses are kept within this: beyond, one of both is noise.
 FACTOR = 30.0
 # An allowance counts as used up from here on: another step would gain less than a measurement is worth.
 CLOSE = 0.9
+# Of an allowance, for bytes where a budget is given as well.
+FOR_BYTES = 0.5
 
 Measurement = Callable[[Sequence[LayerPlan]], Loss]
 
@@ -75,10 +88,13 @@ def _dense_bytes(profile: Profile, head_dim: int) -> int:
 
 
 class _Chooser:
-    def __init__(self, profile: Profile, head_dim: int, measure: Measurement) -> None:
+    def __init__(
+        self, profile: Profile, head_dim: int, measure: Measurement, factors: tuple[float, ...] | None
+    ) -> None:
         self.profile, self.head_dim, self.measure = profile, head_dim, measure
         self.options = choices(profile)
-        self.factors: tuple[float, ...] = (1.0,) * len(KINDS)
+        self.are_known = factors is not None
+        self.factors = factors or (1.0,) * len(KINDS)
         self.dense_bytes = _dense_bytes(profile, head_dim)
         self._prices()
 
@@ -86,7 +102,9 @@ class _Chooser:
         self.prices = priced(self.options, self.head_dim, self.profile.context, self.factors)
 
     def correct(self, chosen: Sequence[Choice]) -> None:
-        """Factors from measuring each kind of loss of a plan alone."""
+        """Factors from measuring each kind of loss of a plan alone, where they are not known."""
+        if self.are_known:
+            return
         factors = []
         for index, kind in enumerate(KINDS):
             only = [choice.of(kind) for choice in chosen]
@@ -127,51 +145,63 @@ class _Chooser:
         log.info("attention: %.3f of the dense cache, KLD %.5f +- %.5f", share, loss.mean, loss.error)
         return Chosen(layers, loss, size, share, is_uniform, factors=self.factors)
 
-    def rivals(self, budget_bytes: int) -> list[Chosen]:
-        """The single settings within the bytes that are expected to lose least, measured."""
+    def rivals(self, budget_bytes: int, most: float = math.inf) -> list[Chosen]:
+        """The single settings within the bytes that are expected to lose least, measured; none that is expected to lose
+        more than `most`."""
         found = []
         for same in uniforms(self.profile):
             size = self.size(same)
-            if size <= budget_bytes:
-                loss = sum(f * v for c in same for f, v in zip(self.factors, c.losses, strict=True))
+            loss = sum(f * v for c in same for f, v in zip(self.factors, c.losses, strict=True))
+            if size <= budget_bytes and loss <= most:
                 found.append((loss, size, same))
         best = sorted(found, key=lambda item: item[:2])[:RIVALS]
         return [self.measured(same, is_uniform=True) for _, _, same in best]
 
 
 def choose(
-    profile: Profile, head_dim: int, measure: Measurement, budget: float | None, allowed: float | None
+    profile: Profile,
+    head_dim: int,
+    measure: Measurement,
+    budget: float | None,
+    allowed: float | None,
+    factors: tuple[float, ...] | None = None,
 ) -> Chosen:
-    """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or, without one, the
-    smallest whose loss stays within `allowed` nats per token with 95 % confidence. With both it must do both.
+    """The plan with the least measured loss within `budget` (a share of the dense 16-bit cache), or the smallest whose loss
+    on another text stays within `allowed` nats per token with 95 % confidence. With both it does both.
 
+    factors: of measured to expected losses by KINDS, where they are known from another plan of the same profile.
     Raises BudgetError when no plan does.
     """
     if budget is None and allowed is None:
         raise ValueError("a cache plan needs a budget, an allowance or both")
-    chooser = _Chooser(profile, head_dim, measure)
-    if budget is not None:
-        found = _within(chooser, budget)
-        if allowed is not None and found.loss.upper > allowed:
-            enough = (
-                chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
-            )
-            raise BudgetError(
-                f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, {allowed:g} are "
-                f"allowed: about --kv-budget {enough:.2f} would hold that",
-                int(enough * chooser.dense_bytes),
-            )
-    else:
+    chooser = _Chooser(profile, head_dim, measure, factors)
+    if budget is None:
         assert allowed is not None
-        found = _allowed(chooser, allowed)
-    if allowed is not None:
-        found = _thinned(chooser, found, allowed)
+        return _thinned(chooser, _allowed(chooser, allowed), allowed)
+    check_budget(profile, head_dim, budget)
+    if allowed is None:
+        return _within(chooser, budget)
+    return _thinned(chooser, _both(chooser, budget, allowed), allowed)
+
+
+def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
+    """A plan within the bytes and the allowance, with some of it left where the budget leaves room."""
+    most = int(budget * chooser.dense_bytes)
+    found = _allowed(chooser, FOR_BYTES * allowed, most)
+    if found.size_bytes > most:
+        found = _within(chooser, budget)
+    if found.loss.upper > allowed:
+        enough = chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
+        raise BudgetError(
+            f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, on another text up to "
+            f"{found.loss.upper:.5f}, {allowed:g} are allowed: about --kv-budget {enough:.2f} would hold that",
+            int(enough * chooser.dense_bytes),
+        )
     return found
 
 
 def _within(chooser: _Chooser, budget: float) -> Chosen:
     budget_bytes = int(budget * chooser.dense_bytes)
-    check_budget(chooser.profile, chooser.head_dim, budget)
     first = chooser.within(budget_bytes)
     best = chooser.measured(first)
     chooser.correct(first)
@@ -189,11 +219,13 @@ def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile) -> Chosen:
     return best
 
 
-def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
-    """The smallest plan whose loss is within the allowance; steps by the ratio of measured to expected loss."""
-    first = chooser.cheapest(allowed)
-    chooser.correct(first)
-    target = allowed
+def _allowed(chooser: _Chooser, allowed: float, most: int | None = None) -> Chosen:
+    """The smallest plan whose loss is within the allowance; steps by the ratio of measured to expected loss.
+
+    Where it is larger than `most` bytes, some plan that is.
+    """
+    target = allowed / BEFORE
+    chooser.correct(chooser.cheapest(target))
     best: Chosen | None = None
     for _ in range(STEPS):
         chosen = chooser.cheapest(target)
@@ -202,11 +234,14 @@ def _allowed(chooser: _Chooser, allowed: float) -> Chosen:
             best = found
         if found.loss.upper <= 0 or CLOSE * allowed <= found.loss.upper <= allowed:
             break
+        if most is not None and best is None and found.size_bytes > most:
+            return found
         target *= min(0.97 * _room(found.loss, allowed), FACTOR)
     if best is None:
         plain = [next(c for c in unit if c.is_plain) for unit in chooser.options]
         best = chooser.measured(plain)
-    smaller = [c for c in chooser.rivals(best.size_bytes) if c.loss.upper <= allowed]
+    rivals = chooser.rivals(best.size_bytes, HOPELESS * best.loss.mean)
+    smaller = [c for c in rivals if c.loss.upper <= allowed]
     return _best(best, smaller, chooser.profile)
 
 
@@ -218,30 +253,37 @@ def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
 
 
 def _room(loss: Loss, allowed: float) -> float:
-    """By which factor the mean loss may change for its upper bound to be the allowance, with the error as it is."""
-    return max(allowed - (loss.upper - loss.mean), 0.1 * allowed) / max(loss.mean, 1e-12)
+    """By which factor the mean loss may change for its upper bound to be the allowance, with error and ratio as they are."""
+    with_error = max(allowed - 1.645 * loss.error, 0.1 * allowed)
+    return min(with_error, allowed / loss.ratio) / max(loss.mean, 1e-12)
 
 
 def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:
-    """As many heads thinned out as the allowance holds, by bisection on the list of steps."""
+    """As many heads thinned out as the allowance holds: by what they are expected to lose, corrected by each measurement."""
     steps = thinnings(chooser.profile, found.layers)
+    expected = list(itertools.accumulate(step.loss for step in steps))
+    room = found.loss.mean * (_room(found.loss, allowed) - 1) if found.loss.mean else allowed / BEFORE
+    ratio = chooser.factors[KINDS.index("ring")]
     low, high = 0, len(steps) + 1
-    trial = len(steps) // 2
     best = found
     for _ in range(STEPS):
-        if trial <= low or trial >= high:
+        trial = min(max(bisect_right(expected, room / max(ratio, 1e-12)), low + 1), high - 1)
+        if trial <= low or room <= 0:
             break
         layers = thinned(found.layers, steps[:trial])
         loss = chooser.measure(layers)
         log.info("attention: %d heads thinned out, KLD %.5f +- %.5f", trial, loss.mean, loss.error)
-        if loss.upper <= allowed:
-            low = trial
-            best = Chosen(
-                layers, loss, found.size_bytes, found.share, found.is_uniform, found.rivals, found.factors
-            )
-        else:
+        ratio = (loss.mean - found.loss.mean) / max(expected[trial - 1], 1e-12)
+        room = max(loss.mean * _room(loss, allowed) - found.loss.mean, 0.0)
+        if loss.upper > allowed:
             high = trial
-        trial = (low + high) // 2
+            continue
+        low = trial
+        best = Chosen(
+            layers, loss, found.size_bytes, found.share, found.is_uniform, found.rivals, found.factors
+        )
+        if loss.upper >= CLOSE * allowed:
+            break
     return best
 
 

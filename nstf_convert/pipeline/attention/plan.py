@@ -194,9 +194,16 @@ def reported(
     seed: int,
     passkeys: int = PASSKEYS,
     needle_contexts: int = NEEDLE_CONTEXTS,
+    needles: int = NEEDLES,
+    measure: Measure | None = None,
+    known: dict[bytes, int] | None = None,
 ) -> AttentionPlan:
-    """The chosen plan with what it loses on the contexts that chose nothing, and what it retrieves."""
-    measure = Measure(model, cut.report)
+    """The chosen plan with what it loses on the contexts that chose nothing, and what it retrieves.
+
+    needles: of a context. measure, known: of `cut.report` and of `compared`, for several plans of one model.
+    """
+    measure = measure or Measure(model, cut.report)
+    known = {} if known is None else known
     divergences = measure.divergences(chosen.layers)
     reported = summarised([kl[len(kl) // 2 :] for kl in divergences])
     if allowed is not None and reported.mean > allowed:
@@ -212,9 +219,9 @@ def reported(
         if length in (cut.length, cut.length // 4) and passkeys + needle_contexts:
             singles = _stacks(tokenizer, filler, length, 1, range(seed, seed + passkeys))
             first = seed + 1000
-            several = _stacks(tokenizer, filler, length, NEEDLES, range(first, first + needle_contexts))
-            asked["passkey"] = compared(model, singles, attend) if singles else None
-            asked["needles"] = compared(model, several, attend) if several else None
+            several = _stacks(tokenizer, filler, length, needles, range(first, first + needle_contexts))
+            asked["passkey"] = compared(model, singles, attend, known) if singles else None
+            asked["needles"] = compared(model, several, attend, known) if several else None
         lengths.append(LengthResult(length, _short(kld), asked["passkey"], asked["needles"]))
     kld_facts = PlanKLD(allowed, _short(chosen.loss.mean), _short(reported.mean))
     return AttentionPlan(2, cut.length, budget, head_dim, kld_facts, tuple(chosen.layers), tuple(lengths))
@@ -236,6 +243,7 @@ def facts(chosen: Chosen, found: Found) -> dict[str, Any]:
         "share": chosen.share,
         "size_bytes": chosen.size_bytes,
         "choose_error": chosen.loss.error,
+        "choose_upper": chosen.loss.upper,
         "is_uniform": chosen.is_uniform,
         "layer_windows": list(found.profile.layer_windows),
         "rivals": [{"setting": name, "share": share, "kld": kld} for name, share, kld in chosen.rivals],

@@ -47,8 +47,8 @@ def profile(seed: int = 0) -> Profile:
 class Truth:
     """Losses as a measurement would find them: the expected ones, keys `keys` times as large, with an error."""
 
-    def __init__(self, found: Profile, keys: float = 1.0, error: float = 0.0) -> None:
-        self.found, self.keys, self.error, self.calls = found, keys, error, 0
+    def __init__(self, found: Profile, keys: float = 1.0, error: float = 0.0, ratio: float = 1.0) -> None:
+        self.found, self.keys, self.error, self.ratio, self.calls = found, keys, error, ratio, 0
 
     def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
         self.calls += 1
@@ -66,7 +66,7 @@ class Truth:
             for head, rule in enumerate(plan.heads):
                 if rule.block_sparse:
                     total += float(self.found.blocks[layer, head, THRESHOLDS.index(rule.block_sparse[0])])
-        return Loss(total, self.error)
+        return Loss(total, self.error, self.ratio)
 
 
 def size_of(layers: Sequence[LayerPlan]) -> int:
@@ -116,6 +116,33 @@ def test_an_allowance_gives_the_smallest_plan_that_holds_it_with_its_error() -> 
     assert loose.loss.upper <= 0.05 and tight.loss.upper <= 0.005 and unsure.loss.upper <= 0.005
     assert loose.share < tight.share <= unsure.share < 1
     assert loose.loss.mean > 0.02
+
+
+def test_an_allowance_is_held_for_a_text_that_loses_more() -> None:
+    found = profile()
+    here = choose(found, SIZE, Truth(found), None, 0.005)
+    elsewhere = choose(found, SIZE, Truth(found, ratio=2.0), None, 0.005)
+    assert 2 * elsewhere.loss.mean <= 0.005 < 2 * here.loss.mean
+    assert here.share < elsewhere.share < 1
+
+
+def test_a_budget_is_a_limit_where_an_allowance_is_given() -> None:
+    found = profile()
+    both = choose(found, SIZE, Truth(found), 0.6, 0.005)
+    smallest = choose(found, SIZE, Truth(found), None, 0.005)
+    assert smallest.share < both.share < 0.5 and both.loss.upper <= 0.005
+    # Where the budget binds, the best plan within it.
+    tight = choose(found, SIZE, Truth(found), smallest.share + 0.002, 0.006)
+    assert tight.share <= smallest.share + 0.002 and tight.loss.upper <= 0.006
+
+
+def test_known_factors_are_not_measured_again() -> None:
+    found = profile()
+    first, again = Truth(found, keys=20.0), Truth(found, keys=20.0)
+    chosen = choose(found, SIZE, first, 0.3, None)
+    same = choose(found, SIZE, again, 0.3, None, chosen.factors)
+    assert same.layers == chosen.layers and same.factors == chosen.factors
+    assert again.calls <= first.calls - 3
 
 
 def test_heads_are_thinned_out_as_far_as_the_allowance_holds() -> None:
@@ -182,6 +209,12 @@ def test_measured_losses_are_means_with_errors_of_segments() -> None:
     loss = summarised([torch.tensor([0.0] * 128 + [1.0] * 128, dtype=torch.float64)])
     assert loss.mean == 0.5 and loss.error == pytest.approx(0.5)
     assert loss.upper == pytest.approx(0.5 + 1.645 * 0.5)
+    # Of one window another may lose exp(1.645 x 0.3 sqrt(1 + 1 / 1)) times as much.
+    assert loss.ratio == pytest.approx(2.0097, abs=1e-3)
+    equal = summarised([torch.ones(256, dtype=torch.float64)] * 4)
+    assert equal.upper == equal.ratio and 1.4 < equal.ratio < loss.ratio
+    unlike = summarised([torch.full((256,), x, dtype=torch.float64) for x in (0.1, 1.0)])
+    assert unlike.ratio > 3.0
     apart = summarised([torch.zeros(1280, dtype=torch.float64), torch.ones(1280, dtype=torch.float64)])
     assert apart.mean == 0.5 and apart.error == pytest.approx(0.5)
     assert Loss(float("nan"), 0.0).upper == float("inf")
