@@ -17,7 +17,15 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.packed_linear import packed, stored_bits
 from nstf.kernels.formats import bitpack, dense, shuffle, trellis
 from nstf.kernels.formats.scales import read_scales
-from nstf.kernels.formats.tree import EncodedTensor, Node, Shape, array_specs, child_encoded, decode, format_of
+from nstf.kernels.formats.tree import (
+    EncodedTensor,
+    Node,
+    Shape,
+    array_specs,
+    child_encoded,
+    decode,
+    format_of,
+)
 from nstf.kernels.lazy import torch
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 _PACKED = ("fp8", "grid", "int", "mxfp4")
 _DENSE = ("float32", "float16", "bfloat16")
 _CHAINS = ("cp", "tensor_train", "tucker")
-# Numbers a row may take to decode, for each of the matrix, and in any case. Trees of the converter take one for each at most.
+# Numbers a row may take to decode, for each of the matrix, and in any case. Trees of the converter take about one for each.
 _ROW_WORK, _LITTLE_WORK = 16, 1 << 20
 
 

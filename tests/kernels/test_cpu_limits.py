@@ -1,4 +1,4 @@
-"""What the C++ kernels do at their ends: no rows, sizes beyond 64 bits, trees of trees, too little memory, several threads."""
+"""The C++ kernels at their ends: no rows, sizes beyond 64 bits, trees of trees, too little memory, several threads."""
 
 import os
 import shutil
@@ -123,8 +123,8 @@ from nstf.kernels.cpu import ext
 rows, cols, none = 256, 64, torch.empty(0)
 def zeros(*shape, dtype=torch.float32): return torch.zeros(*shape, dtype=dtype)
 arguments = (
-    torch.randn(rows, cols), torch.ones(cols), torch.ones(cols), torch.empty(0, 0), torch.empty(0, dtype=torch.int64), none, none,
-    torch.ones(3), 64, 4, True, False, False, False, 1, 7.0, zeros(rows, 1), zeros(rows, 1), zeros(rows, 1),
+    torch.randn(rows, cols), torch.ones(cols), torch.ones(cols), torch.empty(0, 0), torch.empty(0, dtype=torch.int64),
+    none, none, torch.ones(3), 64, 4, True, False, False, False, 1, 7.0, zeros(rows, 1), zeros(rows, 1), zeros(rows, 1),
     zeros(rows, cols, dtype=torch.uint8), zeros(rows, dtype=torch.float64), 8, 16,
 )
 now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
@@ -135,14 +135,18 @@ print(float(arguments[20].sum()) > 0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits on memory as Linux has them")
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer takes more addresses than that")
+@pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer takes more addresses than that"
+)
 def test_rounding_goes_on_with_the_threads_there_is_memory_for() -> None:
     done = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("main", ["scratch_ends", pytest.param("page_cache_ends", marks=pytest.mark.slow)])
-def test_memory_that_ends_in_the_middle_is_an_error_and_leaves_nothing_half_done(tmp_path: Path, main: str) -> None:
+def test_memory_that_ends_in_the_middle_is_an_error_and_leaves_nothing_half_done(
+    tmp_path: Path, main: str
+) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
