@@ -102,9 +102,11 @@ def _row_work(tree: Node, shape: Shape) -> int:
     if tree.kind == "add":
         return row["x"] + row["y"]
     if tree.kind == "low_rank":
-        return row["a"] + tree.params.rank * row["b"]
+        rank: int = tree.params.rank
+        return row["a"] + rank * row["b"]
     if tree.kind == "rotated":
-        return max(1, tree.params.block_out) * row["x"]
+        block: int = tree.params.block_out
+        return max(1, block) * row["x"]
     if tree.kind == "permute" and tree.params.dims == (0, 1):
         return row["x"]
     return sum(math.prod(shapes[name][:-1]) * row[name] for name in row)

@@ -33,12 +33,10 @@ def nested(samples: ModuleType, kind: str, depth: int) -> Node:
         return samples.node(kind, {"x": child}, block_in=0, block_out=SIDE, seed=depth)
     if kind == "low_rank":
         return samples.node(kind, {"a": leaf, "b": child}, rank=SIDE)
-    if kind == "tucker":
-        return samples.node(kind, {"core": child}, ranks=(SIDE, SIDE), view=(SIDE, SIDE))
     return samples.node(kind, {"factor0": leaf, "factor1": child}, rank=SIDE, view=(SIDE, SIDE))
 
 
-@pytest.mark.parametrize("kind", ["permute", "rotated", "low_rank", "cp", "tucker"])
+@pytest.mark.parametrize("kind", ["permute", "rotated", "low_rank"])
 def test_a_row_of_deeply_nested_products_does_not_take_powers_of_their_size(
     samples: ModuleType, kind: str
 ) -> None:

@@ -30,7 +30,7 @@ class Working:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.ended = engine, threading.Event()
-        self.prompt = [3 + i % 90 for i in range(engine.context - 8)]
+        self.prompt = [3 + i % 90 for i in range(min(engine.context - 8, 500))]
         self.thread = threading.Thread(target=self.run)
 
     def run(self) -> None:
@@ -70,7 +70,11 @@ def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_and_does_not_wa
     assert tokens_of_a_child(engine, wanted) == DONE
     with Working(engine):
         time.sleep(0.05)
-        found = [tokens_of_a_child(engine, wanted) for _ in range(10)]
+        found = [tokens_of_a_child(engine, wanted)]
+        while (
+            REFUSED not in found and len(found) < 20
+        ):  # most often the thread is at work; between two calls it is not
+            found.append(tokens_of_a_child(engine, wanted))
     assert set(found) <= {DONE, REFUSED} and REFUSED in found
     assert list(engine.generate([3, 4, 5], 4)) == wanted
 
