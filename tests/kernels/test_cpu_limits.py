@@ -132,6 +132,7 @@ print(float(arguments[20].sum()) > 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits on memory as Linux has them")
 @pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer takes more addresses than that"
