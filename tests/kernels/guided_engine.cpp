@@ -57,27 +57,32 @@ class Maker {
     explicit Maker(Fuzz& f) : f_(f) { f_.state = f_.byte() + 1; }
     Store store;
 
-    Shared tree(int64_t rows, int64_t cols, int depth) {
-        switch (f_.below(depth > 0 ? 13 : 4)) {
+    // plain: a row is decoded from few rows of the leaves. Products over others take powers of their sizes; compile_matrix
+    // (kernels/cpu/engine_matrix.py) makes none that do.
+    Shared tree(int64_t rows, int64_t cols, int depth, bool plain = false) {
+        switch (f_.below(depth == 0 ? 4 : plain ? 6 : 13)) {
             case 0: return packed(rows, cols);
             case 1: return trellis_codes(rows, cols);
             case 2: return shuffle_codes(rows, cols);
             case 3: return numbers(rows, cols);
             case 4: {
-                const int64_t rank = 1 + f_.below(40);
-                Shared a = tree(rows, rank, depth - 1);
-                return low_rank(a, tree(rank, cols, depth - 1));
+                Shared x = tree(rows, cols, depth - 1, plain);
+                return sum(x, tree(rows, cols, depth - 1, plain));
             }
             case 5: {
-                Shared x = tree(rows, cols, depth - 1);
-                return sum(x, tree(rows, cols, depth - 1));
+                Shared x = tree(rows, cols, depth - 1, plain);
+                return rotated(x, rotation_signs(cols, f_.byte(), 0), block(cols), 1 + f_.byte());
             }
-            case 6: return rotated(tree(rows, cols, depth - 1), rotation_signs(cols, f_.byte(), 0), block(cols), 1 + f_.byte());
-            case 7: return rotated_rows(tree(rows, cols, depth - 1), rotation_signs(rows, f_.byte(), 1), block(rows));
-            case 8: return transposed(tree(cols, rows, depth - 1));
+            case 6: {
+                const int64_t rank = 1 + f_.below(40);
+                Shared a = tree(rows, rank, depth - 1, true);
+                return low_rank(a, tree(rank, cols, depth - 1, true));
+            }
+            case 7: return rotated_rows(tree(rows, cols, depth - 1, true), rotation_signs(rows, f_.byte(), 1), block(rows));
+            case 8: return transposed(tree(cols, rows, depth - 1, true));
             case 9: {
                 const int64_t by = divisor(rows * cols);
-                return reshaped(tree(rows * cols / by, by, depth - 1), rows, cols);
+                return reshaped(tree(rows * cols / by, by, depth - 1, true), rows, cols);
             }
             default: return chain_of(rows, cols, depth);
         }
@@ -177,7 +182,7 @@ class Maker {
         if (f_.byte() == 255) view.pop_back();
         const size_t n = view.size();
         std::vector<Shared> parts;
-        const auto part = [&](int64_t r, int64_t c) { parts.push_back(tree(r, c, depth - 1)); };
+        const auto part = [&](int64_t r, int64_t c) { parts.push_back(tree(r, c, depth - 1, true)); };
         if (kind == Decomposition::kCp) {
             ranks = {1 + f_.below(20)};
             for (int64_t size : view) part(size, ranks[0]);

@@ -56,7 +56,7 @@ def test_what_coverage_leads_to_is_refused_or_agrees(program: Path, tmp_path: Pa
             program,
             f"-max_total_time={seconds}",
             "-max_len=400",
-            "-timeout=20",
+            "-timeout=60",
             "-print_final_stats=1",
             "corpus",
         ],
