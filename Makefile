@@ -11,6 +11,7 @@ JOBS   ?= auto
 # Where torch comes from; empty: the usual index. For the CPU build: TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 SANITIZE := $(OUT)/sanitize
+SANITIZE_THREADS := $(OUT)/sanitize-threads
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
@@ -65,25 +66,37 @@ soak: $(STAMP) ## 1,000 loads, 100,000 tokens, threads and forks, limits on memo
 	@$(PYTEST) -m soak
 
 # An environment of its own beside the packages of $(VENV): the editable install there always finds the usual build.
+# $(call sanitized,FOLDER,KIND)
+define sanitized
+	@test -x $(1)/bin/python || $(PY) -m venv --without-pip $(1)
+	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
+	    "$$($(1)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/shared.pth"
+	@$(1)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+	    --force-reinstall --config-settings=build-dir=$(1)/build --config-settings=install.strip=false \
+	    --config-settings=cmake.define.NSTF_SANITIZE=$(2) .
+endef
+
+# ThreadSanitizer keeps its own memory at fixed addresses, which nothing else may be given: hence no random ones (setarch -R).
 sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavior- and ThreadSanitizer; needs gcc
 	@$(PIP) scikit-build-core nanobind ninja
-	@test -x $(SANITIZE)/bin/python || $(PY) -m venv --without-pip $(SANITIZE)
-	@$(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))' > \
-	    "$$($(SANITIZE)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/shared.pth"
-	@$(SANITIZE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
-	    --force-reinstall --config-settings=build-dir=$(SANITIZE)/build --config-settings=install.strip=false \
-	    --config-settings=cmake.define.NSTF_SANITIZE=ON .
+	$(call sanitized,$(SANITIZE),address)
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
-	    tests/kernels/test_engine_chains.py tests/kernels/test_convolution.py \
+	    tests/kernels/test_engine_chains.py tests/kernels/test_convolution.py tests/kernels/test_cpu_limits.py \
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
 	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py \
-	    tests/runtime/test_engine_batch.py tests/runtime/test_token_sampler.py tests/quantizers/test_shuffle.py \
+	    tests/runtime/test_engine_batch.py tests/runtime/test_engine_threads.py tests/runtime/test_token_sampler.py \
+	    tests/quantizers/test_shuffle.py \
 	    tests/integrations/serve/test_scheduler.py
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/attacks/test_deep_fuzz.py \
 	    tests/attacks/test_limits_and_soak.py -k "right_digests or threads"
-	@$(PY) -m pytest -q -m slow tests/kernels/test_parallel.py
+	@$(PY) -m pytest -q -m slow tests/kernels/test_parallel.py tests/kernels/test_cpu_limits.py
+	$(call sanitized,$(SANITIZE_THREADS),thread)
+	@$(PY) tests/runtime/engine_races.py make $(SANITIZE_THREADS)/model
+	@$$(setarch -R true 2>/dev/null && echo setarch -R) env TSAN_OPTIONS="halt_on_error=1 history_size=4" \
+	    LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
+	    $(SANITIZE_THREADS)/bin/python tests/runtime/engine_races.py run $(SANITIZE_THREADS)/model 60
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@$(VENV)/bin/ruff check .

@@ -149,7 +149,7 @@ class Engine:
         """Appends tokens to the sequence; logits of the last one, float32 [vocab], or of all [tokens, vocab].
 
         Raises UsageError for no tokens, tokens that do not exist and sequences longer than the context, NstfError at the
-        start of a sequence when the mapped file was changed.
+        start of a sequence when the mapped file was changed and in a process forked while another thread ran the engine.
         """
         logits = torch.frombuffer(self._run(ids, all_logits), dtype=torch.float32)
         return logits.reshape(-1, self.vocab) if all_logits else logits
@@ -173,6 +173,8 @@ class Engine:
             self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
         except MemoryError as error:
             raise NstfError(f"not enough memory for {self.position + count} tokens") from error
+        except RuntimeError as error:  # forked while another thread used it
+            raise NstfError(str(error)) from error
         self.position += count
         return logits
 

@@ -92,13 +92,15 @@ class Batch:
     def step(self, parts: Sequence[Part]) -> list[int]:
         """Runs the parts; addresses of the logits, float32 [vocab], of those that want them, valid until the next step.
 
-        Raises UsageError for tokens that do not exist, sequences longer than the context and too many tokens.
+        Raises UsageError for tokens and sequences that do not exist, sequences longer than the context and too many tokens.
         """
         ids = array("q")
         for part in parts:
             ids.extend(part.ids)
             if not part.ids or part.first < 0 or part.first + len(part.ids) > self.engine.context:
                 raise UsageError(f"a part of a step does not fit the context of {self.engine.context}")
+            if not 0 <= part.sequence < self.sequences:
+                raise UsageError(f"there is no sequence {part.sequence}; there are {self.sequences}")
         if not ids or len(ids) > TOGETHER:
             raise UsageError(f"{len(ids)} tokens in one step; it takes 1 to {TOGETHER}")
         if min(ids) < 0 or max(ids) >= self.engine.vocab:

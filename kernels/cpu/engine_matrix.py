@@ -2,6 +2,8 @@
 
 What the engine cannot read as it is stored is decoded once and held as float32: decompositions whose axes mix rows and
 columns, groups that do not divide a row, FP8 with codes that mean NaN, and inside a decomposition whatever is no plain leaf.
+So is what would take far longer row by row: each row of a product needs all rows of its second factor, so that products of
+products would take powers of that.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.packed_linear import packed, stored_bits
 from nstf.kernels.formats import bitpack, dense, shuffle, trellis
 from nstf.kernels.formats.scales import read_scales
-from nstf.kernels.formats.tree import EncodedTensor, Node, array_specs, child_encoded, decode
+from nstf.kernels.formats.tree import (
+    EncodedTensor,
+    Node,
+    Shape,
+    array_specs,
+    child_encoded,
+    decode,
+    format_of,
+)
 from nstf.kernels.lazy import torch
 
 if TYPE_CHECKING:
@@ -24,6 +34,8 @@ if TYPE_CHECKING:
 _PACKED = ("fp8", "grid", "int", "mxfp4")
 _DENSE = ("float32", "float16", "bfloat16")
 _CHAINS = ("cp", "tensor_train", "tucker")
+# Numbers a row may take to decode, for each of the matrix, and in any case. Trees of the converter take about one for each.
+_ROW_WORK, _LITTLE_WORK = 16, 1 << 20
 
 
 def available() -> bool:
@@ -43,6 +55,8 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "") -
         raise ValueError(f"a tensor of shape {list(encoded.shape)} is no matrix")
     kind, params, arrays = encoded.tree.kind, encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
+    if _row_work(encoded.tree, encoded.shape) > max(_ROW_WORK * rows * cols, _LITTLE_WORK):
+        return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
     if getattr(params, "lead", 1) == 1:
         if kind in _PACKED and _has_whole_blocks(params, cols):
             leaf = packed(encoded)
@@ -77,6 +91,25 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "") -
     if kind == "dense" and params.dtype in _DENSE:
         return ext.engine_dense(rows, cols, stored_bits(arrays["values"]), params.dtype)
     return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
+
+
+def _row_work(tree: Node, shape: Shape) -> int:
+    """At most so many numbers the engine computes to decode one row of a tree by its children's rows."""
+    if not tree.children:
+        return shape[-1]
+    shapes = format_of(tree.kind).children(tree.params, shape)
+    row = {name: _row_work(child, shapes[name]) for name, child in tree.children.items()}
+    if tree.kind == "add":
+        return row["x"] + row["y"]
+    if tree.kind == "low_rank":
+        rank: int = tree.params.rank
+        return row["a"] + rank * row["b"]
+    if tree.kind == "rotated":
+        block: int = tree.params.block_out
+        return max(1, block) * row["x"]
+    if tree.kind == "permute" and tree.params.dims == (0, 1):
+        return row["x"]
+    return sum(math.prod(shapes[name][:-1]) * row[name] for name in row)
 
 
 def _has_whole_blocks(params: Any, cols: int) -> bool:

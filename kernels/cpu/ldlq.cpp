@@ -16,6 +16,7 @@ namespace nb = nanobind;
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <new>
@@ -503,7 +504,10 @@ void run_all(const Job& job, Pass pass, int lanes, int threads) {
         for (int64_t b; (b = next++) < blocks;) pass(job, scratch[who].data(), per, b * per * lanes);
     };
     std::vector<std::thread> pool;
-    for (int i = 1; i < threads; i++) pool.emplace_back(work, size_t(i));
+    try {
+        for (int i = 1; i < threads; i++) pool.emplace_back(work, size_t(i));
+    } catch (const std::exception&) {  // a limit on threads or memory: those that are there do the work, one at least
+    }
     work(0);
     for (auto& t : pool) t.join();
 }

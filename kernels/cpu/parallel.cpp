@@ -16,10 +16,10 @@
 
 #if defined(_WIN32)
 #include <process.h>
-static int process_id() { return _getpid(); }
+int nstf::process_id() { return _getpid(); }
 #else
 #include <unistd.h>
-static int process_id() { return static_cast<int>(getpid()); }
+int nstf::process_id() { return static_cast<int>(getpid()); }
 #endif
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -62,6 +62,7 @@ class Pool {
     }
 
     std::mutex owner;  // held by the one caller whose job the pool runs
+    const int process = process_id();
 
   private:
     void grow(int workers) {
@@ -129,17 +130,17 @@ class Pool {
     std::condition_variable wake_;
 };
 
-// Never destroyed: its threads may outlive main(). After a fork the child has none of them and needs a new one.
+// Never destroyed: its threads may outlive main(). After a fork the child has none of them and needs a new one. Without a lock,
+// which another thread may hold at that moment, and then for ever.
 Pool& pool() {
-    static std::mutex guard;
-    static Pool* current = nullptr;
-    static int made_by = 0;
-    std::lock_guard<std::mutex> lock(guard);
-    if (current == nullptr || made_by != process_id()) {
-        current = new Pool;
-        made_by = process_id();
+    static std::atomic<Pool*> current{nullptr};
+    Pool* found = current.load(std::memory_order_acquire);
+    while (found == nullptr || found->process != process_id()) {
+        auto* made = new Pool;
+        if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
+        delete made;  // another thread was first
     }
-    return *current;
+    return *found;
 }
 
 }  // namespace

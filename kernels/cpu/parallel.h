@@ -5,6 +5,8 @@
 
 namespace nstf {
 
+int process_id();
+
 // Calls body(context, task) for every task in [0, tasks), on at most `threads` threads, this one included.
 // The calls may come in any order; the function returns when all are done. Safe to call from several threads at
 // once (the second caller then works alone) and after a fork. What a call throws is thrown here, the first of several, when

@@ -7,10 +7,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <tuple>
 
+#include "../parallel.h"
 #include "convolution.h"
 #include "leaves.h"
 #include "layer_plan.h"
@@ -108,9 +112,14 @@ Held make_chain(const std::string& kind, int64_t rows, int64_t cols, const std::
     return held;
 }
 
+// More threads than any machine has cores for; with them times some shares each, no count overflows.
+int limited(int threads) { return std::clamp(threads, 1, 4096); }
+
 void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int threads) {
+    if (batch < 0) throw std::invalid_argument("a product with fewer than no rows of activations");
+    if (batch == 0) return;
     nb::gil_scoped_release release;
-    m.matrix->multiply(reinterpret_cast<const float*>(x), batch, reinterpret_cast<float*>(y), m.matrix->rows, std::max(1, threads));
+    m.matrix->multiply(reinterpret_cast<const float*>(x), batch, reinterpret_cast<float*>(y), m.matrix->rows, limited(threads));
 }
 
 // A convolution, and what its weight keeps.
@@ -127,7 +136,7 @@ class HeldConvolution {
         nb::gil_scoped_release release;
         const auto floats = [](uintptr_t p) { return reinterpret_cast<const float*>(p); };
         convolution_.run(floats(x), images, height, width, {floats(gain), floats(bias), floats(added), least, most},
-                         reinterpret_cast<float*>(y), last, std::max(1, threads));
+                         reinterpret_cast<float*>(y), last, limited(threads));
     }
 
   private:
@@ -176,36 +185,56 @@ class Engine {
 
     // Addresses: ids int64 [count], logits float32 [vocab] or [count, vocab].
     void run(uintptr_t ids, int64_t count, int64_t first, uintptr_t logits, bool all, int threads) {
-        nb::gil_scoped_release release;
-        // One caller at a time: activations and cache are the engine's own.
-        std::lock_guard<std::mutex> lock(mutex_);
-        model_.run(reinterpret_cast<const int64_t*>(ids), count, first, reinterpret_cast<float*>(logits), all, std::max(1, threads));
+        locked([&] {
+            model_.run(reinterpret_cast<const int64_t*>(ids), count, first, reinterpret_cast<float*>(logits), all, limited(threads));
+        });
     }
     // parts: (sequence, first position, tokens, whether of a prompt, whether logits are wanted).
     void step(uintptr_t ids, const std::vector<std::tuple<int64_t, int64_t, int64_t, bool, bool>>& parts, uintptr_t logits,
               int64_t least, int threads) {
         std::vector<Part> all;
         for (const auto& [sequence, first, count, prompt, wanted] : parts) all.push_back({sequence, first, count, prompt, wanted});
-        nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(mutex_);
-        model_.step(reinterpret_cast<const int64_t*>(ids), all, reinterpret_cast<float*>(logits), least, std::max(1, threads));
+        locked([&] {
+            model_.step(reinterpret_cast<const int64_t*>(ids), all, reinterpret_cast<float*>(logits), least, limited(threads));
+        });
     }
     void set_sequences(int64_t count) { locked([&] { model_.set_sequences(count); }); }
     void copy(int64_t from, int64_t to, int64_t positions) { locked([&] { model_.copy(from, to, positions); }); }
     int64_t resumable(int64_t sequence, int64_t positions) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return model_.resumable(sequence, positions);
+        int64_t found = 0;
+        locked([&] { found = model_.resumable(sequence, positions); });
+        return found;
     }
     void release(int64_t sequence) { locked([&] { model_.release(sequence); }); }
-    int64_t cache_bytes() const { return model_.cache_bytes(); }
-    int64_t held_bytes() const { return model_.held_bytes(); }
+    // As the last call left them: whoever asks does not wait for the one that is under way.
+    int64_t cache_bytes() const { return cache_bytes_; }
+    int64_t held_bytes() const { return held_bytes_; }
 
   private:
+    // One caller at a time: activations and caches are the engine's own. Without Python's lock, so that other threads go on.
     template <class F>
     void locked(F body) {
         nb::gil_scoped_release release;
-        std::lock_guard<std::mutex> lock(mutex_);
+        const std::unique_lock<std::mutex> lock = owned();
+        struct Counted {
+            Engine& e;
+            ~Counted() { e.cache_bytes_ = e.model_.cache_bytes(), e.held_bytes_ = e.model_.held_bytes(); }
+        } counted{*this};
         body();
+    }
+    // After a fork in the middle of another thread's call nobody would ever let go of the lock, and what it guards is half done.
+    std::unique_lock<std::mutex> owned() {
+        const int here = process_id();
+        for (int tries = 0; process_ != here; ++tries) {
+            std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+            if (lock.owns_lock()) {
+                process_ = here;
+                return lock;
+            }
+            if (tries == 100) throw std::runtime_error("the engine was at work when this process was forked; open it anew");
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));  // for another thread of this process that is here first
+        }
+        return std::unique_lock<std::mutex>(mutex_);
     }
     static Shape shape(const nb::dict& d) {
         Shape s;
@@ -221,6 +250,8 @@ class Engine {
     Model model_;
     std::vector<nb::object> keep_;
     std::mutex mutex_;
+    std::atomic<int> process_{process_id()};  // whose threads the lock knows
+    std::atomic<int64_t> cache_bytes_{0}, held_bytes_{0};
 };
 
 }  // namespace

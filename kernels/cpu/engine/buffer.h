@@ -59,7 +59,12 @@ class Scratch {
     }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() { spares().push_back(std::move(buffer_)); }
+    ~Scratch() {
+        try {
+            spares().push_back(std::move(buffer_));
+        } catch (const std::bad_alloc&) {  // then the buffer is not kept; leaving here would end the process
+        }
+    }
     float* data() const { return buffer_.data(); }
 
   private:

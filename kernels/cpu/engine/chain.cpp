@@ -37,12 +37,12 @@ struct Step {
     int64_t last = 1;
 
     int64_t in() const {
-        if (kind == kRotate) return times * last;
-        return times * (kind == kTransposed ? factor->rows : kind == kFold ? factor->rows * factor->cols : factor->cols);
+        if (kind == kRotate) return sized(times, last);
+        return sized(times, kind == kTransposed ? factor->rows : kind == kFold ? factor->rows * factor->cols : factor->cols);
     }
     int64_t out() const {
-        if (kind == kRotate) return times * last;
-        return times * (kind == kProduct ? factor->rows : kind == kSpread ? factor->rows * factor->cols : factor->cols);
+        if (kind == kRotate) return sized(times, last);
+        return sized(times, kind == kProduct ? factor->rows : kind == kSpread ? factor->rows * factor->cols : factor->cols);
     }
     Step transposed() const {
         switch (kind) {
@@ -64,6 +64,13 @@ struct Step {
 
   private:
     static constexpr int64_t kAlone = 1 << 15;  // values that are not worth a second thread
+
+    // A tree of a few bytes can have more intermediate values than 64 bits count. No memory holds 2^44 of them, and so many
+    // for each of a group of rows are counted without overflow.
+    static int64_t sized(int64_t count, int64_t each) {
+        if (static_cast<double>(count) * static_cast<double>(each) > 0x1p44) throw std::bad_alloc();
+        return count * each;
+    }
 
     void rotate(const float* x, int64_t batch, float* y, int threads) const {
         auto task = [&](int64_t b) {
@@ -136,10 +143,10 @@ class Chain : public Matrix {
 
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
         const int64_t most = std::clamp<int64_t>(kTogether / widest_, 1, batch);
+        Scratch first(most * widest_), second(most * widest_);
         for (int64_t b = 0; b < batch; b += most) {
             const int64_t count = std::min(most, batch - b);
-            const float* found = pass(steps_, x + b * cols, count, threads, false, first_.grow(count * widest_),
-                                      second_.grow(count * widest_));
+            const float* found = pass(steps_, x + b * cols, count, threads, false, first.data(), second.data());
             for (int64_t i = 0; i < count; ++i) std::copy_n(found + i * rows, rows, y + (b + i) * stride);
         }
     }
@@ -305,7 +312,6 @@ class Chain : public Matrix {
     Factor* core_ = nullptr;
     int64_t bond_ = 1, widest_ = 1;
     std::vector<Step> right_, left_, steps_, unfold_;  // R, L, both, the transpose of R
-    Buffer<float> first_, second_;
 };
 
 // The axes of `view` that make the rows, 0 if none do.

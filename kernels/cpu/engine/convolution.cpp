@@ -62,9 +62,12 @@ struct Convolution::Plan {
 Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     : weight_(std::move(weight)), leaf_(dynamic_cast<const Leaf*>(weight_.get())), form_(leaf_ ? leaf_->byte_rows() : nullptr),
       kernels_(kernels()), shape_(shape) {
-    const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0; };
+    // No products of sizes overflow where the image itself has less than 2^31 bytes.
+    constexpr int64_t most = 1 << 24;
+    const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0 && two[0] <= most && two[1] <= most; };
     if (shape.channels < 1 || shape.groups < 1 || !positive(shape.kernel) || !positive(shape.stride) || !positive(shape.dilation) ||
-        shape.before[0] < 0 || shape.before[1] < 0 || shape.after[0] < 0 || shape.after[1] < 0)
+        std::min({shape.before[0], shape.before[1], shape.after[0], shape.after[1]}) < 0 ||
+        std::max({shape.before[0], shape.before[1], shape.after[0], shape.after[1]}) > most)
         throw std::invalid_argument("convolution: a size is out of range");
     if (shape.channels % shape.groups || weight_->rows % shape.groups ||
         weight_->cols != shape.channels / shape.groups * shape.kernel[0] * shape.kernel[1])

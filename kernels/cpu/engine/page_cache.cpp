@@ -70,6 +70,7 @@ void PageCache::prepare(int64_t first, int64_t count) {
     if (first != 0 && resumable(first) == 0)
         throw std::invalid_argument("engine: the text before these tokens is no longer in the cache");
     if (first == 0) lowest_ = 0;
+    seen_ = std::min(seen_, first);  // what comes after is replaced, should memory run out in between
     const int64_t begun = first / kPage, last = (first + count - 1) / kPage;
     for (auto& layer : layers_)
         for (Group& g : layer) {

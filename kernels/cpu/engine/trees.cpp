@@ -56,9 +56,9 @@ class LowRank : public Matrix {
   public:
     LowRank(Shared a, Shared b) : Matrix(a->rows, b->cols), a_(std::move(a)), b_(std::move(b)) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* middle = middle_.grow(batch * b_->rows);
-        b_->multiply(x, batch, middle, b_->rows, threads);
-        a_->multiply(middle, batch, y, stride, threads);
+        Scratch middle(batch * b_->rows);
+        b_->multiply(x, batch, middle.data(), b_->rows, threads);
+        a_->multiply(middle.data(), batch, y, stride, threads);
     }
     void decode(int64_t row, float* out) const override {
         std::vector<float> a(static_cast<size_t>(a_->cols)), b(static_cast<size_t>(cols));
@@ -73,18 +73,17 @@ class LowRank : public Matrix {
 
   private:
     Shared a_, b_;
-    Buffer<float> middle_;
 };
 
 class Sum : public Matrix {
   public:
     Sum(Shared x, Shared y) : Matrix(x->rows, x->cols), x_(std::move(x)), y_(std::move(y)) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* other = other_.grow(batch * rows);
+        Scratch other(batch * rows);
         x_->multiply(x, batch, y, stride, threads);
-        y_->multiply(x, batch, other, rows, threads);
+        y_->multiply(x, batch, other.data(), rows, threads);
         for (int64_t b = 0; b < batch; ++b)
-            for (int64_t r = 0; r < rows; ++r) y[b * stride + r] += other[b * rows + r];
+            for (int64_t r = 0; r < rows; ++r) y[b * stride + r] += other.data()[b * rows + r];
     }
     void decode(int64_t row, float* out) const override {
         std::vector<float> other(static_cast<size_t>(cols));
@@ -96,7 +95,6 @@ class Sum : public Matrix {
 
   private:
     Shared x_, y_;
-    Buffer<float> other_;
 };
 
 void rotate(const float* x, const float* signs, int64_t size, int block, float* out) {
@@ -158,9 +156,9 @@ class Rotated : public Matrix {
     Rotated(Shared x, std::vector<float> signs, int block)
         : Matrix(x->rows, x->cols), x_(std::move(x)), signs_(std::move(signs)), block_(block) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* turned = room_.grow(batch * cols);
-        for (int64_t b = 0; b < batch; ++b) rotate(x + b * cols, signs_.data(), cols, block_, turned + b * cols);
-        x_->multiply(turned, batch, y, stride, threads);
+        Scratch turned(batch * cols);
+        for (int64_t b = 0; b < batch; ++b) rotate(x + b * cols, signs_.data(), cols, block_, turned.data() + b * cols);
+        x_->multiply(turned.data(), batch, y, stride, threads);
     }
     void decode(int64_t row, float* out) const override {
         x_->decode(row, out);
@@ -172,7 +170,6 @@ class Rotated : public Matrix {
     Shared x_;
     std::vector<float> signs_;
     int block_;
-    Buffer<float> room_;
 };
 
 class RotatedRows : public Matrix {

@@ -11,9 +11,10 @@ class Transposed : public Matrix {
   public:
     explicit Transposed(Shared x) : Matrix(x->cols, x->rows), x_(x, x->rows, x->cols) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* out = stride == rows ? y : room_.grow(batch * rows);
-        x_.multiply_transposed(x, batch, out, threads);
-        for (int64_t b = 0; b < batch && out != y; ++b) std::copy_n(out + b * rows, rows, y + b * stride);
+        if (stride == rows) return x_.multiply_transposed(x, batch, y, threads);
+        Scratch out(batch * rows);
+        x_.multiply_transposed(x, batch, out.data(), threads);
+        for (int64_t b = 0; b < batch; ++b) std::copy_n(out.data() + b * rows, rows, y + b * stride);
     }
     void decode(int64_t row, float* out) const override {
         Scratch line(x_.cols);
@@ -26,16 +27,16 @@ class Transposed : public Matrix {
 
   private:
     Factor x_;
-    Buffer<float> room_;
 };
 
 class Reshaped : public Matrix {
   public:
     Reshaped(Shared x, int64_t rows, int64_t cols) : Matrix(rows, cols), x_(std::move(x), rows, cols) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
-        float* out = stride == rows ? y : room_.grow(batch * rows);
-        x_.multiply(x, batch, out, threads, false);
-        for (int64_t b = 0; b < batch && out != y; ++b) std::copy_n(out + b * rows, rows, y + b * stride);
+        if (stride == rows) return x_.multiply(x, batch, y, threads, false);
+        Scratch out(batch * rows);
+        x_.multiply(x, batch, out.data(), threads, false);
+        for (int64_t b = 0; b < batch; ++b) std::copy_n(out.data() + b * rows, rows, y + b * stride);
     }
     void decode(int64_t row, float* out) const override { x_.decode(row, 1, out); }
     void decode_rows(int64_t first, int64_t count, float* out) const override { x_.decode(first, count, out); }
@@ -43,7 +44,6 @@ class Reshaped : public Matrix {
 
   private:
     Factor x_;
-    Buffer<float> room_;
 };
 
 }  // namespace

@@ -1,0 +1,102 @@
+"""One engine and several threads: what may be asked meanwhile, and what a fork in the middle of a call leaves."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nstf.errors import NstfError, UsageError
+from nstf.kernels.cpu.engine_matrix import available
+from nstf.runtime.engine import Engine
+from nstf.runtime.engine_batch import Batch, Part
+
+pytestmark = pytest.mark.skipif(not available(), reason="the extension was not built")
+HELD_S = 60  # a child that waits so long waits for ever
+DONE, REFUSED, WRONG = 0, 3, 4
+
+
+def opened(tiny: ModuleType, folder: Path) -> Engine:
+    engine = Engine.open(tiny.write(folder, tiny.new_model("LlamaForCausalLM")))
+    engine.threads = 2
+    return engine
+
+
+class Working:
+    """A thread that runs long prompts through an engine all the time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.ended = engine, threading.Event()
+        self.prompt = [3 + i % 90 for i in range(min(engine.context - 8, 500))]
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            self.engine.reset()
+            self.engine._run(self.prompt)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def tokens_of_a_child(engine: Engine, wanted: list[int]) -> int:
+    """How a forked child's use of the engine ended: the same tokens, one clear error, or something else."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(HELD_S)
+        try:
+            found = DONE if list(engine.generate([3, 4, 5], 4)) == wanted else WRONG
+        except NstfError as error:
+            found = REFUSED if "forked" in str(error) else WRONG
+        finally:
+            os._exit(found)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_and_does_not_wait(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    engine = opened(tiny, tmp_path)
+    wanted = list(engine.generate([3, 4, 5], 4))
+    assert tokens_of_a_child(engine, wanted) == DONE
+    with Working(engine):
+        time.sleep(0.05)
+        found = [tokens_of_a_child(engine, wanted)]
+        while (
+            REFUSED not in found and len(found) < 20
+        ):  # most often the thread is at work; between two calls it is not
+            found.append(tokens_of_a_child(engine, wanted))
+    assert set(found) <= {DONE, REFUSED} and REFUSED in found
+    assert list(engine.generate([3, 4, 5], 4)) == wanted
+
+
+def test_the_cache_is_measured_while_another_thread_runs(tiny: ModuleType, tmp_path: Path) -> None:
+    engine = opened(tiny, tmp_path)
+    list(engine.generate([3, 4, 5], 4))
+    few = engine.cache_bytes
+    assert 0 < few <= engine.held_bytes
+    with Working(engine):
+        until = time.monotonic() + 60
+        while engine.cache_bytes <= few and time.monotonic() < until:
+            time.sleep(0.001)
+        many = engine.cache_bytes
+    assert few < many <= engine.held_bytes
+
+
+def test_sequences_of_another_batch_of_the_engine_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    """They would have logits that the smaller batch has no room for."""
+    engine = opened(tiny, tmp_path)
+    few, many = Batch(engine, 1), Batch(engine, 4)
+    parts = [Part(i, 0, [3, 4]) for i in range(4)]
+    assert len(many.step(parts)) == 4
+    with pytest.raises(UsageError, match="no sequence 1"):
+        few.step(parts)
