@@ -175,6 +175,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": 1 << 70}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"\ud800": 1}}, "stream_options"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": 3}, "stop"),
