@@ -34,7 +34,7 @@ def test_damage_behind_right_digests_is_refused_or_runs(whole_model: Forged, tmp
 
 
 def test_a_case_depends_on_no_case_before_it_but_for_its_random_numbers(whole_model: Forged) -> None:
-    """Values of the list used to go in as they are: the next mutation changed the list, once in some thousand to hold itself."""
+    """Values of the list once went in as they are: the next mutation changed the list, and could put it into itself."""
     before = copy.deepcopy(NASTY)
     for seed in range(1, 11):
         rng = random.Random(seed)

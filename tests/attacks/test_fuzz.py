@@ -71,7 +71,7 @@ def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def drawn(rng: random.Random) -> Any:
-    """A value of the list, as a copy: a later mutation goes into what an earlier one put in, and must not change the list."""
+    """A copy of a value of the list: a later mutation goes into what an earlier one put in, and must not change the list."""
     return copy.deepcopy(rng.choice(NASTY))
 
 
