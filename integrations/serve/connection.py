@@ -48,7 +48,7 @@ class Connection(H11Protocol):
             self._limit = None
 
     def _over(self) -> None:
-        """Ends the connection; bytes of an answer that its client has not taken by now are dropped, or they would keep it."""
+        """Ends the connection; bytes of an answer that its client has not taken by now would keep it: they go."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

@@ -21,6 +21,7 @@ from recorded import (
     COMMANDS,
     OLD,
     Recorded,
+    check_done,
     check_state,
     files_of,
     make_inputs,
@@ -29,6 +30,7 @@ from recorded import (
     record,
     resume,
     resume_from,
+    state_of,
     states,
 )
 
@@ -112,23 +114,28 @@ def test_a_resume_from_every_state_that_a_kill_can_leave_gives_the_same_bytes(
 def kill_at_moments(
     runner: faults.Runner, whole: Recorded, folder: Path, count: int, rng: random.Random
 ) -> int:
-    """Kills at `count` random moments of the processor's time, often several in a row; how many resumes there were."""
-    resumes = kills = 0
+    """Kills at `count` random moments of the processor's time; how many conversions they were kills of.
+
+    A conversion goes on after each kill until it has come to its end, where nothing may differ from one without.
+    """
+    done = kills = 0
     place(whole.before, folder)
     while kills < count:
-        moment = max(0.001, rng.random() * 1.1 * whole.cpu_s)
+        moment = max(
+            0.001, rng.random() ** 2 * 1.1 * whole.cpu_s
+        )  # soon, mostly: each costs less than the one before
         answer = runner.ask(folder=str(folder), words=whole.command.words, moment_s=moment)
-        where = f"moment {moment:.3f} after {kills} kills and {resumes} resumes"
+        where = f"moment {moment:.3f} after {kills} kills of {done + 1} conversions"
         whole.check_output(files_of(folder), where)
         if answer["signal"]:
             assert answer["signal"] == signal.SIGPROF, (where, answer)
             kills += 1
-            if rng.random() < 0.5:
-                continue
-        resume(runner, folder, whole, where)
-        resumes += 1
-        place(whole.before, folder)
-    return resumes
+        else:
+            check_done(answer, folder, whole, where)
+            done += 1
+            place(whole.before, folder)
+    resume(runner, folder, whole, f"after {kills} kills")
+    return done + 1
 
 
 def test_kills_at_random_moments_end_in_the_same_bytes(
@@ -141,10 +148,10 @@ def test_kills_at_random_moments_end_in_the_same_bytes(
 def test_kills_at_1000_random_moments_end_in_the_same_bytes(
     runner: faults.Runner, recorded: Record, tmp_path: Path
 ) -> None:
-    """NSTF_FUZZ_KILLS: how many instead."""
-    count = int(os.environ.get("NSTF_FUZZ_KILLS", "1000"))
-    resumes = kill_at_moments(runner, recorded("whole"), tmp_path / "run", count, random.Random(2))
-    print(f"{count} kills, {resumes} resumes")
+    """NSTF_FUZZ_KILLS: how many instead; NSTF_FUZZ_SEED: other moments."""
+    count, seed = int(os.environ.get("NSTF_FUZZ_KILLS", "1000")), int(os.environ.get("NSTF_FUZZ_SEED", "2"))
+    conversions = kill_at_moments(runner, recorded("whole"), tmp_path / "run", count, random.Random(seed))
+    print(f"{count} kills of {conversions} conversions")
 
 
 def power_loss(of: Recorded, tries: int, seed: int) -> int:
@@ -215,8 +222,14 @@ KINDS = {
 }
 
 
-def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: int) -> int:
-    """One run with one error, and the one that goes on; the exit code of the first."""
+State = frozenset[tuple[str, str]]
+
+
+def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: int, known: set[State]) -> int:
+    """One run with one error, and the one that goes on from what it leaves; the exit code of the first.
+
+    known: states that a run has gone on from; the next one would do the same again, to the byte.
+    """
     mode, number, _ = KINDS[kind]
     where = f"{kind} at call {at}, {of.events[at - 1].op} of {of.name(of.events[at - 1].path)}"
     place(of.before, folder)
@@ -231,8 +244,10 @@ def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: in
         assert len(errors) == 1 and errors[0] == answer["lines"][-1], (where, answer)
         assert errors[0].isprintable() and str(folder) in errors[0], (where, answer)
         of.check_output(files, where)
-    if of.command.resumes or not of.of_output(files):  # an export that is there is not made again
+    again = of.command.resumes or not of.of_output(files)  # an export that is there is not made again
+    if again and (state := state_of(files)) not in known:
         resume(runner, folder, of, where)
+        known.add(state)
     return int(code)
 
 
@@ -251,7 +266,7 @@ def test_an_error_at_a_call_is_one_line_with_the_path_and_the_work_goes_on(
         ("export hf", "disk full", 1),
     ):
         of = recorded(name)
-        assert fail_at(runner, of, tmp_path / name, kind, rng.choice(calls(of, kind))) == code
+        assert fail_at(runner, of, tmp_path / name, kind, rng.choice(calls(of, kind)), set()) == code
 
 
 @pytest.mark.fuzz
@@ -263,12 +278,12 @@ def test_an_error_at_every_call_is_one_line_with_the_path_and_the_work_goes_on(
     """NSTF_FUZZ_STRIDE: every so many calls only."""
     of = recorded(name)
     chosen = calls(of, kind)[:: int(os.environ.get("NSTF_FUZZ_STRIDE", "1"))]
-    wrong, codes = [], dict[int, int]()
+    wrong, codes, known = [], dict[int, int](), set[State]()
     for at in chosen:
         try:
-            code = fail_at(runner, of, tmp_path / "run", kind, at)
+            code = fail_at(runner, of, tmp_path / "run", kind, at, known)
             codes[code] = codes.get(code, 0) + 1
         except AssertionError as error:
             wrong.append(str(error)[:600])
-    print(f"{name}, {kind}: {len(chosen)} calls, exit codes {codes}, {len(wrong)} wrong")
+    print(f"{name}, {kind}: {len(chosen)} calls, exit codes {codes}, {len(known)} states, {len(wrong)} wrong")
     assert wrong == []
