@@ -32,6 +32,7 @@ from recorded import (
     resume_from,
     state_of,
     states,
+    temporary,
 )
 
 Record = Callable[[str], Recorded]
@@ -144,6 +145,50 @@ def test_kills_at_random_moments_end_in_the_same_bytes(
     assert kill_at_moments(runner, recorded("whole"), tmp_path / "run", 2, random.Random(1)) > 0
 
 
+def interrupt_at_moments(
+    runner: faults.Runner, whole: Recorded, folder: Path, count: int, rng: random.Random
+) -> int:
+    """Ctrl-C at `count` random moments, as with kills; how many conversions they were in."""
+    done = interrupts = 0
+    place(whole.before, folder)
+    while interrupts < count:
+        moment = 0.02 + rng.random() ** 2 * 1.1 * whole.cpu_s
+        answer = runner.ask(folder=str(folder), words=whole.command.words, moment_s=moment, interrupt=True)
+        where = f"moment {moment:.3f} after {interrupts} interrupts of {done + 1} conversions"
+        files = files_of(folder)
+        if answer["code"] == 130:
+            whole.check_output(files, where)
+            assert [n for n in files if temporary(n) and not n.startswith("tmp/")] == [], where
+            said = "error: interrupted; run the same command again and it goes on where it stopped"
+            assert [line for line in answer["lines"] if line.startswith("error: ")] == [said], (where, answer)
+            assert answer["lines"][-1] == said, (where, answer)
+            interrupts += 1
+        else:
+            check_done(answer, folder, whole, where)
+            done += 1
+            place(whole.before, folder)
+    resume(runner, folder, whole, f"after {interrupts} interrupts")
+    return done + 1
+
+
+def test_an_interrupt_at_a_random_moment_is_one_line_and_the_work_goes_on(
+    runner: faults.Runner, recorded: Record, tmp_path: Path
+) -> None:
+    assert interrupt_at_moments(runner, recorded("convert"), tmp_path / "run", 1, random.Random(1)) > 0
+
+
+@pytest.mark.fuzz
+def test_200_interrupts_at_random_moments_are_one_line_and_the_work_goes_on(
+    runner: faults.Runner, recorded: Record, tmp_path: Path
+) -> None:
+    """NSTF_FUZZ_KILLS: how many instead; NSTF_FUZZ_SEED: other moments."""
+    count, seed = int(os.environ.get("NSTF_FUZZ_KILLS", "200")), int(os.environ.get("NSTF_FUZZ_SEED", "2"))
+    conversions = interrupt_at_moments(
+        runner, recorded("whole"), tmp_path / "run", count, random.Random(seed)
+    )
+    print(f"{count} interrupts of {conversions} conversions")
+
+
 @pytest.mark.fuzz
 def test_kills_at_1000_random_moments_end_in_the_same_bytes(
     runner: faults.Runner, recorded: Record, tmp_path: Path
@@ -152,6 +197,69 @@ def test_kills_at_1000_random_moments_end_in_the_same_bytes(
     count, seed = int(os.environ.get("NSTF_FUZZ_KILLS", "1000")), int(os.environ.get("NSTF_FUZZ_SEED", "2"))
     conversions = kill_at_moments(runner, recorded("whole"), tmp_path / "run", count, random.Random(seed))
     print(f"{count} kills of {conversions} conversions")
+
+
+def damage(rng: random.Random, folder: Path) -> str:
+    """Does something to one of the files in the work directory; says what."""
+    files = sorted(p for p in (folder / "work").rglob("*") if p.is_file())
+    file, other = rng.choice(files), rng.choice(files)
+    raw = bytearray(file.read_bytes())
+    kind = rng.choice(("bit", "bits", "cut", "zeros", "longer", "empty", "removed", "a folder", "another"))
+    if kind in ("bit", "bits") and raw:
+        for _ in range(1 if kind == "bit" else 50):
+            # Headers are short beside arrays: half of the bits in the first 2 KiB.
+            end = min(len(raw), 2048) if rng.random() < 0.5 else len(raw)
+            raw[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del raw[rng.randrange(len(raw) + 1) :]
+    elif kind == "zeros":
+        raw[:] = bytes(len(raw))
+    elif kind == "longer":
+        raw += rng.randbytes(100)
+    elif kind == "empty":
+        raw.clear()
+    elif kind == "another":
+        raw[:] = other.read_bytes()
+    file.unlink()
+    if kind == "a folder":
+        file.mkdir()
+        (file / "x").write_bytes(b"x")
+    elif kind != "removed":
+        file.write_bytes(raw)
+    return f"{kind}: {file.relative_to(folder)}"
+
+
+def resume_damaged(
+    runner: faults.Runner, whole: Recorded, folder: Path, count: int, rng: random.Random
+) -> dict[int, int]:
+    """Goes on with a work directory after damage to one to three of its files; how often it ended with which code."""
+    codes = dict[int, int]()
+    for _ in range(count):
+        place(whole.after, folder)
+        (folder / "out.nstf").write_bytes(OLD)
+        done = [damage(rng, folder) for _ in range(rng.choice((1, 1, 2, 3)))]
+        answer = runner.ask(folder=str(folder), words=whole.command.words)
+        where = (done, answer)
+        files = files_of(folder)
+        if answer["code"] == 0:
+            assert whole.of_output(files) == whole.wanted(), where
+        else:  # what the results belong to, or the lock, is not to be read: said, and nothing is changed
+            assert any("job.json" in line or "lock" in line for line in done), where
+            errors = [line for line in answer["lines"] if line.startswith("error: ")]
+            assert errors == answer["lines"][-1:] and f"{folder}/work" in errors[0], where
+            assert "--debug" not in errors[0] and files["out.nstf"] == OLD, where
+        codes[answer["code"]] = codes.get(answer["code"], 0) + 1
+    return codes
+
+
+@pytest.mark.fuzz
+def test_a_damaged_work_directory_gives_the_same_bytes_or_one_line(
+    runner: faults.Runner, recorded: Record, tmp_path: Path
+) -> None:
+    """NSTF_FUZZ_DAMAGES: how often instead of 300 times; NSTF_FUZZ_SEED: other damage."""
+    count, seed = int(os.environ.get("NSTF_FUZZ_DAMAGES", "300")), int(os.environ.get("NSTF_FUZZ_SEED", "4"))
+    codes = resume_damaged(runner, recorded("whole"), tmp_path / "run", count, random.Random(seed))
+    print(f"{count} damaged work directories, exit codes {codes}")
 
 
 def power_loss(of: Recorded, tries: int, seed: int) -> int:

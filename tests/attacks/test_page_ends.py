@@ -20,9 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-KERNELS = Path(__file__).parents[1] / "kernels"
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(KERNELS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import generated_trees
 from forked import Counts, Watch, run_batches
 from test_generated_trees import compare
@@ -92,7 +91,9 @@ def batch(seed: int, watch: Watch, samples: ModuleType, count: int | None) -> Co
 @pytest.fixture(scope="module")
 def samples() -> ModuleType:
     """tests/kernels/conftest.py, which draws the values of a tree."""
-    spec = importlib.util.spec_from_file_location("kernels_conftest", KERNELS / "conftest.py")
+    spec = importlib.util.spec_from_file_location(
+        "kernels_conftest", Path(__file__).parents[1] / "kernels" / "conftest.py"
+    )
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
