@@ -13,7 +13,7 @@ HEAD_SECONDS = 30.0
 
 
 class Connection(H11Protocol):
-    """By h11, which takes heads of 64 KiB at most; httptools, uvicorn's choice where it is installed, has no such limit.
+    """By h11, which refuses a head that is not whole after 16 KiB; httptools, uvicorn's own choice, takes heads of any size.
 
     A body has a limit of its own (`app.BODY_SECONDS`), and so has a stream that nobody reads (`stream.SEND_SECONDS`).
     """

@@ -31,7 +31,7 @@ def server(artifact: Path, tmp_path: Path) -> Iterator[tuple[int, int]]:
             stderr=errors,
         )
     try:
-        until(lambda: "on http://" in log.read_text() or process.poll() is not None)
+        until(lambda: "on http://" in log.read_text() or process.poll() is not None, 600)
         assert process.poll() is None, log.read_text()
         yield process.pid, int(log.read_text().rpartition("http://127.0.0.1:")[2].split()[0])
         process.terminate()
