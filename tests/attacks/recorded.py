@@ -4,10 +4,12 @@ import fnmatch
 import hashlib
 import importlib.util
 import json
+import os
 import random
 import shutil
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -247,3 +249,9 @@ def resume_from(
         ):  # an export that is there is not made again
             resume(runner, folder, recorded, f"state {number}")
     return number
+
+
+def seconds_left() -> Callable[[], bool]:
+    """Whether NSTF_FUZZ_SECONDS, without end unless stated, are not over yet."""
+    until = time.monotonic() + float(os.environ.get("NSTF_FUZZ_SECONDS", "inf"))
+    return lambda: time.monotonic() < until
