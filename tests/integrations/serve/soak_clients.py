@@ -74,7 +74,8 @@ class Clients:
             return status, data.decode()
         if not stream:
             return status, str(json.loads(data)["choices"][0]["text"])
-        events = [e.removeprefix("data: ") for e in data.decode().split("\n\n") if e]
+        # A stream in which nothing happens for long has comments, too.
+        events = [e.removeprefix("data: ") for e in data.decode().split("\n\n") if e.startswith("data: ")]
         assert events.pop() == "[DONE]"
         return status, "".join(json.loads(e)["choices"][0]["text"] for e in events)
 
