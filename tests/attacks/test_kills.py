@@ -103,6 +103,21 @@ def test_kills_at_1000_random_moments_end_in_the_same_bytes(
     print(f"{kills} kills of {of} conversions")
 
 
+def test_damage_to_what_is_kept_beside_the_results_is_found(
+    runner: faults.Runner, recorded: Record, in_memory: Path
+) -> None:
+    """A bit of an array of healing once went into the file unseen; another result in the calibration's place, a KeyError."""
+    whole, folder = recorded("whole"), in_memory / "run"
+    healing = next(name for name in whole.after if name.startswith("work/heal-"))
+    state = dict(whole.after)
+    state[healing] = state[healing][:-1] + bytes([state[healing][-1] ^ 64])
+    state["work/calibration.safetensors"] = next(c for n, c in state.items() if n.startswith("work/store/"))
+    place(state, folder)
+    answer = resume(runner, folder, whole, "damaged")
+    said = "\n".join(answer["lines"])
+    assert healing in said and "work/calibration.safetensors" in said, said
+
+
 def damage(rng: random.Random, folder: Path) -> str:
     """Does something to one of the files in the work directory; says what."""
     files = sorted(p for p in (folder / "work").rglob("*") if p.is_file())
