@@ -17,12 +17,17 @@ class ApiError(Exception):
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
-                "message": str(self),
+                "message": _unicode(str(self)),
                 "type": kinds.get(self.status, usual),
-                "param": self.param and self.param.encode("utf-8", "replace").decode(),
+                "param": self.param and _unicode(self.param),
                 "code": self.code,
             }
         }
+
+
+def _unicode(text: str) -> str:
+    """Without halves of characters, which a request can hold and an answer cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:

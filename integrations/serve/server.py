@@ -14,6 +14,7 @@ import uvicorn
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.app import App
+from nstf.integrations.serve.connection import Connection
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -69,6 +70,8 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         app.routes(),
         host=host,
         port=port,
+        http=Connection,
+        ws="none",
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,

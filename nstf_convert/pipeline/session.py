@@ -310,8 +310,9 @@ class Session:
         if size > EXPAND_BYTES or plain or self.machine.on_gpu:
             return self.checkpoint.get
         path = self.work.path / "float32.safetensors"
-        if undamaged(path) is None:
+        if undamaged(path, key=path.name) is None:
             with self.stages.stage("expand"), TensorFileWriter(path) as writer:
+                writer.metadata = {"key": path.name}
                 for name in names:
                     value = self.checkpoint.get(name)
                     writer.add(name, value.to(torch.float32) if value.is_floating_point() else value)

@@ -1,20 +1,28 @@
-"""A small good artifact, and a forge that writes changed ones.
+"""A small good artifact, and a forge that writes changed ones; and commands that are recorded, to be disturbed.
 
 The forge works on the JSON alone, not through the writer: what it makes is what a stranger could send.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from nstf.kernels.formats import EncodedTensor, array_specs, node_from_json
 from nstf.runtime.artifact import Shared, write_artifact
+
+sys.path.insert(0, str(Path(__file__).parent))
+if TYPE_CHECKING:
+    from faults import Runner
+    from recorded import Recorded
 
 DENSE = {"kind": "dense", "dtype": "float16"}
 INT4 = {"kind": "int", "bits": 4, "group": 8, "symmetric": False, "scale_bits": 8}
@@ -134,3 +142,53 @@ def made(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def memory_root() -> Iterator[Path]:
+    """In memory where there is such a folder: the disk is a model of ours, and a real one would only be waited for."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def runner(memory_root: Path) -> Iterator["Runner"]:
+    import faults
+    from recorded import make_inputs
+
+    shim = faults.build(memory_root)
+    if shim is None:
+        pytest.skip("needs gcc and Linux")
+    make_inputs(memory_root / "inputs")
+    with faults.runner(shim) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def recorded(runner: "Runner", memory_root: Path) -> Callable[[str], "Recorded"]:
+    """recorded(name): a command of COMMANDS, run once undisturbed."""
+    from recorded import COMMANDS, prepare, record
+
+    made: dict[str, Recorded] = {}
+
+    def of(name: str) -> "Recorded":
+        if name not in made:
+            command, warm = COMMANDS[name], memory_root / f"{name} warm"
+            inputs = memory_root / "inputs"
+            if "{folder}/in.nstf" in command.words and not (inputs / "in.nstf").exists():
+                whole = of("convert")
+                (inputs / "in.nstf").write_bytes(whole.wanted()["out.nstf"])
+            prepare(warm, inputs, command)
+            answer = runner.ask(folder=str(warm), words=command.words, warm=True)
+            assert answer["code"] == 0, answer
+            made[name] = record(runner, memory_root / name, inputs, command)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def in_memory(memory_root: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=memory_root) as folder:
+        yield Path(folder)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import Forged
 from forked import Counts, Total, Watch, peak_bytes, run_batches
 from small_llama import LLAMA, tensors
-from test_fuzz import NASTY, field_damage, nasty, places
+from test_fuzz import drawn, field_damage, nasty, places
 
 from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, array_specs, bitpack, node_from_json
@@ -151,7 +151,7 @@ def mutated(rng: random.Random, config: dict[str, Any]) -> bytes:
             else:
                 container[key] = nasty(rng, container[key])
     if rng.random() < 0.2:
-        changed[rng.choice(UNDECLARED)] = rng.choice(NASTY)
+        changed[rng.choice(UNDECLARED)] = drawn(rng)
     with contextlib.suppress(ValueError):
         return json.dumps(changed).encode()
     return b"{}"

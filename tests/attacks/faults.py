@@ -260,6 +260,9 @@ def _serve() -> None:
         log = -1
         if request.get("log"):
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        if request.get("interrupt"):  # as Ctrl-C does, but after so much time of the processor
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
         if request.get("moment_s"):
             signal.setitimer(signal.ITIMER_PROF, request["moment_s"])
         mode, number = request.get("mode", COUNT), request.get("errno", errno.EIO)

@@ -63,7 +63,9 @@ class _Running:
     # What it wrote on stderr: a sanitizer's report, above all.
     said: IO[bytes]
     seen: int = -1
-    since: float = 0.0
+    # How long it has been at the same case, and when that was looked at.
+    waited: float = 0.0
+    looked: float = field(default_factory=time.monotonic)
 
     def number(self) -> int:
         return int.from_bytes(self.shared[:8], "little")
@@ -107,7 +109,7 @@ def _start(batch: Batch, seed: int, hang_s: float) -> tuple[int, _Running]:
     pid = os.fork()
     if pid:
         os.close(into)
-        return pid, _Running(seed, shared, out, said, since=time.monotonic())
+        return pid, _Running(seed, shared, out, said)
     try:
         os.close(out)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(said.fileno(), 2)
@@ -126,9 +128,11 @@ def _start(batch: Batch, seed: int, hang_s: float) -> tuple[int, _Running]:
 
 
 def _stuck(child: _Running) -> bool:
-    if child.number() != child.seen:
-        child.seen, child.since = child.number(), time.monotonic()
-    return time.monotonic() - child.since > WAITS_S
+    """Whether it waits. Where both were stopped for a while, that while is none of it."""
+    now = time.monotonic()
+    step, child.looked = min(now - child.looked, 1.0), now
+    child.seen, child.waited = child.number(), child.waited + step if child.number() == child.seen else 0.0
+    return child.waited > WAITS_S
 
 
 def _collect(child: _Running, status: int, total: Total) -> None:

@@ -1,12 +1,15 @@
 """Commands that are recorded once, undisturbed, and then disturbed: what they need and write, and what must hold after."""
 
 import fnmatch
+import hashlib
 import importlib.util
 import json
+import os
 import random
 import shutil
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -209,12 +212,29 @@ def states(recorded: Recorded) -> dict[frozenset[str], dict[str, bytes]]:
 def resume(runner: faults.Runner, folder: Path, recorded: Recorded, where: object) -> dict[str, Any]:
     """Runs the command in the folder as it is: it ends well, with identical bytes, and nothing is left over."""
     answer = runner.ask(folder=str(folder), words=recorded.command.words)
+    check_done(answer, folder, recorded, where)
+    return answer
+
+
+def check_done(answer: dict[str, Any], folder: Path, recorded: Recorded, where: object) -> None:
+    """A run ended well, with identical bytes, and nothing is left over."""
     assert answer.get("code") == 0, (where, answer)
     files = files_of(folder)
     assert recorded.of_output(files) == recorded.wanted(), where
     # But for the system's own folder of temporary files, which is the system's to clean.
     assert [name for name in files if temporary(name) and not name.startswith("tmp/")] == [], where
-    return answer
+
+
+def state_of(files: dict[str, bytes]) -> frozenset[tuple[str, str]]:
+    """A state of a folder, the same for two that a command cannot tell apart: temporary names are drawn at random."""
+    return frozenset(
+        (
+            "/".join("*" if temporary(part) else part for part in Path(name).parts),
+            hashlib.sha256(content).hexdigest(),
+        )
+        for name, content in files.items()
+        if not name.startswith("tmp/")
+    )
 
 
 def resume_from(
@@ -229,3 +249,9 @@ def resume_from(
         ):  # an export that is there is not made again
             resume(runner, folder, recorded, f"state {number}")
     return number
+
+
+def seconds_left() -> Callable[[], bool]:
+    """Whether NSTF_FUZZ_SECONDS, without end unless stated, are not over yet."""
+    until = time.monotonic() + float(os.environ.get("NSTF_FUZZ_SECONDS", "inf"))
+    return lambda: time.monotonic() < until

@@ -1,6 +1,8 @@
 """Damage behind right digests: files that pass `verify` and reach the code that builds and runs models."""
 
+import copy
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import Forged
-from deep_cases import BATCH, SLOWEST_S, batch, check, counted, make_model
+from deep_cases import BATCH, SLOWEST_S, batch, check, counted, damaged, make_model
 from forked import Counts, Watch, run_batches
+from test_fuzz import NASTY
 
 from nstf.errors import NstfError
 from nstf.runtime.artifact import verify
@@ -28,6 +31,16 @@ def test_damage_behind_right_digests_is_refused_or_runs(whole_model: Forged, tmp
     total = run_batches(some, [1], hang_s=SLOWEST_S)
     check(total)
     assert counted(total) == BATCH
+
+
+def test_a_case_depends_on_no_case_before_it_but_for_its_random_numbers(whole_model: Forged) -> None:
+    """Values of the list once went in as they are: the next mutation changed the list, and could put it into itself."""
+    before = copy.deepcopy(NASTY)
+    for seed in range(1, 11):
+        rng = random.Random(seed)
+        for _ in range(50):
+            damaged(rng, whole_model)
+    assert before == NASTY
 
 
 @pytest.mark.fuzz

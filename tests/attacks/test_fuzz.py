@@ -1,5 +1,6 @@
 """Random damage: an artifact loads or is refused with one of our errors, and never takes long."""
 
+import copy
 import json
 import random
 import time
@@ -69,6 +70,11 @@ def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return found
 
 
+def drawn(rng: random.Random) -> Any:
+    """A copy of a value of the list: a later mutation goes into what an earlier one put in, and must not change the list."""
+    return copy.deepcopy(rng.choice(NASTY))
+
+
 def nasty(rng: random.Random, old: Any) -> Any:
     """Another value: near the old one, or from the list."""
     if type(old) is int and rng.random() < 0.5:
@@ -77,7 +83,7 @@ def nasty(rng: random.Random, old: Any) -> Any:
         return rng.choice(kinds())
     if isinstance(old, list) and rng.random() < 0.5:
         return rng.choice((old[::-1], old + old, old[1:], [old], [*old, 1], [1, *old]))
-    return rng.choice(NASTY)
+    return drawn(rng)
 
 
 def field_damage(rng: random.Random, good: Any) -> bytes:
@@ -94,9 +100,9 @@ def field_damage(rng: random.Random, good: Any) -> bytes:
         if kind == 0:
             del container[key]
         elif kind == 1 and isinstance(container, dict):
-            container[str(rng.choice(NASTY))] = container.pop(key)
+            container[str(drawn(rng))] = container.pop(key)
         elif kind == 2 and isinstance(container, dict):
-            container[str(rng.choice(NASTY))] = rng.choice(NASTY)
+            container[str(drawn(rng))] = drawn(rng)
         elif kind == 3:
             other, other_key = rng.choice(found)
             try:
@@ -105,7 +111,7 @@ def field_damage(rng: random.Random, good: Any) -> bytes:
             except (LookupError, ValueError, RecursionError):  # gone by now, or put into itself
                 return bytes(good.copy().raw())
         elif kind == 4 and isinstance(container, list):
-            container.insert(key, rng.choice(NASTY))
+            container.insert(key, drawn(rng))
         else:
             container[key] = nasty(rng, container[key])
     try:

@@ -9,8 +9,7 @@ import os
 import random
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,11 @@ from recorded import (
     Recorded,
     check_state,
     files_of,
-    make_inputs,
     place,
-    prepare,
-    record,
     resume,
     resume_from,
+    seconds_left,
+    state_of,
     states,
 )
 
@@ -36,63 +34,18 @@ Record = Callable[[str], Recorded]
 WRITING = [name for name, command in COMMANDS.items() if command.output and command.seen]
 
 
-@pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
-    """In memory where there is such a folder: the disk is a model of ours, and a real one would only be waited for."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def tmp_path(root: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=root) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def runner(root: Path) -> Iterator[faults.Runner]:
-    shim = faults.build(root)
-    if shim is None:
-        pytest.skip("needs gcc and Linux")
-    make_inputs(root / "inputs")
-    with faults.runner(shim) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def recorded(runner: faults.Runner, root: Path) -> Record:
-    """recorded(name): a command of COMMANDS, run once undisturbed."""
-    made: dict[str, Recorded] = {}
-
-    def of(name: str) -> Recorded:
-        if name not in made:
-            command, warm = COMMANDS[name], root / f"{name} warm"
-            inputs = root / "inputs"
-            if "{folder}/in.nstf" in command.words and not (inputs / "in.nstf").exists():
-                whole = of("convert")
-                (inputs / "in.nstf").write_bytes(whole.wanted()["out.nstf"])
-            prepare(warm, inputs, command)
-            answer = runner.ask(folder=str(warm), words=command.words, warm=True)
-            assert answer["code"] == 0, answer
-            made[name] = record(runner, root / name, inputs, command)
-        return made[name]
-
-    return of
-
-
 def test_a_kill_at_any_call_leaves_whole_files_and_a_resume_gives_the_same_bytes(
-    runner: faults.Runner, recorded: Record, tmp_path: Path
+    runner: faults.Runner, recorded: Record, in_memory: Path
 ) -> None:
     whole = recorded("whole")
     found = list(states(whole).values())
     assert len(whole.events) > 100 and len(found) > 10
     assert any(name.startswith("work/heal-") for name in whole.after)
-    resume_from(runner, whole, tmp_path / "again", found[len(found) // 4 :: len(found) // 2])
+    resume_from(runner, whole, in_memory / "again", found[len(found) // 4 :: len(found) // 2])
     # A real one, at the very rename that gives the file its name: before it is the old file, after it the new one.
     last = max(i for i, e in enumerate(whole.events, 1) if e.op == "rename")
     for mode, content in ((faults.KILL_BEFORE, OLD), (faults.KILL_AFTER, whole.wanted()["out.nstf"])):
-        folder = tmp_path / f"killed{mode}"
+        folder = in_memory / f"killed{mode}"
         place(whole.before, folder)
         answer = runner.ask(folder=str(folder), at=last, mode=mode, words=whole.command.words)
         assert answer["signal"] == signal.SIGKILL
@@ -102,49 +55,11 @@ def test_a_kill_at_any_call_leaves_whole_files_and_a_resume_gives_the_same_bytes
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WRITING)
 def test_a_resume_from_every_state_that_a_kill_can_leave_gives_the_same_bytes(
-    runner: faults.Runner, recorded: Record, tmp_path: Path, name: str
+    runner: faults.Runner, recorded: Record, in_memory: Path, name: str
 ) -> None:
     found = recorded(name)
-    count = resume_from(runner, found, tmp_path / "again", states(found).values())
+    count = resume_from(runner, found, in_memory / "again", states(found).values())
     print(f"{name}: {len(found.events)} calls, resumed from all {count} states")
-
-
-def kill_at_moments(
-    runner: faults.Runner, whole: Recorded, folder: Path, count: int, rng: random.Random
-) -> int:
-    """Kills at `count` random moments of the processor's time, often several in a row; how many resumes there were."""
-    resumes = kills = 0
-    place(whole.before, folder)
-    while kills < count:
-        moment = max(0.001, rng.random() * 1.1 * whole.cpu_s)
-        answer = runner.ask(folder=str(folder), words=whole.command.words, moment_s=moment)
-        where = f"moment {moment:.3f} after {kills} kills and {resumes} resumes"
-        whole.check_output(files_of(folder), where)
-        if answer["signal"]:
-            assert answer["signal"] == signal.SIGPROF, (where, answer)
-            kills += 1
-            if rng.random() < 0.5:
-                continue
-        resume(runner, folder, whole, where)
-        resumes += 1
-        place(whole.before, folder)
-    return resumes
-
-
-def test_kills_at_random_moments_end_in_the_same_bytes(
-    runner: faults.Runner, recorded: Record, tmp_path: Path
-) -> None:
-    assert kill_at_moments(runner, recorded("whole"), tmp_path / "run", 2, random.Random(1)) > 0
-
-
-@pytest.mark.fuzz
-def test_kills_at_1000_random_moments_end_in_the_same_bytes(
-    runner: faults.Runner, recorded: Record, tmp_path: Path
-) -> None:
-    """NSTF_FUZZ_KILLS: how many instead."""
-    count = int(os.environ.get("NSTF_FUZZ_KILLS", "1000"))
-    resumes = kill_at_moments(runner, recorded("whole"), tmp_path / "run", count, random.Random(2))
-    print(f"{count} kills, {resumes} resumes")
 
 
 def power_loss(of: Recorded, tries: int, seed: int) -> int:
@@ -172,7 +87,7 @@ def test_a_power_loss_at_any_call_leaves_the_old_file_or_the_new_one(recorded: R
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WRITING)
 def test_a_power_loss_in_any_order_that_fsync_allows_leaves_the_old_file_or_the_new_one(
-    runner: faults.Runner, recorded: Record, tmp_path: Path, name: str
+    runner: faults.Runner, recorded: Record, in_memory: Path, name: str
 ) -> None:
     """And every twentieth such state, at random, is resumed from."""
     found, choice, resumed = recorded(name), random.Random(3), 0
@@ -182,8 +97,8 @@ def test_a_power_loss_in_any_order_that_fsync_allows_leaves_the_old_file_or_the_
         disk.apply(event)
         if choice.random() < 0.05:
             state = disk.after_power_loss(choice)
-            place({found.name(path): content for path, content in state.items()}, tmp_path / "again")
-            resume(runner, tmp_path / "again", found, f"power lost after {event}")
+            place({found.name(path): content for path, content in state.items()}, in_memory / "again")
+            resume(runner, in_memory / "again", found, f"power lost after {event}")
             resumed += 1
     print(f"{name}: resumed from {resumed} of them")
 
@@ -215,8 +130,14 @@ KINDS = {
 }
 
 
-def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: int) -> int:
-    """One run with one error, and the one that goes on; the exit code of the first."""
+State = frozenset[tuple[str, str]]
+
+
+def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: int, known: set[State]) -> int:
+    """One run with one error, and the one that goes on from what it leaves; the exit code of the first.
+
+    known: states that a run has gone on from; the next one would do the same again, to the byte.
+    """
     mode, number, _ = KINDS[kind]
     where = f"{kind} at call {at}, {of.events[at - 1].op} of {of.name(of.events[at - 1].path)}"
     place(of.before, folder)
@@ -231,8 +152,10 @@ def fail_at(runner: faults.Runner, of: Recorded, folder: Path, kind: str, at: in
         assert len(errors) == 1 and errors[0] == answer["lines"][-1], (where, answer)
         assert errors[0].isprintable() and str(folder) in errors[0], (where, answer)
         of.check_output(files, where)
-    if of.command.resumes or not of.of_output(files):  # an export that is there is not made again
+    again = of.command.resumes or not of.of_output(files)  # an export that is there is not made again
+    if again and (state := state_of(files)) not in known:
         resume(runner, folder, of, where)
+        known.add(state)
     return int(code)
 
 
@@ -241,7 +164,7 @@ def calls(of: Recorded, kind: str) -> list[int]:
 
 
 def test_an_error_at_a_call_is_one_line_with_the_path_and_the_work_goes_on(
-    runner: faults.Runner, recorded: Record, tmp_path: Path
+    runner: faults.Runner, recorded: Record, in_memory: Path
 ) -> None:
     rng = random.Random(7)
     for name, kind, code in (
@@ -251,24 +174,30 @@ def test_an_error_at_a_call_is_one_line_with_the_path_and_the_work_goes_on(
         ("export hf", "disk full", 1),
     ):
         of = recorded(name)
-        assert fail_at(runner, of, tmp_path / name, kind, rng.choice(calls(of, kind))) == code
+        assert fail_at(runner, of, in_memory / name, kind, rng.choice(calls(of, kind)), set()) == code
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "whole"])
 def test_an_error_at_every_call_is_one_line_with_the_path_and_the_work_goes_on(
-    runner: faults.Runner, recorded: Record, tmp_path: Path, name: str, kind: str
+    runner: faults.Runner, recorded: Record, in_memory: Path, name: str, kind: str
 ) -> None:
-    """NSTF_FUZZ_STRIDE: every so many calls only."""
+    """NSTF_FUZZ_STRIDE: every so many calls only; NSTF_FUZZ_SECONDS: for how long at most, each kind of each command."""
     of = recorded(name)
     chosen = calls(of, kind)[:: int(os.environ.get("NSTF_FUZZ_STRIDE", "1"))]
-    wrong, codes = [], dict[int, int]()
+    wrong, codes, known = [], dict[int, int](), set[State]()
+    more = seconds_left()
     for at in chosen:
+        if not more():
+            break
         try:
-            code = fail_at(runner, of, tmp_path / "run", kind, at)
+            code = fail_at(runner, of, in_memory / "run", kind, at, known)
             codes[code] = codes.get(code, 0) + 1
         except AssertionError as error:
             wrong.append(str(error)[:600])
-    print(f"{name}, {kind}: {len(chosen)} calls, exit codes {codes}, {len(wrong)} wrong")
+    tried = sum(codes.values()) + len(wrong)
+    print(
+        f"{name}, {kind}: {tried} of {len(chosen)} calls, exit codes {codes}, {len(known)} states, {len(wrong)} wrong"
+    )
     assert wrong == []

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,12 +30,14 @@ EXACT, INT8 = 2e-4, 4e-2
 LEAST = 1e-2
 
 
-def compare(encoded: EncodedTensor, name: str, seed: int) -> None:
-    """Raises AssertionError naming the way that differs."""
+def compare(
+    encoded: EncodedTensor, name: str, seed: int, place: Callable[[Tensor], Tensor] = lambda x: x
+) -> None:
+    """Raises AssertionError naming the way that differs. place: where the other factor is to lie."""
     weight = decode(encoded)
     generator = torch.Generator().manual_seed(seed)
     for batch in BATCHES:
-        x = torch.randn(batch, encoded.shape[1], generator=generator)
+        x = place(torch.randn(batch, encoded.shape[1], generator=generator))
         wanted = (x.double() @ weight.double().T).float()
         scale = float(x.norm(dim=1).max() * weight.double().norm(dim=1).max()) + LEAST
 

@@ -21,7 +21,7 @@ from nstf_convert.pipeline.machine import torch_threads
 from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.units import Statistics
 from nstf_convert.pipeline.store.tensorfile import TensorFile
-from nstf_convert.pipeline.store.workdir import content_key, undamaged
+from nstf_convert.pipeline.store.workdir import content_key, remove, undamaged
 from nstf_convert.streamed import StreamedModel
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ def find(session: "Session") -> TensorFile | None:
     if session.options.calibration is not None:
         return _given(session, session.options.calibration)
     found = None if session.model is None else undamaged(_path(session))
+    if found is not None and not _belongs(session, found):
+        log.warning("a stored result is that of something else and is made again: %s", found.path)
+        remove(found.path)
+        found = None
     if found is None or session.model is None or not _fits_still(session, found, session.model):
         return None
     if drops_hessians(session, session.model):
@@ -211,6 +215,12 @@ def _waiting_bytes(model: StreamedModel, tokens: int) -> int:
     """Of a window of so many tokens before a layer."""
     width = getattr(model.module.config.get_text_config(), "hidden_size", 1)
     return int(4 * WAITING_WIDTHS * width * tokens)
+
+
+def _belongs(session: "Session", file: TensorFile) -> bool:
+    """Whether a file is a calibration of this version, of this checkpoint: one result may have taken another's name."""
+    stated = file.metadata.get("version"), file.metadata.get("checkpoint")
+    return stated == (CALIBRATION_VERSION, session.checkpoint.fingerprint())
 
 
 def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> bool:

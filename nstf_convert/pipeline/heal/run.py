@@ -20,7 +20,6 @@ from tqdm import tqdm
 from nstf import __version__
 from nstf.analyzers.sensitivity import checkpoint_layers
 from nstf.analyzers.turnstile import layer_list
-from nstf.errors import CorruptError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.tuning import prepare
 from nstf_convert.measure import score_window
@@ -35,8 +34,8 @@ from nstf_convert.pipeline.progress import bars_off
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
-from nstf_convert.pipeline.store.tensorfile import TensorFile, write_tensors
-from nstf_convert.pipeline.store.workdir import content_key
+from nstf_convert.pipeline.store.tensorfile import write_tensors
+from nstf_convert.pipeline.store.workdir import content_key, undamaged
 from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
@@ -298,18 +297,14 @@ class HealingRun:
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 tensors[f"adam.{number}.{key}"] = value.detach().cpu()
         facts = {n: getattr(self, n) for n in ("step", "total", "elapsed", "losses", "curve", "best_score")}
-        write_tensors(self.path, tensors, facts)
+        write_tensors(self.path, tensors, {"key": self.path.name, "of": facts})
 
     def _resume(self) -> bool:
         """Takes over the state of an interrupted run; False when there is none."""
-        if not self.path.exists():
+        file = undamaged(self.path, key=self.path.name)
+        if file is None:
             return False
-        try:
-            file = TensorFile(self.path)
-        except CorruptError:
-            self.path.unlink()
-            return False
-        for name, value in file.metadata.items():
+        for name, value in file.metadata["of"].items():
             setattr(self, name, value)
         stored = {n: file.get(n).clone() for n in file.names()}
         self.values.load({k.removeprefix("now."): v for k, v in stored.items() if k.startswith("now.")})

@@ -143,7 +143,9 @@ class WorkDir:
             return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            if not isinstance(found, dict):
+                raise ValueError("it is no object")
+        except (OSError, ValueError, RecursionError) as error:
             raise CorruptError(
                 f"{file} cannot be read ({error}): remove the work directory and run again"
             ) from error

@@ -99,6 +99,7 @@ def serve(artifact: Path) -> Iterator[Callable[..., Served]]:
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     from nstf.integrations.serve.app import App
+    from nstf.integrations.serve.connection import Connection
     from nstf.integrations.serve.server import allowed_hosts
     from nstf.integrations.serve.service import ServeOptions, Service
 
@@ -110,7 +111,13 @@ def serve(artifact: Path) -> Iterator[Callable[..., Served]]:
         service = Service(path, ServeOptions(**{"name": "tiny", "threads": 2, **options}))
         app = App(service, key, allowed_hosts("127.0.0.1", key), max_body)
         config = uvicorn.Config(
-            app.routes(), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1
+            app.routes(),
+            host="127.0.0.1",
+            port=0,
+            http=Connection,
+            ws="none",
+            log_level="error",
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)

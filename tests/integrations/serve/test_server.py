@@ -175,6 +175,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": 1 << 70}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"\ud800": 1}}, "stream_options"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": 3}, "stop"),
@@ -241,6 +242,45 @@ def test_a_slow_body_is_given_up(server: Served, monkeypatch: pytest.MonkeyPatch
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
         slow.sendall(head.encode() + b"{")
         assert b" 408 " in slow.recv(1000)
+
+
+def test_a_connection_without_a_whole_request_is_ended(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says nothing, one whose head comes a byte at a time, one that goes on with a body that was refused."""
+    from nstf.integrations.serve import connection
+
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    refused = f"{head}Content-Length: {1 << 30}\r\n\r\n"
+    for first, then in (("", ""), ("GET /health HTTP/1.1\r\nX: ", "y"), (refused, "x")):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+            slow.sendall(first.encode())
+            answers = b""
+
+            def ended(slow: socket.socket = slow, then: str = then) -> bool:
+                nonlocal answers
+                try:
+                    slow.settimeout(0.05)
+                    slow.sendall(then.encode())
+                    part = slow.recv(10_000)
+                except TimeoutError:
+                    return False
+                except ConnectionError:
+                    return True
+                answers += part
+                return not part
+
+            until(ended)
+            assert (b" 413 " in answers) == (first == refused)
+    # One whose answer takes longer, and one that asks again on the same connection, are none of these.
+    slowly(server, 0.05)
+    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for _ in range(2):
+        kept.request("POST", CHAT, json.dumps(HELLO), {"Content-Type": "application/json"})
+        answer = kept.getresponse()
+        assert answer.status == 200 and json.loads(answer.read())["choices"]
+    kept.close()
 
 
 def test_a_key_is_asked_for(serve: Callable[..., Served]) -> None:

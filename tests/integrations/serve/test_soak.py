@@ -1,76 +1,131 @@
 """Clients that come and go for a while: every answer is the right one, and nothing is left behind."""
 
-import json
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations.serve.conftest import Served, until
-from tests.integrations.serve.test_server import begin
+from tests.integrations.serve.soak_clients import BODIES, KINDS, Clients
+
+KEY = "KEY"
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(300, marks=pytest.mark.soak)])
-def test_a_soak(serve: Callable[..., Served], seconds: int) -> None:
-    server = serve(parallel=4, queue=3, reproducible=True)
-    bodies: list[dict[str, Any]] = [
-        {
-            "prompt": f"Scene {i}. " + "The king speaks. " * (i * 3),
-            "max_tokens": 2 + 5 * i,
-            "temperature": 0.5 * (i % 2),
-            "seed": i,
-        }
-        for i in range(8)
-    ]
-    expected = [server.json("/v1/completions", b)[1]["choices"][0]["text"] for b in bodies]
-    counts = {"right": 0, "busy": 0, "left": 0, "refused": 0}
-    problems: list[str] = []
-    end = time.monotonic() + seconds
+@pytest.fixture
+def server(artifact: Path, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """(process, port) of `nstf serve`, which takes some answers at a time and lets a few wait."""
+    pytest.importorskip("uvicorn")
+    words = f"serve {artifact} --port 0 --parallel 4 --queue 3 --threads 1 --reproducible".split()
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nstf_convert", *words],
+            env={**os.environ, "NSTF_API_KEY": KEY},
+            stderr=errors,
+        )
+    try:
+        until(lambda: "on http://" in log.read_text() or process.poll() is not None, 600)
+        assert process.poll() is None, log.read_text()
+        yield process.pid, int(log.read_text().rpartition("http://127.0.0.1:")[2].split()[0])
+        process.terminate()
+        assert process.wait(60) == 0
+        assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
 
-    def client(seed: int) -> None:
-        drawn = random.Random(seed)
+
+def held(process: int) -> dict[str, int]:
+    """What a process holds: bytes resident, descriptors, threads."""
+    root = Path(f"/proc/{process}")
+    if not root.exists():
+        pytest.skip("needs /proc")
+    pages = int((root / "statm").read_text().split()[1])
+    return {
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(list((root / "fd").iterdir())),
+        "threads": len(list((root / "task").iterdir())),
+    }
+
+
+def visit(clients: Clients, seconds: float, seed: int) -> dict[str, int]:
+    """All kinds of clients for a while; how often each was met how."""
+    end, counts, problems, lock = time.monotonic() + seconds, dict[str, int](), list[str](), threading.Lock()
+
+    def come(kind: Any, rng: random.Random) -> None:
         while time.monotonic() < end and not problems:
-            i = drawn.randrange(len(bodies))
             try:
-                act = drawn.random()
-                if act < 0.15:
-                    connection = begin(server, bodies[i] | {"stream": drawn.random() < 0.5})
-                    time.sleep(drawn.random() * 0.05)
-                    connection.close()
-                    counts["left"] += 1
-                    continue
-                if act < 0.25:
-                    status = server.call("/v1/completions", drawn.choice((b"{", b"[]", b'{"prompt": 3}')))[0]
-                    assert status == 400
-                    counts["refused"] += 1
-                    continue
-                status, _, data = server.call("/v1/completions", bodies[i] | {"stream": act < 0.6})
-                if status == 429:
-                    counts["busy"] += 1
-                    continue
-                assert status == 200, data
-                if act < 0.6:
-                    chunks = [
-                        json.loads(e[6:]) for e in data.decode().split("\n\n") if e and e != "data: [DONE]"
-                    ]
-                    text = "".join(c["choices"][0]["text"] for c in chunks)
-                else:
-                    text = json.loads(data)["choices"][0]["text"]
-                assert text == expected[i], (i, text, expected[i])
-                counts["right"] += 1
+                met = kind(clients, rng)
             except Exception as error:
-                problems.append(repr(error))
+                problems.append(f"{kind.__name__}: {error!r}")
+                return
+            with lock:
+                counts[met] = counts.get(met, 0) + 1
 
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(9)]
+    threads = [
+        threading.Thread(target=come, args=(kind, random.Random(f"{seed} {kind.__name__} {i}")))
+        for kind, count in KINDS.items()
+        for i in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert problems == []
-    assert counts["right"] and counts["left"] and counts["refused"], counts
-    until(lambda: server.metric("running") == 0 and server.metric("waiting") == 0)
+    return counts
+
+
+def at_rest(clients: Clients) -> bool:
+    """Whether nothing is asked for."""
+    text = clients.call("GET", "/metrics")[1].decode()
+    return all(f"nstf_{name} 0\n" in text for name in ("running", "waiting"))
+
+
+def answered(port: int) -> Clients:
+    """Clients that know the right answers."""
+    first = Clients(port, KEY)
+    found = Clients(port, KEY, tuple(first.text(i, stream=False)[1] for i in range(len(BODIES))))
+    assert len(set(found.expected)) == len(BODIES)
+    return found
+
+
+def test_clients_of_all_kinds(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf.integrations.serve import app, connection
+
+    monkeypatch.setattr(app, "BODY_SECONDS", 3)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 3)
+    server = serve(parallel=4, queue=3, reproducible=True, key=KEY)
+    clients = answered(server.port)
+    counts = visit(clients, 3, 1)
+    assert {"right", "vanished", "healthy"} <= set(counts)
+    until(lambda: at_rest(clients))
     assert all(s.answer is None for s in server.service.backend._slots)
-    assert server.json("/v1/completions", bodies[1])[1]["choices"][0]["text"] == expected[1]
+    assert clients.text(1, stream=False) == (200, clients.expected[1])
+
+
+@pytest.mark.soak
+def test_ten_minutes_of_clients_of_all_kinds_leave_nothing_behind(server: tuple[int, int]) -> None:
+    """NSTF_SOAK_SECONDS: for how long instead."""
+    seconds = int(os.environ.get("NSTF_SOAK_SECONDS", "600"))
+    process, port = server
+    clients = answered(port)
+    idle = held(process)
+    found = []
+    for part, share in enumerate((0.25, 0.75)):
+        counts = visit(clients, seconds * share, part)
+        until(lambda: at_rest(clients))
+        until(lambda: held(process)["files"] <= idle["files"])
+        found.append(held(process))
+        print(f"{seconds * share:.0f} s: {dict(sorted(counts.items()))}; then {found[-1]}")
+        assert {"right", "vanished", "too large", "wrong JSON", "wrong key", "healthy"} <= set(counts)
+    assert all(clients.text(i, stream=False) == (200, text) for i, text in enumerate(clients.expected))
+    before, after = found
+    assert after["threads"] <= before["threads"] + 2, found
+    assert after["bytes"] - before["bytes"] < max(before["bytes"] // 100, 4 << 20), found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.store.workdir import WorkDir
 
 JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
@@ -56,6 +56,13 @@ def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"1")
     with WorkDir(tmp_path, JOB, names=NAMES, restart=True):
         assert (tmp_path / "weights.safetensors").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
+def test_a_job_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "job.json").write_bytes(content)
+    with pytest.raises(CorruptError, match=r"job.json cannot be read \(.*\): remove the work directory"):
+        WorkDir(tmp_path, JOB, names=NAMES)
 
 
 def test_a_fault_of_the_disk_is_not_the_users_mistake(tmp_path, monkeypatch):

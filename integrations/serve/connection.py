@@ -1,0 +1,55 @@
+"""A connection of a client, with a limit on the time that it may stand without a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# From the connection, or from the end of an answer, to the end of the next request's head. uvicorn's own limit begins with
+# the first answer and ends with the next byte: who sends nothing, or a byte a minute, would stay for ever.
+HEAD_SECONDS = 30.0
+
+
+class Connection(H11Protocol):
+    """By h11, which refuses a head that is not whole after 16 KiB; httptools, uvicorn's own choice, takes heads of any size.
+
+    A body has a limit of its own (`app.BODY_SECONDS`), and so has a stream that nobody reads (`stream.SEND_SECONDS`).
+    """
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # a request that has arrived by now is begun in here
+        if self.cycle.response_complete:
+            self._begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        super().connection_lost(exc)
+
+    def _begin(self) -> None:
+        self._end()
+        self._limit = self.loop.call_later(HEAD_SECONDS, self._over)
+
+    def _end(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _over(self) -> None:
+        """Ends the connection; bytes of an answer that its client has not taken by now would keep it: they go."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
