@@ -203,7 +203,9 @@ def decode_kernel(
     block = parts + (pair.to(tl.int64) * MOST + split) * (GROUP * (SIZE + 2))
     for RUN in tl.static_range(V_RUNS):
         c = value_channel(RUN, SIZE, V_BITS)
-        tl.store(block + g[None, :] * SIZE + c[:, None], acc[RUN] * unit_of(V_BITS), mask=(g < GROUP)[None, :])
+        tl.store(
+            block + g[None, :] * SIZE + c[:, None], acc[RUN] * unit_of(V_BITS), mask=(g < GROUP)[None, :]
+        )
     tl.store(block + GROUP * SIZE + g, top, mask=g < GROUP)
     tl.store(block + GROUP * (SIZE + 1) + g, total, mask=g < GROUP)
 
