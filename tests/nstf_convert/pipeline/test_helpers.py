@@ -43,9 +43,9 @@ def test_two_devices_write_the_same_bytes_and_share_the_passes(
     measured = []
     measure = mixes.measure_splits
 
-    def counted_measure(session, test, splits):
+    def counted_measure(session, test, splits, *windows):
         measured.extend(splits)
-        return measure(session, test, splits)
+        return measure(session, test, splits, *windows)
 
     monkeypatch.setattr(front_to_back._Pass, "run", counted)
     monkeypatch.setattr(mixes, "measure_splits", counted_measure)

@@ -31,7 +31,7 @@ KILLS = (
     (WRITE, 9, True),
     (ENCODE, 4, True),
     (WRITE, 3, True),
-    (ENCODE, 14, False),
+    (ENCODE, 6, False),
     (MEASURE, 1, True),
     (FINAL, 1, True),
 )
