@@ -7,6 +7,7 @@ to be known about what a layer takes as arguments (masks, rotary tables, caches 
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -75,8 +76,8 @@ def run_in_step(
     that did not come by. `at_gate(len(gates), results)` is called at the end, with what the runs gave back. workers:
     batches that run at a time; the modules must then bear it. repeats: a module that is called again is let through;
     otherwise that is a ValueError. ahead: the places of runs that what is done at a gate does not concern. What `at_gate`
-    gives back is called while these go on to the next gate, one at a time (with one worker: before they do); the others
-    wait for it. around: is entered for both. Errors of a batch are raised here.
+    gives back is called while these go on to the next gate, one at a time until it is done (with one worker: after it); the
+    others wait for it. around: is entered for both. Errors of a batch are raised here.
     """
     share_one_arena()
     stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
@@ -148,15 +149,27 @@ def _resume(batches: Iterable[_Batch], stopped: "queue.SimpleQueue[_Batch]", wor
 def _beside(
     work: Callable[[], None], batches: Sequence[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int
 ) -> None:
-    """Does some work while batches run up to their next gate, where all of them are then. Raises the errors of both."""
+    """Does some work while batches run up to their next gate, one at a time, and the rest of them together when it is done.
+    Raises the errors of both; those of the work wait for one batch at most."""
     if workers == 1 or not batches:
         work()
         _resume(batches, stopped, workers)
         return
+    waiting = deque(batches)
+    done = threading.Event()
+
+    def one_by_one() -> None:
+        while waiting and not done.is_set():
+            _resume([waiting.popleft()], stopped, 1)
+
     with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(_resume, batches, stopped, 1)
-        work()
+        arrived = pool.submit(one_by_one)
+        try:
+            work()
+        finally:
+            done.set()
     arrived.result()
+    _resume(waiting, stopped, workers)
 
 
 def run_layer_by_layer(

@@ -19,6 +19,7 @@ class Connection(H11Protocol):
     """
 
     _limit: asyncio.TimerHandle | None = None
+    _untaken = 0  # bytes of an answer that lay here when the time began
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -40,6 +41,7 @@ class Connection(H11Protocol):
 
     def _begin(self) -> None:
         self._end()
+        self._untaken = self.transport.get_write_buffer_size()
         self._limit = self.loop.call_later(HEAD_SECONDS, self._over)
 
     def _end(self) -> None:
@@ -48,8 +50,12 @@ class Connection(H11Protocol):
             self._limit = None
 
     def _over(self) -> None:
-        """Ends the connection; bytes of an answer that its client has not taken by now would keep it: they go."""
-        if self.transport.get_write_buffer_size():
+        """Ends the connection, unless its client is still taking its answer. Where it takes nothing, the rest would keep the
+        connection: it goes."""
+        untaken = self.transport.get_write_buffer_size()
+        if 0 < untaken < self._untaken:
+            self._begin()
+        elif untaken:
             self.transport.abort()
         else:
             self.transport.close()

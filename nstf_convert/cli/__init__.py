@@ -32,7 +32,7 @@ _LESS_MEMORY = {
     "generate": "fewer --max-new-tokens",
     "chat": "fewer --max-new-tokens",
     "serve": "fewer --parallel or a shorter --context",
-    "bench": "fewer --prompt tokens or a smaller --batch",
+    "bench": "fewer --prompt tokens",
     "profile": "fewer --tokens or a smaller --batch",
 }
 # What torch and Python say where memory ends, in errors of other classes.

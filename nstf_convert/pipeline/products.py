@@ -1,5 +1,6 @@
 """How exactly float32 matrix products are computed in a part of a conversion."""
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -114,7 +115,8 @@ def _rounds(rows: int) -> bool:
 
 def rounded_by_torch() -> bool:
     """Whether torch's own products on this CPU round their inputs in a block of `fast_products`."""
-    return _has("amx_tile")
+    # On ARM what torch does at a lower precision depends on its build.
+    return _has("amx_tile") or platform.machine().lower() in ("aarch64", "arm64")
 
 
 @cache

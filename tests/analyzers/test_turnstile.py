@@ -162,6 +162,28 @@ def test_errors_of_early_batches_and_of_the_work_beside_them_are_raised(workers:
         run_in_step([[m] for m in layers], [run, run], at_gate, workers, ahead=(1,))
 
 
+def test_an_error_of_the_work_does_not_wait_for_all_batches_beside_it() -> None:
+    layers, run = stack([0, 1])
+    begun, failed = threading.Event(), threading.Event()
+    passed = []
+
+    def early() -> torch.Tensor:
+        x = layers[0](torch.ones(1, 4))
+        begun.set()
+        assert failed.wait(30)
+        passed.append(True)
+        return layers[1](x)
+
+    def work() -> None:
+        assert begun.wait(30)
+        failed.set()
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        run_in_step([[m] for m in layers], [run] + [early] * 6, lambda *_: work, 2, ahead=range(1, 7))
+    assert len(passed) == 1
+
+
 def test_mean_outer_is_weighted_and_does_not_depend_on_workers() -> None:
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(50, 6, generator=g) for _ in range(5)]

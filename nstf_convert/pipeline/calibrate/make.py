@@ -40,7 +40,7 @@ WAITING_WIDTHS = 3
 # logits: copies of those that are there at a time.
 LAYER_WIDTHS, LOGITS = 12, 6
 # Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 9
+CALIBRATION_VERSION = 10
 
 
 def find(session: "Session") -> TensorFile | None:

@@ -8,6 +8,7 @@ docs/conversion.md has the files that the margin was chosen by.
 """
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,8 +81,8 @@ def by_few_layers(
     all).
     """
     (part, whole), (mix_part, whole_mix) = own, of_mix
-    if whole_mix <= 0.0:
-        return None
+    if not (math.isfinite(mix.score) and math.isfinite(whole_mix)) or whole_mix <= 0.0:
+        return None  # nothing to compare with: the format is finished
     total = sum(session.units[n].elements for n in rival.mix)
     share = sum(session.units[n].elements for n in few) / max(1, total)
     expected = mix.score * whole / whole_mix
@@ -136,9 +137,12 @@ def part_score(
 
 def few_windows(session: Session) -> int:
     """How many windows parts of a model are measured on: half of those that choose tell formats apart far below the margins
-    here."""
+    here. The first ones, which are of all datasets in turn: at least one of each."""
     file = session.calibration
-    return 0 if file is None else max(FEWEST_WINDOWS, len(calibrations.domains(file, "held_out")) // 2)
+    if file is None:
+        return 0
+    domains = calibrations.domains(file, "held_out")
+    return max(FEWEST_WINDOWS, len(set(domains)), len(domains) // 2)
 
 
 def _split(table: Table, mix: Mapping[str, Recipe], names: Collection[str]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,28 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 @pytest.fixture
 def server(serve: Callable[..., Served]) -> Served:
     return serve()
+
+
+def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
+    from nstf.integrations.serve.connection import Connection
+
+    done, waiting = [], [8]
+    here = object.__new__(Connection)
+    here.loop = SimpleNamespace(call_later=lambda _, call: SimpleNamespace(cancel=lambda: None))
+    here.transport = SimpleNamespace(
+        get_write_buffer_size=lambda: waiting[0],
+        abort=lambda: done.append("abort"),
+        close=lambda: done.append("close"),
+    )
+    here._begin()
+    waiting[0] = 5
+    here._over()
+    assert done == []  # three bytes went
+    here._over()
+    assert done == ["abort"]  # none did
+    waiting[0] = 0
+    here._over()
+    assert done == ["abort", "close"]
 
 
 def events(data: bytes) -> list[Any]:

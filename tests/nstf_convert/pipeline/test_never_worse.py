@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -262,3 +263,10 @@ def test_windows_that_choose_between_two_files_only_report_too(options, search) 
     assert (accuracy["selection"] == pytest.approx(accuracy["final"]["mean_kl"])) == (not search)
     assert accuracy["protocol"]["windows_that_report"] == accuracy["protocol"]["windows_that_choose"] == 8
     assert_never_worse(report)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_mix_without_a_finite_score_gives_up_no_format(score: float) -> None:
+    mix = SimpleNamespace(score=score)
+    assert rival.by_few_layers(None, None, mix, (), (1.0, 1.0), (1.0, 1.0)) is None
+    assert rival.by_few_layers(None, None, SimpleNamespace(score=1.0), (), (1.0, 1.0), (1.0, score)) is None
