@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-lo
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow integrations vllm fuzz soak sanitize lint format bench wheel clean
+.PHONY: help install demo test slow integrations oldest vllm fuzz soak sanitize lint format bench wheel clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -46,6 +46,13 @@ slow: $(STAMP) ## whole grids of cases, and tests that take minutes or need a mo
 integrations: $(STAMP) ## the tests with PEFT, lm-eval, openai, llama.cpp and other engines, installed first (builds llama.cpp: 15 min)
 	@$(PIP) -e '.[dev,integrations]'
 	@$(PYTEST) tests/integrations
+
+# transformers is laid before the environment's own; with TORCH_INDEX torch is the oldest one as well (PyPI's brings CUDA).
+oldest: $(STAMP) ## the tests of loading, saving, serving and conversion with the oldest transformers (and torch) we support
+	@$(PY) -m pip --disable-pip-version-check install --quiet --target $(OUT)/oldest --upgrade transformers==5.17.0 \
+	    $(if $(TORCH_INDEX),torch==2.11.0 --extra-index-url $(TORCH_INDEX))
+	@PYTHONPATH=$(OUT)/oldest $(PYTEST) tests/runtime tests/integrations tests/nstf_convert/test_streamed.py \
+	    tests/nstf_convert/checkpoint tests/nstf_convert/pipeline/test_architectures.py
 
 # vLLM asks for other versions than we test with; what it brings for images fails beside the CPU build of torch.
 vllm: $(STAMP) ## the exports run by vLLM on the CPU, in an environment of its own (1 GB of downloads, minutes)

@@ -51,13 +51,21 @@ class OutputSensitivity:
         return self._sums.take()
 
 
-def checkpoint_layers(layers: Sequence[nn.Module]) -> Callable[[], None]:
-    """Recomputes each layer in the backward pass instead of keeping its activations and weights; returns undo."""
+def checkpoint_layers(
+    layers: Sequence[nn.Module], before: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Recomputes each layer in the backward pass instead of keeping its activations and weights; returns undo. before: is
+    called whenever a layer is about to be computed."""
     originals = [layer.forward for layer in layers]
 
     def wrap(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
+            return forward(*args, **kwargs)
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run
 

@@ -37,6 +37,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from photographs import CALIBRATION_SEED, TEST_SEED, Pictures, accuracy, divergence, logits_of, train
 
+from nstf_convert.pipeline.heal.outputs import RATES
+
 CALIBRATED, BATCH = 256, 16
 BITS_ONLY = "int_grid,grid16"
 STRUCTURED = f"{BITS_ONLY},svd,tucker"
@@ -64,6 +66,7 @@ def compare(
     from transformers import ResNetForImageClassification
 
     import nstf.runtime
+    from nstf.runtime.fused import fuse
 
     torch.set_num_threads(threads)
     data = folder / "calibration.safetensors"
@@ -121,6 +124,7 @@ def compare(
                 print(f"{name} at {budget}: no file (exit code {code})", file=sys.stderr)
                 continue
             loaded = nstf.runtime.load(out)
+            fuse(loaded)
             logits = logits_of(loaded)
             kinds: dict[str, int] = {}
             for tensor in json.loads(report.read_text("utf-8"))["tensors"]:
@@ -145,14 +149,16 @@ def compare(
     return rows
 
 
-def alike(
-    folder: Path, threads: int, only: list[str] | None, heal_steps: int, pictures: int, work: Path | None
-) -> list[dict[str, Any]]:
+def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows: all layers alike, as integers and as chains, with the time of one picture of 224 x 224."""
     from convolution_forms import compare, enlarged
 
-    torch.set_num_threads(threads)
-    rows, models, picture = compare(folder, only, heal_steps, pictures, work)
+    torch.set_num_threads(args.threads)
+    rows, models, picture = compare(
+        args.model, args.only, args.heal_steps, args.pictures, args.work_dir, args.device, args.code_rate, args.inputs
+    )  # fmt: skip
+    if args.no_times:
+        return rows
     large = enlarged(picture, LARGE_SIZE)
     models["float32"].to(memory_format=torch.channels_last)
     with torch.inference_mode():
@@ -258,8 +264,17 @@ def main() -> None:
     parser.add_argument("--extra", default="", help="further options of nstf convert, in one string")
     parser.add_argument("--only", nargs="+", metavar="FORM", help="of `alike`: only these forms")
     parser.add_argument(
-        "--heal-steps", type=int, default=0, help="of `alike`: heal every form for so many steps"
+        "--heal-steps",
+        type=int,
+        nargs="+",
+        default=(0,),
+        help="of `alike`: heal every form for so many steps; 0: not",
     )
+    parser.add_argument("--code-rate", type=float, default=RATES.code_rate, help="of healing")
+    parser.add_argument("--inputs", type=int, default=RATES.windows, help="of a step of healing")
+    parser.add_argument("--device", default="cpu", help="that trains, calibrates and heals")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw pictures for `train`")
+    parser.add_argument("--no-times", action="store_true", help="of `alike`: bytes and losses alone")
     parser.add_argument(
         "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
     )
@@ -268,12 +283,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "train":
         torch.set_num_threads(args.threads)
-        train(args.out or args.model, args.steps, args.batch or 32, args.rate)
+        train(args.out or args.model, args.steps, args.batch or 32, args.rate, args.device, args.workers)
         return
     if args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
-        rows = alike(args.model, args.threads, args.only, args.heal_steps, args.pictures, args.work_dir)
+        rows = alike(args)
     else:
         rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
     for row in rows:

@@ -1,7 +1,9 @@
 """Pictures and network of `convolution.py`: scikit-learn's digits on its photographs, and a ResNet-18 that reads them."""
 
+import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 SIZE = 48
 TEST_SEED, CALIBRATION_SEED = 10**9, 5 * 10**8
 TESTED = 1024
+SHARD_BYTES = 15 << 20
 
 
 class Pictures:
@@ -73,31 +76,74 @@ def build() -> nn.Module:
     return ResNetForImageClassification(config)
 
 
-def train(out: Path, steps: int, batch: int, rate: float) -> None:
-    """Trains and writes the model."""
+class _Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    """The pictures of so many steps, drawn by some processes: picture for picture the same for any number of them."""
+
+    def __init__(self, pictures: Pictures, steps: int, batch: int) -> None:
+        self.pictures, self.steps, self.batch = pictures, steps, batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for step in range(first, self.steps, every):
+            yield self.pictures.draw(self.batch, step)
+
+
+def train(out: Path, steps: int, batch: int, rate: float, device: str = "cpu", workers: int = 0) -> None:
+    """Trains and writes the model. workers: processes that draw pictures beside this one."""
     torch.manual_seed(0)
-    model = build().to(memory_format=torch.channels_last)
+    model = build().to(device, memory_format=torch.channels_last)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
-    pictures = Pictures(test=False)
-    for step in range(steps):
+    drawn = torch.utils.data.DataLoader(
+        _Batches(Pictures(test=False), steps, batch), batch_size=None, num_workers=workers
+    )
+    began = time.monotonic()
+    for step, (x, y) in enumerate(drawn):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
-        x, y = pictures.draw(batch, step)
         model.train()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(pixel_values=x.to(memory_format=torch.channels_last)).logits
+        x, y = x.to(device, memory_format=torch.channels_last), y.to(device)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(pixel_values=x).logits
         loss = F.cross_entropy(logits.float(), y)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         if (step + 1) % max(1, steps // 20) == 0:
             print(
-                f"step {step + 1}: loss {loss.item():.3f}, {time.process_time():.0f} s of processor time",
+                f"step {step + 1}: loss {loss.item():.3f}, {time.process_time():.0f} s of processor time, "
+                f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
-    model.eval().to(memory_format=torch.contiguous_format).save_pretrained(out)
+    model.eval().to("cpu", memory_format=torch.contiguous_format)
+    save(model, out)
     print(f"right on test pictures: {accuracy(logits_of(model)):.4f}")
+
+
+def save(model: Any, out: Path) -> None:
+    """Writes the model, its convolutions rounded to bfloat16 (also in `model`), in files of at most SHARD_BYTES."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, value in model.state_dict().items():
+        if value.ndim == 4:
+            stored = value.to(torch.bfloat16)
+            value.copy_(stored)
+        else:
+            stored = value.clone()
+        if sum(v.nbytes for v in shards[-1].values()) + stored.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = stored.contiguous()
+    out.mkdir(parents=True, exist_ok=True)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, out / name, metadata={"format": "pt"})
+    index = {"weight_map": {n: file for file, shard in zip(names, shards, strict=True) for n in shard}}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **index}, indent=1) + "\n")
+    (out / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "dtype": "float32", "architectures": [type(model).__name__]})
+    )
 
 
 @torch.inference_mode()

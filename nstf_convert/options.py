@@ -94,7 +94,8 @@ class ConvertOptions:
     prefer: str = option(
         "balance",
         "balance: the least loss at no less than 0.9 of the speed of an int or grid file of this size; size: the least "
-        "loss, whatever the speed; speed: as fast as can be while it loses no more than one int or grid format.",
+        "loss, whatever the speed; speed: as fast as can be while it loses no more than one int or grid format. With --for, "
+        "balance is size unless --target or --min-speed is given.",
         SPEED,
     )
     min_speed: str | None = option(

@@ -9,7 +9,7 @@ a 135 M model, as much as a good 6-bit file.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ class _Checkpoint(Protocol):
 
     def get(self, name: str) -> Tensor: ...
 
+    def names(self) -> list[str]: ...
+
 
 class StreamedModel:
     """A transformers model in float32 whose weights come from `source(name)` just in time."""
@@ -46,12 +48,15 @@ class StreamedModel:
         lazy: bool = False,
         device: torch.device | None = None,
         resident_bytes: int = 0,
+        held: Collection[str] | None = None,
     ) -> None:
         """`config`: the Hugging Face config. `source`: parameter name -> tensor. `ties`: alias -> stored name.
         `lazy`: fetch nothing before the first forward, not even small tensors. `device`: where it runs (None: the
-        CPU); `resident_bytes`: weights that may stay there between two uses.
+        CPU); `resident_bytes`: weights that may stay there between two uses. `held`: the names that the source has (None:
+        all that the model has); buffers that are not among them stay as the model's code makes them: `missing_buffers`.
 
-        Raises CorruptError when a tensor does not have the shape its parameter has.
+        Raises CorruptError when a tensor does not have the shape its parameter has, and where `held` lacks the mean or the
+        variance of a normalisation.
         """
         from nstf.runtime.skeleton import build_skeleton
 
@@ -65,6 +70,7 @@ class StreamedModel:
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
         self._holding = threading.Lock()
+        self._buffers = self._held_buffers(held)
         self._pending: list[Callable[[], None]] = [self._fetch_buffers]
         for module, names in self._owners():
             self._attach(module, names)
@@ -78,23 +84,38 @@ class StreamedModel:
         """The original model, read lazily from its checkpoint."""
         if checkpoint.config is None:
             raise ValueError("the checkpoint has no config: its model cannot be run")
-        return cls(checkpoint.config, checkpoint.get, checkpoint.ties)
+        return cls(checkpoint.config, checkpoint.get, checkpoint.ties, held=checkpoint.names())
 
     @classmethod
     def from_artifact(cls, artifact: Any) -> "StreamedModel":
         """The model of an open artifact, decoded module by module."""
         from nstf.kernels.formats import decode
 
-        return cls(artifact.config(), lambda name: decode(artifact.encoded(name)))
+        return cls(artifact.config(), lambda name: decode(artifact.encoded(name)), held=artifact.names())
 
     def stored_name(self, parameter: str) -> str:
         """The checkpoint's name of a parameter: the same, or the one it is tied to."""
         return self._names[parameter]
 
     def stored_buffers(self) -> list[str]:
-        """Names of the floating-point buffers that checkpoints hold, such as a batch normalisation's mean and variance."""
-        held = self.module.state_dict(keep_vars=True)
-        return [n for n, value in held.items() if n not in self._names and value.is_floating_point()]
+        """Names of the buffers that the source has, such as a batch normalisation's mean and variance. How many batches it
+        has seen is none of them: nothing reads it."""
+        return list(self._buffers)
+
+    def _held_buffers(self, held: Collection[str] | None) -> list[str]:
+        state = self.module.state_dict(keep_vars=True)
+        names = [n for n in state if n not in self._names and not n.endswith("num_batches_tracked")]
+        missing = [] if held is None else [n for n in names if n not in set(held)]
+        for name in missing:
+            owner, _, local = name.rpartition(".")
+            if local in ("running_mean", "running_var"):
+                kind = type(self.module.get_submodule(owner)).__name__
+                raise CorruptError(
+                    f"tensor {name!r} is missing, a statistic of a {kind}: without it this is another network; save the "
+                    "model with its buffers (state_dict), not its parameters alone"
+                )
+        self.missing_buffers = missing
+        return [n for n in names if n not in missing]
 
     @property
     def is_causal_lm(self) -> bool:
@@ -213,20 +234,22 @@ class StreamedModel:
             self._pending.pop()
 
     def _fetch_buffers(self) -> None:
-        """Buffers that the source has; others stay as the model's constructor made them."""
-        for name in self.stored_buffers():
+        """Buffers that the source has, in their own dtypes; floating-point ones in float32."""
+        for name in self._buffers:
             owner, _, local = name.rpartition(".")
             buffers = self.module.get_submodule(owner)._buffers
-            try:
-                value = self.weights(name)
-            except KeyError:
-                continue
+            value = self._buffer(name)
             if value.shape != buffers[local].shape:
                 raise CorruptError(
                     f"tensor {name!r} has shape {list(value.shape)}, the config asks for "
                     f"{list(buffers[local].shape)}: use the config.json that belongs to these weights"
                 )
-            buffers[local] = value.detach().to(self.device, torch.float32).clone()
+            own = buffers[local].dtype
+            dtype = torch.float32 if own.is_floating_point else own
+            buffers[local] = value.detach().to(self.device, dtype).clone()
+
+    def _buffer(self, name: str) -> Tensor:
+        return self.weights(name)
 
     def _stored_names(self) -> dict[str, str]:
         from nstf.runtime.skeleton import tied_aliases

@@ -84,13 +84,15 @@ _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 
 @dataclass(frozen=True)
 class Params:
-    """`quarter_bits` 4..24 for all rows, or `sections` ((quarter bits, rows), ...) from the rows whose errors matter most
-    to those that matter least; `scale_bits` 8 or 16 per row; `block`: Hadamard block along the columns (0: none);
-    `rounding` nearest or ldlq; `damping` as in the other quantisers; `lead` axes make the rows.
+    """`quarter_bits` 4..24 for all rows, or `sections` ((quarter bits, rows), ...) from the rows whose errors matter
+    most to those that matter least, which may be cut at `ranges` equal parts of all rows; `scale_bits` 8 or 16 per row;
+    `block`: Hadamard block along the columns (0: none); `rounding` nearest or ldlq; `damping` as in the other
+    quantisers; `lead` axes make the rows.
     """
 
     quarter_bits: int = 12
     sections: tuple[tuple[int, int], ...] = ()
+    ranges: int = 1
     scale_bits: int = 8
     block: int = 0
     rounding: str = "nearest"
@@ -148,13 +150,14 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params; the weight is read once."""
-    sums: dict[int, Tensor] = {}
-    for lead in {p.lead for p in params}:
+    sums: dict[tuple[int, int], Tensor] = {}
+    for lead, ranges in {(p.lead, p.ranges) for p in params}:
         energy = row_energy(weight, next(p for p in params if p.lead == lead), stats)
-        sums[lead] = torch.nn.functional.pad(energy.sort(descending=True).values.cumsum(0), (1, 0)).cpu()
+        ordered = energy[_row_order(energy, ranges)]
+        sums[lead, ranges] = torch.nn.functional.pad(ordered.cumsum(0), (1, 0)).cpu()
     out = []
     for p in params:
-        total, at, cumulative = 0.0, 0, sums[p.lead]
+        total, at, cumulative = 0.0, 0, sums[p.lead, p.ranges]
         for q, n in _sections(p, len(cumulative) - 1):
             total += float(cumulative[at + n] - cumulative[at]) * unit_loss(q, weight, p, stats)
             at += n
@@ -246,6 +249,23 @@ def best_sections(
     sections = [(rates[i], n * form.SIDE) for i, n in found]
     q, rows = sections[-1]
     return (*sections[:-1], (q, rows - (-len(order) % form.SIDE)))
+
+
+def _row_order(energy: Tensor, ranges: int) -> Tensor:
+    """The rows from those whose errors matter most to those that matter least, int64 [rows].
+
+    With several ranges in tiles of 16 rows of one range each, so that every section has whole tiles of each range.
+    Raises ValueError where the rows do not make whole tiles of each.
+    """
+    if ranges == 1:
+        return torch.argsort(energy, descending=True, stable=True)
+    rows = len(energy)
+    if ranges < 1 or rows % (ranges * form.SIDE):
+        raise ValueError(f"{rows} rows are not {ranges} ranges of whole tiles of {form.SIDE}")
+    within = torch.argsort(energy.view(ranges, -1), dim=1, descending=True, stable=True)
+    first = torch.arange(ranges, device=energy.device)[:, None] * (rows // ranges)
+    tiles = (within + first).view(-1, form.SIDE)
+    return tiles[torch.argsort(energy[tiles].sum(1), descending=True, stable=True)].reshape(-1)
 
 
 def _mean_square(matrix: Tensor) -> Tensor:
@@ -345,7 +365,7 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     sizes = _sections(params, rows)
     if sum(n for _, n in sizes) != rows:
         raise ValueError(f"the sections do not add up to {rows} rows")
-    order = torch.argsort(_weighted(energy, stats), descending=True, stable=True)
+    order = _row_order(_weighted(energy, stats), params.ranges)
     number = torch.empty(rows, dtype=torch.int64, device=matrix.device)
     deviation, metric, leaf = energy.sqrt() / unit, _metric(stats, params, _up(cols)), _leaf(params)
     sections, at = [], 0

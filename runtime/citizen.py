@@ -4,6 +4,7 @@ transformers and the libraries around it (PEFT, lm-eval, accelerate) call these 
 every weight is a dense parameter. The class of a loaded model becomes one derived from its own, of the same name.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from functools import cache
@@ -75,6 +76,18 @@ class EncodedModel:
                 counted.setdefault(id(module), 0 if skipped else module.numel)
         return dense + sum(counted.values())
 
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        clone: Any = type(self).__new__(type(self))  # type: ignore[call-overload]
+        memo[id(self)] = clone
+        clone.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an encoded model is not pickled (torch.save): the .nstf file is the saved model, "
+            f"nstf.runtime.load({self.nstf_path!r}) makes it again; state_dict() can be saved"
+        )
+
     def extra_repr(self: Any) -> str:
         """What the file makes of the model, and which decoder `generate` uses."""
         encoded = [m for m in self.modules() if isinstance(m, EncodedParameter)]
@@ -84,18 +97,37 @@ class EncodedModel:
         return f"file={self.nstf_path!r}, {numel} weights encoded{bits}, {_decoder(self)}"
 
 
+class EncodedPart(EncodedModel):
+    """A model inside of another, as `model.model` of a language model."""
+
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: what would be written is loaded with random weights."""
+        raise UnsupportedError(
+            f"this {type(self).__name__} is a part of an encoded model: save the whole one, or decode it into a folder, "
+            f"nstf export {self.nstf_path} -o folder, and load the part from there"
+        )
+
+    def extra_repr(self: Any) -> str:
+        """Nothing: the whole model says what is encoded."""
+        return ""
+
+
 def make_citizen(model: Any, path: str | os.PathLike[str]) -> None:
-    """Gives a loaded transformers model the behaviour above. path: the file it came from, for messages."""
+    """Gives a loaded transformers model, and those inside of it, the behaviour above. path: the file it came from, for
+    messages."""
     import transformers
 
-    if isinstance(model, transformers.PreTrainedModel):
-        model.__class__ = _derived(type(model))  # type: ignore[arg-type]
-        model.nstf_path = os.fspath(path)  # type: ignore[assignment]
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    for part in parts:
+        if isinstance(part, transformers.PreTrainedModel) and not isinstance(part, EncodedModel):
+            behaviour = EncodedModel if part is model else EncodedPart
+            part.__class__ = _derived(type(part), behaviour)  # type: ignore[arg-type, assignment]
+            part.nstf_path = os.fspath(path)  # type: ignore[assignment]
 
 
 @cache
-def _derived(base: type) -> type:
-    return type(base.__name__, (EncodedModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+def _derived(base: type, behaviour: type) -> type:
+    return type(base.__name__, (behaviour, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _encoded_ends(model: Any) -> bool:

@@ -183,7 +183,8 @@ class DividedHead(Divided):
 
 
 class DividedExperts(Divided):
-    """Experts of which this rank has those from `first` on. To transformers' loop the others are the one that is none."""
+    """Experts of which this rank has those from `first` on. To transformers' loop the others are the one that is none; older
+    versions know no such, there a token of others goes to an expert of this rank and counts nothing."""
 
     first: int
     num_experts: int
@@ -191,9 +192,28 @@ class DividedExperts(Divided):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         local = top_k_index - self.first
         own = (local >= 0) & (local < self.num_experts)
-        local = torch.where(own, local, self.num_experts)
+        if _knows_no_expert():
+            local = torch.where(own, local, self.num_experts)
+        else:
+            local = local.remainder(self.num_experts)
+            top_k_weights = torch.where(own, top_k_weights, 0)
         y: Tensor = super().forward(hidden_states, local, top_k_weights)  # type: ignore[misc]
         return self.ranks.sum(y.float()).to(y.dtype)
+
+
+@cache
+def _knows_no_expert() -> bool:
+    """Whether transformers' loop over experts passes by tokens whose expert is `num_experts`: 5.23 does, 5.17 does not, and
+    those between were not tried."""
+    import transformers
+
+    return version_numbers(transformers.__version__) >= (5, 23)
+
+
+def version_numbers(version: str) -> tuple[int, int]:
+    """(5, 23) of "5.23.0.dev0"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def derive(module: Any, kind: type, **attributes: Any) -> None:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.engine_matrix import available, compile_matrix, decode_row
+from nstf.kernels.cpu.engine_matrix import (
+    PANEL_BYTES,
+    PANEL_THREADS,
+    available,
+    compile_matrix,
+    decode_row,
+)
 from nstf.kernels.formats import decode
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
@@ -60,9 +66,12 @@ class Engine:
         threads: int | None = None,
         kv_cache: str = "float16",
         attention: str | AttentionPlan = "full",
+        panels: bool | None = None,
     ) -> None:
         """threads: None for as many as torch uses. kv_cache: what keys and values are kept as, `float16` or `int8`.
         attention: `full`, or `planned` for the artifact's attention plan, which says how they are kept itself; or a plan.
+        panels: repack integers and grids, which are multiplied faster then; None: those of files up to 512 MiB that are
+        mapped, where this takes the place of the file's pages in memory.
 
         Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache
         or attention and where there is no plan, CorruptError for a plan that cannot be read.
@@ -84,11 +93,25 @@ class Engine:
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:
-            self._engine, self.kernels = _build(artifact, self.config, exact, self._layer_plans())
+            source = self._panel_source(artifact, panels)
+            self._engine, self.kernels = _build(
+                artifact,
+                self.config,
+                exact,
+                self._layer_plans(),
+                source,
+                min(threads or usual_threads(), PANEL_THREADS),
+            )
         except MemoryError as error:
             raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
             raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
+
+    def _panel_source(self, artifact: Artifact, panels: bool | None) -> Artifact | None:
+        """Where what is repacked is read from; None for nothing."""
+        if self.exact or panels is False or (panels is None and artifact.size_bytes > PANEL_BYTES):
+            return None
+        return artifact.again() or (artifact if panels else None)
 
     @classmethod
     def open(
@@ -173,8 +196,6 @@ class Engine:
             self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
         except MemoryError as error:
             raise NstfError(f"not enough memory for {self.position + count} tokens") from error
-        except RuntimeError as error:  # forked while another thread used it
-            raise NstfError(str(error)) from error
         self.position += count
         return logits
 
@@ -239,9 +260,15 @@ def _address(values: array[Any]) -> int:
 
 
 def _build(
-    artifact: Artifact, config: EngineConfig, exact: bool, plans: list[dict[str, Any]]
+    artifact: Artifact,
+    config: EngineConfig,
+    exact: bool,
+    plans: list[dict[str, Any]],
+    source: Artifact | None,
+    threads: int,
 ) -> tuple[Any, dict[str, str]]:
-    """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none."""
+    """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none. source:
+    where what `threads` threads repack into panels is read from, which is not kept."""
     names = set(artifact.names())
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)
     if prefix is None:
@@ -254,7 +281,7 @@ def _build(
     def matrix(name: str) -> Any:
         stored = artifact.stored_name(name)
         if stored not in made:
-            made[stored] = compile_matrix(artifact.views(name), exact)
+            made[stored] = _repacked(source, name, threads) or compile_matrix(artifact.views(name), exact)
         kernels[name] = made[stored].kernel
         return made[stored]
 
@@ -299,6 +326,14 @@ def _build(
     if unused:
         raise UnsupportedError(f"{artifact.path}: the CPU engine would ignore {unused[0]!r}")
     return engine, kernels
+
+
+def _repacked(source: Artifact | None, name: str, threads: int) -> Any:
+    """A plain matrix of integers or a grid in panels, or None."""
+    if source is None or source.record(name).tree.kind not in ("int", "grid"):
+        return None
+    made = compile_matrix(source.views(name), panels=threads)
+    return made if made.kernel.startswith("panels") else None
 
 
 def _norms(config: EngineConfig) -> dict[str, str]:

@@ -92,8 +92,11 @@ class Batch:
     def step(self, parts: Sequence[Part]) -> list[int]:
         """Runs the parts; addresses of the logits, float32 [vocab], of those that want them, valid until the next step.
 
-        Raises UsageError for tokens and sequences that do not exist, sequences longer than the context and too many tokens.
+        Raises UsageError for tokens and sequences that do not exist, sequences longer than the context and too many tokens,
+        NstfError where a text begins when the mapped file was changed, and in a process forked while another thread ran it.
         """
+        if any(part.prompt or part.first == 0 for part in parts):
+            self.engine._check_unchanged()
         ids = array("q")
         for part in parts:
             ids.extend(part.ids)

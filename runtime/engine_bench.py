@@ -113,15 +113,15 @@ def compute_seconds(artifact: Artifact, engine: Engine, threads: int) -> float:
     for name in sorted(products, key=lambda name: products[name]):
         smallest.setdefault(engine.kernels[name], name)
     per_product = {
-        kernel: _seconds(artifact, name, engine.exact, threads) / products[name]
+        kernel: _seconds(artifact, name, kernel, engine.exact, threads) / products[name]
         for kernel, name in smallest.items()
     }
     return sum(per_product[engine.kernels[name]] * n for name, n in products.items())
 
 
-def _seconds(artifact: Artifact, name: str, exact: bool, threads: int) -> float:
-    """The fastest product of a matrix and one row of activations."""
-    matrix = compile_matrix(artifact.views(name), exact)
+def _seconds(artifact: Artifact, name: str, kernel: str, exact: bool, threads: int) -> float:
+    """The fastest product of a matrix and one row of activations by the engine's kernel for it."""
+    matrix = compile_matrix(artifact.views(name), exact, panels=int("panels" in kernel))
     x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     y, best = torch.empty(1, matrix.shape[0]), math.inf
     end = time.perf_counter() + 0.05

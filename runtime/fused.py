@@ -12,9 +12,9 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +36,10 @@ _BOUNDS: dict[Any, tuple[float, float]] = {
 
 
 def choose_products(model: nn.Module, exact: bool) -> None:
-    """Whether a model's convolutions have int8 activations and take in what follows them, or float32 and nothing."""
+    """Whether a model's convolutions have int8 activations or float32."""
     for module in model.modules():
         if isinstance(module, EncodedConv):
             module.exact_products = exact
-    if not exact:
-        fuse(model)
 
 
 # What does nothing outside training, and there a plan is not used.
@@ -49,7 +47,14 @@ _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout2d)
 
 
 def fuse(model: nn.Module) -> int:
-    """Lets the convolutions of a model's modules take in what follows them. Returns how many do."""
+    """Lets the convolutions of a model's modules take in what follows them. Returns how many do.
+
+    Not done by `load`, for two reasons. While torch.fx reads the code no other thread may run any model. And numbers
+    that the code reads from its modules (a gain, a flag) count as they are now. Normalisations and parts that are replaced,
+    added or taken away later are seen.
+    """
+    if isinstance(model, Fused):
+        return sum(isinstance(step, _Convolution) for step in model.__dict__["_fused_plan"].steps)
     if _image_convolutions(model) == 0:
         return 0
     plan = _planned(model)
@@ -64,16 +69,19 @@ def fuse(model: nn.Module) -> int:
 class Fused:
     """A module that runs its convolutions with what follows them."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan: Plan = self.__dict__["_fused_plan"]
-        if len(args) == 1 and not kwargs and not self.training and plan.usable(args[0]):  # type: ignore[attr-defined]
-            return plan.run(args[0])
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
-
 
 @cache
-def _fused_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (Fused, base), {})
+def _fused_class(base: Any) -> type[nn.Module]:
+    """A class like `base` whose `forward` runs the plan where it may; callers that read its signature find base's own."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan = self.__dict__["_fused_plan"]
+        if len(args) == 1 and not kwargs and not self.training and plan.usable(args[0]):
+            return plan.run(args[0])
+        return base.forward(self, *args, **kwargs)
+
+    return type(base.__name__, (Fused, base), {"forward": forward})
 
 
 @dataclass
@@ -86,49 +94,37 @@ class _Convolution:
     normalisation: nn.BatchNorm2d | None = None
     added: str | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    _folded: tuple[Any, Any, Tensor, Tensor] | None = field(default=None, repr=False)
 
     def run(self, values: dict[str, Any]) -> Tensor:
         gain, bias = self._scaled()
-        added = None if self.added is None else values[self.added]
-        return convolve(
+        added: Any = None if self.added is None else values[self.added]
+        image = added if isinstance(added, Tensor) else None
+        plain = added is None or image is not None
+        y = convolve(
             values[self.x],
             self.convolution.weight_encoded.encoded,
             bias,
             geometry_of(self.convolution),
-            after=After(gain, added, *self.bounds),
+            after=After(gain, image, *self.bounds) if plain else After(gain),
         )
+        return y if plain else (y + added).clamp(*self.bounds)  # a number, such as a side of the image
 
     def _scaled(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gain and bias of the products; made anew when a value that they come from was changed."""
+        """Gain and bias of the products: a few numbers for each output, so made at every call."""
         norm, own = self.normalisation, self.convolution.bias
         if norm is None:
             return None, own
-        sources = (norm.running_mean, norm.running_var, norm.weight, norm.bias, own)
-        state = _state(sources)
-        if state is not None and self._folded is not None and self._folded[0] == state:
-            return self._folded[2:]
-        mean, variance, weight, beta, own = (None if t is None else t.detach().float() for t in sources)
-        assert mean is not None and variance is not None
+        mean, variance = _numbers(norm.running_mean), _numbers(norm.running_var)
         gain = torch.rsqrt(variance + norm.eps)
-        gain = gain if weight is None else gain * weight
-        bias = -mean * gain if own is None else (own - mean) * gain
-        bias = bias if beta is None else bias + beta
-        self._folded = (
-            state,
-            sources,
-            gain,
-            bias,
-        )  # what is kept alive gives its place in memory to nobody else
-        return gain, bias
+        gain = gain if norm.weight is None else gain * _numbers(norm.weight)
+        bias = -mean * gain if own is None else (_numbers(own) - mean) * gain
+        beta = torch.zeros_like(mean) if norm.bias is None else _numbers(norm.bias)
+        return gain, bias + beta
 
 
-def _state(sources: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-    """What changes when a tensor is replaced or written to. None where that cannot be told: those made in inference mode
-    have no version."""
-    if any(t is not None and t.is_inference() for t in sources):
-        return None
-    return tuple(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)
+def _numbers(stored: Tensor | None) -> Tensor:
+    assert stored is not None, "a normalisation without statistics is not fused"
+    return stored.detach().float()
 
 
 class _Value(NamedTuple):
@@ -183,13 +179,14 @@ def _plain(argument: Any) -> Any:
 @dataclass
 class Plan:
     """What a module does: steps in order, and the values that each is the last to read. places: (module, name, the part of
-    that name) of everything inside."""
+    that name) of everything inside. sizes: how many parts each module has."""
 
     source: str
     result: str
     steps: list[_Convolution | _Other]
     dead: list[tuple[str, ...]]
     places: list[tuple[nn.Module, str, nn.Module]]
+    sizes: list[tuple[nn.Module, int]]
 
     def usable(self, x: Any) -> bool:
         """Whether this call is plain inference on a CPU, and nobody watches the modules inside."""
@@ -199,6 +196,11 @@ class Plan:
             return False
         if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
+        if any(len(owner._modules) != size for owner, size in self.sizes):
+            return False
+        norms = (s.normalisation for s in self.steps if isinstance(s, _Convolution))
+        if any(n is not None and (n.running_mean is None or n.running_var is None) for n in norms):
+            return False  # it takes those of the batch now
         for owner, name, part in self.places:
             # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
             if owner._modules.get(name) is not part or "forward" in part.__dict__:
@@ -324,7 +326,8 @@ def _planned(module: nn.Module) -> Plan | None:
         for name, part in owner.named_children()
         if not isinstance(part, EncodedParameter)
     ]
-    return Plan(source, results.name, steps, _last_reads(steps, results.name), places)
+    sizes = [(owner, len(owner._modules)) for owner in module.modules()]
+    return Plan(source, results.name, steps, _last_reads(steps, results.name), places, sizes)
 
 
 def _joined(step: _Convolution, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:

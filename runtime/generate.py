@@ -1,5 +1,6 @@
 """Text from a loaded model, piece by piece: what `nstf generate` prints."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from queue import Queue
 from threading import Thread
@@ -11,6 +12,8 @@ from torch import Tensor
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
+
+_log = logging.getLogger("nstf")
 
 
 def stream(
@@ -52,6 +55,7 @@ def stream(
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     inputs = _inputs(tokenizer, prompt, chat).to(model.device)
+    _warn_beyond_positions(model, inputs.shape[-1], max_new_tokens)
     streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     drawn = (
@@ -89,6 +93,18 @@ def stream(
         if isinstance(error, RuntimeError) and "probability tensor" in str(error):
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
         raise error
+
+
+def _warn_beyond_positions(model: Any, prompt_tokens: int, new_tokens: int) -> None:
+    """One line where a text would be longer than the model's positions: what follows them is seldom text."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and prompt_tokens + new_tokens > positions:
+        _log.warning(
+            "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
+            prompt_tokens, new_tokens, positions,
+        )  # fmt: skip
 
 
 class _Left(Exception):

@@ -123,20 +123,23 @@ class App:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
-        too_large = ApiError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")
         stated = request.headers.get("content-length", "0")
         if stated.isdecimal() and int(stated) > self._max_body:
-            raise too_large
+            raise self._too_large()
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
                     if len(body) > self._max_body:
-                        raise too_large
+                        raise self._too_large()
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from error
         return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        """Not kept in a variable where it is raised: it holds that frame, which would hold it, and with it the body."""
+        return ApiError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")
 
     async def _chat(self, request: HttpRequest) -> Response:
         return await self._answer(request, chat=True)

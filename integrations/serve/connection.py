@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -10,6 +11,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 # From the connection, or from the end of an answer, to the end of the next request's head. uvicorn's own limit begins with
 # the first answer and ends with the next byte: who sends nothing, or a byte a minute, would stay for ever.
 HEAD_SECONDS = 30.0
+# asyncio's and h11's objects of a connection hold one another, with up to 250 KB that it sent: they go when Python looks for
+# such rings, which it does the more rarely the more there is besides.
+LOOK_EVERY = 100
 
 
 class Connection(H11Protocol):
@@ -19,6 +23,7 @@ class Connection(H11Protocol):
     """
 
     _limit: asyncio.TimerHandle | None = None
+    _lost = 0  # connections of the process that have ended
     _untaken = 0  # bytes of an answer that lay here when the time began
 
     def connection_made(self, transport: Any) -> None:
@@ -38,6 +43,9 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         super().connection_lost(exc)
+        Connection._lost += 1
+        if Connection._lost % LOOK_EVERY == 0:
+            gc.collect()
 
     def _begin(self) -> None:
         self._end()

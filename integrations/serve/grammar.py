@@ -28,6 +28,12 @@ class Grammar:
         self._matcher.unsafe_compute_mask_ptr(self._bits.buffer_info()[0], 4 * len(self._bits))
         return self._bits.buffer_info()[0]
 
+    @property
+    def satisfiable(self) -> bool:
+        """Whether a first token is found. That {"$ref": "#"} has no text shows here, not when the schema is read."""
+        self.allowed()
+        return not self._matcher.is_error()
+
     def take(self, token: int) -> None:
         if not self._matcher.consume_token(token) or self._matcher.is_error():
             reason = " ".join(str(self._matcher.get_error()).split())[:200]
@@ -75,4 +81,7 @@ class Grammars:
             raise wrong(
                 "response_format", f"the JSON schema is not supported: {' '.join(reason.split())[:300]}"
             )
-        return Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])
+        made = Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])
+        if not made.satisfiable:
+            raise wrong("response_format", "no text fits the JSON schema: does it refer to itself alone?")
+        return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -80,9 +81,14 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         lifespan="on",
     )
     server = _Server(config, ready, app.service.close)
+    gc.collect()
+    gc.freeze()  # what is here now stays: to look for what connections leave (connection.py) takes a millisecond, not 100
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way of saying that it could not bind, after a line in its log
         raise NstfError(
-            f"cannot listen on {host}:{port}; is the port in use? choose another with --port"
+            f"cannot listen on {host}:{port} (the line before says why): choose another --port, or an address of this "
+            "machine for --host"
         ) from error
+    finally:
+        gc.unfreeze()

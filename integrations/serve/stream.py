@@ -75,3 +75,5 @@ class EventStream(Response):
                 return
             finally:
                 following.cancel()
+                # Its exception holds this frame, which would hold it, and with it the whole answer.
+                del following

@@ -128,21 +128,26 @@ def signs(
 @lru_cache(maxsize=64)
 def _hadamard_matrix(block: int) -> Tensor:
     """Sylvester's construction, divided by sqrt(block): float32 [block, block]."""
-    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(h) < block:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return (h / math.sqrt(block)).to(torch.float32)
+    with torch.inference_mode(False):  # what is kept may be used where gradients are wanted
+        h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+        while len(h) < block:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+        return (h / math.sqrt(block)).to(torch.float32)
 
 
 @lru_cache(maxsize=64)
 def _signs(size: int, seed: int, side: int) -> Tensor:
     """A bit of an integer hash of (index, seed, side): multiply and xorshift, modulo 2^32."""
-    x = torch.arange(size, dtype=torch.int64, device="cpu") * _INDEX_STEP + (2 * seed + side + 1) * _SEED_STEP
-    for multiplier in (0x21F0AAAD, 0x735A2D97):
-        x = x & 0xFFFFFFFF
-        x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
-        x = x ^ (x >> 15)
-    return 1.0 - 2.0 * ((x >> 16) & 1).to(torch.float32)
+    with torch.inference_mode(False):
+        x = (
+            torch.arange(size, dtype=torch.int64, device="cpu") * _INDEX_STEP
+            + (2 * seed + side + 1) * _SEED_STEP
+        )
+        for multiplier in (0x21F0AAAD, 0x735A2D97):
+            x = x & 0xFFFFFFFF
+            x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
+            x = x ^ (x >> 15)
+        return 1.0 - 2.0 * ((x >> 16) & 1).to(torch.float32)
 
 
 def places(params: Params, shape: Shape, axis: int) -> Places | None:

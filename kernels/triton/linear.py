@@ -153,11 +153,9 @@ def _leaf_specs(
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
     from nstf.kernels.triton.decode import decode_spec
-    from nstf.kernels.triton.gemv import gemv_specs
-    from nstf.kernels.triton.skinny import skinny_specs
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
-    from nstf.kernels.triton.tuner import chosen, specs_with
+    from nstf.kernels.triton.tuner import chosen, packed_specs
 
     out, width = leaf.shape
     kernel = _kernel_of(leaf, batch, dtype, arch)
@@ -184,12 +182,9 @@ def _leaf_specs(
     layout = layout_of(leaf)
     if layout is None:
         return []
-    if kernel == "skinny":
-        return skinny_specs(layout, batch, inside, arch, outside)
-    if kernel == "gemv":
-        return gemv_specs(layout, inside, arch, outside)
-    if kernel in ("gemm", "wgmma"):
-        return specs_with(layout, batch, inside, arch, chosen(layout, batch, inside, arch), outside)
+    if kernel in ("skinny", "gemv", "gemm", "wgmma"):
+        tile = chosen(layout, batch, inside, arch) if kernel in ("gemm", "wgmma") else kernel
+        return list(packed_specs(layout, batch, inside, arch, tile, outside))
     return [decode_spec(layout, min(out, block(width)), inside, False)]
 
 

@@ -9,6 +9,7 @@ a tile that these kernels do not do.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from nstf.kernels.triton import hopper, launch_errors
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.gemm_tile import tile_for
+from nstf.kernels.triton.gemv import gemv_specs
 from nstf.kernels.triton.packed import FLOAT, RUN, TABLE, Layout
+from nstf.kernels.triton.skinny import skinny_specs
 from nstf.kernels.triton.spec import KernelSpec
 
 CACHE_VERSION = 2
@@ -109,6 +112,18 @@ def chosen(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> str:
 def kernel_of(name: str) -> str:
     """`gemm` or `wgmma`."""
     return "wgmma" if name in ("wgmma", "equal shares") else "gemm"
+
+
+@lru_cache(maxsize=1024)
+def packed_specs(
+    layout: Layout, batch: int, dtype: torch.dtype, arch: str, name: str, out: torch.dtype
+) -> tuple[KernelSpec, ...]:
+    """The launches of a tile, of `skinny` or of `gemv`, kept: making them anew for every product takes the host long."""
+    if name == "skinny":
+        return tuple(skinny_specs(layout, batch, dtype, arch, out))
+    if name == "gemv":
+        return tuple(gemv_specs(layout, dtype, arch, out))
+    return tuple(specs_with(layout, batch, dtype, arch, name, out))
 
 
 def specs_with(

@@ -8,9 +8,13 @@ import errno
 import importlib
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -111,7 +115,13 @@ def run(arguments: Sequence[str]) -> int:
     setup_logging("quiet" in flags, "verbose" in flags, debug)
     try:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
-        code = application(named)(words, prog_name="nstf", standalone_mode=False)
+        with _interrupts() as pressed:
+            try:
+                code = application(named)(words, prog_name="nstf", standalone_mode=False)
+            except Exception as error:
+                if pressed.is_set() and any(w in RESUMABLE for w in words[:1]):
+                    raise KeyboardInterrupt from error
+                raise
     except SystemExit as error:  # also after a shell asked what may come next
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -126,6 +136,27 @@ def run(arguments: Sequence[str]) -> int:
     if code == 130:  # typer turns Ctrl-C into this code
         sys.stderr.write(f"error: {_interrupted(words)}\n")
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set once Ctrl-C was pressed. A library may catch the KeyboardInterrupt and raise something else: torch takes one that
+    comes while it makes a tensor of a storage for a wrong type."""
+    pressed = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.default_int_handler(number, frame)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FLAGS = {"--debug": "debug", "--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}

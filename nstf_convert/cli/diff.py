@@ -129,5 +129,10 @@ def summary(found: "Difference", sizes: list[int | None]) -> list[tuple[str, obj
     for name, total, size in zip("AB", totals, sizes, strict=True):
         whole = "" if size is None else f" of tensors, {size} bytes in the file"
         pairs.append((f"bytes {name}", f"{total} ({format_bytes(total)}){whole}"))
-    pairs.append(("relative error", f"{found.relative_error:.4g}, over all values"))
+    left_out = found.of_other_shapes
+    if left_out == len(found.tensors):
+        pairs.append(("relative error", "none: no tensor has the same shape in both"))
+    else:
+        others = f" of the {len(found.tensors) - left_out} tensors of one shape" if left_out else ""
+        pairs.append(("relative error", f"{found.relative_error:.4g}, over all values{others}"))
     return pairs

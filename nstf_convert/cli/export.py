@@ -92,7 +92,10 @@ def export(
         overwrite=overwrite,
         source=source,
         facts=tuple((key, value) for key, value in facts.items() if value),
-        command=f"nstf export {artifact.name} --to {to}" + (" --allow-loss" if allow_loss else ""),
+        command=f"nstf export {artifact.name} --to {to}"
+        + (f" --dtype {dtype}" if dtype != "original" else "")
+        + (f" --source {source}" if source is not None else "")
+        + (" --allow-loss" if allow_loss else ""),
     )
     plan, written = exports.export(artifact, request, None if json else _announce)
     total = sum(size for _, size in written)

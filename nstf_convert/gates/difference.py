@@ -41,9 +41,16 @@ class Difference:
 
     @property
     def relative_error(self) -> float:
-        """|A - B| / |A| over all values of the tensors that both have in one shape."""
+        """|A - B| / |A| over all values of the tensors that both have in one shape; NaN where there is none."""
         known = [t for t in self.tensors if not math.isnan(t.relative_error)]
+        if not known:
+            return math.nan
         return _ratio(sum(t.squared_error for t in known), sum(t.squared_norm for t in known))
+
+    @property
+    def of_other_shapes(self) -> int:
+        """How many tensors of one name have unlike shapes, so that their values are not compared."""
+        return sum(math.isnan(t.relative_error) for t in self.tensors)
 
     @property
     def equal(self) -> int:

@@ -19,6 +19,7 @@ from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
 from nstf.kernels.trellis_encode import encode_tiles, search_threads
 from nstf.quantizers.stats import Stats
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.heal import sizes as healing
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -90,13 +91,15 @@ class Rates:
 @dataclass(frozen=True)
 class Text:
     """windows of so many tokens to calibrate on; done: the calibration is there already; gradients: windows that the
-    backward pass reads (None: all); reports: whether there are windows that report beside those that choose."""
+    backward pass reads (None: all); reports: whether there are windows that report beside those that choose; language:
+    whether the model is scored as a language model there, or by its outputs for given inputs."""
 
     windows: int
     tokens: int
     done: bool = False
     gradients: int | None = None
     reports: bool = True
+    language: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,10 +201,34 @@ def predict(
         seconds["encode"] = seconds.get("encode", 0.0) + start
         seconds["search"] = moves
     if options.heals:
-        step = HEAL_STEP * text.tokens * (forward + logits)
-        seconds["heal"] = options.heal_steps * step if options.heal_steps else 60 * options.heal_minutes
+        step = HEAL_STEP * _healed_tokens(machine, text) * (forward + logits)
+        looks = healing.EVALUATIONS[machine.device.type] * scored * (forward + 2 * logits)
+        seconds["heal"] = (
+            options.heal_steps * step + looks if options.heal_steps else 60 * options.heal_minutes
+        )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
-    return Prediction(seconds, *_memory(work, machine, tokens, tensor_bytes))
+    host, gpu = _memory(work, machine, tokens, tensor_bytes)
+    healed = _healing_memory(work, machine, text) if options.heals else 0
+    if machine.on_gpu:
+        return Prediction(seconds, host, max(gpu, healed))
+    return Prediction(seconds, max(host, BASE_BYTES + SLACK_BYTES + healed), gpu)
+
+
+def _healed_tokens(machine: Machine, text: Text) -> int:
+    """Of a step of healing."""
+    return text.tokens * (healing.WINDOWS[machine.device.type] if text.language else healing.INPUTS)
+
+
+def _healing_memory(work: _Work, machine: Machine, text: Text) -> int:
+    """Bytes of a step of healing: codes in two bytes each, a layer's weights, activations, and logits or tuned codes."""
+    weights, size = work.linear + work.head, 2 if machine.on_gpu else 4
+    layer = healing.layer_bytes(_healed_tokens(machine, text), work.hidden, work.ffn, size)
+    # Above the bound layers are recomputed, one at a time, or a step is taken in parts.
+    activations = min(work.layers * layer, max(healing.ACTIVATION_BYTES, layer if text.language else 0))
+    fixed = 2 * weights + 2 * size * max(work.head, work.hidden * work.ffn)
+    if not text.language:
+        return fixed + activations + (healing.CODE_BYTES * weights if weights <= healing.LARGEST_CODES else 0)
+    return fixed + activations + 4 * healing.ALIVE_LOGITS * healing.LOGIT_ELEMENTS[machine.device.type]
 
 
 def _forward(work: _Work, rates: Rates, window: int) -> float:

@@ -214,7 +214,8 @@ class Session:
             raise UnsupportedError("there is no config.json")
         machine = self.machine
         resident = machine.resident_bytes if machine.on_gpu else 0
-        model = StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident)
+        held = self.checkpoint.names()
+        model = StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident, held)
         if not machine.on_gpu:
             rounding(model.module, model.head)
         return model
@@ -263,9 +264,16 @@ class Session:
             self.model_reason = "there is no config.json"
         else:
             try:
-                return self.streamed(lambda name: self.source(name), lazy=True)
+                model = self.streamed(lambda name: self.source(name), lazy=True)
             except UnsupportedError as error:
                 self.model_reason = str(error)
+            else:
+                if model.missing_buffers:
+                    names = ", ".join(model.missing_buffers)
+                    log.warning(
+                        "%s lacks these buffers, the code's own are used: %s", self.options.model, names
+                    )
+                return model
         log.warning(
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
         )
@@ -345,13 +353,15 @@ class Session:
             source = self.calibration.metadata["source"]
             tokens = int(source.get("seq_len", self.options.seq_len))
             return Text(
-                int(source["fit_windows"]), tokens, True, reports=bool(domains(self.calibration, "report"))
-            )
+                int(source["fit_windows"]), tokens, True, reports=bool(domains(self.calibration, "report")),
+                language=bool(self.calibration.metadata["language"]),
+            )  # fmt: skip
         options = self.options
         most = longest_window(model)
         tokens = min(options.seq_len, most)
         windows, read = options.calibration_windows, options.gradient_windows
-        return Text(windows, tokens, False, read, options.reports_apart)
+        given = any(str(d).endswith(".safetensors") for d in options.datasets)
+        return Text(windows, tokens, False, read, options.reports_apart, language=not given)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""

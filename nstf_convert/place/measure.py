@@ -185,6 +185,7 @@ def measured_products(machine: Machine, size_bytes: int) -> Products:
 
     size_bytes: of the whole model, which decides what caches hold.
     """
+    from nstf_convert.place.in_turn import MOST_ROWS, seconds_in_turn
     from nstf_convert.speed.prices import Prices
     from nstf_convert.speed.targets import parse
 
@@ -206,6 +207,8 @@ def measured_products(machine: Machine, size_bytes: int) -> Products:
                 shape = tuple(-(-n // parts) if i == matrix.axis else n for i, n in enumerate(shape))
             else:
                 share = 1.0 / parts
-        return share * prices.seconds((matrix.tree, shape, 1), rows)[0]
+        if rows > MOST_ROWS:
+            return share * prices.seconds((matrix.tree, shape, 1), rows)[0]
+        return share * seconds_in_turn(matrix.tree, shape, rows, target.isa, threads, size_bytes)
 
     return Products(seconds)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.engine_matrix import compile_matrix
+from nstf.kernels.cpu.engine_matrix import compile_matrix, panel_threads
 from nstf.kernels.formats import EncodedTensor, Node, array_specs, bitpack, trellis
 from nstf_convert.speed.atoms import Atom
 
@@ -108,11 +108,11 @@ def measure(
     found: dict[Atom, float] = {}
     with using(isa):
         for same in shapes.values():
-            found |= _measure(same, pool, threads, batch)
+            found |= _measure(same, pool, threads, batch, panel_threads(size_bytes, threads))
     return found
 
 
-def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int) -> dict[Atom, float]:
+def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int, panels: int) -> dict[Atom, float]:
     """The same for leaves of one shape."""
     rows, cols = atoms[0].rows, atoms[0].cols
     x = torch.randn(batch, cols, generator=_generator())
@@ -121,7 +121,7 @@ def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int) -> dic
     for atom in atoms:
         # A product with many rows takes long enough to be timed once, and reads the matrix from the caches anyway.
         copies = min(_COPIES, max(1, _ROUND_BYTES // atom.size_bytes)) if batch == 1 else 1
-        made[atom] = [compile_matrix(pool.encoded(atom)) for _ in range(copies)]
+        made[atom] = [compile_matrix(pool.encoded(atom), panels=panels) for _ in range(copies)]
     times: dict[Atom, list[float]] = {atom: [] for atom in atoms}
     clock, source, result = clock_for(threads), x.data_ptr(), y.data_ptr()
     for _ in range(ROUNDS if batch == 1 else 2):

@@ -18,7 +18,7 @@ import torch
 
 from nstf.errors import NstfError
 from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.engine_matrix import available, compile_matrix
+from nstf.kernels.cpu.engine_matrix import available, compile_matrix, panel_threads
 from nstf.kernels.formats import Node, integer
 from nstf.kernels.formats.tree import Shape
 from nstf_convert.speed.measure import Pool, clock_for, typical, using
@@ -111,7 +111,8 @@ class Token:
 
         config = read_config(completed(dict(self._config or {})))
         with using(target.isa):
-            engine = _engine(config, Pool(self._prices.size_bytes), stored)
+            size = self._prices.size_bytes
+            engine = _engine(config, Pool(size), stored, panel_threads(size, self._threads))
         return seconds_of_token(engine, config.shape, self._threads)
 
     def _at(self, target: Target, shape: tuple[int, int]) -> float:
@@ -133,12 +134,13 @@ def _shapes(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def _engine(config: Any, pool: Pool, stored: Stored) -> Any:
-    """The engine with random weights, of the shapes that the config states. Raises KeyError for a matrix that is missing."""
+def _engine(config: Any, pool: Pool, stored: Stored, panels: int) -> Any:
+    """The engine with random weights, of the shapes that the config states. panels: as `compile_matrix` takes it. Raises
+    KeyError for a matrix that is missing."""
     shape = config.shape
 
     def matrix(layer: int, name: str) -> Any:
-        return compile_matrix(pool.filled(*stored[layer, name]))
+        return compile_matrix(pool.filled(*stored[layer, name]), panels=panels)
 
     def ones(count: int) -> array[float]:
         return array("f", [1.0]) * count

@@ -179,6 +179,23 @@ class Artifact:
                 "(or open with mapped=False)"
             )
 
+    def again(self) -> Artifact | None:
+        """The same file in a mapping of its own, whose memory ends with the last array taken from it. None for a file that
+        was read into memory, and where another one, or none, lies in its place now.
+        """
+        if self.state is None:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                if file_state(os.fstat(file.fileno())) != self.state:
+                    return None
+                mapping = _mapped(file)
+        except OSError:
+            return None
+        opened = Artifact(self.path, self.manifest, self.entries, mapping)
+        opened.state = self.state
+        return opened
+
     def _open_mapping(self) -> mmap.mmap:
         if self._mapping is None:
             raise ValueError(f"{self.path}: the artifact is closed")
@@ -223,7 +240,7 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
             if os.fstat(file.fileno()).st_size != size:
                 raise corrupt(path, "the file changed while it was opened")
             if mapped:
-                mapping = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                mapping = _mapped(file)
             else:
                 mapping = _read_whole(file, size, path)
             opened = Artifact(path, manifest, entries, mapping)
@@ -242,6 +259,10 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
             opened.close()
             raise
     return opened
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:

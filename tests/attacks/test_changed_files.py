@@ -19,6 +19,7 @@ from nstf.kernels.formats import EncodedTensor, Node, array_specs, bitpack, dens
 from nstf.runtime import load, load_tensors
 from nstf.runtime.artifact import open_artifact, write_artifact
 from nstf.runtime.engine import Engine
+from nstf.runtime.engine_batch import Batch, Part
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -45,7 +46,9 @@ def test_a_mapped_file_that_was_changed_is_noticed_before_it_is_used(
 ) -> None:
     path = made(LLAMA, generation_config=b"{}")
     engine, held = Engine.open(path), load_tensors(path)
+    batch = Batch(Engine.open(path), 1)
     list(engine.generate([1, 2], 2))
+    batch.step([Part(0, 0, [1, 2], prompt=True)])
     with path.open("r+b") as file:
         if change == "written into":
             file.seek(-4, os.SEEK_END)
@@ -55,6 +58,10 @@ def test_a_mapped_file_that_was_changed_is_noticed_before_it_is_used(
     os.utime(path, ns=(1, 1))
     with pytest.raises(NstfError, match="changed since it was opened"):
         list(engine.generate([1, 2], 2))
+    # As the server does, which goes on from what it knows of a prompt.
+    for part in (Part(0, 0, [1, 2]), Part(0, 1, [2], prompt=True)):
+        with pytest.raises(NstfError, match="changed since it was opened"):
+            batch.step([part])
     with pytest.raises(NstfError, match="changed since it was opened"):
         held[next(iter(held))]
 

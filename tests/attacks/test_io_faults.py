@@ -183,9 +183,13 @@ def test_an_error_at_a_call_is_one_line_with_the_path_and_the_work_goes_on(
 def test_an_error_at_every_call_is_one_line_with_the_path_and_the_work_goes_on(
     runner: faults.Runner, recorded: Record, in_memory: Path, name: str, kind: str
 ) -> None:
-    """NSTF_FUZZ_STRIDE: every so many calls only; NSTF_FUZZ_SECONDS: for how long at most, each kind of each command."""
+    """NSTF_FUZZ_STRIDE: every so many calls only, from NSTF_FUZZ_OFFSET on; NSTF_FUZZ_SECONDS: for how long at most, each
+    kind of each command."""
     of = recorded(name)
-    chosen = calls(of, kind)[:: int(os.environ.get("NSTF_FUZZ_STRIDE", "1"))]
+    stride, first = (
+        int(os.environ.get(f"NSTF_FUZZ_{key}", usual)) for key, usual in (("STRIDE", "1"), ("OFFSET", "0"))
+    )
+    chosen = calls(of, kind)[first::stride]
     wrong, codes, known = [], dict[int, int](), set[State]()
     more = seconds_left()
     for at in chosen:

@@ -23,7 +23,7 @@ def benchmarks_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def equal_bytes() -> ModuleType:
-    return importlib.import_module("equal_bytes")
+    return importlib.import_module("equal_bytes_forms")
 
 
 def one_matrix(unit: Unit) -> Recipe:
@@ -49,6 +49,27 @@ def test_forms_take_no_more_than_their_bytes_and_waste_less_than_a_step_of_the_r
         assert size - unit.elements / 32 <= arrays_bytes(unit, found) <= size
     assert equal_bytes.whole(unit, size) == equal_bytes.integers(3)
     assert equal_bytes.codes(unit, 100) is None and equal_bytes.whole(unit, 100) is None
+
+
+def test_codes_alone_take_the_bytes_of_what_stands_beside_them(equal_bytes: ModuleType) -> None:
+    units = [Unit(f"{i}.up_proj.weight", (256 << i % 2, 256), "float32", "up") for i in range(12)]
+    codes = Recipe("trellis", {"quarter_bits": 6})
+    for name, form in equal_bytes.matrix_forms(6).items():
+        made = {u.name: form(u, 0) for u in units}
+        lines = [r for r in made.values() if isinstance(r, equal_bytes.Lines)]
+        assert len(lines) == (12 if "outlier" in name else 0)
+        sizes = {u.name: made[u.name].size(u) if lines else arrays_bytes(u, made[u.name]) for u in units}
+        assert all(sizes[u.name] > arrays_bytes(u, codes) for u in units)
+        control = equal_bytes.in_rate(units, 6, sizes)
+        rates = [r.params["quarter_bits"] for r in control.values()]
+        total = sum(arrays_bytes(u, control[u.name]) for u in units)
+        # Less than a quarter of a bit of the largest tensor is left over.
+        assert 0 <= sum(sizes.values()) - total <= 512 * 256 / 32 + 64
+        assert min(rates) >= 6 and max(rates) > 6
+    line = equal_bytes.Lines(1, 4, codes)
+    assert line.size(units[0]) == 4 * (256 + 4) + arrays_bytes(units[0], codes)
+    with pytest.raises(ValueError, match=r"0\.up_proj\.weight: 10 bytes are fewer"):
+        equal_bytes.in_rate(units[:1], 6, {units[0].name: 10})
 
 
 def test_a_token_reads_its_experts_and_all_that_experts_share(equal_bytes: ModuleType) -> None:

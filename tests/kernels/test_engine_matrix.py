@@ -83,6 +83,30 @@ def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, 
             torch.testing.assert_close(torch.tensor(row), weight[-1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [f"int{b} {own}" for b in range(2, 9) for own in ("g0 sym", "g32 asym", "g96 sym")]
+    + ["grid g0", "grid g32", "grid g128"],
+)
+def test_panels_give_the_products_of_the_decoded_matrix(samples: ModuleType, name: str, isa: str) -> None:
+    tree = trees(samples)[name]
+    for shape in ((13, 97), (33, 577)):
+        encoded = samples.random_encoded(tree, shape)
+        weight = decode(encoded)
+        stored = engine_matrix.compile_matrix(encoded)
+        matrix = engine_matrix.compile_matrix(encoded, panels=2)
+        if isa.startswith("avx"):
+            assert matrix.kernel.startswith("panels int8 x int8")
+        for batch in (1, 3, 5, 13):
+            x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(batch))
+            y = engine_matrix.matmul(x, matrix, 2)
+            assert error(y, x, weight) < INT8_ERROR, (shape, batch)
+            # The same whole numbers, added up in another order.
+            torch.testing.assert_close(y, engine_matrix.matmul(x, stored, 2), rtol=1e-4, atol=1e-4)
+        row = engine_matrix.decode_row(matrix, shape[0] - 1)
+        torch.testing.assert_close(torch.tensor(row), weight[-1], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("block_in", [0, 32, 64])
 @pytest.mark.parametrize("block_out", [0, 32])
 @pytest.mark.parametrize("exact", [True, False])
@@ -147,10 +171,12 @@ def test_sums_at_the_end_of_their_range_do_not_overflow(
 ) -> None:
     encoded = samples.random_encoded(samples.leaf("int", bits=bits, group=32), (20, 160))
     encoded.arrays["codes"].fill_(code)
-    matrix, weight = engine_matrix.compile_matrix(encoded), decode(encoded)
-    for batch in BATCHES:
-        x = torch.full((batch, 160), sign)  # equal activations lose nothing in int8
-        assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+    weight = decode(encoded)
+    for panels in (0, 1):
+        matrix = engine_matrix.compile_matrix(encoded, panels=panels)
+        for batch in BATCHES:
+            x = torch.full((batch, 160), sign)  # equal activations lose nothing in int8
+            assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
 
 
 def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from diagonal import diagonal
 from launches import catching, compiled_facts, differing, forget, pretend
 
-from nstf.kernels.triton import linear
+from nstf.kernels.triton import linear, tuner
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.spec import specs_for
 
@@ -133,6 +133,7 @@ def test_products_on_hopper_are_compiled_ahead(
     hopper = pytest.importorskip("nstf.kernels.triton.hopper")
     monkeypatch.setattr(hopper, "_MIDDLE", 0)
     monkeypatch.setattr(hopper, "_split", lambda *_: split)
+    monkeypatch.setattr(tuner, "packed_specs", tuner.packed_specs.__wrapped__)
     row, shape = ARCHITECTURES["sm_90"], (384, 1024)
     encoded = samples.random_encoded(trees(samples, shape[0])[name], shape)
     for batch in (100, 300):

@@ -1,7 +1,11 @@
 """A streamed model computes what the model itself does."""
 
+from typing import Any
+
+import pytest
 import torch
 
+from nstf.errors import CorruptError
 from nstf_convert.streamed import StreamedModel
 
 
@@ -21,7 +25,53 @@ def test_stored_buffers_are_those_of_the_checkpoint() -> None:
     with torch.no_grad():
         wanted = model(pixel_values=x).logits
         assert torch.allclose(streamed.outputs(pixel_values=x), wanted, rtol=1e-5, atol=1e-6)
-        # A source that has none of them leaves what the constructor made.
-        parameters = dict(model.named_parameters())
-        bare = StreamedModel(stated, parameters.__getitem__)
-        assert not torch.allclose(bare.outputs(pixel_values=x), wanted, rtol=1e-2, atol=1e-3)
+    parameters = dict(model.named_parameters())
+    with pytest.raises(
+        CorruptError, match=r"'resnet\S+running_mean' is missing, a statistic of a \w*BatchNorm"
+    ):
+        StreamedModel(stated, parameters.__getitem__, held=parameters, lazy=True)
+
+
+def test_a_fault_in_a_source_is_no_missing_buffer() -> None:
+    """A KeyError from inside a source was once taken for a buffer that it does not have."""
+    stated, held = small_clap()
+
+    def source(name: str) -> torch.Tensor:
+        return {}["inside"] if name == TYPES else held[name]
+
+    with pytest.raises(KeyError, match="inside"):
+        StreamedModel(stated, source, held=held)
+
+
+def test_integer_buffers_are_those_of_the_checkpoint() -> None:
+    stated, held = small_clap()
+    changed = {**held, TYPES: torch.ones_like(held[TYPES])}
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad():
+        first, other = (
+            StreamedModel(stated, h.__getitem__, held=h).outputs(input_ids=ids) for h in (held, changed)
+        )
+        assert not torch.allclose(first, other, atol=1e-2)
+        # One that the source lacks stays as the model's code makes it, and is named.
+        without = {n: v for n, v in held.items() if n != TYPES}
+        same = StreamedModel(stated, without.__getitem__, held=without)
+        assert same.missing_buffers == [TYPES] and TYPES not in same.stored_buffers()
+        assert torch.equal(same.outputs(input_ids=ids), first)
+
+
+TYPES = "embeddings.token_type_ids"
+
+
+def small_clap() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(config, tensors) of a model with integers among its buffers: the type that it takes each token for."""
+    from transformers import ClapTextConfig, ClapTextModel
+
+    torch.manual_seed(0)
+    config = ClapTextConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, type_vocab_size=2, projection_dim=8,
+    )  # fmt: skip
+    model = ClapTextModel(config).eval()
+    with torch.no_grad():
+        model.embeddings.token_type_embeddings.weight.normal_()
+    return {**config.to_dict(), "architectures": ["ClapTextModel"]}, model.state_dict()

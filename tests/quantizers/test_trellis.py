@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nstf.kernels.cpu import ext
-from nstf.kernels.formats import decode, rotated
+from nstf.kernels.formats import FormatError, decode, rotated
 from nstf.kernels.formats import trellis as form
+from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.trellis_encode import encode_tiles
 from nstf.quantizers import int_grid, trellis
 from nstf.quantizers.rounding.block_ldlq import Lane, block_factor, block_ldlq
@@ -70,6 +71,25 @@ def test_rates_by_row_lose_less_than_one_rate_of_the_same_size():
     uniform = replace(base, quarter_bits=math.ceil(trellis.bits((512, COLS), mixed) * 4))
     mine = loss(weight, decode(trellis.encode(weight, mixed, stats)), stats)
     assert mine < 0.9 * loss(weight, decode(trellis.encode(weight, uniform, stats)), stats)
+
+
+def test_rates_by_row_can_be_dealt_out_within_the_rows_of_each_rank():
+    weight, stats = problem(512)
+    free = trellis.Params(sections=((16, 128), (12, 192), (8, 192)), block=128, rounding="ldlq")
+    params = replace(free, ranges=4)
+    encoded = trellis.encode(weight, params, stats)
+    assert encoded.tree == trellis.tree(free)
+    parts = [shard(encoded, Span(0, 128 * i, 128 * (i + 1))) for i in range(4)]
+    assert torch.equal(torch.cat([decode(part) for part in parts]), decode(encoded))
+    # Without it this matrix cannot be cut there.
+    with pytest.raises(FormatError):
+        shard(trellis.encode(weight, free, stats), Span(0, 0, 128))
+    before, after = trellis.estimate_many(weight, [free, params], stats)
+    assert before <= after < 1.05 * before
+    mine = loss(weight, decode(encoded), stats)
+    assert mine < 1.1 * loss(weight, decode(trellis.encode(weight, free, stats)), stats)
+    with pytest.raises(ValueError, match="512 rows are not 64 ranges"):
+        trellis.encode(weight, replace(free, ranges=64), stats)
 
 
 def test_sections_are_chosen_by_energy_and_small_ones_are_merged():

@@ -1,6 +1,7 @@
 """What libraries that take any transformers model call on a loaded one."""
 
 import copy
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,33 @@ def test_saving_is_refused_with_the_way_that_works(
     with pytest.raises(UnsupportedError, match=rf"nstf export {tmp_path}/model.nstf -o {tmp_path}/saved"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_model_inside_is_not_saved_as_random_weights(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
+    dense, model = loaded(tiny, tmp_path)
+    monkeypatch.setattr(citizen, "save_with", citizen.save_with if imported else None)
+    if imported:
+        importlib.import_module("nstf.integrations.transformers")
+    for part in (model.model, model.base_model, model.get_decoder()):
+        with pytest.raises(UnsupportedError, match=rf"nstf export {tmp_path}/model.nstf -o folder"):
+            part.save_pretrained(tmp_path / "inner")
+        assert part.num_parameters() == dense.model.num_parameters()
+    assert not (tmp_path / "inner").exists()
+    assert type(model.model).__name__ == "LlamaModel" and isinstance(model.model, type(dense.model))
+    assert str(model).count("file=") == 1
+
+
+def test_pickling_names_the_way_and_copies_compute_the_same(tiny: ModuleType, tmp_path: Path) -> None:
+    _, model = loaded(tiny, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"nstf.runtime.load\('.*model.nstf'\)"):
+        torch.save(model, tmp_path / "model.pt")
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    twin = copy.deepcopy(model)
+    assert twin.model is not model.model and type(twin) is type(model)
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -166,6 +166,24 @@ def test_greedy_tokens_are_those_of_the_modules(written: tuple[Path, Any]) -> No
     assert same >= 4
 
 
+def test_panels_give_nearly_the_same_logits(tiny: ModuleType, tmp_path: Path, isa: str) -> None:
+    artifact = open_artifact(tiny.write(tmp_path, build("llama")))
+    ids = ids_of(40)
+    stored, repacked, usual = (Engine(artifact, panels=p) for p in (False, True, None))
+    assert not any("panels" in kernel for kernel in stored.kernels.values())
+    assert any("panels" in kernel for kernel in repacked.kernels.values()) == isa.startswith("avx")
+    assert usual.kernels == repacked.kernels
+    expected = stored.forward(ids, all_logits=True)
+    size = float(expected.std())
+    found = repacked.forward(ids, all_logits=True)
+    assert float((found - expected).square().mean().sqrt()) < 0.03 * size
+    stored.reset()
+    repacked.reset()
+    for i in ids[:20]:
+        one, other = stored.forward([int(i)]), repacked.forward([int(i)])
+        assert float((one - other).square().mean().sqrt()) < 0.01 * size
+
+
 def test_the_cache_grows_without_forgetting(tiny: ModuleType, tmp_path: Path) -> None:
     path = tiny.write(tmp_path, build("llama"))
     ids = ids_of(400)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from nstf.runtime.engine_batch import Batch, Part
 pytestmark = pytest.mark.skipif(not available(), reason="the extension was not built")
 HELD_S = 60  # a child that waits so long waits for ever
 DONE, REFUSED, WRONG = 0, 3, 4
+Use = Callable[[Engine], list[int]]
 
 
 def opened(tiny: ModuleType, folder: Path) -> Engine:
@@ -46,14 +48,25 @@ class Working:
         self.thread.join()
 
 
-def tokens_of_a_child(engine: Engine, wanted: list[int]) -> int:
+def generated(engine: Engine) -> list[int]:
+    return list(engine.generate([3, 4, 5], 4))
+
+
+def of_a_batch(engine: Engine) -> list[int]:
+    """What a batch of one sequence gives: nothing that can be compared but that it came."""
+    batch = Batch(engine, 1)
+    batch.release(0)
+    return [len(batch.step([Part(0, 0, [3, 4, 5])]))]
+
+
+def tokens_of_a_child(engine: Engine, wanted: list[int], use: Use = generated) -> int:
     """How a forked child's use of the engine ended: the same tokens, one clear error, or something else."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(HELD_S)
         try:
-            found = DONE if list(engine.generate([3, 4, 5], 4)) == wanted else WRONG
+            found = DONE if use(engine) == wanted else WRONG
         except NstfError as error:
             found = REFUSED if "forked" in str(error) else WRONG
         finally:
@@ -61,22 +74,23 @@ def tokens_of_a_child(engine: Engine, wanted: list[int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.parametrize("use", [generated, of_a_batch])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_and_does_not_wait(
-    tiny: ModuleType, tmp_path: Path
+    tiny: ModuleType, tmp_path: Path, use: Use
 ) -> None:
     engine = opened(tiny, tmp_path)
-    wanted = list(engine.generate([3, 4, 5], 4))
-    assert tokens_of_a_child(engine, wanted) == DONE
+    wanted = use(engine)
+    assert tokens_of_a_child(engine, wanted, use) == DONE
     with Working(engine):
         time.sleep(0.05)
-        found = [tokens_of_a_child(engine, wanted)]
+        found = [tokens_of_a_child(engine, wanted, use)]
         while (
             REFUSED not in found and len(found) < 20
         ):  # most often the thread is at work; between two calls it is not
-            found.append(tokens_of_a_child(engine, wanted))
+            found.append(tokens_of_a_child(engine, wanted, use))
     assert set(found) <= {DONE, REFUSED} and REFUSED in found
-    assert list(engine.generate([3, 4, 5], 4)) == wanted
+    assert use(engine) == wanted
 
 
 def test_the_cache_is_measured_while_another_thread_runs(tiny: ModuleType, tmp_path: Path) -> None:

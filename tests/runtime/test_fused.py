@@ -1,6 +1,7 @@
 """Convolutions that take in what follows them give what the modules give one after the other."""
 
 import copy
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_exact_models_are_left_alone_and_loaded_ones_are_not(tiny: ModuleType, t
     model = tiny.new_model("ResNetForImageClassification")
     path = tiny.write(tmp_path, model)
     exact, loaded = nstf.runtime.load(path, engine="exact"), nstf.runtime.load(path)
+    assert not any(isinstance(m, Fused) for m in loaded.modules())
+    assert fuse(loaded) > 0
     parts = [m for m in loaded.modules() if isinstance(m, Fused)]
     assert parts and not any(isinstance(m, Fused) for m in exact.modules())
     x = torch.randn(2, 3, 32, 32)
@@ -184,3 +187,53 @@ def test_exact_models_are_left_alone_and_loaded_ones_are_not(tiny: ModuleType, t
         choose_products(again, exact=True)
         assert torch.allclose(again(pixel_values=x).logits, wanted, rtol=1e-4, atol=1e-5)
     assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_what_is_changed_in_a_fused_module_counts(tiny: ModuleType) -> None:
+    plain, fused = both(tiny, nn.Sequential(Block(3, 8), Block(8, 8)))
+    assert fuse(fused) > 0
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        assert near(fused(x), plain(x))
+        for model in (plain, fused):  # `data` has no version that would tell
+            model[0].first[1].weight.data.mul_(5)
+            model[1].first[1].eps = 3.0
+        assert near(fused(x), plain(x))
+        for model in (plain, fused):
+            model.append(nn.Hardtanh(-0.1, 0.1))
+        assert near(fused(x), plain(x))
+        for model in (plain, fused):
+            norm = model[0].first[1]
+            norm.running_mean = norm.running_var = None
+        assert near(fused(x), plain(x))
+
+
+class Shifted(nn.Module):
+    """A sum with a number that the image gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.one(x) + x.shape[0])
+
+
+def test_a_number_of_the_image_is_added(tiny: ModuleType) -> None:
+    plain, fused = both(tiny, Shifted())
+    assert fuse(fused) == 1
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        assert near(fused(x), plain(x))
+
+
+def test_a_fused_module_is_called_as_its_own_code_says(tiny: ModuleType) -> None:
+    """transformers and torch.export read the signature of `forward`; fusing twice changes nothing."""
+    plain, fused = both(tiny, Block(8, 8))
+    count = fuse(fused)
+    assert isinstance(fused, Fused) and count > 0 and fuse(fused) == count
+    assert inspect.signature(fused.forward) == inspect.signature(plain.forward)
+    assert fused.forward.__name__ == "forward" and type(fused).__name__ == "Block"
+    x = torch.randn(1, 8, 9, 9)
+    with torch.no_grad():
+        assert near(fused(x=x), plain(x)) and torch.equal(fused(x=x), plain(x=x))

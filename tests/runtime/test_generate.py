@@ -82,6 +82,18 @@ def test_the_pieces_are_the_text_that_generate_gives(loaded: tuple[Any, Any]) ->
     assert "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+def test_a_text_beyond_the_positions_is_announced(
+    loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = loaded
+    positions = model.config.max_position_embeddings
+    next(nstf.runtime.stream(model, tokenizer, "w5 w7", max_new_tokens=positions - 2))
+    assert not caplog.records
+    next(nstf.runtime.stream(model, tokenizer, "w5 w7", max_new_tokens=positions - 1))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert f"the model's {positions} positions" in caplog.text
+
+
 def test_a_stop_string_ends_the_generation_before_it(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

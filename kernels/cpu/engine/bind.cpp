@@ -44,8 +44,10 @@ std::vector<float> optional(const nb::dict& d, const char* key) {
     return copied(nb::cast<Floats>(d[key]));
 }
 
-Held packed(nb::object linear, bool exact) {
+Held packed(nb::object linear, bool exact, int panel_threads) {
     const auto* view = reinterpret_cast<const PackedView*>(nb::cast<uintptr_t>(linear.attr("view")()));
+    if (!exact && panel_threads > 0)
+        if (Shared repacked = panels(*view, panel_threads)) return {repacked, {}};
     Shared made = exact ? nullptr : packed_int8(*view);
     return {made ? made : packed_exact(*view), {linear}};
 }
@@ -154,6 +156,11 @@ class HeldConvolution {
     std::vector<nb::object> keep_;
 };
 
+// An engine that was at work when its process was forked. NstfError in Python, whichever of its functions was called.
+struct Forked : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 class Engine {
   public:
     Engine(const nb::dict& d, const Held& embedding, const Held& head, Floats final_norm)
@@ -231,7 +238,7 @@ class Engine {
                 process_ = here;
                 return lock;
             }
-            if (tries == 100) throw std::runtime_error("the engine was at work when this process was forked; open it anew");
+            if (tries == 100) throw Forked("the engine was at work when this process was forked; open it anew");
             std::this_thread::sleep_for(std::chrono::milliseconds(5));  // for another thread of this process that is here first
         }
         return std::unique_lock<std::mutex>(mutex_);
@@ -259,6 +266,13 @@ class Engine {
 
 void bind_engine(nb::module_& m) {
     using namespace nstf::engine;
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const Forked& error) {
+            PyErr_SetString(nb::module_::import_("nstf.errors").attr("NstfError").ptr(), error.what());
+        }
+    });
     nb::class_<Held>(m, "EngineMatrix")
         .def_prop_ro("kernel", [](const Held& h) { return h.matrix->kernel(); })
         .def_prop_ro("shape", [](const Held& h) { return nb::make_tuple(h.matrix->rows, h.matrix->cols); })
@@ -273,7 +287,7 @@ void bind_engine(nb::module_& m) {
              "weight"_a, "channels"_a, "kernel"_a, "stride"_a, "before"_a, "after"_a, "dilation"_a, "groups"_a)
         .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "gain"_a, "bias"_a, "added"_a,
              "least"_a, "most"_a, "y"_a, "last"_a, "threads"_a);
-    m.def("engine_packed", &packed, "linear"_a, "exact"_a);
+    m.def("engine_packed", &packed, "linear"_a, "exact"_a, "panel_threads"_a = 0);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);
     m.def("engine_shuffle", &make_shuffle, "rows"_a, "cols"_a, "quarter_bits"_a, "codes"_a, "tables"_a, "step"_a, "scale"_a,

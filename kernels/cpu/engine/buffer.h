@@ -26,11 +26,14 @@ class Buffer {
 
     // At least `count` elements; what was there is lost when it grows, and new memory is zero.
     T* grow(int64_t count) {
+        if (count > size_) std::memset(grow_raw(count), 0, bytes_of(count));
+        return data_;
+    }
+    // The same with new memory as it comes, for who writes all of it, perhaps by several threads.
+    T* grow_raw(int64_t count) {
         if (count > size_) {
-            const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 127) / 64 * 64;
-            void* fresh = std::aligned_alloc(64, bytes);
+            void* fresh = std::aligned_alloc(64, bytes_of(count));
             if (fresh == nullptr) throw std::bad_alloc();
-            std::memset(fresh, 0, bytes);
             std::free(data_);
             data_ = static_cast<T*>(fresh);
             size_ = count;
@@ -41,6 +44,7 @@ class Buffer {
     int64_t size() const { return size_; }
 
   private:
+    static size_t bytes_of(int64_t count) { return (static_cast<size_t>(count) * sizeof(T) + 127) / 64 * 64; }
     T* data_ = nullptr;
     int64_t size_ = 0;
 };

@@ -8,6 +8,8 @@
 #define NSTF_PAIRED 0
 #undef NSTF_WORDS
 #define NSTF_WORDS (!NSTF_VNNI)
+#undef NSTF_HELD
+#define NSTF_HELD 0
 
 using Bytes = __m256i;
 using Ints = __m256i;
@@ -18,7 +20,7 @@ constexpr int SHORT_ROWS = 2, LONG_ROWS = 1;
 constexpr bool SIGNED = !NSTF_VNNI;
 // Whether `more` adds to sums of 32 bits.
 constexpr bool CHAINED = NSTF_VNNI;
-constexpr uintptr_t KEY = 6;
+constexpr uintptr_t KEY = 6, PANEL_KEY = 9;
 
 inline Floats zero_floats() { return _mm256_setzero_ps(); }
 inline Floats set(float f) { return _mm256_set1_ps(f); }
@@ -99,6 +101,11 @@ inline Narrow more(Narrow sum, Bytes w, Bytes x) {
 // Codes as 16 bits: those at even places, and at odd ones. Activations in the same order: of each four 0, 2, 1, 3.
 inline Bytes even_bytes(Bytes v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
 inline Bytes odd_bytes(Bytes v) { return _mm256_srai_epi16(v, 8); }
+// The same of unsigned ones.
+inline Bytes even_codes(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
+inline Bytes odd_codes(Bytes v) { return _mm256_srli_epi16(v, 8); }
+// 128 taken off each.
+inline Bytes with_sign(Bytes v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
 inline void store_words(const int8_t* codes, int16_t* words) {
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     for (int i = 0; i < kChunk; i += 16)
@@ -110,6 +117,16 @@ inline Ints signed_products(Bytes sizes, Bytes w, Bytes x) { return widened(_mm2
 inline Bytes two_words(const int16_t* p) { return four_bytes(reinterpret_cast<const int8_t*>(p)); }
 inline Ints pairs(Bytes w, Bytes x) { return _mm256_madd_epi16(w, x); }
 #endif
+// Bytes shifted right by N bits, or left where it is negative, with bits of their neighbours; and masks.
+template <int N>
+inline Bytes shifted(Bytes v) { return N >= 0 ? _mm256_srli_epi16(v, N & 15) : _mm256_slli_epi16(v, -N & 15); }
+inline Bytes masked(Bytes v, int mask) { return _mm256_and_si256(v, _mm256_set1_epi8(static_cast<char>(mask))); }
+inline Bytes with_masked(Bytes w, Bytes v, int mask) { return _mm256_or_si256(w, masked(v, mask)); }
+inline Bytes any_of(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes table_bytes(const uint8_t* p) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Bytes looked_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
 // How many sums of two products of codes of `bits` bits 16 bits hold.
 inline constexpr int run_of(int bits) {
     return NSTF_VNNI || bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;

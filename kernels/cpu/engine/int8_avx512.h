@@ -7,6 +7,8 @@
 #define NSTF_PAIRED 1
 #undef NSTF_WORDS
 #define NSTF_WORDS 0
+#undef NSTF_HELD
+#define NSTF_HELD 1
 
 using Bytes = __m512i;
 using Ints = __m512i;
@@ -17,7 +19,7 @@ constexpr int SHORT_ROWS = 4, LONG_ROWS = 4;
 constexpr bool SIGNED = false;
 // Whether `more` adds to sums of 32 bits.
 constexpr bool CHAINED = true;
-constexpr uintptr_t KEY = 2;
+constexpr uintptr_t KEY = 2, PANEL_KEY = 10;
 
 inline Floats zero_floats() { return _mm512_setzero_ps(); }
 inline Floats set(float f) { return _mm512_set1_ps(f); }
@@ -63,6 +65,7 @@ inline Ints as_ints(Bytes v) { return v; }
 inline Bytes as_bytes(Ints v) { return v; }
 inline Floats as_floats(Bytes v) { return _mm512_castsi512_ps(v); }
 inline Ints widened(Narrow v) { return v; }
+inline constexpr int run_of(int) { return 8; }
 template <bool WIDE>
 inline Narrow first(Bytes w, Bytes x) {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, x);
@@ -71,6 +74,24 @@ template <bool WIDE>
 inline Narrow more(Narrow sum, Bytes w, Bytes x) {
     return _mm512_dpbusd_epi32(sum, w, x);
 }
+
+// Bytes shifted right by N bits, or left where it is negative, with bits of their neighbours; and masks.
+template <int N>
+inline Bytes shifted(Bytes v) { return N >= 0 ? _mm512_srli_epi16(v, N & 15) : _mm512_slli_epi16(v, -N & 15); }
+inline Bytes masked(Bytes v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask))); }
+inline Bytes with_masked(Bytes w, Bytes v, int mask) {
+    return _mm512_ternarylogic_epi32(w, v, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8);
+}
+// A vector that the compiler does not read again.
+inline Bytes held(Bytes v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+inline Bytes any_of(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes table_bytes(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Bytes looked_up(Bytes table, Bytes codes) { return _mm512_shuffle_epi8(table, codes); }
 
 // The scales of the two blocks of a chunk, in the lanes that belong to each.
 template <bool EVEN_ODD>

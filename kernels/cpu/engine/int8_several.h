@@ -77,8 +77,9 @@ struct Rows {
 
 // RUN: sums of how many products are added before they are widened. With few, each row of activations has its sums widened at
 // once: less is kept in registers.
-template <int T, int RUN, bool WIDE, bool EVEN_ODD>
-NSTF_INLINE void block_of_bytes(const uint8_t* codes, const Rows<T, int8_t>& rows, int64_t from, Sums<T>& sum) {
+// word(k, h): vector h of its word k.
+template <int T, int RUN, bool WIDE, bool EVEN_ODD, class Word>
+NSTF_INLINE void block_of(const Word& word, const Rows<T, int8_t>& rows, int64_t from, Sums<T>& sum) {
     each<8 / RUN>([&](auto turn) __attribute__((always_inline)) {
         constexpr int FIRST = decltype(turn)::value * RUN;
         const auto add = [&](Ints& to, Narrow part) __attribute__((always_inline)) {
@@ -88,7 +89,7 @@ NSTF_INLINE void block_of_bytes(const uint8_t* codes, const Rows<T, int8_t>& row
             Bytes w[RUN][BLOCKS];
             each<RUN>([&](auto k) __attribute__((always_inline)) {
                 each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
-                    w[k][h] = load_bytes(codes + word_at<EVEN_ODD>(FIRST + k) * 64 + h * 4 * LANES);
+                    w[k][h] = word(std::integral_constant<int, FIRST + decltype(k)::value>{}, h);
                 });
             });
             each<T>([&](auto t) __attribute__((always_inline)) {
@@ -106,7 +107,7 @@ NSTF_INLINE void block_of_bytes(const uint8_t* codes, const Rows<T, int8_t>& row
             each<RUN>([&](auto k) __attribute__((always_inline)) {
                 Bytes w[BLOCKS];
                 each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
-                    w[h] = load_bytes(codes + word_at<EVEN_ODD>(FIRST + k) * 64 + h * 4 * LANES);
+                    w[h] = word(std::integral_constant<int, FIRST + decltype(k)::value>{}, h);
                 });
                 each<T>([&](auto t) __attribute__((always_inline)) {
                     const Bytes x = four_bytes(rows.at[t] + from + word_at<EVEN_ODD>(FIRST + k) * 4);
@@ -122,14 +123,22 @@ NSTF_INLINE void block_of_bytes(const uint8_t* codes, const Rows<T, int8_t>& row
     });
 }
 
+template <int T, int RUN, bool WIDE, bool EVEN_ODD>
+NSTF_INLINE void block_of_bytes(const uint8_t* codes, const Rows<T, int8_t>& rows, int64_t from, Sums<T>& sum) {
+    const auto word = [&](auto k, auto h) __attribute__((always_inline)) {
+        return load_bytes(codes + word_at<EVEN_ODD>(k) * 64 + h * 4 * LANES);
+    };
+    block_of<T, RUN, WIDE, EVEN_ODD>(word, rows, from, sum);
+}
+
 #if NSTF_WORDS
-// The same of codes and activations of 16 bits.
-template <int T, bool EVEN_ODD>
-NSTF_INLINE void block_of_words(const int16_t* codes, const Rows<T, int16_t>& rows, int64_t from, Sums<T>& sum) {
+// The same of codes and activations of 16 bits. pair(i, h): vector h of the block's pair i of columns.
+template <int T, bool EVEN_ODD, class Pair>
+NSTF_INLINE void block_of_pairs(const Pair& pair, const Rows<T, int16_t>& rows, int64_t from, Sums<T>& sum) {
     each<16>([&](auto i) __attribute__((always_inline)) {
         constexpr int64_t at = 2 * word_at<EVEN_ODD>(decltype(i)::value / 2) + decltype(i)::value % 2;
         Bytes w[BLOCKS];
-        each<BLOCKS>([&](auto h) __attribute__((always_inline)) { w[h] = load_bytes(codes + at * 2 * kPanel + h * 2 * LANES); });
+        each<BLOCKS>([&](auto h) __attribute__((always_inline)) { w[h] = pair(i, h); });
         each<T>([&](auto t) __attribute__((always_inline)) {
             const Bytes x = two_words(rows.at[t] + from + 2 * at);
             each<BLOCKS>([&](auto h) __attribute__((always_inline)) {
@@ -138,5 +147,12 @@ NSTF_INLINE void block_of_words(const int16_t* codes, const Rows<T, int16_t>& ro
             });
         });
     });
+}
+template <int T, bool EVEN_ODD>
+NSTF_INLINE void block_of_words(const int16_t* codes, const Rows<T, int16_t>& rows, int64_t from, Sums<T>& sum) {
+    const auto pair = [&](auto i, auto h) __attribute__((always_inline)) {
+        return load_bytes(codes + (2 * word_at<EVEN_ODD>(i / 2) + i % 2) * 2 * kPanel + h * 2 * LANES);
+    };
+    block_of_pairs<T, EVEN_ODD>(pair, rows, from, sum);
 }
 #endif

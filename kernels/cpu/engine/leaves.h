@@ -14,6 +14,8 @@ bool int8_available();
 Shared packed_exact(const PackedView& view);
 // Packed codes times activations rounded to int8 per 8 (one row) or 32 columns (several). Null when there is no kernel for it.
 Shared packed_int8(const PackedView& view);
+// The same from panels, a copy that some threads make and that needs the view no longer. Null where there are none.
+Shared panels(const PackedView& view, int threads);
 
 struct TrellisSection {
     const uint8_t* codes;  // [row tiles, column tiles, 8 quarter_bits]

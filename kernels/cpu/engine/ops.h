@@ -22,15 +22,17 @@ static void add(float* x, const float* y, int64_t size) {
 
 // gate = act(gate) * up; SiLU, or GELU by tanh.
 static void gated(float* gate, const float* up, int64_t size, bool gelu) {
+    const ExpEnds ends;
+    const float low = ends.low, high = ends.high;
     if (gelu) {
 #pragma omp simd
         for (int64_t i = 0; i < size; ++i) {
             const float g = gate[i], z = 0.7978845608f * (g + 0.044715f * g * g * g);
-            gate[i] = g / (1.0f + fast_exp(-2.0f * z)) * up[i];  // 1 + tanh z = 2 / (1 + e^-2z)
+            gate[i] = g / (1.0f + fast_exp(-2.0f * z, low, high)) * up[i];  // 1 + tanh z = 2 / (1 + e^-2z)
         }
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < size; ++i) gate[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+        for (int64_t i = 0; i < size; ++i) gate[i] = gate[i] / (1.0f + fast_exp(-gate[i], low, high)) * up[i];
     }
 }
 
@@ -58,4 +60,10 @@ static void to_halves(const float* in, int64_t count, int64_t step, uint16_t* ou
     }
 }
 
-static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, products, mixtures, multiply_add, hadamard};
+static void from_bfloats(const uint16_t* in, int64_t count, float* out) {
+#pragma omp simd
+    for (int64_t k = 0; k < count; ++k) out[k] = bfloat_to_float(in[k]);
+}
+
+static const Ops kOps = {rms_norm, add, gated, rope, to_halves, halves_to_floats, from_bfloats, products,
+                         mixtures, multiply_add, hadamard};

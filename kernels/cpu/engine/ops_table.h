@@ -12,6 +12,7 @@ struct Ops {
     void (*rope)(float* x, const float* cosine, const float* sine, int64_t size);
     void (*to_halves)(const float* in, int64_t count, int64_t step, uint16_t* out);
     void (*from_halves)(const uint16_t* in, int64_t count, float* out);
+    void (*from_bfloats)(const uint16_t* in, int64_t count, float* out);
     // Of products.h.
     void (*products)(const float* x, int64_t batch, int64_t x_stride, const float* w, int64_t rows, int64_t cols, float* y,
                      int64_t stride);

@@ -33,6 +33,19 @@ MakeInt8 maker() {
     }
 }
 
+MakePanels panel_maker() {
+    switch (isa()) {
+#if NSTF_X86
+        case Isa::kAvx512Vbmi: return panels_avx512_vbmi;
+        case Isa::kAvx512Vnni: return panels_avx512_vnni;
+        case Isa::kAvx2Vnni: return panels_avx2_vnni;
+        case Isa::kAvx512:
+        case Isa::kAvx2: return panels_avx2;
+#endif
+        default: return nullptr;
+    }
+}
+
 }  // namespace
 
 bool int8_available() { return maker() != nullptr; }
@@ -41,6 +54,11 @@ Shared packed_int8(const PackedView& view) {
     const MakeInt8 make = maker();
     if (make == nullptr || view.w.code == Code::kFloat8 || !plain_powers(view.w)) return nullptr;
     return make(view);
+}
+
+Shared panels(const PackedView& view, int threads) {
+    const MakePanels make = panel_maker();
+    return make == nullptr || view.w.code == Code::kFloat8 ? nullptr : make(view, threads);
 }
 
 }  // namespace nstf::engine

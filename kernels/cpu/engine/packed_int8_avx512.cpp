@@ -1,6 +1,8 @@
 // The int8 kernels for AVX-512 with VNNI, with and without VBMI.
+#include "../parallel.h"
 #include "convolution.h"
 #include "int8.h"
+#include "panel_place.h"
 
 #if NSTF_X86
 
@@ -15,11 +17,15 @@ namespace {
 constexpr Isa SELF = Isa::kAvx512Vnni;
 #include "int8_avx512.h"
 #include "packed_int8.h"
+#include "panel_int8.h"
 #include "convolve_int8.h"
 }  // namespace
 }  // namespace avx512_vnni
 const ConvolutionKernels& convolution_avx512() { return avx512_vnni::kConvolution; }
 Shared packed_int8_avx512_vnni(const PackedView& view) { return avx512_vnni::make(view); }
+Shared panels_avx512_vnni(const PackedView& view, int threads) {
+    return avx512_vnni::make_panels(view, threads);
+}
 }  // namespace nstf::engine
 #undef NSTF_VBMI
 #pragma GCC pop_options
@@ -33,9 +39,13 @@ namespace {
 constexpr Isa SELF = Isa::kAvx512Vbmi;
 #include "int8_avx512.h"
 #include "packed_int8.h"
+#include "panel_int8.h"
 }  // namespace
 }  // namespace avx512_vbmi
 Shared packed_int8_avx512_vbmi(const PackedView& view) { return avx512_vbmi::make(view); }
+Shared panels_avx512_vbmi(const PackedView& view, int threads) {
+    return avx512_vbmi::make_panels(view, threads);
+}
 }  // namespace nstf::engine
 #undef NSTF_VBMI
 #pragma GCC pop_options

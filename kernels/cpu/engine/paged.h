@@ -6,6 +6,8 @@
 
 #include "../halves.h"
 #include "hadamard.h"
+static inline void fetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 #include "paged_half.h"
 #include "paged_pack.h"
 #include "paged_sums.h"
@@ -110,10 +112,18 @@ static void fix_queries(const PageTask& task, const float* turned, Room& room) {
     }
 }
 
-static void scores_of_codes(const PageTask& task, const Active& a, const PageSide& page, int64_t from, int64_t to, Room& room) {
+// The codes of a side of the page that comes next, whose minima and scales are fetched now; without one, those of this page.
+static const uint8_t* codes_ahead(const uint8_t* packed, const uint8_t* next, int64_t pairs) {
+    if (next == nullptr) return packed + 4 * pairs;
+    for (int64_t i = 0; i < 4 * pairs; i += 64) fetch_line(next + i);
+    return next + 4 * pairs;
+}
+
+static void scores_of_codes(const PageTask& task, const Active& a, const PageSide& page, const uint8_t* next, int64_t from,
+                            int64_t to, Room& room) {
     const int64_t size = task.size, pairs = pairs_of(task.keys, size);
     const int bits = task.keys.bits;
-    const uint8_t* codes = page.packed + 4 * pairs;
+    const uint8_t *codes = page.packed + 4 * pairs, *ahead = codes_ahead(page.packed, next, pairs);
     const int64_t stride = kPage / 16 * 64, padded = packed_rows(task.keys, size, true), all_rows = padded / rows_together(bits);
     float *low = room.pairs, *step = low + pairs;
     Scaled steps[kQueries];
@@ -124,7 +134,7 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
             base[i] = fold(a.q[i], low, step, size, scaled);
             steps[i] = planes(scaled, size, padded, bits, room.planes + i * 2 * room.plane);
         }
-        code_sums(bits, codes, all_rows, stride, from, to, a.planes, padded, a.added, a.count);
+        code_sums(bits, codes, ahead, all_rows, stride, from, to, a.planes, padded, a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i)
             settle(a.scores[i] + 16 * from, 0, a.added[i] + 16 * from, steps[i], nullptr, nullptr, base[i], 16 * (to - from));
         return;
@@ -134,7 +144,8 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
         const int8_t* fixed[kQueries];
         for (int64_t i = 0; i < a.count; ++i) fixed[i] = room.fixed + a.number[i] * 2 * room.plane + g * 2 * k.padded;
         const int64_t rows = k.padded / rows_together(bits);
-        code_sums(bits, codes + g * rows * stride, rows, stride, from, to, fixed, k.padded, a.added, a.count);
+        code_sums(bits, codes + g * rows * stride, ahead + g * rows * stride, rows, stride, from, to, fixed, k.padded, a.added,
+                  a.count);
         for (int64_t i = 0; i < a.count; ++i) {
             const int64_t at = 16 * from, pair = g * kPage + at, n = a.number[i];
             settle(a.scores[i] + at, g == 0 ? 0.0f : 1.0f, a.added[i] + at, room.steps[n][g], step + pair, low + pair,
@@ -143,10 +154,11 @@ static void scores_of_codes(const PageTask& task, const Active& a, const PageSid
     }
 }
 
-static void mix_codes(const PageTask& task, const Active& a, const PageSide& page, const float* fade, Room& room) {
+static void mix_codes(const PageTask& task, const Active& a, const PageSide& page, const uint8_t* next, const float* fade,
+                      Room& room) {
     const int64_t size = task.size, pairs = pairs_of(task.values, size);
     const int bits = task.values.bits;
-    const uint8_t* codes = page.packed + 4 * pairs;
+    const uint8_t *codes = page.packed + 4 * pairs, *ahead = codes_ahead(page.packed, next, pairs);
     const int64_t columns = packed_columns(size, false), stride = columns / 16 * 64, rows = kPage / rows_together(bits);
     float *low = room.pairs, *step = low + pairs, base[kQueries];
     Scaled steps[kQueries];
@@ -165,7 +177,7 @@ static void mix_codes(const PageTask& task, const Active& a, const PageSide& pag
             }
         }
         const int64_t first = g * width / 16, last = groups == 1 ? columns / 16 : (g + 1) * width / 16;
-        code_sums(bits, codes, rows, stride, first, last, a.planes, kPage, a.added, a.count);
+        code_sums(bits, codes, ahead, rows, stride, first, last, a.planes, kPage, a.added, a.count);
         for (int64_t i = 0; i < a.count; ++i) {
             const int64_t at = g * width;
             const bool channel = task.values.channel;
@@ -228,8 +240,10 @@ static float weigh(Going& g, const float* scores, uint64_t visible, float by, fl
         }
     }
     const float fade = g.top == top ? 1.0f : fast_exp(g.top - top);
+    const ExpEnds ends;
+    const float low = ends.low, high = ends.high;
 #pragma omp simd
-    for (int64_t l = 0; l < kPage; ++l) weights[l] = fast_exp(weights[l] - top);
+    for (int64_t l = 0; l < kPage; ++l) weights[l] = fast_exp(weights[l] - top, low, high);
     if (!all) {
         for (int64_t l = 0; l < kPage; ++l) weights[l] *= seen[l];
     }
@@ -243,23 +257,45 @@ static float weigh(Going& g, const float* scores, uint64_t visible, float by, fl
 }
 #endif
 
-#include "paged_four.h"
-
 // Pages lie anywhere in memory, and the processor's own prefetcher stops at the end of each: a few queries are waiting for
 // memory most of the time.
 static inline void fetch(const void* page, int64_t bytes) {
-    const char* at = static_cast<const char*>(page);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) fetch_line(static_cast<const char*>(page) + i);
 }
 
-static void fetch_page(const PageSide& page, const Format& format, int64_t size, bool key, bool half) {
+static void fetch_side(const PageSide& page, const Format& format, int64_t size, bool key, bool half) {
     if (half && page.half != nullptr) fetch(page.half, half_bytes(size));
     if (!half && page.packed != nullptr) fetch(page.packed, packed_bytes(format, size, key));
+}
+
+#include "paged_four.h"
+
+static inline const uint16_t* halves_or(const void* next, const PageSide& page) {
+    return next != nullptr ? static_cast<const uint16_t*>(next) : page.half;
 }
 
 static void attend(const PageTask& task) {
     const int64_t size = task.size;
     const int block = static_cast<int>(size & -size);
+    const auto after = [&](int64_t p) {  // the next page that is looked at
+        return p >= task.gap_from && p < task.gap_to ? std::min(task.gap_to, task.last - 1) : p;
+    };
+    if (task.first >= task.gap_from && task.last <= task.gap_to) return;
+    const auto halves_of = [&](const Format& format, int64_t p) { return p >= task.whole || format.bits == 16; };
+    // Fetches a side of page p, or says where it is if it is stored like that of page `now` and is to be fetched beside the
+    // products with that one. now: -1 before the first.
+    const auto fetch_now = [&](const PageSide* pages, const Format& format, bool key, int64_t p, int64_t now) {
+        const void* at = nullptr;
+        if (task.count > kFew || p >= task.last) return at;
+        const bool half = halves_of(format, p);
+        if (now < 0 || half != halves_of(format, now))
+            fetch_side(pages[p], format, size, key, half);
+        else
+            at = half ? static_cast<const void*>(pages[p].half) : pages[p].packed;
+        return at;
+    };
+    fetch_now(task.key_pages, task.keys, true, after(task.first), -1);
+    fetch_now(task.value_pages, task.values, false, after(task.first), -1);
     Room room(size);
     const bool turn_keys = task.keys.rotate && task.keys.bits < 16 && task.first < task.whole;
     bool turned_values = task.values.rotate && task.values.bits < 16 && task.first < task.whole;
@@ -277,14 +313,11 @@ static void attend(const PageTask& task) {
         turned_values = false;
     };
     for (int64_t p = task.first; p < task.last; ++p) {
-        if (p >= task.gap_from && p < task.gap_to) p = std::min(task.gap_to, task.last - 1);
+        p = after(p);
         if (p >= task.whole) back();
         const PageSide &keys = task.key_pages[p], &values = task.value_pages[p];
-        const bool half_keys = p >= task.whole || task.keys.bits == 16, half_values = p >= task.whole || task.values.bits == 16;
-        if (task.count <= kFew && p + 1 < task.last) {
-            fetch_page(task.key_pages[p + 1], task.keys, size, true, p + 1 >= task.whole || task.keys.bits == 16);
-            fetch_page(task.value_pages[p + 1], task.values, size, false, p + 1 >= task.whole || task.values.bits == 16);
-        }
+        const bool half_keys = halves_of(task.keys, p), half_values = halves_of(task.values, p);
+        const int64_t next = p + 1 < task.last ? after(p + 1) : task.last;
         Active a;
         uint64_t any = 0;
         for (int64_t i = 0; i < task.count; ++i) {
@@ -304,31 +337,35 @@ static void attend(const PageTask& task) {
             a.planes[n] = room.planes + n * 2 * room.plane;
         }
         if (a.count == 0) continue;
+        const bool few = a.count <= 4, in_place = NSTF_ISA >= 2 && few;
+        const void* next_keys = fetch_now(task.key_pages, task.keys, true, next, (half_keys ? in_place : few) ? p : -1);
+        const void* next_values = fetch_now(task.value_pages, task.values, false, next, (half_values ? in_place : few) ? p : -1);
+        const auto* next_key_codes = static_cast<const uint8_t*>(next_keys);
+        const auto* next_value_codes = static_cast<const uint8_t*>(next_values);
 #if NSTF_VNNI
         if (!half_keys && !half_values && in_fours(task)) {
-            pages_in_fours(task, a, keys, values, room);
+            pages_in_fours(task, a, keys, values, next_key_codes, next_value_codes, room);
             continue;
         }
 #endif
         const int64_t from = __builtin_ctzll(any), to = kPage - __builtin_clzll(any), first = from / kBlock, last = (to + kBlock - 1) / kBlock;
-        const bool few = NSTF_ISA >= 2 && a.count <= 4;
         if (!half_keys) {
-            scores_of_codes(task, a, keys, first, last, room);
-        } else if (few) {
-            score_all(a.q, a.count, size, keys.half, first, last, a.scores);
+            scores_of_codes(task, a, keys, next_key_codes, first, last, room);
+        } else if (in_place) {
+            score_all(a.q, a.count, size, keys.half, halves_or(next_keys, keys), first, last, a.scores);
         } else {
             halves_to_floats(keys.half + first * kBlock * size, (last - first) * kBlock * size, room.page + first * kBlock * size);
-            score_all(a.q, a.count, size, room.page, first, last, a.scores);
+            score_all(a.q, a.count, size, room.page, room.page, first, last, a.scores);
         }
         for (int64_t i = 0; i < a.count; ++i)
             room.fade[i] = weigh(*a.going[i], a.scores[i], a.visible[i], task.scale * keys.unit, values.unit, a.weights[i]);
         if (!half_values) {
-            mix_codes(task, a, values, room.fade, room);
-        } else if (few) {
-            mix_all(a.weights, room.fade, a.count, values.half, size, from, to, a.sums);
+            mix_codes(task, a, values, next_value_codes, room.fade, room);
+        } else if (in_place) {
+            mix_all(a.weights, room.fade, a.count, values.half, halves_or(next_values, values), size, from, to, a.sums);
         } else {
             halves_to_floats(values.half + from * size, (to - from) * size, room.page + from * size);
-            mix_all(a.weights, room.fade, a.count, room.page, size, from, to, a.sums);
+            mix_all(a.weights, room.fade, a.count, room.page, room.page, size, from, to, a.sums);
         }
     }
     back();

@@ -78,12 +78,21 @@ static void unpack_codes(const uint8_t* codes, int64_t rows, int64_t stride, uin
         }
 }
 
+// A page as a task's queries go through it: codes, minima and scales as floats, bits of a code as it stands. ahead: the codes of
+// the next page where they are to be fetched meanwhile, else these.
+struct FourSide {
+    const uint8_t *codes, *ahead;
+    const float *low, *step;
+    int stored;
+};
+
 // sum[q][n] = the sum over all rows of code times x, of four blocks of 16 columns. x, low: as in `columns`. Stored: bits of a
-// code as it stands at `codes`.
+// code as it stands at `codes`. ahead: the same codes of the next page, fetched row by row meanwhile.
 template <int Bits, int Stored, int Q>
-static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low,
-                             __m512i (&sum)[Q][4]) {
+static inline void four_sums(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, const int8_t* const* x,
+                             int64_t low, __m512i (&sum)[Q][4]) {
     constexpr int kUnits = 8 / Stored, kPlanes = planes_for(Bits);
+    constexpr int kLines = 4 / (kUnits * kPlanes);  // fetched at a time
     const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
     for (int q = 0; q < Q; ++q)
         for (int n = 0; n < 4; ++n) sum[q][n] = _mm512_setzero_si512();
@@ -96,6 +105,7 @@ static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride,
             for (int n = 0; n < 4; ++n) v[n] = _mm512_loadu_si512(codes + r * stride + 64 * n);
             for (int u = 0; u < kUnits; ++u) {
                 __m512i c[4];
+                for (int n = 0; n < kLines; ++n) fetch_line(ahead + r * stride + 64 * ((i * kUnits + u) * kLines + n));
                 for (int n = 0; n < 4; ++n)
                     c[n] = kUnits == 1 ? v[n] : _mm512_and_si512(_mm512_srli_epi16(v[n], static_cast<unsigned>(u * Stored)), mask);
                 for (int q = 0; q < Q; ++q) {
@@ -109,8 +119,9 @@ static inline void four_sums(const uint8_t* codes, int64_t rows, int64_t stride,
 
 // Scores [Q][64] of queries first.. of a page whose keys have V vectors of channels. low, step: of the page. by: of the scores.
 template <int Bits, int Stored, int Q, int V>
-static void four_scores(const PageTask& task, const Active& a, int64_t first, const uint8_t* codes, const float* low,
-                        const float* step, float by, const Room& room, float* scores) {
+static void four_scores(const PageTask& task, const Active& a, int64_t first, const FourSide& side, float by, const Room& room,
+                        float* scores) {
+    const float *low = side.low, *step = side.step;
     constexpr int64_t kRows = 16 * V / (32 / Stored), kStride = 256;
     const int8_t* at[Q];
     __m512i sum[Q][4];
@@ -127,7 +138,7 @@ static void four_scores(const PageTask& task, const Active& a, int64_t first, co
         _mm_storeu_ps(bases, across<false>(base));
         four_planes<Bits, Q, V>(x, bytes, steps, rests);
         for (int i = 0; i < Q; ++i) at[i] = bytes + i * 32 * V;
-        four_sums<Bits, Stored, Q>(codes, kRows, kStride, at, 16 * V, sum);
+        four_sums<Bits, Stored, Q>(side.codes, side.ahead, kRows, kStride, at, 16 * V, sum);
         for (int i = 0; i < Q; ++i)
             for (int n = 0; n < 4; ++n)
                 _mm512_storeu_ps(scores + 64 * i + 16 * n,
@@ -137,7 +148,8 @@ static void four_scores(const PageTask& task, const Active& a, int64_t first, co
     }
     for (int g = 0; g < V / 4; ++g) {
         for (int i = 0; i < Q; ++i) at[i] = room.fixed + a.number[first + i] * 2 * room.plane + g * 2 * 64;
-        four_sums<Bits, Stored, Q>(codes + g * (kRows / (V / 4)) * kStride, kRows / (V / 4), kStride, at, 64, sum);
+        const int64_t rows = kRows / (V / 4), from = g * rows * kStride;
+        four_sums<Bits, Stored, Q>(side.codes + from, side.ahead + from, rows, kStride, at, 64, sum);
         for (int i = 0; i < Q; ++i) {
             const int64_t n = a.number[first + i];
             const __m512 own = _mm512_set1_ps(room.steps[n][g].step * by), rest = _mm512_set1_ps(room.steps[n][g].rest * by);
@@ -184,8 +196,9 @@ static void four_weights(const Active& a, int64_t first, float* scores, float* f
 
 // The queries' sums, faded, and their weights [Q][64] times the page's values.
 template <int Bits, int Stored, int Q>
-static void four_mix(const PageTask& task, const Active& a, int64_t first, const uint8_t* codes, const float* low,
-                     const float* step, const float* weights, const float* fade) {
+static void four_mix(const PageTask& task, const Active& a, int64_t first, const FourSide& side, const float* weights,
+                     const float* fade) {
+    const float *low = side.low, *step = side.step;
     const int64_t stride = task.size / 16 * 64;
     constexpr int64_t kRows = kPage / (32 / Stored);
     alignas(64) int8_t bytes[Q * 128];
@@ -210,7 +223,7 @@ static void four_mix(const PageTask& task, const Active& a, int64_t first, const
             four_planes<Bits, Q, 4>(x, bytes, steps, rests);
         }
         __m512i sum[Q][4];
-        four_sums<Bits, Stored, Q>(codes + 256 * g, kRows, stride, at, 64, sum);
+        four_sums<Bits, Stored, Q>(side.codes + 256 * g, side.ahead + 256 * g, kRows, stride, at, 64, sum);
         for (int i = 0; i < Q; ++i) {
             const __m512 own = _mm512_set1_ps(steps[i]), base = _mm512_set1_ps(bases[i]), rest = _mm512_set1_ps(rests[i]);
             for (int n = 0; n < 4; ++n) {
@@ -224,20 +237,13 @@ static void four_mix(const PageTask& task, const Active& a, int64_t first, const
     }
 }
 
-// A page as a task's queries go through it: codes, minima and scales as floats. bits: of a code as it stands.
-struct FourSide {
-    const uint8_t* codes;
-    const float *low, *step;
-    int stored;
-};
-
 template <int Q>
 static void four_page(const PageTask& task, const Active& a, int64_t first, const FourSide& keys, const FourSide& values, float by,
                       const Room& room) {
     alignas(64) float scores[Q * kPage];
     float fade[kFour];
     const auto score = [&](auto one, auto two) {
-        (task.size == 64 ? one : two)(task, a, first, keys.codes, keys.low, keys.step, by, room, scores);
+        (task.size == 64 ? one : two)(task, a, first, keys, by, room, scores);
     };
     const int bits = task.keys.bits;
     if (bits == 8) score(four_scores<8, 8, Q, 4>, four_scores<8, 8, Q, 8>);
@@ -246,7 +252,7 @@ static void four_page(const PageTask& task, const Active& a, int64_t first, cons
     if (bits == 2 && keys.stored == 2) score(four_scores<2, 2, Q, 4>, four_scores<2, 2, Q, 8>);
     if (bits == 2 && keys.stored == 8) score(four_scores<2, 8, Q, 4>, four_scores<2, 8, Q, 8>);
     four_weights<Q>(a, first, scores, fade);
-    const auto mix = [&](auto fn) { fn(task, a, first, values.codes, values.low, values.step, scores, fade); };
+    const auto mix = [&](auto fn) { fn(task, a, first, values, scores, fade); };
     const int other = task.values.bits;
     if (other == 8) mix(four_mix<8, 8, Q>);
     if (other == 4 && values.stored == 4) mix(four_mix<4, 4, Q>);
@@ -260,28 +266,29 @@ static bool in_fours(const PageTask& task) {
 }
 
 // pairs: [2 * pairs_of]; bytes: [64 * size], for codes of fewer bits where `many` queries go through them.
-static FourSide four_side(const Format& format, int64_t size, bool key, const uint8_t* packed, float unit, bool many, float* pairs,
-                          uint8_t* bytes) {
+static FourSide four_side(const Format& format, int64_t size, bool key, const uint8_t* packed, const uint8_t* next, float unit,
+                          bool many, float* pairs, uint8_t* bytes) {
     const int64_t count = pairs_of(format, size), rows = (key ? size : kPage) / rows_together(format.bits);
     for (int64_t i = 0; i < 2 * count; i += 16) {
         const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + 2 * i)));
         _mm512_storeu_ps(pairs + i, _mm512_mul_ps(x, _mm512_set1_ps(unit)));
     }
-    FourSide side{packed + 4 * count, pairs, pairs + count, format.bits};
+    FourSide side{packed + 4 * count, codes_ahead(packed, next, count), pairs, pairs + count, format.bits};
     if (!many || format.bits == 8) return side;
     const int64_t stride = (key ? kPage : size) / 16 * 64;
     if (format.bits == 4) unpack_codes<4>(side.codes, rows, stride, bytes);
     if (format.bits == 2) unpack_codes<2>(side.codes, rows, stride, bytes);
-    side.codes = bytes, side.stored = 8;
+    side.codes = side.ahead = bytes, side.stored = 8;
     return side;
 }
 
-// One page whose keys and values are codes, for all queries that see some of it.
-static void pages_in_fours(const PageTask& task, const Active& a, const PageSide& keys, const PageSide& values, Room& room) {
+// One page whose keys and values are codes, for all queries that see some of it. next: sides of the page that comes next, or null.
+static void pages_in_fours(const PageTask& task, const Active& a, const PageSide& keys, const PageSide& values,
+                           const uint8_t* next_keys, const uint8_t* next_values, Room& room) {
     const bool many = a.count > kFour;
     auto* bytes = reinterpret_cast<uint8_t*>(room.page);
-    const FourSide own = four_side(task.keys, task.size, true, keys.packed, 1, many, room.pairs, bytes);
-    const FourSide other = four_side(task.values, task.size, false, values.packed, values.unit, many,
+    const FourSide own = four_side(task.keys, task.size, true, keys.packed, next_keys, 1, many, room.pairs, bytes);
+    const FourSide other = four_side(task.values, task.size, false, values.packed, next_values, values.unit, many,
                                      room.pairs + 2 * pairs_of(task.keys, task.size), bytes + kPage * task.size);
     const float by = task.scale * keys.unit;
     int64_t i = 0;

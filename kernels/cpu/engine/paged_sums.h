@@ -73,11 +73,13 @@ static inline int32_t four_at(const int8_t* x) {
 }
 
 // out[q][column] = the sum over all rows of code times x, for Q queries and N blocks of 16 columns. codes: `rows` times 64 bytes
-// per block, `stride` bytes apart; low: where the second plane begins.
+// per block, `stride` bytes apart; low: where the second plane begins; ahead: the same codes of the page that comes next, which
+// are fetched row by row meanwhile.
 #if NSTF_VNNI
 constexpr int kColumns = 2;
 template <int Bits, int Q, int N>
-static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low, float* const* out) {
+static void columns(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low,
+                    float* const* out) {
     constexpr int kUnits = 8 / Bits, kPlanes = planes_for(Bits);
     __m512i sum[kPlanes][Q][N];
     for (int i = 0; i < kPlanes; ++i)
@@ -86,7 +88,7 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
     const __m512i mask = _mm512_set1_epi8((1 << Bits) - 1);
     for (int64_t r = 0; r < rows; ++r) {
         __m512i v[N];
-        for (int n = 0; n < N; ++n) v[n] = _mm512_loadu_si512(codes + r * stride + 64 * n);
+        for (int n = 0; n < N; ++n) v[n] = _mm512_loadu_si512(codes + r * stride + 64 * n), fetch_line(ahead + r * stride + 64 * n);
         for (int u = 0; u < kUnits; ++u) {
             const int64_t k = 4 * (r * kUnits + u);
             __m512i c[N];
@@ -109,7 +111,8 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
 #elif NSTF_ISA >= 2
 constexpr int kColumns = 1;
 template <int Bits, int Q, int N>
-static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low, float* const* out) {
+static void columns(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low,
+                    float* const* out) {
     constexpr int kUnits = 8 / Bits, kPlanes = planes_for(Bits);
     const __m256i mask = _mm256_set1_epi8(Bits == 2 ? 3 : 15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int h = 0; h < 2; ++h) {  // eight columns
@@ -117,6 +120,7 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
         for (int q = 0; q < Q; ++q) sum[q][0] = sum[q][1] = _mm256_setzero_si256();
         for (int64_t r = 0; r < rows; ++r) {
             const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + r * stride + 32 * h));
+            if (h == 0) fetch_line(ahead + r * stride);
             if (Bits == 8) {  // two halves of a byte: products of whole ones would not fit 16 bits
                 const __m256i low_half = _mm256_and_si256(v, mask);
                 const __m256i high_half = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
@@ -151,11 +155,13 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
 #else
 constexpr int kColumns = 1;
 template <int Bits, int Q, int N>
-static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low, float* const* out) {
+static void columns(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, const int8_t* const* x, int64_t low,
+                    float* const* out) {
     constexpr int kUnits = 8 / Bits;
     for (int q = 0; q < Q; ++q) {
         int32_t sum[16] = {};
-        for (int64_t r = 0; r < rows; ++r)
+        for (int64_t r = 0; r < rows; ++r) {
+            if (q == 0) fetch_line(ahead + r * stride);
             for (int u = 0; u < kUnits; ++u) {
                 int32_t by[4];
                 for (int i = 0; i < 4; ++i) {
@@ -167,37 +173,40 @@ static void columns(const uint8_t* codes, int64_t rows, int64_t stride, const in
                 for (int c = 0; c < 16; ++c)
                     for (int i = 0; i < 4; ++i) sum[c] += ((at[4 * c + i] >> (u * Bits)) & ((1 << Bits) - 1)) * by[i];
             }
+        }
         for (int c = 0; c < 16; ++c) out[q][c] = static_cast<float>(sum[c]);
     }
 }
 #endif
 
 template <int Bits, int Q>
-static void column_blocks(const uint8_t* codes, int64_t rows, int64_t stride, int64_t from, int64_t to, const int8_t* const* x,
-                          int64_t low, float* const* out) {
+static void column_blocks(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, int64_t from, int64_t to,
+                          const int8_t* const* x, int64_t low, float* const* out) {
     float* at[Q];
     int64_t n = from;
     auto move = [&] {
         for (int q = 0; q < Q; ++q) at[q] = out[q] + 16 * n;
     };
-    for (; n + kColumns <= to; n += kColumns) move(), columns<Bits, Q, kColumns>(codes + 64 * n, rows, stride, x, low, at);
-    for (; n < to; ++n) move(), columns<Bits, Q, 1>(codes + 64 * n, rows, stride, x, low, at);
+    for (; n + kColumns <= to; n += kColumns)
+        move(), columns<Bits, Q, kColumns>(codes + 64 * n, ahead + 64 * n, rows, stride, x, low, at);
+    for (; n < to; ++n) move(), columns<Bits, Q, 1>(codes + 64 * n, ahead + 64 * n, rows, stride, x, low, at);
 }
 
 template <int Bits>
-static void bit_sums(const uint8_t* codes, int64_t rows, int64_t stride, int64_t from, int64_t to, const int8_t* const* x,
-                     int64_t low, float* const* out, int64_t queries) {
+static void bit_sums(const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, int64_t from, int64_t to,
+                     const int8_t* const* x, int64_t low, float* const* out, int64_t queries) {
     int64_t q = 0;
-    for (; q + 4 <= queries; q += 4) column_blocks<Bits, 4>(codes, rows, stride, from, to, x + q, low, out + q);
-    if (queries - q == 3) column_blocks<Bits, 3>(codes, rows, stride, from, to, x + q, low, out + q);
-    if (queries - q == 2) column_blocks<Bits, 2>(codes, rows, stride, from, to, x + q, low, out + q);
-    if (queries - q == 1) column_blocks<Bits, 1>(codes, rows, stride, from, to, x + q, low, out + q);
+    for (; q + 4 <= queries; q += 4, ahead = codes)
+        column_blocks<Bits, 4>(codes, ahead, rows, stride, from, to, x + q, low, out + q);
+    if (queries - q == 3) column_blocks<Bits, 3>(codes, ahead, rows, stride, from, to, x + q, low, out + q);
+    if (queries - q == 2) column_blocks<Bits, 2>(codes, ahead, rows, stride, from, to, x + q, low, out + q);
+    if (queries - q == 1) column_blocks<Bits, 1>(codes, ahead, rows, stride, from, to, x + q, low, out + q);
 }
 
 // Of the blocks of 16 columns from..to-1, for any number of queries.
-static void code_sums(int bits, const uint8_t* codes, int64_t rows, int64_t stride, int64_t from, int64_t to,
+static void code_sums(int bits, const uint8_t* codes, const uint8_t* ahead, int64_t rows, int64_t stride, int64_t from, int64_t to,
                       const int8_t* const* x, int64_t low, float* const* out, int64_t queries) {
-    if (bits == 8) bit_sums<8>(codes, rows, stride, from, to, x, low, out, queries);
-    if (bits == 4) bit_sums<4>(codes, rows, stride, from, to, x, low, out, queries);
-    if (bits == 2) bit_sums<2>(codes, rows, stride, from, to, x, low, out, queries);
+    if (bits == 8) bit_sums<8>(codes, ahead, rows, stride, from, to, x, low, out, queries);
+    if (bits == 4) bit_sums<4>(codes, ahead, rows, stride, from, to, x, low, out, queries);
+    if (bits == 2) bit_sums<2>(codes, ahead, rows, stride, from, to, x, low, out, queries);
 }

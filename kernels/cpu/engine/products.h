@@ -14,8 +14,12 @@ static void dots(const float* x, int64_t x_stride, const float* w, int64_t cols,
         }
     for (int t = 0; t < T; ++t)
         for (int r = 0; r < R; ++r) {
-            float total = 0;
-            for (int64_t i = 0; i < kLanes; ++i) total += sum[t][r][i];
+            // Halves added up: one number after the other would take as long as some hundred columns.
+            float lanes[kLanes];
+            *reinterpret_cast<Loose*>(lanes) = sum[t][r];
+            for (int64_t half = kLanes / 2; half > 0; half /= 2)
+                for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+            float total = lanes[0];
             for (int64_t j = k; j < cols; ++j) total += w[r * cols + j] * x[t * x_stride + j];
             y[t * stride + r] = total;
         }

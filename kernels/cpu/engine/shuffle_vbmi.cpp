@@ -16,7 +16,6 @@ namespace shuffled_vbmi {
 namespace {
 constexpr Isa SELF = Isa::kAvx512Vbmi;
 #include "int8_avx512.h"
-constexpr int run_of(int) { return 8; }
 using Table = __m512i;
 inline Table table_of(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -41,8 +41,7 @@ class Dense : public Leaf {
         }
         const uint16_t* in = static_cast<const uint16_t*>(values_) + first * cols;
         if (type_ == Number::kHalf) ops().from_halves(in, size, out);
-        else
-            for (int64_t k = 0; k < size; ++k) out[k] = bfloat_to_float(in[k]);
+        else ops().from_bfloats(in, size, out);
     }
     std::string kernel() const override { return "dense"; }
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.analyzers.by_thread import ByThread
-from nstf.analyzers.heap import give_back, share_one_arena
+from nstf.analyzers.heap import give_back, give_back_much, share_one_arena
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
@@ -269,7 +269,9 @@ class _Backward:
                 )
                 self._handles.append(sums.watch(f"sensitivity_in:{name}", module))
                 self.scales[f"sensitivity_in:{name}"] = _embedding_scale(module)
-        self._undo = checkpoint_layers([] if self._keeps_activations(len(layers)) else layers)
+        # Without it a pass of the 135 M model had up to 3.6 GB of freed pieces in the heap, and 0.6 GB in use.
+        between = give_back_much if self.device.type == "cpu" else None
+        self._undo = checkpoint_layers([] if self._keeps_activations(len(layers)) else layers, between)
         model.settle()  # one thread at a time may
         self._precision.enter_context(fast_products())
         return self

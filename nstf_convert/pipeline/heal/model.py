@@ -5,7 +5,7 @@ autograd keeps a note instead (`saved_tensors_hooks`) and the weight is decoded 
 the codes, a byte or two a weight, and the activations.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,8 @@ class TunedModel(StreamedModel):
         self._values: Mapping[str, Mapping[str, Tensor]] = {}
         self._live: dict[int, Callable[[], Tensor]] = {}
         self._small: list[Callable[[], None]] = []
-        super().__init__(config, self._large, ties, lazy=True)
+        super().__init__(config, self._large, ties, lazy=True, held=weights)
+        self.device = device  # where inputs and buffers go; weights are made there
         buffers_to(self.module, device)
 
     def set_values(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -84,6 +85,9 @@ class TunedModel(StreamedModel):
     def _prepared(self, name: str) -> Prepared:
         prepared = self._weights[name]
         return prepared.widened() if self.dtype == torch.float32 else prepared
+
+    def _buffer(self, name: str) -> Tensor:
+        return self._value(name)
 
     def _large(self, name: str) -> Tensor:
         return self._value(name).to(self.dtype).contiguous()
@@ -134,10 +138,14 @@ class TunedModel(StreamedModel):
 
 
 def reference_on(
-    device: torch.device, config: dict[str, Any], source: Callable[[str], Tensor], ties: Mapping[str, str]
+    device: torch.device,
+    config: dict[str, Any],
+    source: Callable[[str], Tensor],
+    ties: Mapping[str, str],
+    held: Collection[str],
 ) -> StreamedModel:
-    """The original model with its computation on `device`, its weights where `source` has them."""
-    return StreamedModel(config, source, ties, lazy=True, device=device)
+    """The original model with its computation on `device`, its weights where `source` has them, those named in `held`."""
+    return StreamedModel(config, source, ties, lazy=True, device=device, held=held)
 
 
 def backward_of_divergence(

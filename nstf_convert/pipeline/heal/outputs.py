@@ -4,10 +4,14 @@ The loss is the squared error of the outputs (logits, or the last hidden states)
 windows that choose are scored by. Such models are small beside language models, so the codes of integers are tuned too,
 those of factors among them: they stay whole numbers in every step, and the gradient passes the rounding (Bengio et al.
 2013). A factor that was rounded after it was fitted learns to make up for the rounding and for what it left out.
+
+A step goes through its inputs in parts of one shape each, as many at a time as their activations fit in ACTIVATION_BYTES
+or in what the memory bound leaves; the gradients add up. One input is the least.
 """
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,14 +22,13 @@ from torch import Tensor
 from nstf_convert.measure import compare_outputs
 from nstf_convert.pipeline.calibrate.text import Batch
 from nstf_convert.pipeline.heal.run import HealingRun, Settings
+from nstf_convert.pipeline.heal.sizes import ACTIVATION_BYTES, INPUTS, LARGEST_CODES
 from nstf_convert.pipeline.mix import Loader, Measured
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 
-# Inputs of a step. One image says little about the others.
-INPUTS = 32
-# Models of more weights keep their codes: each tuned one takes 24 bytes.
-LARGEST_CODES = 1 << 26
+log = logging.getLogger("nstf")
+
 # Of codes: steps of their grid. At 0.1 a small network learnt its inputs by heart, and others lost by it.
 RATES = Settings(scale_rate=2e-3, row_rate=2e-3, value_rate=5e-3, code_rate=0.03, windows=INPUTS, patience=3)
 
@@ -48,6 +51,8 @@ class OutputRun(HealingRun):
             chosen = replace(chosen, code_rate=0.0)
         super().__init__(session, mix, load, minutes, steps, chosen, before)
         self.bfloat16, self.student.dtype = False, torch.float32
+        # Bytes that one input of a shape keeps for its backward pass.
+        self._kept: dict[Shape, int] = {}
 
     @staticmethod
     def _inputs(batches: Sequence[Any]) -> list[Any]:
@@ -61,18 +66,48 @@ class OutputRun(HealingRun):
 
     def _one_step(self, batch: Any, ahead: Any = (), take: bool = True) -> float:
         self.optimiser.zero_grad(set_to_none=True)
-        self.student.set_values(self.values.current())
-        given = joined(batch)
+        parts = [part for group in alike(batch) for part in self._parts(group)]
         with torch.no_grad():
-            target = self.teacher.outputs(**given)
-        loss = (self.student.outputs(**given) - target).square().sum() / target.square().sum().clamp_min(
-            1e-30
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        found = float(loss.detach())
+            targets = [self.teacher.outputs(**part) for part in parts]
+        energy = torch.stack([t.square().sum() for t in targets]).sum().clamp_min(1e-30)
+        found = 0.0
+        for part, target in zip(parts, targets, strict=True):
+            self.student.set_values(self.values.current())
+            loss = (self.student.outputs(**part) - target).square().sum() / energy
+            loss.backward()  # type: ignore[no-untyped-call]
+            found += float(loss.detach())
         if take and math.isfinite(found):
             self.optimiser.step()
         return found
+
+    def _parts(self, group: Sequence[Batch]) -> Iterator[Batch]:
+        """Inputs of one shape, joined as far as their activations fit."""
+        room = min(ACTIVATION_BYTES, self.session.machine.activation_bytes)
+        together = len(group)
+        if together > 1:
+            together = max(1, room // max(1, self._bytes_of(group[0])))
+        for start in range(0, len(group), together):
+            some = group[start : start + together]
+            yield {n: torch.cat([b[n] for b in some]) for n in group[0]}
+
+    def _bytes_of(self, one: Batch) -> int:
+        """What the backward pass of another input like this one needs: that of two, less that of one, which has the weights
+        as well."""
+        shape = shape_of(one)
+        if shape not in self._kept:
+            pair = {n: torch.cat([v, v]) for n, v in one.items()}
+            taken = []
+            for given in (one, pair):
+                self.student.set_values(self.values.current())
+                taken.append(saved_bytes(lambda given=given: self.student.outputs(**given)))  # type: ignore[misc]
+            self._kept[shape] = max(0, taken[1] - taken[0])
+            room = self.session.machine.activation_bytes
+            if self._kept[shape] > room:
+                log.warning(
+                    "healing: one input keeps %.1f GiB of activations, where the memory bound leaves %.1f GiB",
+                    self._kept[shape] / 2**30, room / 2**30,
+                )  # fmt: skip
+        return self._kept[shape]
 
     def _score(self, index: int, target: Tensor) -> float:
         out = self.student.outputs(**self.held[index])
@@ -83,8 +118,32 @@ class OutputRun(HealingRun):
         return nullcontext()
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Inputs of one shape as one batch; those of other shapes than the first are left out."""
-    first = batches[0]
-    alike = [b for b in batches if all(b[n].shape[1:] == v.shape[1:] for n, v in first.items())]
-    return {n: torch.cat([b[n] for b in alike]) for n in first}
+# Names, shapes and dtypes of an input's arrays.
+Shape = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def shape_of(one: Batch) -> Shape:
+    """What inputs must have in common to go through a model together."""
+    return tuple(sorted((n, tuple(v.shape[1:]), v.dtype) for n, v in one.items()))
+
+
+def alike(batch: Sequence[Batch]) -> list[list[Batch]]:
+    """The inputs by names and shapes, in the order in which each first comes."""
+    found: dict[Shape, list[Batch]] = {}
+    for one in batch:
+        found.setdefault(shape_of(one), []).append(one)
+    return list(found.values())
+
+
+def saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Bytes that autograd keeps for the backward pass of what `run` computes."""
+    seen: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        run()
+    return sum(seen.values())

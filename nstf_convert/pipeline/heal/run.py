@@ -26,6 +26,13 @@ from nstf_convert.measure import score_window
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.heal.model import TunedModel, backward_of_divergence, reference_on
+from nstf_convert.pipeline.heal.sizes import (
+    ACTIVATION_BYTES,
+    EVALUATIONS,
+    LOGIT_ELEMENTS,
+    WINDOWS,
+    layer_bytes,
+)
 from nstf_convert.pipeline.heal.teacher import Batch, Targets, batch_of
 from nstf_convert.pipeline.heal.text import healing_windows
 from nstf_convert.pipeline.heal.values import TunedValues
@@ -40,11 +47,6 @@ from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
 
-# Logits of this many elements at a time: 16 MiB in float32 on a CPU, 512 MiB on a GPU, of which about four are alive.
-LOGIT_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
-# Windows of a step, and looks at the windows that choose. A GPU wants work and makes both cheap.
-WINDOWS = {"cpu": 1, "cuda": 4}
-EVALUATIONS = {"cpu": 5, "cuda": 15}
 # A text is read at most this often: then more steps fit it and no other.
 MAX_EPOCHS = 6
 # bfloat16 arithmetic costs about 0.001 nats: below this divergence it would drown what is to be learnt.
@@ -52,8 +54,6 @@ SMALLEST_FOR_BFLOAT16 = 0.01
 CHECKPOINT_SECONDS = 60.0
 # Steps whose text the original reads in one go.
 TEACHER_AHEAD = 3
-# Activations above this are recomputed in the backward pass, layer by layer.
-ACTIVATION_BYTES = 3 << 29
 # How far over its time a run may go before it is cut short, where steps turn out slower than those measured.
 OVERTIME = 1.25
 MAX_STEPS = 20_000
@@ -102,7 +102,8 @@ class HealingRun:
         fast = self.device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
         self.bfloat16 = fast and before.score >= SMALLEST_FOR_BFLOAT16
         config = session.reference().config
-        self.teacher = reference_on(self.device, config, session.source, session.checkpoint.ties)
+        checkpoint = session.checkpoint
+        self.teacher = reference_on(self.device, config, session.source, checkpoint.ties, checkpoint.names())
         encoded = {n: load(u, mix.get(n)) for n, u in _read_units(session, self.teacher)}
         buffers = set(self.teacher.stored_buffers())
         self.values = TunedValues(
@@ -110,7 +111,7 @@ class HealingRun:
         )
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         weights = {n: prepare(e, self.device, dtype) for n, e in encoded.items()}
-        self.student = TunedModel(config, weights, session.checkpoint.ties, self.device, dtype)
+        self.student = TunedModel(config, weights, checkpoint.ties, self.device, dtype)
         self.optimiser = torch.optim.AdamW(
             self.values.groups(
                 settings.scale_rate, settings.row_rate, settings.value_rate, settings.code_rate
@@ -332,7 +333,7 @@ def activation_bytes(model: StreamedModel, tokens: int, size: int) -> int:
     """About what the layers keep for a backward pass over `tokens` tokens in numbers of `size` bytes."""
     config = model.module.config.get_text_config()
     inner: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return size * len(layer_list(model.module)[1]) * tokens * (16 * int(config.hidden_size) + 5 * inner)
+    return len(layer_list(model.module)[1]) * layer_bytes(tokens, int(config.hidden_size), inner, size)
 
 
 def recomputing(

@@ -40,8 +40,12 @@ class TensorFileWriter:
         self._entries: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
         self._offset = 0
-        with disk_errors(path):
-            self._data: IO[bytes] = self._data_path.open("wb")
+        try:
+            with disk_errors(path):
+                self._data: IO[bytes] = self._data_path.open("wb")
+        except BaseException:  # Ctrl-C just as it was made
+            self._data_path.unlink(missing_ok=True)
+            raise
         self.metadata: dict[str, Any] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:

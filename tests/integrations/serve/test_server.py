@@ -162,9 +162,10 @@ def test_an_answer_follows_a_json_schema(server: Served) -> None:
         answer = json.loads(found["choices"][0]["message"]["content"])
         assert answer["colour"] in ("red", "green") and 0 <= answer["count"] <= 99
         assert found["choices"][0]["finish_reason"] == "stop"
-    shape["json_schema"] = {"name": "x", "schema": {"type": "nonsense"}}
-    status, found = server.json(CHAT, HELLO | {"response_format": shape})
-    assert (status, found["error"]["param"]) == (400, "response_format")
+    for wrong in ({"type": "nonsense"}, {"$ref": "#"}):
+        shape["json_schema"] = {"name": "x", "schema": wrong}
+        status, found = server.json(CHAT, HELLO | {"response_format": shape})
+        assert (status, found["error"]["param"]) == (400, "response_format"), found
 
 
 def test_a_missing_llguidance_is_named(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

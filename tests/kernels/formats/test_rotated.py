@@ -72,3 +72,16 @@ def test_blocks_must_divide_the_axes():
 def test_parameters_out_of_range_are_refused(arguments):
     with pytest.raises(ValueError):
         rotated.Params(*arguments)
+
+
+def test_what_inference_has_cached_serves_gradients_as_well() -> None:
+    """Healing and fine-tuning come after a measurement in the same process, which runs in inference mode."""
+    for kept in (rotated._signs, rotated._hadamard_matrix):
+        kept.cache_clear()
+    params = rotated.Params(block_in=64, block_out=32, seed=3)
+    with torch.inference_mode():
+        first = rotated.from_basis(params, torch.ones(32, 64))
+    given = torch.ones(32, 64, requires_grad=True)
+    made = rotated.from_basis(params, given)
+    made.square().sum().backward()
+    assert torch.equal(made, first) and given.grad is not None and bool(given.grad.any())

@@ -1,9 +1,12 @@
 import errno
 import json
+import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+import nstf_convert.pipeline
 from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
 from nstf_convert.cli import _explain
 
@@ -124,6 +127,24 @@ def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_
     result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf")
     assert result.code == code and message in result.err
     assert result.err.count("\n") == 1 and "Traceback" not in result.err
+
+
+def test_an_interruption_that_a_library_took_for_something_else(nstf, tiny, tmp_path, monkeypatch):
+    def convert(options: Any) -> Any:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+
+    monkeypatch.setattr(nstf_convert.pipeline, "convert", convert)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf")
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert after is signal.default_int_handler
+    assert result.code == 130
+    assert result.err == "error: interrupted; run the same command again and it goes on where it stopped\n"
 
 
 @pytest.mark.parametrize(

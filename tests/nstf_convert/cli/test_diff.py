@@ -81,6 +81,11 @@ def test_what_only_one_has_and_other_shapes_are_named(nstf, tmp_path) -> None:
     assert data["only_first"] == ["three"] and data["only_second"] == ["four"]
     one, two = data["tensors"]
     assert one["relative_error"] is None and two["relative_error"] is None and two["largest_error"] == 1
+    assert "over all values of the 1 tensors of one shape" in found.out
+
+    c = write(tmp_path / "c.nstf", one=torch.ones(6), two=torch.zeros(1, 2))
+    assert "no tensor has the same shape" in nstf("diff", a, c).out
+    assert nstf("diff", a, c, "--json").json["relative_error"] is None
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nstf.kernels.formats import array_specs, check
 from nstf.kernels.formats.tuning import prepare, tunable, units, with_units
 from nstf.quantizers import int_grid
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.heal import outputs
 from nstf_convert.pipeline.heal.heal import heal
-from nstf_convert.pipeline.heal.outputs import RATES
+from nstf_convert.pipeline.heal.outputs import RATES, OutputRun, alike, saved_bytes
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
@@ -85,3 +86,112 @@ def test_codes_as_values_are_decoded_and_stored(symmetric: bool) -> None:
     assert torch.equal(units(stored)["units"][0], other)
     prepared, scale = prepare(encoded), tunable(encoded)
     assert torch.equal(prepared.decode({**scale, "units": other}), prepare(stored).decode(tunable(stored)))
+
+
+def test_inputs_of_several_shapes_are_all_learnt_from() -> None:
+    batch = [
+        {"pixel_values": torch.zeros(1, 3, 8, 8)},
+        {"pixel_values": torch.zeros(1, 3, 8, 9)},
+        {"pixel_values": torch.ones(1, 3, 8, 8)},
+        {"pixel_values": torch.ones(1, 3, 8, 8), "mask": torch.ones(1, 8)},
+    ]
+    groups = alike(batch)
+    assert [len(g) for g in groups] == [2, 1, 1] and groups[0][1] is batch[2]
+
+
+def test_a_step_in_parts_has_the_gradients_of_the_whole(folder: Path, options, monkeypatch) -> None:
+    changes = {
+        "model": str(folder / "model"),
+        "datasets": (str(folder / "inputs.safetensors"),),
+        "samples": 64,
+    }
+    with Session(options(work_dir=folder / "work", **changes), Stages()) as session:
+        session.wait_for_kernels()
+        mix = {
+            n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
+        }
+        run = OutputRun(
+            session, mix, mixes.encoder_loader(session), 1.0, 4, None, mixes.measure(session, mix)
+        )  # fmt: skip
+        batch = [*run.fit[:5], {n: v[..., :12] for n, v in run.fit[5].items()}]
+        seen: list[int] = []
+        forward = run.student.outputs
+        run.student.outputs = lambda **given: seen.append(len(given["pixel_values"])) or forward(**given)
+        found = []
+        for room in (1 << 30, 2 * run._bytes_of(run.fit[0])):
+            monkeypatch.setattr(outputs, "ACTIVATION_BYTES", room)
+            seen.clear()
+            loss = run._one_step(batch, take=False)
+            found.append((loss, [p.grad.clone() for p in run.values.parameters()], list(seen)))
+        (whole, gradients, one), (parts, others, several) = found
+        assert one == [5, 1] and several == [2, 2, 1, 1]
+        assert parts == pytest.approx(whole, rel=1e-4)
+        for a, b in zip(gradients, others, strict=True):
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()) + 1e-9)
+
+
+def test_what_autograd_keeps_is_counted_once_a_storage() -> None:
+    x, w = torch.ones(10, 100), torch.ones(100, requires_grad=True)
+    assert saved_bytes(lambda: (x * w).sum()) == 4000
+    assert saved_bytes(lambda: (x * w + x.flip(0) * w).sum()) == 8000
+
+
+@pytest.mark.gpu
+def test_inputs_and_buffers_of_a_healed_model_are_on_the_gpu(folder: Path, options) -> None:
+    changes = {
+        "model": str(folder / "model"),
+        "datasets": (str(folder / "inputs.safetensors"),),
+        "samples": 64,
+    }
+    with Session(options(work_dir=folder / "work", device="cuda", **changes), Stages()) as session:
+        mix = {
+            n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
+        }
+        healed = heal(session, mix, 1.0, steps=12)
+        assert healed.facts["device"] == "cuda" and healed.after.score < healed.before.score
+
+
+@pytest.fixture
+def clap(tmp_path: Path) -> Path:
+    """A text encoder whose types of tokens are looked up by a buffer of integers, and inputs for it."""
+    from transformers import ClapTextConfig, ClapTextModel
+
+    torch.manual_seed(0)
+    config = ClapTextConfig(
+        vocab_size=1 << 9, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, type_vocab_size=2, projection_dim=8,
+    )  # fmt: skip
+    model = ClapTextModel(config).eval()
+    model.embeddings.token_type_embeddings.weight.data.normal_()
+    model.embeddings.token_type_ids.fill_(1)
+    model.save_pretrained(tmp_path / "model")
+    save_file({"input_ids": torch.randint(3, 1 << 9, (24, 8))}, tmp_path / "inputs.safetensors")
+    return tmp_path
+
+
+def test_integers_of_a_model_are_read_and_stay(clap: Path, options) -> None:
+    """Healing must neither round nor tune them."""
+    changes = {
+        "model": str(clap / "model"),
+        "datasets": (str(clap / "inputs.safetensors"),),
+        "samples": 16,
+    }
+    with Session(options(work_dir=clap / "work", **changes), Stages()) as session:
+        mix = {
+            n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
+        }
+        still = replace(RATES, scale_rate=1e-9, row_rate=1e-9, value_rate=1e-9, code_rate=1e-9)
+        healed = heal(session, mix, 1.0, steps=1, settings=still)
+        assert healed.facts["inputs"] == 32
+        assert healed.facts["curve"][0]["held_out"] == pytest.approx(healed.before.score, rel=1e-2)
+        assert "embeddings.token_type_ids" not in healed.encoded
+
+
+def test_a_buffer_that_a_checkpoint_lacks_is_named(clap: Path, options, caplog) -> None:
+    path = clap / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["embeddings.token_type_ids"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    changes = {"model": str(clap / "model"), "datasets": (str(clap / "inputs.safetensors"),), "samples": 16}
+    with Session(options(work_dir=clap / "work", **changes), Stages()):
+        assert "lacks these buffers, the code's own are used: embeddings.token_type_ids" in caplog.text

@@ -155,12 +155,34 @@ def test_the_prediction_counts_what_the_options_ask_for(predicted) -> None:
     assert predicted(search_steps=60).seconds["search"] == pytest.approx(10 * searched.seconds["search"])
     assert predicted(search_minutes=3.0).seconds["search"] == 180.0
     assert predicted(heal_minutes=2.0).seconds["heal"] == 120.0
-    steps = [predicted(heal_steps=n).seconds["heal"] for n in (5, 50)]
-    assert steps[1] == pytest.approx(10 * steps[0]) and steps[0] > 0
     bound = predicted(budget=("max_kl", 0.01))
     assert bound.seconds["encode"] > bound.seconds["encode front to back"] / 2
     # Without Hessians tensors cannot be encoded on their own, so single formats are not compared.
     assert predicted(drops=True).seconds["compare formats"] == 0.0 < plain.seconds["compare formats"]
+
+
+def test_a_step_of_healing_reads_many_inputs_where_the_model_is_no_language_model(predicted) -> None:
+    def step(language: bool) -> float:
+        text = Text(16, 512, language=language)
+        steps = [predicted(text, heal_steps=n).seconds["heal"] for n in (10, 20, 30)]
+        assert steps[1] - steps[0] == pytest.approx(steps[2] - steps[1])
+        assert 0 < steps[1] - steps[0] < steps[0]  # looks take time too
+        return steps[1] - steps[0]
+
+    assert step(False) == pytest.approx(32 * step(True))
+
+
+def test_healing_takes_memory_by_its_inputs_and_codes(predicted) -> None:
+    def bytes_of(text: Text, **changes) -> int:
+        return predicted(text, **changes).host_bytes
+
+    short, long = (Text(2, tokens, language=False) for tokens in (16, 64))
+    assert bytes_of(short, heal_steps=3) > max(bytes_of(short), BASE_BYTES + 24 * 8 * 512 * 3584)
+    grown = bytes_of(long, heal_steps=3) - bytes_of(short, heal_steps=3)
+    assert grown > 8 * 32 * 48 * 4 * 16 * 512
+    # A step is taken in parts above a bound.
+    huge = Text(2, 4096, language=False)
+    assert bytes_of(huge, heal_steps=3) < bytes_of(short, heal_steps=3) + (3 << 29)
 
 
 def test_times_are_told_as_people_say_them() -> None:

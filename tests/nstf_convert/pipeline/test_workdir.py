@@ -3,10 +3,13 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nstf.errors import CorruptError, NstfError, UsageError
+from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.pipeline.store.workdir import WorkDir
 
 JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
@@ -77,3 +80,37 @@ def test_a_fault_of_the_disk_is_not_the_users_mistake(tmp_path, monkeypatch):
         with pytest.raises(NstfError, match=str(tmp_path / "w")) as error:
             WorkDir(tmp_path / "w", JOB, names=NAMES)
         assert error.value.exit_code == code
+
+
+def test_ctrl_c_while_a_temporary_file_is_removed_leaves_none(tmp_path: Path) -> None:
+    """It came, at random moments, as a result's data was closed: the next run removed what it left."""
+    folder = tmp_path / "w"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        WorkDir(folder, JOB),
+        TensorFileWriter(folder / "store" / "x") as writer,
+    ):
+        closed = writer._data.close
+
+        def close() -> None:
+            closed()
+            raise KeyboardInterrupt
+
+        held: Any = SimpleNamespace(close=close)
+        writer._data = held
+        assert list(folder.rglob(".x.data.*"))
+        raise OSError("what ends the work")
+    assert sorted(p.name for p in folder.rglob("*") if p.is_file()) == ["job.json", "lock"]
+
+
+def test_ctrl_c_as_a_temporary_file_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path, mode: str) -> None:
+        os.close(os.open(path, os.O_CREAT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(KeyboardInterrupt):
+        TensorFileWriter(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []

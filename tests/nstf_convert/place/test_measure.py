@@ -71,20 +71,42 @@ def test_the_others_end_with_the_first_that_fails() -> None:
 
 @pytest.mark.skipif(not available(), reason="the compiled kernels are not here")
 def test_products_on_this_machine_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows in turn with the others of the model, many as the planner times them."""
+    from nstf_convert.place import in_turn
     from nstf_convert.speed import cache, prices
 
-    asked = []
+    asked, turned = [], []
 
     def fake(atoms, isa, threads, size_bytes, batch=1):  # type: ignore[no-untyped-def]
         asked.extend((a.rows, a.cols, threads, batch) for a in atoms)
         return dict.fromkeys(atoms, 1e-06)
 
+    def fake_turn(tree, shape, rows, isa, threads, size_bytes):  # type: ignore[no-untyped-def]
+        turned.append((shape, rows, threads, size_bytes))
+        return 3e-6
+
     monkeypatch.setattr(cache, "folder", lambda: None)
     monkeypatch.setattr(prices.measure, "measure", fake)
+    monkeypatch.setattr(in_turn, "seconds_in_turn", fake_turn)
     monkeypatch.setattr(measure.os, "cpu_count", lambda: 4)
     machine = machine_of(FOUND, [])
     products = measured_products(machine, 1 << 20)
     tree = Node("int", integer.Params(bits=4, group=64))
     matrix = Matrix("x", tree, (256, 512), "product", 1)
-    assert products.seconds(machine.devices[0], [matrix], 2, 3) == pytest.approx(1e-6)
-    assert asked == [(256, 256, 2, 3)]
+    assert products.seconds(machine.devices[0], [matrix], 2, 3) == pytest.approx(3e-6)
+    assert products.seconds(machine.devices[0], [matrix], 2, 32) == pytest.approx(1e-6)
+    assert (turned, asked) == ([((256, 256), 3, 2, 1 << 20)], [(256, 256, 2, 32)])
+
+
+@pytest.mark.skipif(not available(), reason="the compiled kernels are not here")
+def test_products_in_turn_go_through_the_bytes_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf.kernels.cpu import ext
+    from nstf_convert.place import in_turn
+
+    made = []
+    whole = in_turn.compile_matrix
+    monkeypatch.setattr(in_turn, "compile_matrix", lambda e: made.append(e.size_bytes) or whole(e))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(in_turn, "_SECONDS", 0.0)
+    tree = Node("int", integer.Params(bits=4, group=64))
+    assert in_turn.seconds_in_turn(tree, (256, 512), 2, ext.isa(), 1, 1 << 19) > 0
+    assert len(made) > 4 and 0.8 * (1 << 19) < sum(made) <= 1 << 19

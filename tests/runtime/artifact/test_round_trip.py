@@ -242,6 +242,21 @@ def test_tensors_outlive_close_and_writing_into_them_leaves_the_file_alone(tmp_p
     assert path.read_bytes() == before
 
 
+def test_again_maps_the_same_file_or_none(tmp_path: Path) -> None:
+    path, stored = tmp_path / "x.nstf", {"a": dense(torch.randn(30, 40))}
+    write_artifact(path, stored)
+    with open_artifact(path, mapped=False) as read:
+        assert read.again() is None
+    with open_artifact(path) as artifact:
+        own = artifact.encoded("a").arrays["values"]
+        own += 1  # what is written into one mapping is not in the other
+        second = artifact.again()
+        assert second is not None and same(second.encoded("a"), stored["a"])
+        path.with_name("y").write_bytes(path.read_bytes())
+        path.with_name("y").replace(path)
+        assert artifact.again() is None
+
+
 def test_opening_reads_the_header_only(tmp_path: Path) -> None:
     path = tmp_path / "m.nstf"
     write_artifact(path, {"t": dense(torch.zeros(4 << 20))})

@@ -1,0 +1,37 @@
+"""When freed memory is given back to the system."""
+
+import sys
+
+import pytest
+
+from nstf.analyzers import heap
+
+MB = 1 << 20
+
+
+def test_memory_is_given_back_where_it_has_grown_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap.sys, "platform", "linux")
+    monkeypatch.setattr(heap, "_lowest", 0)
+    at = 0
+    given: list[int] = []
+
+    def give_back() -> None:
+        nonlocal at
+        given.append(at // MB)
+        at = min(at, 500 * MB)
+
+    monkeypatch.setattr(heap, "_resident", lambda: at)
+    monkeypatch.setattr(heap, "give_back", give_back)
+    for megabytes in (300, 450, 700, 800, 885, 400, 780, 790):
+        at = megabytes * MB
+        heap.give_back_much()
+    # 500 stays in use after the first time; the level falls to 400 with the sixth.
+    assert given == [450, 885, 790]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory in use is read from /proc")
+def test_the_memory_in_use_is_read() -> None:
+    before = heap._resident()
+    held = bytearray(b"x" * (64 * MB))
+    assert before > 8 * MB and heap._resident() >= before + 48 * MB
+    del held
