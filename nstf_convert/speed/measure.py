@@ -2,8 +2,8 @@
 
 Formats are timed in turn, several rounds of them, so that a slow moment of the machine meets them alike. Every product is
 timed by itself, and one of the fastest counts (`typical`): what other programs did to the others says nothing of the
-kernel. Between two products of a matrix as many bytes as the model has pass through the caches. With several threads a
-program on one of their cores can still hold up every product of a format for as long as it runs: what came out too long
+kernel. Between two products of a matrix as many bytes as the model has pass through the caches: matrices of all formats are
+gone through one after the other, around and around, as a model's are by token after token. With several threads a program on one of their cores can still hold up every product of a format for as long as it runs: what came out too long
 beside the format's processor time with one thread is timed again (`_steady`).
 """
 
@@ -40,9 +40,11 @@ class Pool:
     """Random bytes that stand for codes: arrays are views of it, one after the other, around and around."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._size = pool_bytes(size_bytes)
-        part = torch.randint(0, 256, (min(self._size, 1 << 20),), dtype=torch.uint8, generator=_generator())
-        self._bytes = part.repeat(-(-self._size // len(part)))
+        self.size_bytes = pool_bytes(size_bytes)
+        part = torch.randint(
+            0, 256, (min(self.size_bytes, 1 << 20),), dtype=torch.uint8, generator=_generator()
+        )
+        self._bytes = part.repeat(-(-self.size_bytes // len(part)))
         self._at = 0
 
     def encoded(self, atom: Atom) -> EncodedTensor:
@@ -63,8 +65,9 @@ class Pool:
                 arrays[name] = torch.rand(spec.shape, generator=_generator()).add_(0.5).to(spec.dtype)
         return EncodedTensor(node, shape, arrays)
 
-    def pass_by(self) -> None:
-        """Reads all bytes: what other matrices of the model do to the caches.
+    def pass_by(self, count: int | None = None) -> None:
+        """Reads so many bytes behind those that were handed out last, or all of them: what other matrices of the model do to
+        the caches.
 
         By this thread alone: torch's others would go on spinning for a millisecond and more, on a core that the products
         timed next need. These then took up to twice as long, always those of the first formats of a round.
@@ -72,14 +75,22 @@ class Pool:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            self._bytes.view(torch.int64).max()
+            words, first = self._bytes.view(torch.int64), self._at // 8
+            end = first + (self.size_bytes if count is None else max(0, count)) // 8
+            for part in words[first:end], words[: max(0, end - len(words))]:
+                if len(part):
+                    part.max()
         finally:
             torch.set_num_threads(before)
 
+    def rewind(self) -> None:
+        """From here on arrays are views from the first byte on."""
+        self._at = 0
+
     def _take(self, count: int) -> Tensor:
-        if count > self._size:
-            return self._bytes.repeat(-(-count // self._size))[:count]
-        if self._at + count > self._size:
+        if count > self.size_bytes:
+            return self._bytes.repeat(-(-count // self.size_bytes))[:count]
+        if self._at + count > self.size_bytes:
             self._at = 0
         found = self._bytes[self._at : self._at + count]
         self._at += -(-count // 64) * 64
@@ -145,25 +156,45 @@ def _measure(atoms: Sequence[Atom], pool: Pool, threads: int, batch: int, panels
     rows, cols = atoms[0].rows, atoms[0].cols
     x = torch.randn(batch, cols, generator=_generator())
     y = torch.empty(batch, rows)
-    made = {}
-    for atom in atoms:
-        # A product with many rows takes long enough to be timed once, and reads the matrix from the caches anyway.
-        copies = min(_COPIES, max(1, _ROUND_BYTES // atom.size_bytes)) if batch == 1 else 1
-        made[atom] = [compile_matrix(pool.encoded(atom), panels=panels) for _ in range(copies)]
     times: dict[Atom, list[float]] = {atom: [] for atom in atoms}
     clock, source, result = clock_for(threads), x.data_ptr(), y.data_ptr()
     # The threads sleep while bytes pass by, and waking them takes longer than most products: a token's are awake.
     first = compile_matrix(pool.encoded(atoms[0]), panels=panels)
-    for _ in range(ROUNDS if batch == 1 else 2):
-        pool.pass_by()
-        for _ in range(_AWAKE if threads > 1 else 0):
-            first.multiply_at(source, batch, result, threads)
-        for atom, matrices in made.items():
-            for matrix in matrices:
+    for group in _groups(atoms, pool, batch):
+        pool.rewind()
+        made = [
+            (a, compile_matrix(pool.encoded(a), panels=panels)) for a, n in group.items() for _ in range(n)
+        ]
+        rest = pool.size_bytes - sum(a.size_bytes * n for a, n in group.items())
+        # The first round brings all of them where the round before leaves them.
+        for at in range(-1, ROUNDS if batch == 1 else 2):
+            pool.pass_by(rest)
+            for _ in range(_AWAKE if threads > 1 else 0):
+                first.multiply_at(source, batch, result, threads)
+            for atom, matrix in made:
                 start = clock()
                 matrix.multiply_at(source, batch, result, threads)
-                times[atom].append(clock() - start)
+                if at >= 0:
+                    times[atom].append(clock() - start)
     return {atom: typical(found) for atom, found in times.items()}
+
+
+def _groups(atoms: Iterable[Atom], pool: Pool, batch: int) -> Iterator[dict[Atom, int]]:
+    """How many matrices of each leaf are gone through together: no more bytes than the model has, where more than one leaf
+    fits. Panels lie in memory of their own: if all leaves took turns, more would pass between two products of theirs."""
+    group: dict[Atom, int] = {}
+    held = 0
+    for atom in atoms:
+        # A product with many rows takes long enough to be timed once, and reads the matrix from the caches anyway.
+        room = min(_ROUND_BYTES, pool.size_bytes) if batch == 1 else 0
+        copies = min(_COPIES, max(1, room // atom.size_bytes))
+        if group and held + copies * atom.size_bytes > pool.size_bytes:
+            yield group
+            group, held = {}, 0
+        group[atom] = copies
+        held += copies * atom.size_bytes
+    if group:
+        yield group
 
 
 def clock_for(threads: int) -> Callable[[], float]:

@@ -226,17 +226,8 @@ def test_random_bytes_that_stand_for_a_trellis_of_several_rates_are_one() -> Non
 
 
 def test_passing_by_the_other_weights_wakes_no_thread_that_a_timed_product_meets(monkeypatch) -> None:
-    pool = measure.Pool(1 << 20)
-    used = []
-
-    class Watched:
-        def view(self, dtype: torch.dtype) -> "Watched":
-            return self
-
-        def max(self) -> None:
-            used.append(torch.get_num_threads())
-
-    monkeypatch.setattr(pool, "_bytes", Watched())
+    pool, used, largest = measure.Pool(1 << 20), [], torch.Tensor.max
+    monkeypatch.setattr(torch.Tensor, "max", lambda x: used.append(torch.get_num_threads()) or largest(x))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -244,3 +235,49 @@ def test_passing_by_the_other_weights_wakes_no_thread_that_a_timed_product_meets
         assert used == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_passes_by_lies_behind_what_was_handed_out(monkeypatch) -> None:
+    pool, read, largest = measure.Pool(1 << 20), [], torch.Tensor.max
+    base = pool.filled(Node("int", integer.Params(8, 0, True, 16)), (64, 1024)).arrays["codes"].data_ptr()
+    monkeypatch.setattr(
+        torch.Tensor, "max", lambda x: read.append((x.data_ptr() - base, x.nbytes)) or largest(x)
+    )
+    pool.pass_by(1 << 16)
+    assert read == [(1 << 16, 1 << 16)]
+    read.clear()
+    pool.pass_by((1 << 20) - (1 << 15))
+    assert read == [(1 << 16, (1 << 20) - (1 << 16)), (0, 1 << 15)]
+    read.clear()
+    pool.pass_by(-5)
+    assert read == []
+
+
+def test_matrices_that_take_turns_have_no_more_bytes_than_the_model() -> None:
+    leaves = [Node("int", integer.Params(bits, 32, True, 8)) for bits in (2, 3, 4, 5, 6, 8)]
+    atoms = [atom for leaf in leaves for atom, _ in atoms_of(leaf, (512, 512), 1)]
+    for size in (1 << 18, 1 << 20, 1 << 23):
+        pool = measure.Pool(size)
+        groups = list(measure._groups(atoms, pool, 1))
+        assert [a for group in groups for a in group] == atoms
+        for group in groups:
+            held = sum(a.size_bytes * n for a, n in group.items())
+            assert held <= pool.size_bytes or len(group) == 1
+    assert [n for group in measure._groups(atoms, pool, 128) for n in group.values()] == [1] * len(atoms)
+
+
+def test_a_format_that_was_held_up_is_timed_again(monkeypatch) -> None:
+    leaves = [Node("int", integer.Params(bits, 32, True, 8)) for bits in (2, 4, 8)]
+    atoms = [atom for leaf in leaves for atom, _ in atoms_of(leaf, (64, 64), 1)]
+    alone = dict(zip(atoms, (1.0, 2.0, 4.0), strict=True))
+    asked: list[tuple[int, list[int]]] = []
+    answers = iter([(0.5, 9.0, 2.0), alone.values(), (8.0,), (1.1,)])
+
+    def timed(of, pool, threads, batch, panels):
+        asked.append((threads, [atoms.index(a) for a in of]))
+        return dict(zip(of, next(answers), strict=True))
+
+    monkeypatch.setattr(measure, "_measure", timed)
+    found = measure._steady(atoms, measure.Pool(1 << 18), 2, 1, 2)
+    assert list(found.values()) == [0.5, 1.1, 2.0]
+    assert asked == [(2, [0, 1, 2]), (1, [0, 1, 2]), (2, [1]), (2, [1])]
