@@ -3,8 +3,9 @@
 Formats are timed in turn, several rounds of them, so that a slow moment of the machine meets them alike. Every product is
 timed by itself, and one of the fastest counts (`typical`): what other programs did to the others says nothing of the
 kernel. Between two products of a matrix as many bytes as the model has pass through the caches: matrices of all formats are
-gone through one after the other, around and around, as a model's are by token after token. With several threads a program on one of their cores can still hold up every product of a format for as long as it runs: what came out too long
-beside the format's processor time with one thread is timed again (`_steady`).
+gone through one after the other, around and around, as a model's are by token after token. With several threads a program
+on one of their cores can still hold up every product of a format for as long as it runs: what came out too long beside the
+format's processor time with one thread is timed again (`_steady`).
 """
 
 import time
