@@ -104,4 +104,7 @@ def _empty(entry: Mapping[str, Any], dtype: torch.dtype) -> EncodedParameter:
         path: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         for path, spec in array_specs(tree, shape).items()
     }
-    return EncodedParameter(EncodedTensor(tree, shape, arrays), dtype)
+    parameter = EncodedParameter(EncodedTensor(tree, shape, arrays), dtype)
+    # No file holds it, so transformers leaves it where it is, and accelerate moves nothing off the meta device.
+    parameter.stand_for(torch.empty(0, dtype=dtype, device="cpu"))
+    return parameter
