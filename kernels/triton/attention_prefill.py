@@ -202,7 +202,10 @@ def prefill_kernel(
     else:
         far_steps = old_steps + tl.maximum(tile * 2 - last, 0) * (64 // EDGE)
         near_first = tl.maximum(tile * 2 - 1, last) * 64
-    for j in range(far_steps + (tile * 128 + 128 - near_first) // EDGE):
+    # A number of steps that the compiler knew would unroll them, and NVIDIA's then lets one matrix instruction wait for the
+    # other in all loops of the kernel: 10 % of the time of dense attention.
+    end = tl.minimum(tile * 128 + 128, start + count)
+    for j in range(far_steps + (end - near_first + EDGE - 1) // EDGE):
         is_far = j < far_steps
         from_start = tl.where(
             j < sink_steps,
