@@ -49,6 +49,20 @@ def _visible(scores, place, at, sinks, windows, lengths):
 
 
 @triton.jit
+def begin_at(words, BYTES: tl.constexpr):
+    """Asks for the lines of a record of so many bytes: they come into the second-level cache."""
+    line = tl.arange(0, triton.next_power_of_2((BYTES + 127) // 128))
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [(words + tl.minimum(line * 32, BYTES // 4 - 1)).to(tl.int64)],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
 def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
     near_keys,
@@ -88,6 +102,7 @@ def decode_kernel(
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether the first pages are asked for before anything is waited for
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -112,6 +127,12 @@ def decode_kernel(
     if count > 0:
         this = tl.where(split < front, split, first + split - front)
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+        if AHEAD:
+            # Only what the launch in front writes has to be waited for: stored pages are on their way meanwhile.
+            begin_at(words + place * 4, RECORD)
+            this = tl.minimum(split + active, far - 1)
+            this = tl.where(this < front, this, first + this - front)
+            begin_at(words + place_of(table, line, places, this, sink, ring, offset, head, RECORD) * 4, RECORD)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
@@ -155,16 +176,17 @@ def decode_kernel(
         top = higher
         place = ahead
 
-    # The page of the query and the one before it, by the programs that have the fewest others.
+    # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    begin = far + (split + active - far % active) % active
-    if begin < pages:
+    begin = (split + active - far % active) % active
+    units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
+    if begin < units:
         whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
-        # One or two pages: nothing to load ahead, and the local memory is the other loop's.
-        for step in tl.range(0, (pages - begin + active - 1) // active * (64 // NEAR), num_stages=1):
-            tile = begin + step // (64 // NEAR) * active
-            n = step % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
+        # Mostly one step: nothing to load ahead, and the local memory is the other loop's.
+        for unit in tl.range(begin, units, active, num_stages=1):
+            tile = far + unit // (64 // NEAR)
+            n = unit % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
             this = tl.where(tile < front, tile, first + tile - front)
             known = this * 64 + n <= at
             here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
@@ -241,7 +263,7 @@ def decode_specs(
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
-    # `position` and `table` are read before the wait: they were written before the launch in front, which overlaps no other.
+    # `position`, `table` and pages are read before the wait: the launch in front waited for all before it lets this one begin.
     pdl = overlaps(arch)
     common = {
         "ROWS": tile["ROWS"] if tile["ROWS"] >= heads // kv_heads else constants["ROWS"],
@@ -274,6 +296,7 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
+        "AHEAD": pdl and bool(tile["AHEAD"]),
     }
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
@@ -331,6 +354,7 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "STEP": step,
         "RESIDENT": max(4, 12 // warps),
         "ROWS": rows,
+        "AHEAD": 1,
         "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
     }
 

@@ -99,7 +99,7 @@ def spec_of(name: str, target: str) -> KernelSpec:
         )
     stored = pages("4c", "4tr", size)
     if kind == "append":
-        return append_spec(stored, 1, 32, 8, True, True)
+        return append_spec(stored, 1, 32, 8, True, True, target)
     if kind == "store":
         return store_spec(stored, rest[0] == "values", 1, 4)
     if kind == "fetch":
