@@ -102,6 +102,7 @@ def decode_kernel(
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
+    FOLD: tl.constexpr,  # multiply queries and weights by scales instead of codes
     AHEAD: tl.constexpr,  # whether the first pages are asked for before anything is waited for
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
@@ -122,15 +123,17 @@ def decode_kernel(
     front, first, pages, far, active = extent(sinks, windows, lengths, at, tl.num_programs(1), MASKED, EACH)
     if split >= active:
         return
-    count = (far - split + active - 1) // active * steps
+    # Pages are dealt by their steps: a program more or less is a step, not a page.
+    count = (far * steps - split + active - 1) // active
     place = tl.zeros([], tl.int64)
     if count > 0:
-        this = tl.where(split < front, split, first + split - front)
+        this = split // steps
+        this = tl.where(this < front, this, first + this - front)
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
         if AHEAD:
             # Only what the launch in front writes has to be waited for: stored pages are on their way meanwhile.
             begin_at(words + place * 4, RECORD)
-            this = tl.minimum(split + active, far - 1)
+            this = tl.minimum((split + active) // steps, far - 1)
             this = tl.where(this < front, this, first + this - front)
             begin_at(words + place_of(table, line, places, this, sink, ring, offset, head, RECORD) * 4, RECORD)
     if PDL:
@@ -149,16 +152,16 @@ def decode_kernel(
         c = value_channel(RUN, SIZE, V_BITS)
         acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
     for step in range(count):
-        tile = split + step // steps * active
-        part = step % steps
+        tile = (split + step * active) // steps
+        part = (split + step * active) % steps
         n = position_in(part, STEP, QUAD)
         # Where the next step's page lies is known a step ahead.
-        next_tile = tl.minimum(split + (step + 1) // steps * active, far - 1)
+        next_tile = tl.minimum((split + (step + 1) * active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
         ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
         scores = far_scores(
             queries, words, halves, wide, place, n,
-            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY,
+            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
         )  # fmt: skip
         if MASKED:
             this = tl.where(tile < front, tile, first + tile - front)
@@ -179,7 +182,7 @@ def decode_kernel(
     # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    begin = (split + active - far % active) % active
+    begin = (split + active - far * steps % active) % active
     units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
     if begin < units:
         whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
@@ -296,6 +299,7 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
+        "FOLD": bool(tile["FOLD"]),
         "AHEAD": pdl and bool(tile["AHEAD"]),
     }
     # A rotated query is turned as a whole.
@@ -346,6 +350,7 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         warps, step = 1 if min(bits) == 8 else 2, 16
     elif small or forms.size > 128:
         warps *= 2
+    nvidia = arch.startswith("sm_")
     rows = 8 if arch.startswith("sm_") else 16
     return {
         "WARPS": warps,
@@ -355,6 +360,7 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "RESIDENT": max(4, 12 // warps),
         "ROWS": rows,
         "AHEAD": 1,
+        "FOLD": int(nvidia),
         "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
     }
 
