@@ -359,7 +359,7 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "STEP": step,
         "RESIDENT": max(4, 12 // warps),
         "ROWS": rows,
-        "AHEAD": 1,
+        "AHEAD": 0,
         "FOLD": int(nvidia),
         "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
     }
