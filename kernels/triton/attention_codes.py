@@ -112,7 +112,8 @@ def _lowered(low, step, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
 def _codes(words, J: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
     """(lower, upper) float16: field J of both halves of each word, times 2^(J BITS mod 8 - 24).
 
-    The lowest bits of a float16 without an exponent: codes as they stand.
+    The lowest bits of a float16 without an exponent: codes as they stand. NVIDIA's matrix instructions take such numbers
+    as they are; AMD's of MI200 (CDNA2) take them for 0.
     """
     return _halves_of(
         (words >> (J * BITS // 8 * 8)) & ((((1 << BITS) - 1) << (J * BITS % 8)) * 0x00010001), ASSEMBLY
@@ -222,7 +223,7 @@ def _folded_scores(
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr,
     QUAD: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Scores of keys by channel: queries times scales meet the codes, queries themselves the minimums."""
+    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page."""
     N: tl.constexpr = n.shape[0]
     W: tl.constexpr = SIZE * BITS // 32
     B: tl.constexpr = W if W < 32 else 32

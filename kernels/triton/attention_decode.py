@@ -49,20 +49,6 @@ def _visible(scores, place, at, sinks, windows, lengths):
 
 
 @triton.jit
-def begin_at(words, BYTES: tl.constexpr):
-    """Asks for the lines of a record of so many bytes: they come into the second-level cache."""
-    line = tl.arange(0, triton.next_power_of_2((BYTES + 127) // 128))
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l",
-        [(words + tl.minimum(line * 32, BYTES // 4 - 1)).to(tl.int64)],
-        tl.int32,
-        False,
-        1,
-    )
-
-
-@triton.jit
 def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
     near_keys,
@@ -102,8 +88,7 @@ def decode_kernel(
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
-    FOLD: tl.constexpr,  # multiply queries and weights by scales instead of codes
-    AHEAD: tl.constexpr,  # whether the first pages are asked for before anything is waited for
+    FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -130,12 +115,6 @@ def decode_kernel(
         this = split // steps
         this = tl.where(this < front, this, first + this - front)
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
-        if AHEAD:
-            # Only what the launch in front writes has to be waited for: stored pages are on their way meanwhile.
-            begin_at(words + place * 4, RECORD)
-            this = tl.minimum((split + active) // steps, far - 1)
-            this = tl.where(this < front, this, first + this - front)
-            begin_at(words + place_of(table, line, places, this, sink, ring, offset, head, RECORD) * 4, RECORD)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
@@ -300,7 +279,6 @@ def decode_specs(
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
         "FOLD": bool(tile["FOLD"]),
-        "AHEAD": pdl and bool(tile["AHEAD"]),
     }
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
@@ -335,10 +313,11 @@ def decode_specs(
 
 def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
-    registers of a thread at most (0: as many as there are), so that so many programs are resident.
+    registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
 
-    Codes: programs of one warp, which wait for nobody. For sm_90 the fastest of a short
-    list on an H200, of the loop before its words were read by local loads of 16 bytes.
+    Codes: programs of one warp, which wait for nobody. Where all of them run at once: a second wave for a few took half as
+    long again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one
+    warp come in fours: 12 of 168 registers, or 8 where local memory holds no more. 16 of 128 spill, and are slower.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
@@ -351,17 +330,19 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     elif small or forms.size > 128:
         warps *= 2
     nvidia = arch.startswith("sm_")
-    rows = 8 if arch.startswith("sm_") else 16
+    registers = 168 if nvidia and warps == 1 else 0
+    resident = 12 // warps if nvidia and forms.size <= 128 else max(4, 12 // warps)
+    if registers and forms.record_bytes * step > 16000 * 64:
+        resident, registers = 8, 0
     return {
         "WARPS": warps,
         "STAGES": 2,
         "EACH": 2,
         "STEP": step,
-        "RESIDENT": max(4, 12 // warps),
-        "ROWS": rows,
-        "AHEAD": 0,
+        "RESIDENT": resident,
+        "ROWS": 8 if nvidia else 16,
         "FOLD": int(nvidia),
-        "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
+        "REGS": registers,
     }
 
 
