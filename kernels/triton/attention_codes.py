@@ -22,6 +22,8 @@ words are taken as they come.
 import triton
 import triton.language as tl
 
+from nstf.kernels.triton.attention_record import unit_of
+
 
 @triton.jit
 def _fields(words, J: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
@@ -223,7 +225,10 @@ def _folded_scores(
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr,
     QUAD: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page."""
+    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page.
+
+    Queries are not multiplied by `unit_of` before, but scores after: q step has to stay within float16.
+    """
     N: tl.constexpr = n.shape[0]
     W: tl.constexpr = SIZE * BITS // 32
     B: tl.constexpr = W if W < 32 else 32
@@ -244,7 +249,7 @@ def _folded_scores(
         turned = queries[RUN] * (step * (1.0 / (1 << ((RUN % FIELDS) * BITS % 8))))[:, None]
         scores = tl.dot(tl.reshape(tl.join(lower, upper), [N, 2 * B]), turned, scores)
         base = tl.dot(tl.reshape(tl.join(low_one, low_two), [16, 2 * B]), queries[RUN], base)
-    return scores * 16777216.0 + tl.max(base, axis=0)[None, :]
+    return scores * (16777216.0 * unit_of(BITS)) + (tl.max(base, axis=0) * unit_of(BITS))[None, :]
 
 
 @triton.jit
@@ -261,7 +266,7 @@ def far_scores(
         if WIDE:
             page = page.to(tl.float32)
         scores = tl.dot(page, queries[0], scores, input_precision="ieee")
-    elif FOLD and CHANNEL and SIZE * BITS // 32 >= 8:
+    elif FOLD:
         scores = _folded_scores(queries, words, at, n, ROWS, SIZE, BITS, RUNS, QUAD, ASSEMBLY)
     else:
         W: tl.constexpr = SIZE * BITS // 32

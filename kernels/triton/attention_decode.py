@@ -121,7 +121,9 @@ def decode_kernel(
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     queries = ()
     for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None]) * unit_of(K_BITS)
+        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+        if not FOLD:
+            some = some * unit_of(K_BITS)
         queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -245,7 +247,7 @@ def decode_specs(
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
-    # `position`, `table` and pages are read before the wait: the launch in front waited for all before it lets this one begin.
+    # `position` and `table` are read before the wait: the launch in front has waited for all before it lets this one begin.
     pdl = overlaps(arch)
     common = {
         "ROWS": tile["ROWS"] if tile["ROWS"] >= heads // kv_heads else constants["ROWS"],
@@ -278,7 +280,8 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
-        "FOLD": bool(tile["FOLD"]),
+        # Eight words of a row at least: fewer hold two runs of channels side by side.
+        "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
