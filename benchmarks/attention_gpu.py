@@ -46,8 +46,8 @@ TILES: dict[str, tuple[dict[str, int], ...]] = {
     "prefill": (
         {"TILE": 128, "WARPS": 8, "STAGES": 2},
         {"TILE": 64, "WARPS": 8, "STAGES": 3},
-        {"TILE": 64, "WARPS": 8, "STAGES": 4},
-        {"TILE": 64, "WARPS": 4, "STAGES": 3},
+        {"TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 32},
+        {"TILE": 64, "WARPS": 4, "STAGES": 2, "EDGE": 32},
     ),
     "sums": (
         {"M": 128, "N": 128, "WARPS": 8, "STAGES": 3},
@@ -58,8 +58,8 @@ TILES: dict[str, tuple[dict[str, int], ...]] = {
     "decode": tuple(
         {"WARPS": warps, "STAGES": stages, "RESIDENT": resident, "REGS": registers, "STEP": step}
         for warps, stages, resident, registers, step in (
-            (1, 2, 12, 168, 64), (1, 3, 8, 0, 64), (1, 3, 11, 184, 64), (1, 3, 12, 168, 32), (1, 3, 16, 128, 32),
-            (4, 2, 4, 0, 64), (4, 2, 6, 0, 64), (4, 3, 4, 0, 32),
+            (1, 2, 12, 168, 64), (1, 2, 8, 0, 64), (1, 3, 8, 0, 64), (1, 2, 12, 168, 32), (1, 2, 16, 128, 64),
+            (2, 2, 10, 96, 64), (4, 2, 3, 0, 64), (4, 2, 6, 0, 64), (4, 2, 5, 0, 32),
         )
     ),
 }  # fmt: skip

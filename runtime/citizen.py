@@ -43,7 +43,12 @@ class EncodedModel:
         )
 
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing where the weights are encoded: those that belong together were loaded as one."""
+        """Nothing where the weights are encoded: those that belong together were loaded as one.
+
+        In from_pretrained this is where the model is filled and nothing was moved to other devices yet.
+        """
+        if "nstf_when_filled" in self.__dict__:
+            self.nstf_when_filled(self)
         if not _encoded_ends(self):
             super().tie_weights(*args, **kwargs)  # type: ignore[misc]
 

@@ -75,25 +75,34 @@ def prepare(model: Any, entries: Mapping[str, Any], path: str, dtype: torch.dtyp
     model.all_tied_weights_keys = {name: source for name, source in ties.items() if name not in entries}
     make_citizen(model, path)
     model._nstf_shared = {n: e["shared"] for n, e in entries.items() if "shared" in e}
+    model.nstf_when_filled = _note_missing
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = "eager"
 
 
+def _note_missing(model: Any) -> None:
+    """transformers fills what the folder lacks with whatever is in memory, and marks what it has read."""
+    model._nstf_missing = [
+        name.removesuffix(SUFFIX)
+        for name, module in model.named_modules()
+        if isinstance(module, EncodedParameter)
+        and not all(getattr(b, "_is_hf_initialized", False) for b in module.buffers())
+    ]
+
+
 def finish(model: Any) -> None:
     """After the arrays were loaded: shared weights are put in their places, and what has no bytes follows the device."""
+    del model.nstf_when_filled
+    if missing := model.__dict__.pop("_nstf_missing", None):
+        raise CorruptError(f"the arrays of {missing[0]} are missing from the folder: export it again")
     for name, source in model.__dict__.pop("_nstf_shared").items():
         stored = model.get_submodule(source + SUFFIX)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner).add_module(leaf + SUFFIX, stored)
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, EncodedParameter):
-            # transformers fills what the folder lacks with whatever is in memory, and marks what it has read.
-            if not all(getattr(b, "_is_hf_initialized", False) for b in module.buffers()):
-                raise CorruptError(
-                    f"the arrays of {name.removesuffix(SUFFIX)} are missing from the folder: export it again"
-                )
             module.settle()
     model.requires_grad_(False)
 
@@ -104,4 +113,7 @@ def _empty(entry: Mapping[str, Any], dtype: torch.dtype) -> EncodedParameter:
         path: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         for path, spec in array_specs(tree, shape).items()
     }
-    return EncodedParameter(EncodedTensor(tree, shape, arrays), dtype)
+    parameter = EncodedParameter(EncodedTensor(tree, shape, arrays), dtype)
+    # No file holds it, so transformers leaves it where it is, and accelerate moves nothing off the meta device.
+    parameter.stand_for(torch.empty(0, dtype=dtype, device="cpu"))
+    return parameter

@@ -176,7 +176,7 @@ class LayerCache:
         shape = plan.heads, plan.kv_heads
         out = torch.empty(len(qkv), plan.heads * plan.size, dtype=qkv.dtype, device=qkv.device)
         for pages in self.stores:
-            append(pages, qkv, bias, gains, angles, position, pool.room, shape, scale, epsilon)
+            append(pages, qkv, bias, gains, angles, position, pool.room, shape, scale, epsilon, self.arch)
         for pages, segment in zip(self.stores, plan.segments, strict=True):
             decode(
                 pages,

@@ -34,14 +34,20 @@ class EncodedParameter(nn.Module):
         for path in self.paths:
             self.register_buffer(_buffer_name(path), encoded.arrays[path])
         device = encoded.arrays[self.paths[0]].device
-        # No bytes: it follows .to(dtype), .half() and so on, which the arrays themselves must not. A parameter of no
-        # elements, with its true number as DeepSpeed states it, is what PEFT and transformers' Trainer count.
-        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
-        self.like.ds_numel = self.numel  # type: ignore[attr-defined]
+        self.stand_for(torch.empty(0, dtype=dtype, device=device))
         # On a GPU what is kept is made at the first use, on the device.
         self._encoded: EncodedTensor | None = None if device.type == "cuda" else encoded
         self._turned: tuple[EncodedTensor, EncodedTensor] | None = None
         self.number = number_of(self)
+
+    def stand_for(self, like: Tensor) -> None:
+        """Takes dtype and device from a tensor of no elements.
+
+        It follows .to(dtype), .half() and so on, which the arrays themselves must not. A parameter of no elements, with its
+        true number as DeepSpeed states it, is what PEFT and transformers' Trainer count.
+        """
+        self.like = nn.Parameter(like, requires_grad=False)
+        self.like.ds_numel = self.numel  # type: ignore[attr-defined]
 
     @property
     def encoded(self) -> EncodedTensor:
@@ -69,8 +75,7 @@ class EncodedParameter(nn.Module):
     def settle(self) -> None:
         """After the buffers were filled from elsewhere: the tensor is read anew, on their device."""
         device = self._buffers[_buffer_name(self.paths[0])].device  # type: ignore[union-attr]
-        self.like = nn.Parameter(torch.empty(0, dtype=self.dtype, device=device), requires_grad=False)
-        self.like.ds_numel = self.numel  # type: ignore[attr-defined]
+        self.stand_for(torch.empty(0, dtype=self.dtype, device=device))
         self._encoded = None
 
     def share(self, encoded: EncodedTensor) -> None:
@@ -96,8 +101,7 @@ class EncodedParameter(nn.Module):
                 like  # the same object, as torch itself does: what was cast and cast back is unchanged
             )
         else:
-            self.like = nn.Parameter(like, requires_grad=False)
-            self.like.ds_numel = self.numel  # type: ignore[attr-defined]
+            self.stand_for(like)
         for path in self.paths:
             name = _buffer_name(path)
             self._buffers[name] = self._buffers[name].to(like.device)  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def _segment(
 
     pages = _hollow(layer, segment, dtype)
     shape = layer.heads, layer.kv_heads
-    yield append_spec(pages, batch, *shape, config.family.qk_norm, bool(config.biases))
+    yield append_spec(pages, batch, *shape, config.family.qk_norm, bool(config.biases), target)
     yield from decode_specs(pages, batch, *shape, segment.masked, target, config.shape["context"])
     for values in (False, True):
         yield store_spec(pages, values, batch, 1)

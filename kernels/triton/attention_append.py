@@ -16,7 +16,7 @@ from torch import Tensor
 from nstf.kernels.triton.attention_pages import Pages, place_of, turned_by_hadamard
 from nstf.kernels.triton.attention_record import store_codes
 from nstf.kernels.triton.decode_step import _turned
-from nstf.kernels.triton.launching import launch
+from nstf.kernels.triton.launching import launch, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Programs that share the pages of a head in attention_decode.py, at most.
@@ -64,7 +64,12 @@ def append_kernel(
     V_ROTATE: tl.constexpr,
     V_SKIP: tl.constexpr,
     RECORD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # In this order: attention_decode.py reads pages, positions and the table before this launch has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0) // KEPT
     head = tl.program_id(0) % KEPT
     number = tl.load(members + head)
@@ -196,6 +201,7 @@ def append_spec(
     kv_heads: int,
     norm: bool,
     bias: bool,
+    arch: str,
     lines: bool = False,
     turn: bool = True,
 ) -> KernelSpec:
@@ -220,12 +226,14 @@ def append_spec(
             "TURN": int(turn),
             "NORM": norm,
             "BIAS": bias,
+            "PDL": overlaps(arch),
         },
         divisible=("qkv", "bias", "q_gain", "k_gain", "cos", "sin", *POINTERS),
         num_warps=8 if pages.forms.size > 128 else 4,
         num_stages=1,
         batch=batch,
         kind="attention_append",
+        options=overlap_options(arch),
         grid=(batch * pages.heads, 1, 1),
     )
 
@@ -241,6 +249,7 @@ def append(
     shape: tuple[int, int],
     scale: float,
     epsilon: float,
+    arch: str,
 ) -> None:
     """Puts the keys and values of one token into the pages, and its queries into `room`, for these heads of a layer.
 
@@ -249,7 +258,7 @@ def append(
     """
     cos, sin = angles
     given = gains is not None, bias is not None
-    spec = append_spec(pages, len(qkv), *shape, *given, lines=len(position) > 1, turn=len(cos) > 1)
+    spec = append_spec(pages, len(qkv), *shape, *given, arch, lines=len(position) > 1, turn=len(cos) > 1)
     q_gain, k_gain = gains or (cos, cos)
     launch(
         spec, qkv, cos if bias is None else bias, q_gain, k_gain, cos, sin, position, room.q,

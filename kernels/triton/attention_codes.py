@@ -22,6 +22,8 @@ words are taken as they come.
 import triton
 import triton.language as tl
 
+from nstf.kernels.triton.attention_record import unit_of
+
 
 @triton.jit
 def _fields(words, J: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
@@ -106,6 +108,18 @@ def _lowered(low, step, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
             tl.float16
         )
         return _word(one) | (_word(two) << 16)
+
+
+@triton.jit
+def _codes(words, J: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """(lower, upper) float16: field J of both halves of each word, times 2^(J BITS mod 8 - 24).
+
+    The lowest bits of a float16 without an exponent: codes as they stand. NVIDIA's matrix instructions take such numbers
+    as they are; AMD's of MI200 (CDNA2) take them for 0.
+    """
+    return _halves_of(
+        (words >> (J * BITS // 8 * 8)) & ((((1 << BITS) - 1) << (J * BITS % 8)) * 0x00010001), ASSEMBLY
+    )
 
 
 @triton.jit
@@ -195,10 +209,54 @@ def value_group(run: int, size: int, bits: int) -> int:
 
 
 @triton.jit
+def _halves_of(words, ASSEMBLY: tl.constexpr):
+    """(lower, upper) float16 of each word."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (tl.float16, tl.float16), True, 1
+        )
+    else:
+        return _half(words), _half(words >> 16)
+
+
+@triton.jit
+def _folded_scores(
+    queries, words, at, n,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr,
+    QUAD: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page.
+
+    Queries are not multiplied by `unit_of` before, but scores after: q step has to stay within float16.
+    """
+    N: tl.constexpr = n.shape[0]
+    W: tl.constexpr = SIZE * BITS // 32
+    B: tl.constexpr = W if W < 32 else 32
+    FIELDS: tl.constexpr = 16 // BITS
+    scales = words + at * 4 + 2 * SIZE * BITS
+    scores = tl.zeros([N, ROWS], tl.float32)
+    base = tl.zeros([16, ROWS], tl.float32)  # 16 equal rows: what instructions have
+    none = tl.zeros([16, B], tl.int32)
+    for RUN in tl.static_range(RUNS):
+        column = RUN // FIELDS * B + tl.arange(0, B)
+        code = _quads(tl.load(words + at * 4 + n[:, None] * W + column[None, :]), QUAD)
+        lower, upper = _codes(code, RUN % FIELDS, BITS, ASSEMBLY)
+        pair = (RUN % FIELDS) * W + RUN // FIELDS * B + _from_quads(tl.arange(0, B), B, QUAD)
+        one, two = _halves_of(tl.load(scales + SIZE // 2 + pair), ASSEMBLY)
+        low_one, low_two = _halves_of(tl.load(scales + pair)[None, :] + none, ASSEMBLY)
+        step = tl.reshape(tl.join(one, two), [2 * B])
+        # All fields in the units of the first.
+        turned = queries[RUN] * (step * (1.0 / (1 << ((RUN % FIELDS) * BITS % 8))))[:, None]
+        scores = tl.dot(tl.reshape(tl.join(lower, upper), [N, 2 * B]), turned, scores)
+        base = tl.dot(tl.reshape(tl.join(low_one, low_two), [16, 2 * B]), queries[RUN], base)
+    return scores * (16777216.0 * unit_of(BITS)) + (tl.max(base, axis=0) * unit_of(BITS))[None, :]
+
+
+@triton.jit
 def far_scores(
     queries, words, halves, wide, at, n,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, CHANNEL: tl.constexpr, RUNS: tl.constexpr,
-    QUAD: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    QUAD: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Scores [n, ROWS] of positions n of a stored page; queries: by run [channels, ROWS], as they are multiplied."""
     N: tl.constexpr = n.shape[0]
@@ -208,6 +266,8 @@ def far_scores(
         if WIDE:
             page = page.to(tl.float32)
         scores = tl.dot(page, queries[0], scores, input_precision="ieee")
+    elif FOLD:
+        scores = _folded_scores(queries, words, at, n, ROWS, SIZE, BITS, RUNS, QUAD, ASSEMBLY)
     else:
         W: tl.constexpr = SIZE * BITS // 32
         B: tl.constexpr = W if W < 32 else 32

@@ -88,6 +88,7 @@ def decode_kernel(
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
+    FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -107,10 +108,12 @@ def decode_kernel(
     front, first, pages, far, active = extent(sinks, windows, lengths, at, tl.num_programs(1), MASKED, EACH)
     if split >= active:
         return
-    count = (far - split + active - 1) // active * steps
+    # Pages are dealt by their steps: a program more or less is a step, not a page.
+    count = (far * steps - split + active - 1) // active
     place = tl.zeros([], tl.int64)
     if count > 0:
-        this = tl.where(split < front, split, first + split - front)
+        this = split // steps
+        this = tl.where(this < front, this, first + this - front)
         place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
@@ -118,7 +121,9 @@ def decode_kernel(
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     queries = ()
     for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None]) * unit_of(K_BITS)
+        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+        if not FOLD:
+            some = some * unit_of(K_BITS)
         queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -128,16 +133,16 @@ def decode_kernel(
         c = value_channel(RUN, SIZE, V_BITS)
         acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
     for step in range(count):
-        tile = split + step // steps * active
-        part = step % steps
+        tile = (split + step * active) // steps
+        part = (split + step * active) % steps
         n = position_in(part, STEP, QUAD)
         # Where the next step's page lies is known a step ahead.
-        next_tile = tl.minimum(split + (step + 1) // steps * active, far - 1)
+        next_tile = tl.minimum((split + (step + 1) * active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
         ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
         scores = far_scores(
             queries, words, halves, wide, place, n,
-            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY,
+            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
         )  # fmt: skip
         if MASKED:
             this = tl.where(tile < front, tile, first + tile - front)
@@ -155,16 +160,17 @@ def decode_kernel(
         top = higher
         place = ahead
 
-    # The page of the query and the one before it, by the programs that have the fewest others.
+    # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    begin = far + (split + active - far % active) % active
-    if begin < pages:
+    begin = (split + active - far * steps % active) % active
+    units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
+    if begin < units:
         whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
-        # One or two pages: nothing to load ahead, and the local memory is the other loop's.
-        for step in tl.range(0, (pages - begin + active - 1) // active * (64 // NEAR), num_stages=1):
-            tile = begin + step // (64 // NEAR) * active
-            n = step % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
+        # Mostly one step: nothing to load ahead, and the local memory is the other loop's.
+        for unit in tl.range(begin, units, active, num_stages=1):
+            tile = far + unit // (64 // NEAR)
+            n = unit % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
             this = tl.where(tile < front, tile, first + tile - front)
             known = this * 64 + n <= at
             here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
@@ -241,7 +247,7 @@ def decode_specs(
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
-    # `position` and `table` are read before the wait: they were written before the launch in front, which overlaps no other.
+    # `position` and `table` are read before the wait: the launch in front has waited for all before it lets this one begin.
     pdl = overlaps(arch)
     common = {
         "ROWS": tile["ROWS"] if tile["ROWS"] >= heads // kv_heads else constants["ROWS"],
@@ -274,6 +280,8 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
+        # Eight words of a row at least: fewer hold two runs of channels side by side.
+        "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
@@ -308,10 +316,11 @@ def decode_specs(
 
 def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
-    registers of a thread at most (0: as many as there are), so that so many programs are resident.
+    registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
 
-    Codes: programs of one warp, which wait for nobody. For sm_90 the fastest of a short
-    list on an H200, of the loop before its words were read by local loads of 16 bytes.
+    Codes: programs of one warp, which wait for nobody. Where all of them run at once: a second wave for a few took half as
+    long again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one
+    warp come in fours: 12 of 168 registers, or 8 where local memory holds no more. 16 of 128 spill, and are slower.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
@@ -323,15 +332,20 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         warps, step = 1 if min(bits) == 8 else 2, 16
     elif small or forms.size > 128:
         warps *= 2
-    rows = 8 if arch.startswith("sm_") else 16
+    nvidia = arch.startswith("sm_")
+    registers = 168 if nvidia and warps == 1 else 0
+    resident = 12 // warps if nvidia and forms.size <= 128 else max(4, 12 // warps)
+    if registers and forms.record_bytes * step > 16000 * 64:
+        resident, registers = 8, 0
     return {
         "WARPS": warps,
         "STAGES": 2,
         "EACH": 2,
         "STEP": step,
-        "RESIDENT": max(4, 12 // warps),
-        "ROWS": rows,
-        "REGS": 168 if arch.startswith("sm_") and warps == 1 else 0,
+        "RESIDENT": resident,
+        "ROWS": 8 if nvidia else 16,
+        "FOLD": int(nvidia),
+        "REGS": registers,
     }
 
 

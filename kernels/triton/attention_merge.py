@@ -27,6 +27,14 @@ def extent(sinks, windows, lengths, at, splits, MASKED: tl.constexpr, EACH: tl.c
 
 
 @triton.jit
+def _parts_of(block, s, c, row, active, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """(sums [parts, channels], their running maxima) of a query; nothing of parts that are not there."""
+    part = block + s * (GROUP * (SIZE + 2))
+    sums = tl.load(part[:, None] + (row * SIZE + c)[None, :], mask=(s < active)[:, None], other=0.0)
+    return sums, tl.load(part + (GROUP * SIZE + row), mask=s < active, other=float("-inf"))
+
+
+@triton.jit
 def merge_kernel(
     parts,  # f32 [batch KEPT, MOST, GROUP (SIZE + 2)]
     members,
@@ -65,6 +73,9 @@ def merge_kernel(
         tl.extra.cuda.gdc_wait()
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     block = parts + pair.to(tl.int64) * (MOST * GROUP * (SIZE + 2))
+    # All loads of the first parts at once: one way to memory.
+    s = tl.arange(0, TILE)
+    theirs, level = _parts_of(block, s, c, row, active, GROUP, SIZE)
     all_parts = tl.arange(0, MOST)
     from_top = block + all_parts * (GROUP * (SIZE + 2)) + GROUP * SIZE + row
     tops = tl.load(from_top, mask=all_parts < active, other=float("-inf"))
@@ -72,13 +83,10 @@ def merge_kernel(
     # The query's own position is in one of the parts: this is a number.
     top = tl.max(tops, axis=0)
     total = tl.sum(totals * tl.exp2(tops - top), axis=0)
-    sum_of = tl.zeros([WIDTH], tl.float32)
-    for i in range(0, active, TILE):
-        s = i + tl.arange(0, TILE)
-        part = block + s * (GROUP * (SIZE + 2))
-        theirs = tl.load(part[:, None] + (row * SIZE + c)[None, :], mask=(s < active)[:, None], other=0.0)
-        level = tl.load(part + (GROUP * SIZE + row), mask=s < active, other=float("-inf"))
-        sum_of += tl.sum(theirs * tl.exp2(level - top)[:, None], axis=0)
+    sum_of = tl.sum(theirs * tl.exp2(level - top)[:, None], axis=0)
+    for i in range(TILE, active, TILE):
+        more, its_level = _parts_of(block, i + s, c, row, active, GROUP, SIZE)
+        sum_of += tl.sum(more * tl.exp2(its_level - top)[:, None], axis=0)
     sum_of = sum_of / total
     into = out + (line * (GROUP * KV) + number * GROUP + row) * SIZE + c
     if V_ROTATE:

@@ -196,6 +196,37 @@ def test_layers_in_host_memory_give_the_same_logits(tiny: ModuleType, tmp_path: 
     assert float((logits - expected).norm() / expected.norm()) < 2e-3
 
 
+def test_arrays_that_accelerate_moves_count_as_loaded(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
+    from accelerate.big_modeling import attach_align_device_hook_on_blocks
+
+    dense = tiny.new_model("LlamaForCausalLM", tie_word_embeddings=False)
+    nstf.runtime.load(tiny.write(tmp_path, dense)).save_pretrained(tmp_path / "folder")
+
+    def dispatch(model: Any, quantiser: Any, device_map: dict[str, Any], *args: Any) -> None:
+        """As between a GPU and host memory: hooks, and buffers that are new tensors."""
+        layer = "model.layers.1"
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=dict.fromkeys(device_map, "cpu"),
+            offload={name: name == layer for name in device_map},
+            weights_map=model.get_submodule(layer).state_dict(prefix=f"{layer}."),
+        )
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.clone()
+
+    monkeypatch.setattr(transformers.modeling_utils, "accelerate_dispatch", dispatch)
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    device_map = {**dict.fromkeys(parts, "cpu"), "model.layers.1": torch.device("cpu", 0)}
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", device_map=device_map)
+    ids = tiny.inputs_of("LlamaForCausalLM")
+    with torch.no_grad():
+        assert torch.equal(found(**ids).logits, nstf.runtime.load(tmp_path / "model.nstf")(**ids).logits)
+
+
 def test_offloading_to_disk_is_refused_with_what_works(tiny: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
     nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))).save_pretrained(

@@ -176,7 +176,7 @@ def decode_error(case: Decode, device: str) -> float:
         for segment in pages:
             attention_append.append(
                 segment, qkv[at].to(device), None, None, (cos.to(device), sin.to(device)), position, room,
-                (case.heads, case.kv_heads), size**-0.5, 1e-6,
+                (case.heads, case.kv_heads), size**-0.5, 1e-6, arch,
             )  # fmt: skip
             attention_decode.decode(
                 segment, rules, masked, position, room, out, (case.heads, case.kv_heads), arch, total,

@@ -19,6 +19,7 @@ from diagonal import diagonal
 from nstf.kernels.triton import attention_predict, gates
 from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES, architecture
+from nstf.kernels.triton.assembly import disassemble
 from nstf.kernels.triton.attention_append import append_spec
 from nstf.kernels.triton.attention_decode import decode_specs
 from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages, fetch_spec, store_spec
@@ -99,7 +100,7 @@ def spec_of(name: str, target: str) -> KernelSpec:
         )
     stored = pages("4c", "4tr", size)
     if kind == "append":
-        return append_spec(stored, 1, 32, 8, True, True)
+        return append_spec(stored, 1, 32, 8, True, True, target)
     if kind == "store":
         return store_spec(stored, rest[0] == "values", 1, 4)
     if kind == "fetch":
@@ -139,6 +140,17 @@ def test_a_kernel_compiles_and_keeps_its_promises(name: str, target: str) -> Non
     )
     found = gates.check(spec, report, row)
     assert [line for line in found if not any(part in line for part in allowed)] == []
+
+
+@pytest.mark.parametrize("name", ["prefill dense same", "prefill dense", "prefill lists same"])
+def test_matrix_instructions_of_prefill_do_not_wait_for_each_other(name: str) -> None:
+    row = architecture("sm_90")
+    compiled = compile_spec(spec_of(name, row.target), row)
+    text = disassemble(compiled.binary)
+    if text is None:
+        pytest.skip("no nvdisasm that reads it")
+    products = text.count("HGMMA.")
+    assert products >= 20 and text.count("WARPGROUP.DEPBAR") <= products // 3
 
 
 CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
