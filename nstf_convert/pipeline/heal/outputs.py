@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nstf_convert.measure import compare_outputs
+from nstf_convert.pipeline.calibrate.one_input import Storages, never
 from nstf_convert.pipeline.calibrate.text import Batch
 from nstf_convert.pipeline.heal.run import HealingRun, Settings
 from nstf_convert.pipeline.heal.sizes import ACTIVATION_BYTES, INPUTS, LARGEST_CODES
@@ -136,14 +137,8 @@ def alike(batch: Sequence[Batch]) -> list[list[Batch]]:
 
 
 def saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of what `run` computes."""
-    seen: dict[int, int] = {}
-
-    def pack(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    """Bytes that autograd would keep for the backward pass of what `run` computes; here it keeps nothing."""
+    kept = Storages()
+    with torch.autograd.graph.saved_tensors_hooks(kept.add, never):
         run()
-    return sum(seen.values())
+    return kept.size_bytes
