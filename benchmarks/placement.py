@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nstf.kernels.cpu.engine_matrix import panel_threads
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.linear import linear
@@ -120,12 +121,13 @@ class Layer:
 
 
 class Engine:
-    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device."""
+    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device. panels:
+    threads that repack them, as when a file is opened; 0: as they are stored, which ranks read."""
 
-    def __init__(self, layer: Layer, rows: int) -> None:
+    def __init__(self, layer: Layer, rows: int, panels: int) -> None:
         from nstf.kernels.cpu.engine_matrix import compile_matrix
 
-        self.made = {n: compile_matrix(e) for n, e in layer.parts.items()}
+        self.made = {n: compile_matrix(e, panels=panels) for n, e in layer.parts.items()}
         self.outs = {n: torch.zeros(rows, e.shape[0]) for n, e in layer.parts.items()}
         self.sum, self.rows = layer.sum, rows
 
@@ -200,7 +202,8 @@ def worker(task: dict[str, Any]) -> None:
 
     def layers(own_rank: int, own_ranks: int, own: int, rows: int) -> list[Callable[[Tensor], Tensor]]:
         made = [Layer(found, pool, own_rank, own_ranks, place, summed) for _ in range(own)]
-        return [Engine(m, rows) for m in made] if kind == "cpu" else list(made)
+        panels = panel_threads(size, 1) if own_ranks == 1 else 0
+        return [Engine(m, rows, panels) for m in made] if kind == "cpu" else list(made)
 
     out = []
     for rows in task["rows"]:
