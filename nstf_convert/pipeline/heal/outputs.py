@@ -96,19 +96,23 @@ class OutputRun(HealingRun):
         as well."""
         shape = shape_of(one)
         if shape not in self._kept:
-            pair = {n: torch.cat([v, v]) for n, v in one.items()}
-            taken = []
-            for given in (one, pair):
-                self.student.set_values(self.values.current())
-                taken.append(saved_bytes(lambda given=given: self.student.outputs(**given)))  # type: ignore[misc]
-            self._kept[shape] = max(0, taken[1] - taken[0])
             room = self.session.machine.activation_bytes
+            alone, weights = self._saved(one), 4 * sum(u.elements for u in self.session.units.values())
+            if alone - weights > min(ACTIVATION_BYTES, room) // 2:
+                self._kept[shape] = alone - weights  # no two fit: a pair is not even tried
+            else:
+                pair = {n: torch.cat([v, v]) for n, v in one.items()}
+                self._kept[shape] = max(0, self._saved(pair) - alone)
             if self._kept[shape] > room:
                 log.warning(
                     "healing: one input keeps %.1f GiB of activations, where the memory bound leaves %.1f GiB",
                     self._kept[shape] / 2**30, room / 2**30,
                 )  # fmt: skip
         return self._kept[shape]
+
+    def _saved(self, given: Batch) -> int:
+        self.student.set_values(self.values.current())
+        return saved_bytes(lambda: self.student.outputs(**given))
 
     def _score(self, index: int, target: Tensor) -> float:
         out = self.student.outputs(**self.held[index])
