@@ -272,11 +272,8 @@ class Session:
             except UnsupportedError as error:
                 self.model_reason = str(error)
             else:
-                if model.missing_buffers:
-                    names = ", ".join(model.missing_buffers)
-                    log.warning(
-                        "%s lacks these buffers, the code's own are used: %s", self.options.model, names
-                    )
+                if model.missing_said:
+                    log.warning("%s %s", self.options.model, model.missing_said)
                 return model
         log.warning(
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
