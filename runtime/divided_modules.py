@@ -201,7 +201,7 @@ class DividedExperts(Divided):
             rows = torch.where(own[..., None], hidden_states[:, None], 0).flatten(0, 1)
             weights = torch.where(own, top_k_weights, 0).view(-1, 1)
             each: Tensor = super().forward(rows, local.remainder(self.num_experts).view(-1, 1), weights)  # type: ignore[misc]
-            y = each.unflatten(0, own.shape).float().sum(1).to(hidden_states.dtype)
+            y = each.view(*own.shape, -1).float().sum(1).to(hidden_states.dtype)
         return self.ranks.sum(y.float()).to(y.dtype)
 
 
