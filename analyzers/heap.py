@@ -43,12 +43,18 @@ def give_back_much() -> None:
         return
     with _looking:
         now = _resident()
+        if now is None:
+            return
         if now > _lowest + KEPT_BYTES:
             give_back()
-            _lowest = _resident()
+            _lowest = _resident() or now
         else:
             _lowest = min(_lowest, now)
 
 
-def _resident() -> int:
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+def _resident() -> int | None:
+    """Bytes of memory in use; None in a container or a jail without /proc."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return None

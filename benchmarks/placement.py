@@ -10,11 +10,12 @@ for each shape (hidden x feed-forward) and number of rows:
     tensor N       q, k, v, gate and up by rows, o and down by columns (formats/shards.py), all-reduces after o and down
     pipeline N     layers one part after the other, [rows, hidden] handed on; one microbatch
 
-Predicted: the products' prices by the planner (timed alone on a CPU, by its model on a GPU) and the machine that
-`nstf place --measure` finds. On a GPU a second prediction takes products timed alone in a captured graph, so that errors of
-links and of the model can be told apart; on a CPU the first process's time in all-reduces is shown beside the predicted one.
-Measured: the least of the rounds, in which the plans take turns, from the first process's start to
-the last one's end. Norms, rotations and attention are left out on both sides: these are products and links.
+Predicted: the products' prices (on a CPU timed in turn through as many bytes as the model has, on a GPU by the planner's
+model) and the machine that `nstf place --measure` finds. On a GPU a second prediction takes products timed alone in a
+captured graph, so that errors of links and of the model can be told apart; on a CPU the first process's time in all-reduces
+is shown beside the predicted one. Measured: the least of the rounds, in which the plans take turns, from the first
+process's start to the last one's end. Norms, rotations and attention are left out on both sides: these are products and
+links.
 """
 
 import argparse
@@ -23,158 +24,35 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from placement_layers import (
+    SUMMING,
+    Engine,
+    Layer,
+    alone_seconds,
+    captured,
+    matrices,
+    timed,
+)
 from torch import Tensor
 
-from nstf.kernels.formats import EncodedTensor
-from nstf.kernels.formats.shards import Span, shard
-from nstf.kernels.linear import linear
+from nstf.kernels.cpu.engine_matrix import panel_threads
 from nstf.runtime.ranks import Ranks
-from nstf_convert.place.costs import Matrix, tree_of
+from nstf_convert.place.costs import Matrix
 from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import Machine
 from nstf_convert.place.measure import first_failure, measure_machine, measured_products
 from nstf_convert.place.products import Products
-from nstf_convert.place.worker import captured as captured_calls
 from nstf_convert.speed import cache
 from nstf_convert.speed.measure import Pool
 
-AXES = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
-GROUPS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 # What the goal says.
 WITHIN = 0.2
-# Seconds of this process in all-reduces since the last call began, on a CPU.
-SUMMING = [0.0]
-
-
-def shapes_of(hidden: int, wide: int) -> dict[str, tuple[int, int]]:
-    """[out, in] of a layer's matrices; keys and values have a quarter of the heads."""
-    return {
-        "q_proj": (hidden, hidden), "k_proj": (hidden // 4, hidden), "v_proj": (hidden // 4, hidden),
-        "o_proj": (hidden, hidden), "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
-    }  # fmt: skip
-
-
-def matrices(hidden: int, wide: int, encoding: str) -> list[Matrix]:
-    return [
-        Matrix(
-            f"layers.0.{n}.weight",
-            tree_of(encoding, f"{n}.weight", s),
-            s,
-            "product",
-            AXES[n],
-            GROUPS.get(n, ""),
-        )
-        for n, s in shapes_of(hidden, wide).items()
-    ]
-
-
-def timed_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
-    """The sum over ranks, its time added to SUMMING: that of the link and that of waiting for the others."""
-
-    def call(y: Tensor) -> Tensor:
-        start = time.perf_counter()
-        y = ranks.sum(y)
-        SUMMING[0] += time.perf_counter() - start
-        return y
-
-    return call
-
-
-class Layer:
-    """A layer's products: on one process, or the part of a rank."""
-
-    def __init__(
-        self, found: list[Matrix], pool: Pool, rank: int, ranks: int, place: torch.device, summed: Ranks
-    ) -> None:
-        self.parts: dict[str, EncodedTensor] = {}
-        for matrix in found:
-            whole = pool.filled(matrix.tree, matrix.shape)
-            # Small weights, so that activations stay finite through the layers.
-            for name in ("scale_super", "scale"):
-                if name in whole.arrays:
-                    whole.arrays[name].mul_(1e-4)
-                    break
-            size = matrix.shape[matrix.axis or 0] // ranks
-            part = (
-                shard(whole, Span(matrix.axis or 0, rank * size, (rank + 1) * size)) if ranks > 1 else whole
-            )
-            arrays = {k: a.to(place) for k, a in part.arrays.items()}
-            self.parts[matrix.name.split(".")[2]] = EncodedTensor(part.tree, part.shape, arrays)
-        whole = summed.sum if place.type == "cuda" else timed_sum(summed)
-        self.sum: Callable[[Tensor], Tensor] = whole if ranks > 1 else lambda y: y
-
-    def __call__(self, x: Tensor) -> Tensor:
-        p = self.parts
-        q, _, _ = (linear(x, p[n], None) for n in ("q_proj", "k_proj", "v_proj"))
-        y = self.sum(linear(q, p["o_proj"], None))
-        h = F.silu(linear(y, p["gate_proj"], None)) * linear(y, p["up_proj"], None)
-        return self.sum(linear(h, p["down_proj"], None))
-
-
-class Engine:
-    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device."""
-
-    def __init__(self, layer: Layer, rows: int) -> None:
-        from nstf.kernels.cpu.engine_matrix import compile_matrix
-
-        self.made = {n: compile_matrix(e) for n, e in layer.parts.items()}
-        self.outs = {n: torch.zeros(rows, e.shape[0]) for n, e in layer.parts.items()}
-        self.sum, self.rows = layer.sum, rows
-
-    def _times(self, name: str, x: Tensor) -> Tensor:
-        out = self.outs[name]
-        self.made[name].multiply_at(x.data_ptr(), self.rows, out.data_ptr(), 1)
-        return out
-
-    def __call__(self, x: Tensor) -> Tensor:
-        q = self._times("q_proj", x)
-        self._times("k_proj", x)
-        self._times("v_proj", x)
-        y = self.sum(self._times("o_proj", q))
-        h = self._times("gate_proj", y)
-        self._times("up_proj", y)
-        return self.sum(self._times("down_proj", h))
-
-
-def captured(call: Callable[[], object], place: torch.device) -> Callable[[], object]:
-    """On a GPU the call as a graph with its collectives inside; on a CPU as it is."""
-    if place.type != "cuda":
-        return call
-    return captured_calls(call, 1)
-
-
-def timed(call: Callable[[], object], place: torch.device) -> float:
-    """Seconds from the first process's start to the last one's end, by the clock that all on a host share.
-
-    Of each process's own seconds the longest would leave out what others did before it began: of a pipeline, half.
-    """
-    if place.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if place.type == "cuda":
-        torch.cuda.synchronize()
-    # The latest end, and the earliest start.
-    held = torch.tensor([time.perf_counter(), -start], dtype=torch.float64, device=place)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return float(held.sum().item())
-
-
-def own_seconds(call: Callable[[], object]) -> float:
-    """Seconds of a call of this process, on a GPU."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -200,7 +78,8 @@ def worker(task: dict[str, Any]) -> None:
 
     def layers(own_rank: int, own_ranks: int, own: int, rows: int) -> list[Callable[[Tensor], Tensor]]:
         made = [Layer(found, pool, own_rank, own_ranks, place, summed) for _ in range(own)]
-        return [Engine(m, rows) for m in made] if kind == "cpu" else list(made)
+        panels = panel_threads(size, 1) if own_ranks == 1 else 0
+        return [Engine(m, rows, panels) for m in made] if kind == "cpu" else list(made)
 
     out = []
     for rows in task["rows"]:
@@ -269,27 +148,6 @@ def least(
                 if seconds < best[name]:
                     best[name], summing[name] = seconds, SUMMING[0]
     return best, summing
-
-
-def alone_seconds(
-    matrix: Matrix, ranks: int, rows: int, place: torch.device, dtype: torch.dtype, model_bytes: int
-) -> dict[int, float]:
-    """On a GPU: a product of the whole matrix and of a part, in a captured graph through copies as large as the model
-    together, or larger than any cache."""
-    found = {}
-    pool = Pool(matrix.size_bytes)
-    for parts in sorted({1, ranks}):
-        size = matrix.shape[matrix.axis or 0] // parts
-        whole = pool.filled(matrix.tree, matrix.shape)
-        part = shard(whole, Span(matrix.axis or 0, 0, size)) if parts > 1 else whole
-        copies = [
-            EncodedTensor(part.tree, part.shape, {k: a.to(place, copy=True) for k, a in part.arrays.items()})
-            for _ in range(max(2, min(model_bytes // parts, 200 << 20) // max(1, part.size_bytes) + 1))
-        ]
-        x = torch.randn(rows, part.shape[1], device=place).to(dtype)
-        replay = captured(lambda x=x, copies=copies: [linear(x, c, None) for c in copies], place)
-        found[parts] = min(own_seconds(replay) for _ in range(5)) / len(copies)
-    return found
 
 
 def start(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:

@@ -105,7 +105,8 @@ class StreamedModel:
     def _held_buffers(self, held: Collection[str] | None) -> list[str]:
         state = self.module.state_dict(keep_vars=True)
         names = [n for n in state if n not in self._names and not n.endswith("num_batches_tracked")]
-        missing = [] if held is None else [n for n in names if n not in set(held)]
+        known = None if held is None else set(held)
+        missing = [] if known is None else [n for n in names if n not in known]
         for name in missing:
             owner, _, local = name.rpartition(".")
             if local in ("running_mean", "running_var"):
@@ -116,6 +117,16 @@ class StreamedModel:
                 )
         self.missing_buffers = missing
         return [n for n in names if n not in missing]
+
+    @property
+    def missing_said(self) -> str:
+        """`missing_buffers` in a few words: three names and how many there are; empty where none is missing."""
+        names = self.missing_buffers
+        if not names:
+            return ""
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        count = f"{len(names)} buffer{'s' * (len(names) != 1)}"
+        return f"lacks {count}, the code's own are used: {shown}"
 
     @property
     def is_causal_lm(self) -> bool:

@@ -19,6 +19,13 @@ from nstf.quantizers import filled
 from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
+from nstf.quantizers.rounding.sections import (
+    SMALLEST_SECTION,
+    best_sections,
+    mean_square,
+    row_order,
+    weighted,
+)
 from nstf.quantizers.rounding.trellis_lanes import refit, search
 from nstf.quantizers.stats import Stats
 
@@ -37,28 +44,10 @@ __all__ = [
 # Mean squared error on N(0, 1) by quarter bits, at the width below (benchmarks/trellis.py), and the width: the ratio of the
 # weights' standard deviation to the codebook's that is best. More bits reach further into the tails.
 MSE = {
-    4: 0.2733,
-    5: 0.1960,
-    6: 0.1394,
-    7: 0.0987,
-    8: 0.0694,
-    9: 0.0492,
-    10: 0.0352,
-    11: 0.0250,
-    12: 0.0178,
-    13: 0.0126,
-    14: 0.00893,
-    15: 0.00630,
-    16: 0.00443,
-    17: 0.00313,
-    18: 0.00222,
-    19: 0.00157,
-    20: 0.00111,
-    21: 0.00079,
-    22: 0.00056,
-    23: 0.00040,
-    24: 0.00028,
-}
+    4: 0.2733, 5: 0.1960, 6: 0.1394, 7: 0.0987, 8: 0.0694, 9: 0.0492, 10: 0.0352,
+    11: 0.0250, 12: 0.0178, 13: 0.0126, 14: 0.00893, 15: 0.00630, 16: 0.00443, 17: 0.00313,
+    18: 0.00222, 19: 0.00157, 20: 0.00111, 21: 0.00079, 22: 0.00056, 23: 0.00040, 24: 0.00028,
+}  # fmt: skip
 WIDTH = {
     q: 1.0 if q <= 11 else 1.03 if q == 12 else 1.06 if q <= 16 else 1.08 if q <= 20 else 1.12 for q in MSE
 }
@@ -72,8 +61,6 @@ SLOW = True
 SECTION_RATES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
 # Rows that matter less than this, relative to the one that matters most, count as this much in a typical row.
 SMALLEST_ENERGY = 1e-6
-# A section's tiles are searched 16 at a time: smaller ones cost encoding time for hardly any gain.
-SMALLEST_SECTION = 64
 # One seed for the signs of all tensors, so that q, k and v share the rotation of their input.
 SEED = 0
 # Bytes that rounding takes for each weight: the weights in the stored basis, what they become, errors, products and codes.
@@ -85,9 +72,9 @@ _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 @dataclass(frozen=True)
 class Params:
     """`quarter_bits` 4..24 for all rows, or `sections` ((quarter bits, rows), ...) from the rows whose errors matter
-    most to those that matter least, which may be cut at `ranges` equal parts of all rows; `scale_bits` 8 or 16 per row;
-    `block`: Hadamard block along the columns (0: none); `rounding` nearest or ldlq; `damping` as in the other
-    quantisers; `lead` axes make the rows.
+    most to those that matter least, with as many tiles of 16 rows of each in all of `ranges` equal parts of the rows;
+    `scale_bits` 8 or 16 per row; `block`: Hadamard block along the columns (0: none); `rounding` nearest or ldlq;
+    `damping` as in the other quantisers; `lead` axes make the rows.
     """
 
     quarter_bits: int = 12
@@ -150,13 +137,14 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params; the weight is read once."""
+    energies = {p.lead: row_energy(weight, p, stats) for p in {p.lead: p for p in params}.values()}
     sums: dict[tuple[int, int], Tensor] = {}
-    for lead, ranges in {(p.lead, p.ranges) for p in params}:
-        energy = row_energy(weight, next(p for p in params if p.lead == lead), stats)
-        ordered = energy[_row_order(energy, ranges)]
-        sums[lead, ranges] = torch.nn.functional.pad(ordered.cumsum(0), (1, 0)).cpu()
     out = []
     for p in params:
+        energy = energies[p.lead]
+        order = row_order(energy, p.ranges, _sections(p, len(energy)))  # also checks the sections
+        if (p.lead, p.ranges) not in sums:
+            sums[p.lead, p.ranges] = torch.nn.functional.pad(energy[order].cumsum(0), (1, 0)).cpu()
         total, at, cumulative = 0.0, 0, sums[p.lead, p.ranges]
         for q, n in _sections(p, len(cumulative) - 1):
             total += float(cumulative[at + n] - cumulative[at]) * unit_loss(q, weight, p, stats)
@@ -201,7 +189,7 @@ def row_energy(weight: Tensor, params: Params, stats: Stats | None = None) -> Te
     stats = stats or Stats()
     matrix = matrix_view(weight, params.lead)
     stats.check(*matrix.shape)
-    energy = _weighted(_mean_square(matrix), stats)
+    energy = weighted(mean_square(matrix), stats)
     if not bool(torch.isfinite(energy).all()):
         raise ValueError("weights or row weights are NaN or infinite")
     return energy
@@ -220,62 +208,6 @@ def unit_loss(quarter_bits: int, weight: Tensor, params: Params, stats: Stats | 
     if metric is None and stats.hessian is not None:
         trace = float(stats.hessian.diagonal().sum())
     return MSE[quarter_bits] * trace / (2 * (1 - _growth(metric, quarter_bits)))
-
-
-def best_sections(
-    energy: Tensor, losses: dict[int, float], cols: int, price: float
-) -> tuple[tuple[int, int], ...]:
-    """The sections ((quarter bits, rows), ...) that lose least when a byte costs `price` (in units of loss).
-
-    energy: [rows], see `row_energy`. losses: quarter bits -> `unit_loss`. Sections are whole tiles of rows but the last.
-    Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3) over the rates there are.
-    """
-    rates = sorted(losses, reverse=True)
-    order = torch.sort(energy.double().cpu(), descending=True, stable=True).values
-    tiles = torch.nn.functional.pad(order, (0, -len(order) % form.SIDE)).reshape(-1, form.SIDE).sum(1)
-    bytes_of = tiles.new_tensor([cols * q / 32 * form.SIDE for q in rates])
-    cost = tiles[:, None] * tiles.new_tensor([losses[q] for q in rates]) + price * bytes_of
-    chosen = cost.argmin(1).cummax(0).values  # rows that matter less never get more bits
-    found = [[i, int((chosen == i).sum())] for i in range(len(rates)) if bool((chosen == i).any())]
-    cumulative = torch.cat([cost.new_zeros(1, len(rates)), cost.cumsum(0)])
-    while len(found) > 1 and min(n for _, n in found) < SMALLEST_SECTION // form.SIDE:
-        at = min(range(len(found)), key=lambda i: found[i][1])
-        start = sum(n for _, n in found[:at])
-        end = start + found[at][1]
-        near = [i for i in (at - 1, at + 1) if 0 <= i < len(found)]
-        into = min(near, key=lambda i: float(cumulative[end, found[i][0]] - cumulative[start, found[i][0]]))
-        found[into][1] += found[at][1]
-        del found[at]
-    sections = [(rates[i], n * form.SIDE) for i, n in found]
-    q, rows = sections[-1]
-    return (*sections[:-1], (q, rows - (-len(order) % form.SIDE)))
-
-
-def _row_order(energy: Tensor, ranges: int) -> Tensor:
-    """The rows from those whose errors matter most to those that matter least, int64 [rows].
-
-    With several ranges in tiles of 16 rows of one range each, so that every section has whole tiles of each range.
-    Raises ValueError where the rows do not make whole tiles of each.
-    """
-    if ranges == 1:
-        return torch.argsort(energy, descending=True, stable=True)
-    rows = len(energy)
-    if ranges < 1 or rows % (ranges * form.SIDE):
-        raise ValueError(f"{rows} rows are not {ranges} ranges of whole tiles of {form.SIDE}")
-    within = torch.argsort(energy.view(ranges, -1), dim=1, descending=True, stable=True)
-    first = torch.arange(ranges, device=energy.device)[:, None] * (rows // ranges)
-    tiles = (within + first).view(-1, form.SIDE)
-    return tiles[torch.argsort(energy[tiles].sum(1), descending=True, stable=True)].reshape(-1)
-
-
-def _mean_square(matrix: Tensor) -> Tensor:
-    """float64 [rows]."""
-    step = max(1, _CHUNK // matrix.shape[1])
-    return torch.cat([part.double().square().mean(1) for part in torch.split(matrix, step)])
-
-
-def _weighted(energy: Tensor, stats: Stats) -> Tensor:
-    return energy if stats.row_weight is None else energy * stats.row_weight.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,7 +287,7 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     matrix = matrix_view(weight, params.lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
-    energy = _mean_square(matrix)
+    energy = mean_square(matrix)
     largest = float(
         torch.stack([part.abs().amax() for part in torch.split(matrix, max(1, _CHUNK // cols))]).max()
     )
@@ -365,7 +297,7 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     sizes = _sections(params, rows)
     if sum(n for _, n in sizes) != rows:
         raise ValueError(f"the sections do not add up to {rows} rows")
-    order = _row_order(_weighted(energy, stats), params.ranges)
+    order = row_order(weighted(energy, stats), params.ranges, sizes)
     number = torch.empty(rows, dtype=torch.int64, device=matrix.device)
     deviation, metric, leaf = energy.sqrt() / unit, _metric(stats, params, _up(cols)), _leaf(params)
     sections, at = [], 0

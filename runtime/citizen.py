@@ -6,6 +6,7 @@ every weight is a dense parameter. The class of a loaded model becomes one deriv
 
 import copy
 import os
+import shlex
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -39,7 +40,7 @@ class EncodedModel:
         raise UnsupportedError(
             "save_pretrained cannot store encoded weights so that a plain from_pretrained finds them. The .nstf file is "
             "the saved model: copy it, import nstf.integrations.transformers first, or decode it into a folder: "
-            f"nstf export {self.nstf_path} -o {os.fspath(save_directory)}"
+            f"nstf export {shlex.quote(self.nstf_path)} -o {shlex.quote(os.fspath(save_directory))}"
         )
 
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +66,8 @@ class EncodedModel:
             return embedding
         raise UnsupportedError(
             f"the embedding of {embedding.num_embeddings} tokens is encoded and keeps its size: add tokens to the "
-            f"original model and convert it again, or decode this one: nstf export {self.nstf_path} -o folder"
+            f"original model and convert it again, or decode this one: "
+            f"nstf export {shlex.quote(self.nstf_path)} -o folder"
         )
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -109,7 +111,7 @@ class EncodedPart(EncodedModel):
         """Raises UnsupportedError: what would be written is loaded with random weights."""
         raise UnsupportedError(
             f"this {type(self).__name__} is a part of an encoded model: save the whole one, or decode it into a folder, "
-            f"nstf export {self.nstf_path} -o folder, and load the part from there"
+            f"nstf export {shlex.quote(self.nstf_path)} -o folder, and load the part from there"
         )
 
     def extra_repr(self: Any) -> str:

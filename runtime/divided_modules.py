@@ -194,10 +194,14 @@ class DividedExperts(Divided):
         own = (local >= 0) & (local < self.num_experts)
         if _knows_no_expert():
             local = torch.where(own, local, self.num_experts)
+            y: Tensor = super().forward(hidden_states, local, top_k_weights)  # type: ignore[misc]
         else:
-            local = local.remainder(self.num_experts)
-            top_k_weights = torch.where(own, top_k_weights, 0)
-        y: Tensor = super().forward(hidden_states, local, top_k_weights)  # type: ignore[misc]
+            # Zeros go there in the token's place: an expert that it was not meant for may overflow, and 0 times infinity
+            # is NaN. So each choice of a token is a row of its own.
+            rows = torch.where(own[..., None], hidden_states[:, None], 0).flatten(0, 1)
+            weights = torch.where(own, top_k_weights, 0).view(-1, 1)
+            each: Tensor = super().forward(rows, local.remainder(self.num_experts).view(-1, 1), weights)  # type: ignore[misc]
+            y = each.view(*own.shape, -1).float().sum(1).to(hidden_states.dtype)
         return self.ranks.sum(y.float()).to(y.dtype)
 
 

@@ -51,10 +51,12 @@ def fuse(model: nn.Module) -> int:
 
     Not done by `load`, for two reasons. While torch.fx reads the code no other thread may run any model. And numbers
     that the code reads from its modules (a gain, a flag) count as they are now. Normalisations and parts that are replaced,
-    added or taken away later are seen.
+    added or taken away later are seen: such a module runs its own code until it is fused again.
     """
     if isinstance(model, Fused):
-        return sum(isinstance(step, _Convolution) for step in model.__dict__["_fused_plan"].steps)
+        # It may have been changed since, which its plan sees and then leaves alone: planned again from its own class.
+        model.__class__ = type(model).__bases__[1]
+        del model.__dict__["_fused_plan"]
     if _image_convolutions(model) == 0:
         return 0
     plan = _planned(model)

@@ -100,7 +100,10 @@ def _warn_beyond_positions(model: Any, prompt_tokens: int, new_tokens: int) -> N
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and prompt_tokens + new_tokens > positions:
+    if getattr(config, "is_encoder_decoder", False):
+        return  # prompt and answer have positions of their own
+    # XLNet states -1: it has no limit.
+    if isinstance(positions, int) and positions > 0 and prompt_tokens + new_tokens > positions:
         _log.warning(
             "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
             prompt_tokens, new_tokens, positions,

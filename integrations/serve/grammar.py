@@ -9,6 +9,7 @@ from typing import Any
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
+from nstf.integrations.serve.finite import can_end
 
 Make = Callable[[], "Grammar"]
 
@@ -69,6 +70,11 @@ class Grammars:
         """Of a JSON schema as parsed JSON; True for any object."""
         library = self._ready()
         stated = {"type": "object"} if schema is True else schema
+        if not can_end(stated):
+            raise wrong(
+                "response_format",
+                "no text fits the JSON schema: what it requires requires itself, without end; make a part of that optional",
+            )
         try:
             # Whitespace without end is what a small model likes best inside JSON.
             grammar = library.LLMatcher.grammar_from_json_schema(

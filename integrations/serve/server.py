@@ -63,9 +63,13 @@ def allowed_hosts(host: str, key: str | None) -> frozenset[str] | None:
     return _HOST_NAMES if host in LOOPBACK and key is None else None
 
 
+class AddressError(NstfError):
+    """The address to listen on is taken, or not of this machine."""
+
+
 def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """Serves until SIGINT or SIGTERM. ready: is called with the port when requests are taken. Raises NstfError where the
-    address cannot be had.
+    """Serves until SIGINT or SIGTERM. ready: is called with the port when requests are taken. Raises AddressError where
+    the address cannot be had.
     """
     config = uvicorn.Config(
         app.routes(),
@@ -86,9 +90,8 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way of saying that it could not bind, after a line in its log
-        raise NstfError(
-            f"cannot listen on {host}:{port} (the line before says why): choose another --port, or an address of this "
-            "machine for --host"
+        raise AddressError(
+            f"cannot listen on {host}:{port} (the line before says why): choose another port, or an address of this machine"
         ) from error
     finally:
         gc.unfreeze()

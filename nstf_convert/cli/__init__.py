@@ -119,7 +119,8 @@ def run(arguments: Sequence[str]) -> int:
             try:
                 code = application(named)(words, prog_name="nstf", standalone_mode=False)
             except Exception as error:
-                if pressed.is_set() and any(w in RESUMABLE for w in words[:1]):
+                # An error of ours after that is one that was found, such as a budget that cannot be met.
+                if pressed.is_set() and not isinstance(error, NstfError):
                     raise KeyboardInterrupt from error
                 raise
     except SystemExit as error:  # also after a shell asked what may come next

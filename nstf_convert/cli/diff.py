@@ -104,23 +104,28 @@ def print_tensors(found: "Difference", largest: int | None) -> None:
 
 
 def worst_first(row: "TensorDifference") -> float:
-    """Sorts the largest errors to the front, and before them what cannot be compared."""
+    """Sorts the largest errors to the front, and before them what has none: other shapes, values that are not finite."""
     return -math.inf if math.isnan(row.relative_error) else -row.relative_error
 
 
 def cells(row: "TensorDifference") -> list[object]:
     """One line of the table."""
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    error = "other shape" if math.isnan(row.relative_error) else f"{row.relative_error:.4g}"
-    return [row.name, shape, row.first, row.second, row.first_bytes, row.second_bytes, error,
-            "-" if math.isnan(row.largest_error) else f"{row.largest_error:.4g}"]  # fmt: skip
+    shapes = ["x".join(map(str, shape)) or "scalar" for shape in (row.shape, row.second_shape)]
+    if not row.comparable:
+        errors = ["other shape", "-"]
+    else:
+        finite = row.equal or row.finite
+        errors = [f"{row.relative_error:.4g}" if finite else "not finite", f"{row.largest_error:.4g}"]
+    shape = shapes[0] if row.comparable else "/".join(shapes)
+    return [row.name, shape, row.first, row.second, row.first_bytes, row.second_bytes, *errors]
 
 
 def summary(found: "Difference", sizes: list[int | None]) -> list[tuple[str, object]]:
     """Totals, and what only one of the two has."""
-    pairs: list[tuple[str, object]] = [
-        ("tensors", f"{len(found.tensors)} in both, {found.equal} of them equal"),
-    ]
+    counts = [f"{len(found.tensors)} in both", f"{found.equal} of them equal"]
+    counts += [f"{found.of_other_shapes} of other shapes"] if found.of_other_shapes else []
+    counts += [f"{found.not_finite} not finite"] if found.not_finite else []
+    pairs: list[tuple[str, object]] = [("tensors", ", ".join(counts))]
     for name, names in (("only in A", found.only_first), ("only in B", found.only_second)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -129,10 +134,19 @@ def summary(found: "Difference", sizes: list[int | None]) -> list[tuple[str, obj
     for name, total, size in zip("AB", totals, sizes, strict=True):
         whole = "" if size is None else f" of tensors, {size} bytes in the file"
         pairs.append((f"bytes {name}", f"{total} ({format_bytes(total)}){whole}"))
-    left_out = found.of_other_shapes
-    if left_out == len(found.tensors):
-        pairs.append(("relative error", "none: no tensor has the same shape in both"))
-    else:
-        others = f" of the {len(found.tensors) - left_out} tensors of one shape" if left_out else ""
-        pairs.append(("relative error", f"{found.relative_error:.4g}, over all values{others}"))
+    pairs.append(("relative error", overall(found)))
     return pairs
+
+
+def overall(found: "Difference") -> str:
+    """The relative error over all values that have one, and of how many tensors they are."""
+    of_one_shape = len(found.tensors) - found.of_other_shapes
+    if not of_one_shape:
+        return "none: no tensor has the same shape in both"
+    if math.isnan(found.relative_error):
+        return "none: no tensor of one shape is finite in both"
+    counted = of_one_shape - found.not_finite
+    if counted == len(found.tensors):
+        return f"{found.relative_error:.4g}, over all values"
+    kind = "of one shape" + (" and finite" if found.not_finite else "")
+    return f"{found.relative_error:.4g}, over all values of the {counted} tensor{'s' * (counted != 1)} {kind}"

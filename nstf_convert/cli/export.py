@@ -1,6 +1,7 @@
 """`nstf export`: an artifact in the formats of other engines."""
 
 import json as json_module
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,9 +93,10 @@ def export(
         overwrite=overwrite,
         source=source,
         facts=tuple((key, value) for key, value in facts.items() if value),
-        command=f"nstf export {artifact.name} --to {to}"
+        # For the model card, which is published: names of files, not where they lie on this machine.
+        command=f"nstf export {shlex.quote(artifact.name)} --to {to}"
         + (f" --dtype {dtype}" if dtype != "original" else "")
-        + (f" --source {source}" if source is not None else "")
+        + (f" --source {shlex.quote(source.name)}" if source is not None else "")
         + (" --allow-loss" if allow_loss else ""),
     )
     plan, written = exports.export(artifact, request, None if json else _announce)

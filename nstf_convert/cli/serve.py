@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import clean
@@ -77,7 +77,7 @@ def serve(
     template = None if chat_template is None else read_text(chat_template, "--chat-template")
     try:
         from nstf.integrations.serve.app import App
-        from nstf.integrations.serve.server import LOOPBACK, allowed_hosts, run
+        from nstf.integrations.serve.server import LOOPBACK, AddressError, allowed_hosts, run
     except ImportError as error:
         raise UsageError(
             f"nstf serve needs {error.name}; in a clone of the repository: pip install -e '.[serve]'"
@@ -107,6 +107,8 @@ def serve(
 
     try:
         run(app, host, port, ready)
+    except AddressError as error:
+        raise NstfError(f"{error} (--port, --host)") from error
     finally:
         service.close()
 

@@ -80,8 +80,12 @@ class Side:
         if self.config is None:
             raise UsageError(f"{self.where} has no config.json: it cannot be run")
         if self.artifact is not None:
-            return StreamedModel.from_artifact(self.artifact)
-        return StreamedModel.from_checkpoint(self._source)
+            made = StreamedModel.from_artifact(self.artifact)
+        else:
+            made = StreamedModel.from_checkpoint(self._source)
+        if made.missing_said:
+            logging.getLogger(__name__).warning("%s %s", self.where, made.missing_said)
+        return made
 
     def tokenizer(self) -> Any:
         """The tokenizer inside, or None."""

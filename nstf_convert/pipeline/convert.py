@@ -85,7 +85,10 @@ def frontier(options: ConvertOptions) -> dict[str, Any]:
 def _propose(session: Session, plans_attention: bool) -> Run:
     """The run with its table of candidates."""
     allowed, ranks = _allowed(session.options), session.options.tp
-    divisions = None if ranks is None else Divisions(session.config or {}, session.units, ranks)
+    divisions = None
+    if ranks is not None:
+        config = session.config or {}
+        divisions = Divisions(config, session.units, ranks, lambda u, r: session.encoder.expected(u, r))
     with session.stages.stage("candidates"):
         table = build_table(session, allowed, counter(session))
     free = None

@@ -19,6 +19,7 @@ from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
 from nstf.kernels.trellis_encode import encode_tiles, search_threads
 from nstf.quantizers.stats import Stats
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.heal import sizes as healing
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.propose import candidates as cand
@@ -91,15 +92,17 @@ class Rates:
 @dataclass(frozen=True)
 class Text:
     """windows of so many tokens to calibrate on; done: the calibration is there already; gradients: windows that the
-    backward pass reads (None: all); reports: whether there are windows that report beside those that choose; language:
-    whether the model is scored as a language model there, or by its outputs for given inputs."""
+    backward pass reads (None: all); reports: whether there are windows that report beside those that choose; measured:
+    windows that choose, and as many that report; one: what an input costs where the model is scored by its outputs for
+    given inputs, and not as a language model: then windows are inputs and tokens 1."""
 
     windows: int
     tokens: int
     done: bool = False
     gradients: int | None = None
     reports: bool = True
-    language: bool = True
+    measured: int = MEASURED_WINDOWS
+    one: OneInput | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def predict(
     text: Text,
     drops_hessians: bool = False,
 ) -> Prediction:
-    """The prediction for a language model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
+    """The prediction for a model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
     used as they come and not kept."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
@@ -153,14 +156,19 @@ def predict(
         machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough
     )
     cores = 1 if machine.on_gpu else machine.workers(work.working)
-    tokens, scored = text.windows * text.tokens, MEASURED_WINDOWS * text.tokens
-    forward = _forward(work, rates, text.tokens)
+    tokens, scored = text.windows * text.tokens, text.measured * text.tokens
+    one = text.one
+    forward = _forward(work, rates, text.tokens) if one is None else one.seconds
     logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
-    hessians = work.squares * rates.product
-    moments = 3 * hessians + BESIDE["moments"] * work.inputs * rates.element
+    logits = logits if one is None else 0.0  # outputs are compared, which are few
+    hessians = (work.squares if one is None else one.squares) * rates.product
+    columns = work.inputs if one is None else one.columns
+    moments = 3 * hessians + BESIDE["moments"] * columns * rates.element
+    places = 1 if one is None else one.places
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
-    whole = encode + _tokens_front_to_back(work, machine, tokens) * (2 * forward + moments)
+    waiting = _tokens_front_to_back(work, machine, tokens * places)
+    whole = encode + waiting / places * (2 * forward + moments)
     whole += work.solved * rates.factor
     front_to_back = options.front_to_back or drops_hessians
     last = whole if front_to_back else encode
@@ -207,7 +215,7 @@ def predict(
             options.heal_steps * step + looks if options.heal_steps else 60 * options.heal_minutes
         )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
-    host, gpu = _memory(work, machine, tokens, tensor_bytes)
+    host, gpu = _memory(work, machine, waiting, tensor_bytes)
     healed = _healing_memory(work, machine, text) if options.heals else 0
     if machine.on_gpu:
         return Prediction(seconds, host, max(gpu, healed))
@@ -215,19 +223,22 @@ def predict(
 
 
 def _healed_tokens(machine: Machine, text: Text) -> int:
-    """Of a step of healing."""
-    return text.tokens * (healing.WINDOWS[machine.device.type] if text.language else healing.INPUTS)
+    """Of a step of healing: inputs, where the model is no language model."""
+    return text.tokens * healing.WINDOWS[machine.device.type] if text.one is None else healing.INPUTS
 
 
 def _healing_memory(work: _Work, machine: Machine, text: Text) -> int:
     """Bytes of a step of healing: codes in two bytes each, a layer's weights, activations, and logits or tuned codes."""
     weights, size = work.linear + work.head, 2 if machine.on_gpu else 4
-    layer = healing.layer_bytes(_healed_tokens(machine, text), work.hidden, work.ffn, size)
-    # Above the bound layers are recomputed, one at a time, or a step is taken in parts.
-    activations = min(work.layers * layer, max(healing.ACTIVATION_BYTES, layer if text.language else 0))
     fixed = 2 * weights + 2 * size * max(work.head, work.hidden * work.ffn)
-    if not text.language:
+    if text.one is not None:
+        # A step is taken in parts whose activations fit, of one input at least.
+        room = min(healing.ACTIVATION_BYTES, machine.activation_bytes)
+        activations = min(_healed_tokens(machine, text) * text.one.kept_bytes, max(room, text.one.kept_bytes))
         return fixed + activations + (healing.CODE_BYTES * weights if weights <= healing.LARGEST_CODES else 0)
+    layer = healing.layer_bytes(_healed_tokens(machine, text), work.hidden, work.ffn, size)
+    # Above the bound layers are recomputed, one at a time.
+    activations = min(work.layers * layer, max(healing.ACTIVATION_BYTES, layer))
     return fixed + activations + 4 * healing.ALIVE_LOGITS * healing.LOGIT_ELEMENTS[machine.device.type]
 
 
@@ -272,9 +283,9 @@ def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
     return min(max(found, MIN_QUARTER_BITS), MAX_QUARTER_BITS)
 
 
-def _memory(work: _Work, machine: Machine, tokens: int, tensor_bytes: int) -> tuple[int, int]:
-    """(host, GPU) bytes at the peak."""
-    activations = 16 * _tokens_front_to_back(work, machine, tokens) * work.widest
+def _memory(work: _Work, machine: Machine, waiting: int, tensor_bytes: int) -> tuple[int, int]:
+    """(host, GPU) bytes at the peak. waiting: tokens before the widest input."""
+    activations = 16 * waiting * work.widest
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
         host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)

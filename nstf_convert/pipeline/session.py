@@ -20,8 +20,9 @@ from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
-from nstf_convert.pipeline.calibrate.batches import domains
-from nstf_convert.pipeline.calibrate.text import longest_window
+from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
+from nstf_convert.pipeline.calibrate.one_input import one_input
+from nstf_convert.pipeline.calibrate.text import Data, longest_window
 from nstf_convert.pipeline.helpers import Helpers
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
@@ -72,6 +73,8 @@ class Session:
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
         self.probed: tuple[list[nn.Module], dict[str, str]] | None = None
         self.prediction: Prediction | None = None
+        # What is calibrated on, where the prediction has read it before.
+        self.data: Data | None = None
         try:
             self.helpers = Helpers(options, self._folder, self.machine)
             self._opened.callback(self.helpers.close)
@@ -112,6 +115,7 @@ class Session:
         self.prediction = self._predict()
         if self.calibration is None and self.model is not None:
             self.calibration = calibrations.make(self, self.model)
+        self.data = None
         self._use_calibration()
 
     def _use_calibration(self) -> None:
@@ -268,11 +272,8 @@ class Session:
             except UnsupportedError as error:
                 self.model_reason = str(error)
             else:
-                if model.missing_buffers:
-                    names = ", ".join(model.missing_buffers)
-                    log.warning(
-                        "%s lacks these buffers, the code's own are used: %s", self.options.model, names
-                    )
+                if model.missing_said:
+                    log.warning("%s %s", self.options.model, model.missing_said)
                 return model
         log.warning(
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
@@ -329,12 +330,13 @@ class Session:
 
     def _predict(self) -> Prediction | None:
         """Time and memory, for a model that can be run; the first line of a conversion, and its progress bar."""
-        if self.model is None or not self.model.is_causal_lm:
+        if self.model is None:
             return None
+        text = self._text(self.model)
         with self.stages.stage("prediction"):
             found = predict(
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
-                self._text(self.model), calibrations.drops_hessians(self, self.model),
+                text, calibrations.drops_hessians(self, self.model),
             )  # fmt: skip
         self.stages.expect(found.seconds)
         machine = self.machine
@@ -348,20 +350,34 @@ class Session:
         return found
 
     def _text(self, model: StreamedModel) -> Text:
-        """How much text is calibrated on, and whether that is done already."""
-        if self.calibration is not None:
-            source = self.calibration.metadata["source"]
-            tokens = int(source.get("seq_len", self.options.seq_len))
-            return Text(
-                int(source["fit_windows"]), tokens, True, reports=bool(domains(self.calibration, "report")),
-                language=bool(self.calibration.metadata["language"]),
-            )  # fmt: skip
-        options = self.options
-        most = longest_window(model)
-        tokens = min(options.seq_len, most)
-        windows, read = options.calibration_windows, options.gradient_windows
-        given = any(str(d).endswith(".safetensors") for d in options.datasets)
-        return Text(windows, tokens, False, read, options.reports_apart, language=not given)
+        """How much text is calibrated on, and whether that is done already; of a model that is no language model, how many
+        inputs."""
+        options, file = self.options, self.calibration
+        if not calibrations.scored_as_language(self, model):
+            return self._inputs(model)
+        if file is not None:
+            source = file.metadata["source"]
+            tokens = int(source.get("seq_len", options.seq_len))
+            return Text(int(source["fit_windows"]), tokens, True, reports=bool(domains(file, "report")))
+        tokens = min(options.seq_len, longest_window(model))
+        return Text(
+            options.calibration_windows, tokens, False, options.gradient_windows, options.reports_apart
+        )
+
+    def _inputs(self, model: StreamedModel) -> Text:
+        """The inputs of a model that is no language model, and what one of them costs."""
+        file, read = self.calibration, self.options.gradient_windows
+        if file is not None:
+            counts = [int(file.metadata[n]) for n in ("fit", "held_out", "report")]
+            first = held_out_batches(file)[0]
+        else:
+            with self.stages.stage("calibration text"):
+                data = calibrations.inputs_of(self, model)
+            counts, first = [len(b) for b in (data.fit, data.held_out, data.report)], data.held_out[0]
+        with self.stages.stage("prediction"):
+            cost = one_input(model, first)
+        reports = counts[2] > 0 and (file is not None or self.options.reports_apart)
+        return Text(counts[0], 1, file is not None, read, reports, counts[1], cost)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""

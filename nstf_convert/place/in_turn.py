@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from nstf.kernels.cpu.engine_matrix import compile_matrix
+from nstf.kernels.cpu.engine_matrix import compile_matrix, panel_threads
 from nstf.kernels.formats import Node
 from nstf_convert.speed.atoms import Atom, atoms_of
 from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, using
@@ -22,19 +22,23 @@ _SECONDS, _PASSES = 0.1, 3
 
 
 def seconds_in_turn(
-    tree: Node, shape: tuple[int, ...], rows: int, isa: str, threads: int, size_bytes: int
+    tree: Node, shape: tuple[int, ...], rows: int, isa: str, threads: int, size_bytes: int, parts: int = 1
 ) -> float:
-    """A product of an encoded matrix [out, in] with `rows` of activations. size_bytes: of the whole model's weights."""
+    """A product of an encoded matrix [out, in] with `rows` of activations. size_bytes: of the whole model's weights. parts:
+    that it was divided into; ranks read what is stored, a whole small file is repacked into panels as it is opened."""
+    panels = panel_threads(size_bytes, threads) if parts == 1 else 0
     with using(isa):
-        parts = [(times, _of(atom, rows, threads, size_bytes)) for atom, times in atoms_of(tree, shape, 1)]
-    return sum(times * seconds for times, seconds in parts)
+        leaves = [
+            (times, _of(atom, rows, threads, size_bytes, panels)) for atom, times in atoms_of(tree, shape, 1)
+        ]
+    return sum(times * seconds for times, seconds in leaves)
 
 
-def _of(atom: Atom, rows: int, threads: int, size_bytes: int) -> float:
+def _of(atom: Atom, rows: int, threads: int, size_bytes: int, panels: int) -> float:
     """The same of a leaf: through so many copies of it as lie in the model's bytes."""
     pool, clock = Pool(size_bytes), clock_for(threads)
     count = min(max(1, pool_bytes(size_bytes) // atom.size_bytes), _MOST_COPIES)
-    copies = [compile_matrix(pool.encoded(atom)) for _ in range(count)]
+    copies = [compile_matrix(pool.encoded(atom), panels=panels) for _ in range(count)]
     x, y = torch.randn(rows, atom.cols), torch.empty(rows, atom.rows)
     source, result = x.data_ptr(), y.data_ptr()
     times: list[float] = []

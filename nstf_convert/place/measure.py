@@ -209,6 +209,6 @@ def measured_products(machine: Machine, size_bytes: int) -> Products:
                 share = 1.0 / parts
         if rows > MOST_ROWS:
             return share * prices.seconds((matrix.tree, shape, 1), rows)[0]
-        return share * seconds_in_turn(matrix.tree, shape, rows, target.isa, threads, size_bytes)
+        return share * seconds_in_turn(matrix.tree, shape, rows, target.isa, threads, size_bytes, parts)
 
     return Products(seconds)

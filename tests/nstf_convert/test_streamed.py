@@ -1,11 +1,13 @@
 """A streamed model computes what the model itself does."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nstf.errors import CorruptError
+from nstf_convert.gates.sides import Side
 from nstf_convert.streamed import StreamedModel
 
 
@@ -56,7 +58,18 @@ def test_integer_buffers_are_those_of_the_checkpoint() -> None:
         without = {n: v for n, v in held.items() if n != TYPES}
         same = StreamedModel(stated, without.__getitem__, held=without)
         assert same.missing_buffers == [TYPES] and TYPES not in same.stored_buffers()
+        assert same.missing_said == f"lacks 1 buffer, the code's own are used: {TYPES}"
+        same.missing_buffers = ["a", "b", "c", "d"]
+        assert same.missing_said == "lacks 4 buffers, the code's own are used: a, b, c, ..."
         assert torch.equal(same.outputs(input_ids=ids), first)
+
+
+def test_a_side_of_a_comparison_says_which_buffers_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    stated, held = small_clap()
+    without = {n: v for n, v in held.items() if n != TYPES}
+    source = SimpleNamespace(config=stated, get=without.__getitem__, ties={}, names=lambda: list(without))
+    Side("./model", source).model()
+    assert f"./model lacks 1 buffer, the code's own are used: {TYPES}" in caplog.text
 
 
 TYPES = "embeddings.token_type_ids"

@@ -14,6 +14,7 @@ from nstf.kernels.trellis_encode import encode_tiles
 from nstf.quantizers import int_grid, trellis
 from nstf.quantizers.rounding.block_ldlq import Lane, block_factor, block_ldlq
 from nstf.quantizers.rounding.factor import factor
+from nstf.quantizers.rounding.sections import dealt_out
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
 
@@ -90,6 +91,34 @@ def test_rates_by_row_can_be_dealt_out_within_the_rows_of_each_rank():
     assert mine < 1.1 * loss(weight, decode(trellis.encode(weight, free, stats)), stats)
     with pytest.raises(ValueError, match="512 rows are not 64 ranges"):
         trellis.encode(weight, replace(free, ranges=64), stats)
+    with pytest.raises(ValueError, match="a section of 96 rows has no whole tiles of 16 of each of 4 ranges"):
+        trellis.encode(weight, replace(params, sections=((16, 96), (12, 224), (8, 192))), stats)
+
+
+def test_every_rank_takes_as_many_bytes_however_much_more_the_rows_of_one_matter():
+    weight, stats = problem(1024)
+    weight[:128] *= 30  # a head
+    weight[512:640] *= 0.01
+    free = trellis.Params(sections=((24, 200), (12, 424), (4, 400)))
+    params = replace(free, sections=dealt_out(free.sections, 8), ranges=8)
+    assert params.sections == ((24, 256), (12, 384), (4, 384))
+    encoded = trellis.encode(weight, params, stats)
+    parts = [shard(encoded, Span(0, 128 * i, 128 * (i + 1))) for i in range(8)]
+    assert len({part.size_bytes for part in parts}) == 1
+    assert torch.equal(torch.cat([decode(part) for part in parts]), decode(encoded))
+    # What that costs is known before.
+    before, after = trellis.estimate_many(weight, [free, params], stats)
+    assert after > 2 * before
+    assert loss(weight, decode(encoded), stats) == pytest.approx(after, rel=0.25)
+
+
+def test_sections_move_by_as_little_as_equal_parts_take():
+    assert dealt_out([(16, 128), (12, 192), (8, 192)], 4) == ((16, 128), (12, 192), (8, 192))
+    assert dealt_out([(16, 64), (12, 16), (8, 176)], 8) == ((16, 128), (8, 128))
+    assert dealt_out([(16, 16), (8, 240)], 8) == ((8, 256),)
+    assert dealt_out([(16, 240), (8, 16)], 8) == ((16, 256),)
+    with pytest.raises(ValueError, match="250 rows are not 8 ranges of whole tiles"):
+        dealt_out([(16, 250)], 8)
 
 
 def test_sections_are_chosen_by_energy_and_small_ones_are_merged():

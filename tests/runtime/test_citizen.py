@@ -32,6 +32,11 @@ def test_saving_is_refused_with_the_way_that_works(
     with pytest.raises(UnsupportedError, match=rf"nstf export {tmp_path}/model.nstf -o {tmp_path}/saved"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+    model.nstf_path = model.model.nstf_path = "/a b/m;1.nstf"
+    with pytest.raises(UnsupportedError, match=r"nstf export '/a b/m;1.nstf' -o 'to here'"):
+        model.save_pretrained("to here")
+    with pytest.raises(UnsupportedError, match=r"nstf export '/a b/m;1.nstf' -o folder"):
+        model.model.save_pretrained("to here")
 
 
 @pytest.mark.parametrize("imported", [False, True])

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from ctypes import c_float
 from pathlib import Path
 from types import ModuleType
 
@@ -53,10 +54,12 @@ def generated(engine: Engine) -> list[int]:
 
 
 def of_a_batch(engine: Engine) -> list[int]:
-    """What a batch of one sequence gives: nothing that can be compared but that it came."""
+    """The likeliest tokens of a batch of one sequence."""
     batch = Batch(engine, 1)
     batch.release(0)
-    return [len(batch.step([Part(0, 0, [3, 4, 5])]))]
+    (address,) = batch.step([Part(0, 0, [3, 4, 5])])
+    logits = (c_float * engine.vocab).from_address(address)
+    return sorted(range(engine.vocab), key=logits.__getitem__)[-4:]
 
 
 def tokens_of_a_child(engine: Engine, wanted: list[int], use: Use = generated) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.kernels.cpu import convolution as cpu
+from nstf.runtime import fused as fused_module
 from nstf.runtime.fused import Fused, choose_products, fuse
 from nstf.runtime.modules import attach
 from nstf.runtime.parameter import EncodedParameter
@@ -170,7 +171,7 @@ def test_anything_but_plain_inference_runs_the_models_own_code(tiny: ModuleType)
     assert made.first[1].num_batches_tracked == before + 1
 
 
-def test_exact_models_are_left_alone_and_loaded_ones_are_not(tiny: ModuleType, tmp_path: Any) -> None:
+def test_a_loaded_model_is_fused_when_asked_and_a_copy_can_be_exact(tiny: ModuleType, tmp_path: Any) -> None:
     import nstf.runtime
 
     model = tiny.new_model("ResNetForImageClassification")
@@ -206,6 +207,26 @@ def test_what_is_changed_in_a_fused_module_counts(tiny: ModuleType) -> None:
             norm = model[0].first[1]
             norm.running_mean = norm.running_var = None
         assert near(fused(x), plain(x))
+
+
+def test_what_was_changed_is_planned_again(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = both(tiny, nn.Sequential(Block(3, 8), Block(8, 8)))
+    before = fuse(fused)
+    kind = type(fused)
+    assert before == fuse(fused) > 0 and type(fused) is kind
+    for model in (plain, fused):
+        model[1] = nn.Hardtanh(-0.1, 0.1).eval()
+    after = fuse(fused)
+    assert 0 < after < before and type(fused) is kind
+    runs: list[object] = []
+    run = fused_module.Plan.run
+    monkeypatch.setattr(fused_module.Plan, "run", lambda plan, x: runs.append(plan) or run(plan, x))
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        assert near(fused(x), plain(x)) and runs
+    # Of what nothing can be fused any more the class is the module's own again.
+    fused[0] = nn.Identity()
+    assert fuse(fused) == 0 and type(fused) is nn.Sequential
 
 
 class Shifted(nn.Module):

@@ -5,14 +5,16 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, LlamaConfig, PretrainedConfig, XLNetConfig
 
 import nstf.runtime
 from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime.generate import _warn_beyond_positions
 
 
 def tokenizer_files(chat: bool = False) -> dict[str, bytes]:
@@ -192,3 +194,18 @@ def test_config_of_the_tokenizer_is_not_code(tiny: ModuleType, tmp_path: Path) -
     files["tokenizer_config.json"] = json.dumps(settings).encode()
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), files)
     assert nstf.runtime.load_tokenizer(path)("w5")["input_ids"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        (LlamaConfig(max_position_embeddings=16), True),
+        (XLNetConfig(), False),  # states -1
+        (BartConfig(max_position_embeddings=16), False),  # prompt and answer are counted apart
+    ],
+)
+def test_positions_are_warned_of_where_the_model_has_a_limit(
+    config: PretrainedConfig, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_beyond_positions(SimpleNamespace(config=config), 10, 8)
+    assert ("more than the model's 16 positions" in caplog.text) is warned

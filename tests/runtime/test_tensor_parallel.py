@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from nstf import quantizers
 from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, decode
 from nstf.kernels.formats.dense import Params as Dense
+from nstf.runtime import divided_modules
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.skeleton import build_skeleton
 from nstf.runtime.tensor_parallel import Division, Span, part, tensor_parts
@@ -172,3 +174,37 @@ def test_what_load_does_not_divide_is_not_offered() -> None:
         FormatError, match=r"rowwise_split_input in transformers' plan, which is not divided yet"
     ):
         glm.spans("model.layers.0.mlp.down_proj.weight", Node("dense", Dense("float32")), (128, 256))
+
+
+class Experts(torch.nn.Module):
+    """As transformers' before 5.23: every choice has an expert here."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.num_experts = weight, len(weight)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert int(index.min()) >= 0 and int(index.max()) < self.num_experts
+        each = torch.einsum("th,tkho->tko", hidden, self.weight[index])
+        return (weights[..., None] * each).sum(1).to(hidden.dtype)
+
+
+def test_tokens_of_other_ranks_do_not_overflow_in_this_ones_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_modules, "_knows_no_expert", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 8, 8, generator=generator)
+    hidden = torch.randn(6, 8, generator=generator)
+    index = torch.tensor([[0, 2], [1, 3], [0, 1], [2, 3], [3, 0], [1, 2]])
+    weights = torch.rand(6, 2, generator=generator)
+    weight[0] *= 1e37
+    hidden[3] *= 1e3  # tokens of experts 2 and 3 alone: those of 0 would overflow
+    hidden[[0, 2, 4]] *= 1e-30
+    whole = Experts(weight)(hidden, index, weights)
+    assert bool(torch.isfinite(whole).all())
+    parts = []
+    for rank in range(2):
+        part = Experts(weight[2 * rank : 2 * rank + 2])
+        ranks = SimpleNamespace(sum=lambda y: y)
+        divided_modules.derive(part, divided_modules.DividedExperts, first=2 * rank, ranks=ranks)
+        parts.append(part(hidden, index, weights))
+    torch.testing.assert_close(parts[0] + parts[1], whole)

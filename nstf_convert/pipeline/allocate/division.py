@@ -1,7 +1,7 @@
 """`--tp`: only formats of which every rank can hold a part, and what that costs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,15 @@ from nstf.errors import UsageError
 from nstf.kernels.formats import FormatError, Node
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.trellis import SIDE
+from nstf.quantizers.rounding.sections import dealt_out
 from nstf.runtime.tensor_parallel import Division
-from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.candidates import Candidate, price
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.propose.units import Unit
+
+# What candidates of a tensor are expected to lose, by a closed form.
+Losses = Callable[[Unit, Sequence[Recipe]], Sequence[float]]
 
 
 class Divisions:
@@ -22,7 +26,10 @@ class Divisions:
     Raises UsageError for a model that cannot be divided among them in any format, UnsupportedError where that is unknown.
     """
 
-    def __init__(self, config: Mapping[str, Any], units: Mapping[str, Unit], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], units: Mapping[str, Unit], ranks: Sequence[int], losses: Losses
+    ) -> None:
+        self._losses = losses
         self._all = [Division(config, n) for n in ranks]
         for name, unit in sorted(units.items()):
             for division in self._all:
@@ -36,15 +43,32 @@ class Divisions:
     def kept(self, unit: Unit, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those of a tensor that can be divided among all numbers of ranks.
 
-        Where rows with rates of their own are cut, as candidates whose rates are dealt out within each rank's rows. Their
-        expected loss stays what it was: hundreds of rows of a rank differ among themselves as those of all do.
+        Where rows with rates of their own are cut, as candidates whose rates are dealt out within each rank's rows: as many
+        tiles of each rate for every rank, so that none holds more bytes than another. Their expected loss grows by what that
+        takes from the rows that matter most, which may all be those of one rank.
         """
-        return [kept for c in candidates if (kept := self._kept(unit, c)) is not None]
+        found = [(c, self._kept(unit, c)) for c in candidates]
+        moved = [(c, k) for c, k in found if k is not None and k is not c.recipe]
+        if not moved:
+            return [c for c, k in found if k is not None]
+        losses = iter(self._losses(unit, [r for c, k in moved for r in (c.recipe, k)]))
+        out = []
+        for candidate, recipe in found:
+            if recipe is None:
+                continue
+            if recipe is not candidate.recipe:
+                free, ranked = next(losses), next(losses)
+                tree, size = price(unit, recipe)
+                loss = candidate.loss * (ranked / free if free > 0 else 1.0)
+                candidate = Candidate(recipe, tree, size, loss)
+            out.append(candidate)
+        return out
 
-    def _kept(self, unit: Unit, candidate: Candidate) -> Candidate | None:
-        if all(d.holds(unit.name, candidate.tree, unit.shape) for d in self._all):
-            return candidate
+    def _kept(self, unit: Unit, candidate: Candidate) -> Recipe | None:
+        """The candidate's own recipe, one with rates that are dealt out, or None."""
         recipe = candidate.recipe
+        if all(d.holds(unit.name, candidate.tree, unit.shape) for d in self._all):
+            return recipe
         if recipe.method != "trellis" or "sections" not in recipe.params or unit.permute is not None:
             return None
         ranges = math.lcm(*(d.ranks for d in self._all))
@@ -55,7 +79,11 @@ class Divisions:
             return None
         if left or each % SIDE or any(s.axis or s.start % each or s.stop % each for s in spans):
             return None
-        return replace(candidate, recipe=Recipe(recipe.method, {**recipe.params, "ranges": ranges}))
+        sections = dealt_out([(int(q), int(n)) for q, n in recipe.params["sections"]], ranges)
+        if len(sections) == 1:
+            return None  # one rate for all rows is a candidate of its own
+        dealt = {"sections": [list(section) for section in sections], "ranges": ranges}
+        return Recipe(recipe.method, {**recipe.params, **dealt})
 
     def table(self, table: Table, units: Mapping[str, Unit]) -> Table:
         """The table with these alone; a tensor's own values can always be divided."""

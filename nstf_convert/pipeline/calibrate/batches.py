@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.store.tensorfile import TensorFile
@@ -112,3 +112,8 @@ def prepared(batch: Batch, tokens: int | None = None) -> Batch:
         value = value[:, :tokens] if tokens is not None and value.ndim == 2 else value
         out[name] = value.clone().requires_grad_() if value.is_floating_point() else value
     return out
+
+
+def start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """A hook behind an embedding, whose ids no gradient can flow to: it starts at the embedding's output."""
+    return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()

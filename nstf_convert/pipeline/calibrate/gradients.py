@@ -26,7 +26,7 @@ from nstf.analyzers.heap import give_back, give_back_much, share_one_arena
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
-from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared
+from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared, start_gradients
 from nstf_convert.pipeline.calibrate.lookups import counter, frequency, of_all
 from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
@@ -263,7 +263,7 @@ class _Backward:
         for path, module in model.module.named_modules():
             if isinstance(module, nn.Embedding):
                 name = model.stored_name(f"{path}.weight")
-                self._handles.append(module.register_forward_hook(_start_gradients))
+                self._handles.append(module.register_forward_hook(start_gradients))
                 self._handles.append(
                     module.register_forward_hook(counter(name, module.num_embeddings, self._counts))
                 )
@@ -378,10 +378,6 @@ def _rows(batches: tuple[Batch, ...]) -> int:
     """Tokens in all; 0 for inputs that are no tokens."""
     ids = [b.get("input_ids") for b in batches]
     return sum(math.prod(i.shape) for i in ids if i is not None)
-
-
-def _start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
 
 
 def _embedding_scale(module: nn.Module) -> float:

@@ -71,8 +71,8 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     """A new calibration, in the work directory."""
     options = session.options
     with session.stages.stage("calibration text"):
-        data = _waiting(session, model, _data(session, model))
-        data = replace(data, read=min(options.gradient_windows, len(data.fit)))
+        found = _waiting(session, model, inputs_of(session, model))
+        data = replace(found, read=min(options.gradient_windows, len(found.fit)))
         if not options.reports_apart:
             data = data.without_report()
     facts = {
@@ -232,11 +232,30 @@ def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> b
     return session.fitting("calibration", int(source["found_windows"]), each) == int(source["fit_windows"])
 
 
+def scored_as_language(session: "Session", model: StreamedModel) -> bool:
+    """Whether the model is scored by the next tokens of a text, and not by its outputs for inputs that are given or made."""
+    if session.calibration is not None:
+        return bool(session.calibration.metadata["language"])
+    return model.is_causal_lm and not _arrays_given(session)
+
+
+def inputs_of(session: "Session", model: StreamedModel) -> inputs.Data:
+    """What a new calibration reads. Raises UsageError where there is nothing."""
+    if session.data is None:
+        session.data = _data(session, model)
+    return session.data
+
+
+def _arrays_given(session: "Session") -> bool:
+    datasets = session.options.datasets
+    return len(datasets) == 1 and datasets[0].endswith(".safetensors")
+
+
 def _data(session: "Session", model: StreamedModel) -> inputs.Data:
     options = session.options
     samples = options.calibration_windows
     if options.datasets:
-        if len(options.datasets) == 1 and options.datasets[0].endswith(".safetensors"):
+        if _arrays_given(session):
             return inputs.tensor_data(Path(options.datasets[0]))
         tokenizer = session.tokenizer()
         return inputs.text_data(model, tokenizer, options.datasets, samples, options.seq_len, options.seed)

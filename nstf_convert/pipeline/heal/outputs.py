@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nstf_convert.measure import compare_outputs
+from nstf_convert.pipeline.calibrate.one_input import Storages, never
 from nstf_convert.pipeline.calibrate.text import Batch
 from nstf_convert.pipeline.heal.run import HealingRun, Settings
 from nstf_convert.pipeline.heal.sizes import ACTIVATION_BYTES, INPUTS, LARGEST_CODES
@@ -95,19 +96,23 @@ class OutputRun(HealingRun):
         as well."""
         shape = shape_of(one)
         if shape not in self._kept:
-            pair = {n: torch.cat([v, v]) for n, v in one.items()}
-            taken = []
-            for given in (one, pair):
-                self.student.set_values(self.values.current())
-                taken.append(saved_bytes(lambda given=given: self.student.outputs(**given)))  # type: ignore[misc]
-            self._kept[shape] = max(0, taken[1] - taken[0])
             room = self.session.machine.activation_bytes
+            alone, weights = self._saved(one), 4 * sum(u.elements for u in self.session.units.values())
+            if alone - weights > min(ACTIVATION_BYTES, room) // 2:
+                self._kept[shape] = alone - weights  # no two fit: a pair is not even tried
+            else:
+                pair = {n: torch.cat([v, v]) for n, v in one.items()}
+                self._kept[shape] = max(0, self._saved(pair) - alone)
             if self._kept[shape] > room:
                 log.warning(
                     "healing: one input keeps %.1f GiB of activations, where the memory bound leaves %.1f GiB",
                     self._kept[shape] / 2**30, room / 2**30,
                 )  # fmt: skip
         return self._kept[shape]
+
+    def _saved(self, given: Batch) -> int:
+        self.student.set_values(self.values.current())
+        return saved_bytes(lambda: self.student.outputs(**given))
 
     def _score(self, index: int, target: Tensor) -> float:
         out = self.student.outputs(**self.held[index])
@@ -136,14 +141,8 @@ def alike(batch: Sequence[Batch]) -> list[list[Batch]]:
 
 
 def saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of what `run` computes."""
-    seen: dict[int, int] = {}
-
-    def pack(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    """Bytes that autograd would keep for the backward pass of what `run` computes; here it keeps nothing."""
+    kept = Storages()
+    with torch.autograd.graph.saved_tensors_hooks(kept.add, never):
         run()
-    return sum(seen.values())
+    return kept.size_bytes

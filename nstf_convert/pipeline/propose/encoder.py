@@ -187,6 +187,14 @@ class Encoder:
                     out.append(self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True))
         return out
 
+    def expected(self, unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
+        """What forms of one method are expected to lose beside each other: all inputs count alike, rows as they do. Says by
+        how much one loses more than another also where the Hessian was not kept."""
+        inner = self.inner(unit)
+        known = self.statistics.has_hessian(unit)
+        rows = self.statistics.of(unit, inner).row_weight if known else self.statistics.row_weight(unit)
+        return recipes.estimate_many(wanted, inner, Stats(None, rows), unit.lead)
+
     def looks(self, unit: Unit, allowed: set[str]) -> list[Look]:
         """What bounds ruled out: of every method the look that came closest to plain formats."""
         return [Look(*found) for found in self._estimated(unit, allowed)["looks"]]

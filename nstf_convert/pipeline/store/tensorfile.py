@@ -44,7 +44,10 @@ class TensorFileWriter:
             with disk_errors(path):
                 self._data: IO[bytes] = self._data_path.open("wb")
         except BaseException:  # Ctrl-C just as it was made
-            self._data_path.unlink(missing_ok=True)
+            with contextlib.suppress(
+                OSError
+            ):  # where the disk fails it fails here, too: what it said first counts
+                self._data_path.unlink(missing_ok=True)
             raise
         self.metadata: dict[str, Any] = {}
 

@@ -125,10 +125,11 @@ class WorkDir:
     def close(self) -> None:
         """Releases the lock; results stay, temporary files of this process do not."""
         # Ctrl-C can come between the making of one and what removes it, and while that runs.
-        with contextlib.suppress(OSError):
-            for end in ("data", "part"):
-                for left in self.path.rglob(f".*.{end}.{os.getpid()}"):
-                    left.unlink(missing_ok=True)
+        for end in ("data", "part"):
+            with contextlib.suppress(OSError):  # one that stays must not keep the others
+                for left in [*self.path.rglob(f".*.{end}.{os.getpid()}")]:
+                    with contextlib.suppress(OSError):
+                        left.unlink(missing_ok=True)
         self._lock.close()
 
     def _clear(self) -> None:

@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
+CHAT = "/v1/chat/completions"
+HELLO = {
+    "messages": [{"role": "user", "content": "Good morrow, my lord, what news from court today?"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -140,3 +146,8 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
     while not true():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+@pytest.fixture
+def server(serve: Callable[..., Served]) -> Served:
+    return serve()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import nstf_convert.pipeline
 from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
 from nstf_convert.cli import _explain
 
@@ -129,22 +128,41 @@ def test_every_failure_is_one_line_with_its_exit_code(nstf, pipeline, tiny, tmp_
     assert result.err.count("\n") == 1 and "Traceback" not in result.err
 
 
-def test_an_interruption_that_a_library_took_for_something_else(nstf, tiny, tmp_path, monkeypatch):
-    def convert(options: Any) -> Any:
+TAKEN = ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+GOES_ON = "interrupted; run the same command again and it goes on where it stopped"
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "error", "code", "message"),
+    [
+        ("convert", "nstf_convert.pipeline.convert", TAKEN, 130, GOES_ON),
+        ("convert", "nstf_convert.pipeline.convert", BudgetError("too small", 7), 3, "too small"),
+        ("diff", "nstf_convert.gates.difference.compare_sides", TAKEN, 130, "interrupted"),
+        ("export", "nstf_convert.export.export", TAKEN, 130, "interrupted"),
+    ],
+)
+def test_an_interruption_that_a_library_took_for_something_else(
+    nstf, tiny, tmp_path, monkeypatch, command, where, error, code, message
+):
+    def work(*_: Any) -> Any:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+        raise error
 
-    monkeypatch.setattr(nstf_convert.pipeline, "convert", convert)
+    monkeypatch.setattr(where, work)
+    words = {
+        "convert": [tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf"],
+        "diff": [tiny.same, tiny.coarse],
+        "export": [tiny.same, "-o", tmp_path / "x"],
+    }
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf")
+        result = nstf(command, *words[command])
         after = signal.getsignal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
     assert after is signal.default_int_handler
-    assert result.code == 130
-    assert result.err == "error: interrupted; run the same command again and it goes on where it stopped\n"
+    assert (result.code, result.err) == (code, f"error: {message}\n")
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,14 @@ def test_a_file_does_not_differ_from_itself(nstf, tiny) -> None:
     assert all("lm_head" not in row["name"] for row in data["tensors"]), "tied: compared once"
 
 
-def test_what_only_one_has_and_other_shapes_are_named(nstf, tmp_path) -> None:
-    def write(path: Path, **tensors: torch.Tensor) -> Path:
-        node = Node("dense", dense.Params("float32"))
-        encoded = {n: EncodedTensor(node, tuple(t.shape), {"values": t}) for n, t in tensors.items()}
-        write_artifact(path, encoded, {}, {})
-        return path
+def write(path: Path, **tensors: torch.Tensor) -> Path:
+    node = Node("dense", dense.Params("float32"))
+    encoded = {n: EncodedTensor(node, tuple(t.shape), {"values": t}) for n, t in tensors.items()}
+    write_artifact(path, encoded, {}, {})
+    return path
 
+
+def test_what_only_one_has_and_other_shapes_are_named(nstf, tmp_path) -> None:
     a = write(tmp_path / "a.nstf", one=torch.ones(2, 3), two=torch.zeros(2), three=torch.ones(4))
     b = write(tmp_path / "b.nstf", one=torch.ones(3, 2), two=torch.ones(2), four=torch.ones(1))
     found = nstf("diff", a, b)
@@ -81,11 +82,44 @@ def test_what_only_one_has_and_other_shapes_are_named(nstf, tmp_path) -> None:
     assert data["only_first"] == ["three"] and data["only_second"] == ["four"]
     one, two = data["tensors"]
     assert one["relative_error"] is None and two["relative_error"] is None and two["largest_error"] == 1
-    assert "over all values of the 1 tensors of one shape" in found.out
+    assert "over all values of the 1 tensor of one shape" in found.out and "3x2" in found.out
 
     c = write(tmp_path / "c.nstf", one=torch.ones(6), two=torch.zeros(1, 2))
     assert "no tensor has the same shape" in nstf("diff", a, c).out
     assert nstf("diff", a, c, "--json").json["relative_error"] is None
+
+
+def test_what_is_not_finite_is_neither_equal_nor_of_another_shape(nstf, tmp_path) -> None:
+    broken = torch.ones(4, 4)
+    broken[1, 2] = torch.nan
+    beyond = torch.ones(4, 4)
+    beyond[0] = torch.inf
+    moved = beyond.clone()
+    moved[3] = 2
+    a = write(tmp_path / "a.nstf", one=torch.ones(4, 4))
+    b = write(tmp_path / "b.nstf", one=broken)
+    for first, second in ((a, b), (b, a)):
+        found = nstf("diff", first, second)
+        assert "1 in both, 0 of them equal, 1 not finite" in found.out and "not finite" in found.out
+        assert "other shape" not in found.out and "none: no tensor of one shape is finite" in found.out
+    data = nstf("diff", a, b, "--json").json
+    assert (data["equal_tensors"], data["tensors_not_finite"], data["tensors_of_other_shapes"]) == (0, 1, 0)
+
+    alone = nstf("diff", b, b)
+    assert "1 in both, 1 of them equal" in alone.out and "not finite" not in alone.out
+
+    c = write(tmp_path / "c.nstf", one=broken, two=beyond, three=beyond, four=torch.ones(2))
+    d = write(tmp_path / "d.nstf", one=broken, two=moved, three=-beyond, four=torch.full((2,), 2.0))
+    found = nstf("diff", c, d)
+    assert "4 in both, 1 of them equal, 2 not finite" in found.out
+    assert "relative error  1, over all values of the 2 tensors of one shape and finite" in found.out
+    rows = nstf("diff", c, d, "--json").json["tensors"]
+    assert {row["name"]: row["largest_error"] for row in rows} == {
+        "one": 0,
+        "two": 1,
+        "three": None,
+        "four": 1,
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nstf.errors import UsageError
 from nstf_convert import export as exports
 from nstf_convert.cli import run
 from nstf_convert.export import gguf_vocab, writing
@@ -40,6 +41,24 @@ def test_it_says_the_bytes_before_and_writes_a_card_beside(
     text = (tmp_path / "m.README.md").read_text()
     assert "| Q4_0 |" in text and 'Llama("m.gguf")' in text and "--to gguf" in text
     assert str(tmp_path) not in text
+
+
+def test_the_card_names_files_and_not_where_they_lie(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "secret client"
+    folder.mkdir()
+    moved = artifact.rename(folder / "my model.nstf")
+    asked: list[exports.Request] = []
+
+    def export(path: Path, request: exports.Request, announce: object) -> None:
+        asked.append(request)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(exports, "export", export)
+    words = ["--to", "onnx", "--source", str(folder / "model;1.onnx"), "--allow-loss"]
+    assert run(["export", str(moved), *words, "-o", str(tmp_path / "x")]) == 2
+    assert asked[0].command == "nstf export 'my model.nstf' --to onnx --source 'model;1.onnx' --allow-loss"
 
 
 def test_json_counts_the_tensors_and_their_bytes(artifact: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,13 +1,21 @@
 """`--tp`: the plan takes only what every rank can hold a part of, and says what that costs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from nstf.quantizers.stats import Stats
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.tensor_parallel import tensor_parts
 from nstf_convert.cli import run
+from nstf_convert.pipeline.allocate.division import Divisions
+from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.candidates import Candidate, price
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.units import Unit
 
 SAMPLE = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
 
@@ -25,6 +33,33 @@ def test_a_file_for_ranks_can_be_divided(tmp_path: Path) -> None:
     assert cost["ranks"] == [2, 4]
     # Quick plans leave some bytes unspent: less is lost without the condition, but for that.
     assert cost["expected_loss"] >= 0.98 * cost["expected_loss_free"] > 0
+
+
+def test_what_dealing_out_rates_costs_is_expected() -> None:
+    unit = Unit("model.layers.0.mlp.up_proj.weight", (512, 128), "bfloat16", "up", uses=("linear",))
+    weight = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
+    weight[:128] *= 30
+    config = json.loads((SAMPLE / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 512}
+
+    def losses(unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
+        return recipes.estimate_many(wanted, weight, Stats(), 1)
+
+    divisions = Divisions(config, {}, [2, 4], losses)
+    made = []
+    for recipe in (
+        Recipe("trellis", {"sections": [[20, 160], [8, 352]]}),
+        Recipe("trellis", {"quarter_bits": 12}),
+        Recipe("trellis", {"sections": [[20, 16], [8, 496]]}),
+    ):
+        (expected,) = losses(unit, [recipe])
+        made.append(Candidate(recipe, *price(unit, recipe), 3 * expected))
+    # Of the last one no rate but one is left, which is a candidate of its own.
+    ranked, whole = divisions.kept(unit, made)
+    assert whole is made[1]
+    assert ranked.recipe.params["sections"] == [[20, 192], [8, 320]] and ranked.recipe.params["ranges"] == 4
+    free, dealt = losses(unit, [made[0].recipe, ranked.recipe])
+    assert dealt > 2 * free and ranked.loss == pytest.approx(3 * dealt)
+    assert ranked.size_bytes > made[0].size_bytes and ranked.tree != made[0].tree
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from nstf.kernels.formats import array_specs, check
 from nstf.kernels.formats.tuning import prepare, tunable, units, with_units
 from nstf.quantizers import int_grid
+from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.calibrate.batches import fit_batches
+from nstf_convert.pipeline.calibrate.one_input import one_input
 from nstf_convert.pipeline.heal import outputs
 from nstf_convert.pipeline.heal.heal import heal
 from nstf_convert.pipeline.heal.outputs import RATES, OutputRun, alike, saved_bytes
@@ -117,17 +120,52 @@ def test_a_step_in_parts_has_the_gradients_of_the_whole(folder: Path, options, m
         seen: list[int] = []
         forward = run.student.outputs
         run.student.outputs = lambda **given: seen.append(len(given["pixel_values"])) or forward(**given)
+        assert one_input(session.reference(), run.fit[0]).kept_bytes == pytest.approx(
+            run._bytes_of(run.fit[0]), rel=0.3
+        )
         found = []
         for room in (1 << 30, 2 * run._bytes_of(run.fit[0])):
             monkeypatch.setattr(outputs, "ACTIVATION_BYTES", room)
             seen.clear()
             loss = run._one_step(batch, take=False)
             found.append((loss, [p.grad.clone() for p in run.values.parameters()], list(seen)))
+        # Where one input alone takes more than half of the room, two are not run to find out.
+        monkeypatch.setattr(outputs, "ACTIVATION_BYTES", run._bytes_of(run.fit[0]) // 4)
+        run._kept.clear()
+        seen.clear()
+        assert run._bytes_of(run.fit[0]) > outputs.ACTIVATION_BYTES / 2 and seen == [1]
         (whole, gradients, one), (parts, others, several) = found
         assert one == [5, 1] and several == [2, 2, 1, 1]
         assert parts == pytest.approx(whole, rel=1e-4)
         for a, b in zip(gradients, others, strict=True):
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()) + 1e-9)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_time_and_memory_of_healing_are_predicted(folder: Path, options, given: bool) -> None:
+    datasets = (str(folder / "inputs.safetensors"),) if given else ()
+    changes = {"model": str(folder / "model"), "datasets": datasets, "samples": 8, "heal_steps": 3}
+    found = []
+    for budget in (0.3, 0.4):
+        with Session(options(("ratio", budget), work_dir=folder / "work", **changes), Stages()) as session:
+            assert session.prediction is not None
+            found.append(session.prediction)
+            forward = one_input(session.reference(), fit_batches(session.calibration)[0])
+    first, again = found
+    assert first.seconds["heal"] > 3 * 32 * forward.seconds / 2 and first.host_bytes > 100 << 20
+    assert first.seconds["calibration"] > 0 == again.seconds["calibration"] and again.seconds["heal"] > 0
+    # 112 x 112 in the noise of a model whose config names no size, 16 x 16 here.
+    assert forward.places == (64 if given else 112**2)
+
+
+def test_a_report_of_another_model_has_what_was_predicted(folder: Path, options) -> None:
+    changes = {
+        "model": str(folder / "model"),
+        "datasets": (str(folder / "inputs.safetensors"),),
+        "samples": 16,
+    }
+    report = convert(options(("ratio", 0.5), heal_steps=3, **changes)).report["resources"]
+    assert report["predicted_seconds"] > 0 and report["predicted_host_bytes"] > 100 << 20
 
 
 def test_what_autograd_keeps_is_counted_once_a_storage() -> None:
@@ -194,4 +232,4 @@ def test_a_buffer_that_a_checkpoint_lacks_is_named(clap: Path, options, caplog) 
     save_file(tensors, path, metadata={"format": "pt"})
     changes = {"model": str(clap / "model"), "datasets": (str(clap / "inputs.safetensors"),), "samples": 16}
     with Session(options(work_dir=clap / "work", **changes), Stages()):
-        assert "lacks these buffers, the code's own are used: embeddings.token_type_ids" in caplog.text
+        assert "lacks 1 buffer, the code's own are used: embeddings.token_type_ids" in caplog.text

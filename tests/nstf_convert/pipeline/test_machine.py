@@ -8,6 +8,7 @@ import torch
 from nstf.errors import UsageError
 from nstf_convert.device_weights import DeviceWeights
 from nstf_convert.pipeline import convert, prediction
+from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
 from nstf_convert.pipeline.prediction import Rates, Text, predict
 from nstf_convert.pipeline.progress import Stages
@@ -161,28 +162,47 @@ def test_the_prediction_counts_what_the_options_ask_for(predicted) -> None:
     assert predicted(drops=True).seconds["compare formats"] == 0.0 < plain.seconds["compare formats"]
 
 
+# Of a network whose convolutions run at 1024 places.
+IMAGE = OneInput(seconds=0.01, kept_bytes=1 << 20, places=1024, columns=1 << 20, squares=1 << 29)
+
+
 def test_a_step_of_healing_reads_many_inputs_where_the_model_is_no_language_model(predicted) -> None:
-    def step(language: bool) -> float:
-        text = Text(16, 512, language=language)
+    def step(text: Text) -> float:
         steps = [predicted(text, heal_steps=n).seconds["heal"] for n in (10, 20, 30)]
         assert steps[1] - steps[0] == pytest.approx(steps[2] - steps[1])
         assert 0 < steps[1] - steps[0] < steps[0]  # looks take time too
         return steps[1] - steps[0]
 
-    assert step(False) == pytest.approx(32 * step(True))
+    assert step(Text(16, 1, one=IMAGE)) == pytest.approx(10 * 5 * 32 * IMAGE.seconds)
+    assert step(Text(16, 512)) == pytest.approx(2 * step(Text(16, 256)), rel=0.2)
+
+
+def test_other_models_take_the_time_of_their_own_forward_pass(predicted) -> None:
+    slow = replace(IMAGE, seconds=10 * IMAGE.seconds)
+    few, many, late = (
+        predicted(t) for t in (Text(16, 1, one=IMAGE), Text(160, 1, one=IMAGE), Text(16, 1, one=slow))
+    )
+    assert few.seconds["measure"] > 0 and late.seconds["measure"] == pytest.approx(
+        10 * few.seconds["measure"]
+    )
+    assert many.seconds["calibration"] > 5 * few.seconds["calibration"] > 0
+    assert predicted(Text(16, 1, measured=32, one=IMAGE)).seconds["measure"] == pytest.approx(
+        4 * few.seconds["measure"]
+    )
 
 
 def test_healing_takes_memory_by_its_inputs_and_codes(predicted) -> None:
-    def bytes_of(text: Text, **changes) -> int:
-        return predicted(text, **changes).host_bytes
+    def healed(kept: int) -> int:
+        text = Text(2, 1, one=replace(IMAGE, kept_bytes=kept))
+        return predicted(text, heal_steps=3).host_bytes
 
-    short, long = (Text(2, tokens, language=False) for tokens in (16, 64))
-    assert bytes_of(short, heal_steps=3) > max(bytes_of(short), BASE_BYTES + 24 * 8 * 512 * 3584)
-    grown = bytes_of(long, heal_steps=3) - bytes_of(short, heal_steps=3)
-    assert grown > 8 * 32 * 48 * 4 * 16 * 512
-    # A step is taken in parts above a bound.
-    huge = Text(2, 4096, language=False)
-    assert bytes_of(huge, heal_steps=3) < bytes_of(short, heal_steps=3) + (3 << 29)
+    small = healed(20 << 20)
+    assert small > BASE_BYTES + 24 * 8 * 512 * 3584 + 32 * (20 << 20)
+    assert healed(24 << 20) - small == 32 * (4 << 20)
+    # A step is taken in parts above what the run keeps, which the bound on memory makes less; one input is the least.
+    room = min(3 << 29, small_machine().activation_bytes)
+    assert healed(1 << 28) - small == room - 32 * (20 << 20)
+    assert healed(1 << 33) - small == (1 << 33) - 32 * (20 << 20)
 
 
 def test_times_are_told_as_people_say_them() -> None:

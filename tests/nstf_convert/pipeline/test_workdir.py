@@ -114,3 +114,37 @@ def test_ctrl_c_as_a_temporary_file_is_made_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         TensorFileWriter(tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_that_also_keeps_the_temporary_file_is_named_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fails)
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(NstfError, match=r"x: cannot be written \(Input/output error\)"):
+        TensorFileWriter(tmp_path / "x")
+
+
+def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = WorkDir(tmp_path / "w", JOB)
+    names = [
+        tmp_path / "w" / f".{n}.{end}.{os.getpid()}" for n in ("a", "b", "c") for end in ("data", "part")
+    ]
+    for name in names:
+        name.write_bytes(b"")
+    unlink = Path.unlink
+    stuck = names[2]
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        if path == stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed)
+    work.close()
+    assert [n for n in names if n.exists()] == [stuck]

@@ -1,0 +1,88 @@
+"""Whether a JSON schema has a text that ends: `{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}` has none.
+
+A grammar of such a schema has a first token, and a next one after each, until the answer's length is used up.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+# Schemas of more parts are not looked through, nor are chains of more references from part to part.
+MOST_PARTS, MOST_ROUNDS = 10_000, 64
+
+
+def can_end(schema: Any) -> bool:
+    """False where every text of the schema (parsed JSON) would go on without end. True also where that is not known: of
+    references to other documents, and of what is too large to look through."""
+    parts: dict[int, Any] = {}
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in parts or not isinstance(part, dict):
+            continue
+        parts[id(part)] = part
+        if len(parts) > MOST_PARTS:
+            return True
+        waiting += [found for group in _groups(part, schema) for found in group]
+    # What ends is found from the inside out: first what needs nothing, then what needs only that.
+    ended: set[int] = set()
+    order = list(parts.values())[::-1]
+    for _ in range(MOST_ROUNDS):
+        before = len(ended)
+        for part in order:
+            if id(part) not in ended and all(_any_ends(group, ended) for group in _groups(part, schema)):
+                ended.add(id(part))
+        if len(ended) == before:
+            return not isinstance(schema, dict) or id(schema) in ended
+    return True
+
+
+def _any_ends(group: list[Any], ended: set[int]) -> bool:
+    return any(not isinstance(part, dict) or id(part) in ended for part in group)
+
+
+def _groups(part: Mapping[str, Any], whole: Any) -> Iterator[list[Any]]:
+    """What a text of this part has inside: of each group one."""
+    if "const" in part or "enum" in part:
+        return
+    if isinstance(part.get("$ref"), str):
+        yield [_referred(part["$ref"], whole)]
+    for one in _list(part.get("allOf")):
+        yield [one]
+    for name in ("anyOf", "oneOf"):
+        if choices := _list(part.get(name)):
+            yield choices
+    if part.get("type") in ("object", ["object"]):
+        properties = part.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        others = True if "patternProperties" in part else part.get("additionalProperties", True)
+        for name in _list(part.get("required")):
+            yield [known.get(name, others) if isinstance(name, str) else True]
+    if part.get("type") in ("array", ["array"]):
+        least = part.get("minItems", 0)
+        first = _list(part.get("prefixItems"))
+        if isinstance(least, int):
+            yield from ([one] for one in first[:least])
+            if least > len(first):
+                yield [part.get("items", True)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(reference: str, whole: Any) -> Any:
+    """The part that a reference within the schema names; True, which ends, for any other."""
+    head, *names = unquote(reference).split("/")
+    if head != "#":
+        return True
+    found = whole
+    for name in names:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return True
+    return found

@@ -1,0 +1,94 @@
+"""Rows at rates of their own: which rows share one, what that is best, and how ranks get equal parts of each."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.formats import trellis as form
+from nstf.quantizers.stats import Stats
+
+# A section's tiles are searched 16 at a time: smaller ones cost encoding time for hardly any gain.
+SMALLEST_SECTION = 64
+_CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
+
+
+def best_sections(
+    energy: Tensor, losses: dict[int, float], cols: int, price: float
+) -> tuple[tuple[int, int], ...]:
+    """The sections ((quarter bits, rows), ...) that lose least when a byte costs `price` (in units of loss).
+
+    energy: [rows], see `row_energy`. losses: quarter bits -> `unit_loss`. Sections are whole tiles of rows but the last.
+    Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3) over the rates there are.
+    """
+    rates = sorted(losses, reverse=True)
+    order = torch.sort(energy.double().cpu(), descending=True, stable=True).values
+    tiles = torch.nn.functional.pad(order, (0, -len(order) % form.SIDE)).reshape(-1, form.SIDE).sum(1)
+    bytes_of = tiles.new_tensor([cols * q / 32 * form.SIDE for q in rates])
+    cost = tiles[:, None] * tiles.new_tensor([losses[q] for q in rates]) + price * bytes_of
+    chosen = cost.argmin(1).cummax(0).values  # rows that matter less never get more bits
+    found = [[i, int((chosen == i).sum())] for i in range(len(rates)) if bool((chosen == i).any())]
+    cumulative = torch.cat([cost.new_zeros(1, len(rates)), cost.cumsum(0)])
+    while len(found) > 1 and min(n for _, n in found) < SMALLEST_SECTION // form.SIDE:
+        at = min(range(len(found)), key=lambda i: found[i][1])
+        start = sum(n for _, n in found[:at])
+        end = start + found[at][1]
+        near = [i for i in (at - 1, at + 1) if 0 <= i < len(found)]
+        into = min(near, key=lambda i: float(cumulative[end, found[i][0]] - cumulative[start, found[i][0]]))
+        found[into][1] += found[at][1]
+        del found[at]
+    sections = [(rates[i], n * form.SIDE) for i, n in found]
+    q, rows = sections[-1]
+    return (*sections[:-1], (q, rows - (-len(order) % form.SIDE)))
+
+
+def dealt_out(sections: Sequence[tuple[int, int]], ranges: int) -> tuple[tuple[int, int], ...]:
+    """The sections with as many whole tiles of 16 rows in each of `ranges` equal parts of the rows, their ends moved by as
+    little as that takes: then the parts take equally many bytes. Sections that have no tile left are dropped.
+
+    Raises ValueError where the rows do not make whole tiles of each part.
+    """
+    step, rows = ranges * form.SIDE, sum(n for _, n in sections)
+    if ranges < 1 or rows % step:
+        raise ValueError(f"{rows} rows are not {ranges} ranges of whole tiles of {form.SIDE}")
+    found, at, before = [], 0, 0
+    for q, n in sections:
+        at += n
+        end = min(rows, (at + step // 2) // step * step) if at < rows else rows
+        if end > before:
+            found.append((q, end - before))
+            before = end
+    return tuple(found)
+
+
+def row_order(energy: Tensor, ranges: int, sections: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows from those whose errors matter most to those that matter least, int64 [rows].
+
+    With several ranges they are sorted within each, and go in turn, a tile of 16 rows of each range: every section then has
+    as many tiles of one range as of another, and ranks that each hold one take equally many bytes, however much more the
+    rows of one matter. Raises ValueError where rows or sections do not make whole tiles of each.
+    """
+    if ranges == 1:
+        return torch.argsort(energy, descending=True, stable=True)
+    rows = len(energy)
+    if ranges < 1 or rows % (ranges * form.SIDE):
+        raise ValueError(f"{rows} rows are not {ranges} ranges of whole tiles of {form.SIDE}")
+    uneven = [n for _, n in sections if n % (ranges * form.SIDE)]
+    if uneven:
+        raise ValueError(
+            f"a section of {uneven[0]} rows has no whole tiles of {form.SIDE} of each of {ranges} ranges"
+        )
+    within = torch.argsort(energy.view(ranges, -1), dim=1, descending=True, stable=True)
+    first = torch.arange(ranges, device=energy.device)[:, None] * (rows // ranges)
+    return (within + first).view(ranges, -1, form.SIDE).transpose(0, 1).reshape(-1)
+
+
+def mean_square(matrix: Tensor) -> Tensor:
+    """Of each row, float64 [rows]."""
+    step = max(1, _CHUNK // matrix.shape[1])
+    return torch.cat([part.double().square().mean(1) for part in torch.split(matrix, step)])
+
+
+def weighted(energy: Tensor, stats: Stats) -> Tensor:
+    """Times what an error of each row counts."""
+    return energy if stats.row_weight is None else energy * stats.row_weight.reshape(-1)

@@ -1,0 +1,60 @@
+"""Schemas of which no text ends are told from those that refer to themselves and may stop."""
+
+import json
+from typing import Any
+
+import pytest
+
+from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end
+
+LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LOOP,
+        {"$ref": "#"},
+        {
+            "$defs": {"x": LOOP | {"properties": {"a": {"$ref": "#/$defs/x"}}}},
+            "allOf": [{"$ref": "#/$defs/x"}],
+        },
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 2},
+        {"anyOf": [LOOP | {"properties": {"a": {"$ref": "#/anyOf/1"}}}, {"$ref": "#/anyOf/0"}]},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["b"]},
+        {"type": "object", "properties": {"a~/b": {"$ref": "#/properties/a~0~1b"}}, "required": ["a~/b"]},
+    ],
+)
+def test_what_requires_itself_never_ends(schema: Any) -> None:
+    assert not can_end(schema) and not can_end(json.loads(json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},  # or a number
+        LOOP | {"type": ["object", "null"]},
+        LOOP | {"properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}},
+        LOOP | {"patternProperties": {"a": {}}, "properties": {}, "additionalProperties": {"$ref": "#"}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "object", "properties": {"a": {"const": 1, "$ref": "#"}}, "required": ["a"]},
+        {"$ref": "https://example.com/other.json"},
+        {"$ref": "#/nowhere"},
+        {"type": "object", "required": 3, "properties": [], "allOf": {}},
+    ],
+)
+def test_what_may_stop_is_left_to_the_library(schema: Any) -> None:
+    assert can_end(schema)
+
+
+def test_looking_takes_little_time_whatever_the_schema() -> None:
+    chain = {
+        "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2 * MOST_ROUNDS)},
+        "$ref": "#/$defs/0",
+    }
+    chain["$defs"][str(2 * MOST_ROUNDS)] = {"type": "null"}
+    assert can_end(chain) and can_end({"anyOf": [{"allOf": [{}]} for _ in range(MOST_PARTS)]})
