@@ -1,6 +1,6 @@
 """The CPU engine: an artifact of the Llama family run by one C++ call per token, without transformers' modules.
 
-`Engine.open(path)` maps the file; `forward` gives logits, `generate` continues tokens. `nstf.runtime.load` gives models
+`Engine.open(path)` maps the file and copies integers and grids of a small one into panels; `forward` gives logits, `generate` continues tokens. `nstf.runtime.load` gives models
 whose `generate` uses it where it can (runtime/engine_generate.py).
 
 Nothing here imports torch before logits are asked for as a tensor: a process that writes its first token greedily has no
@@ -54,7 +54,8 @@ MATRICES = {
 
 
 class Engine:
-    """A model ready to run on the CPU: matrices as views of the mapped file, a cache of keys and values.
+    """A model ready to run on the CPU: matrices as views of the mapped file or repacked copies (panels), a cache of keys
+    and values.
 
     One sequence at a time, for one caller at a time; `position` tokens of it are in the cache.
     """
@@ -109,7 +110,7 @@ class Engine:
 
     def _panel_source(self, artifact: Artifact, panels: bool | None) -> Artifact | None:
         """Where what is repacked is read from; None for nothing."""
-        if self.exact or panels is False or (panels is None and artifact.size_bytes > PANEL_BYTES):
+        if self.exact or panels is False or (panels is None and not may_repack(artifact, self.exact)):
             return None
         return artifact.again() or (artifact if panels else None)
 
@@ -130,7 +131,7 @@ class Engine:
         artifact = open_artifact(path)
         if not verify:
             return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
-        with Verifying(artifact) as check:
+        with Verifying(artifact, may_repack(artifact, exact)) as check:
             try:
                 return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
             finally:
@@ -229,6 +230,11 @@ class Engine:
             if token in stop or i + 1 == count:
                 return
             tokens = array("q", [token])
+
+
+def may_repack(artifact: Artifact, exact: bool) -> bool:
+    """Whether an engine repacks a file when nothing is said of panels."""
+    return not exact and artifact.size_bytes <= PANEL_BYTES
 
 
 def greedy(logits: Tensor) -> int:
