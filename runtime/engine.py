@@ -1,7 +1,8 @@
 """The CPU engine: an artifact of the Llama family run by one C++ call per token, without transformers' modules.
 
-`Engine.open(path)` maps the file and copies integers and grids of a small one into panels; `forward` gives logits, `generate` continues tokens. `nstf.runtime.load` gives models
-whose `generate` uses it where it can (runtime/engine_generate.py).
+`Engine.open(path)` maps the file and copies integers and grids of a small one into panels; `forward` gives logits,
+`generate` continues tokens. `nstf.runtime.load` gives models whose `generate` uses it where it can
+(runtime/engine_generate.py).
 
 Nothing here imports torch before logits are asked for as a tensor: a process that writes its first token greedily has no
 need of it, and importing it would take ten times as long as that token.

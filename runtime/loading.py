@@ -167,8 +167,8 @@ def _load(
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with full attention") from error
     generates = engine != "off" and hasattr(model, "generate")
     if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
-        # Its matrices are views of the same mapping, or panels: then the mapping's pages are only in memory as far as modules
-        # read them. Of arrays that were written into, there is no file to make panels of.
+        # Its matrices are views of the same mapping, or panels: then pages of the mapping are only in memory as far as
+        # modules read them. Of arrays that were written into, there is no file to make panels of.
         def build(as_loaded: bool) -> Engine:
             return _engine(artifact, engine == "exact", kv_cache, attention, None if as_loaded else False)
 

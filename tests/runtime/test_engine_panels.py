@@ -1,4 +1,4 @@
-"""Panels: which matrices of a file the engine repacks, what stays of the file in memory, and what happens where it cannot."""
+"""Panels: which matrices of a file the engine repacks, what stays of the file in memory, and what it does without room."""
 
 import json
 import resource
