@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -82,6 +83,16 @@ class EncodedModel:
                 skipped = exclude_embeddings and isinstance(owners[name.rpartition(".")[0]], nn.Embedding)
                 counted.setdefault(id(module), 0 if skipped else module.numel)
         return dense + sum(counted.values())
+
+    def __copy__(self: Any) -> Any:
+        """Another model with the same modules, as of any module; its `generate` is its own."""
+        clone: Any = type(self).__new__(type(self))  # type: ignore[call-overload]
+        state = self.__dict__.copy()
+        for name, value in state.items():
+            if isinstance(value, MethodType) and value.__self__ is self:
+                state[name] = MethodType(value.__func__, clone)
+        clone.__setstate__(state)
+        return clone
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         clone: Any = type(self).__new__(type(self))  # type: ignore[call-overload]

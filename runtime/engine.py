@@ -1,7 +1,8 @@
 """The CPU engine: an artifact of the Llama family run by one C++ call per token, without transformers' modules.
 
-`Engine.open(path)` maps the file; `forward` gives logits, `generate` continues tokens. `nstf.runtime.load` gives models
-whose `generate` uses it where it can (runtime/engine_generate.py).
+`Engine.open(path)` maps the file and copies integers and grids of a small one into panels; `forward` gives logits,
+`generate` continues tokens. `nstf.runtime.load` gives models whose `generate` uses it where it can
+(runtime/engine_generate.py).
 
 Nothing here imports torch before logits are asked for as a tensor: a process that writes its first token greedily has no
 need of it, and importing it would take ten times as long as that token.
@@ -10,6 +11,7 @@ need of it, and importing it would take ten times as long as that token.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import sys
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     from nstf.runtime.token_sampler import TokenSampler
 
+_log = logging.getLogger("nstf")
+
 KV_CACHES = ("float16", "int8")
 ATTENTION = ("full", "planned")
 _PREFIXES = ("", "language_model.", "model.language_model.")
@@ -54,7 +58,8 @@ MATRICES = {
 
 
 class Engine:
-    """A model ready to run on the CPU: matrices as views of the mapped file, a cache of keys and values.
+    """A model ready to run on the CPU: matrices as views of the mapped file or repacked copies (panels), a cache of keys
+    and values.
 
     One sequence at a time, for one caller at a time; `position` tokens of it are in the cache.
     """
@@ -71,7 +76,8 @@ class Engine:
         """threads: None for as many as torch uses. kv_cache: what keys and values are kept as, `float16` or `int8`.
         attention: `full`, or `planned` for the artifact's attention plan, which says how they are kept itself; or a plan.
         panels: repack integers and grids, which are multiplied faster then; None: those of files up to 512 MiB that are
-        mapped, where this takes the place of the file's pages in memory.
+        mapped, where this takes the place of the file's pages in memory. Where memory does not suffice, the rest stays as it
+        is stored. Panels are made of the file: what was written into the artifact's arrays is only seen with False.
 
         Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache
         or attention and where there is no plan, CorruptError for a plan that cannot be read.
@@ -94,14 +100,8 @@ class Engine:
         self._check_unchanged = artifact.check_unchanged
         try:
             source = self._panel_source(artifact, panels)
-            self._engine, self.kernels = _build(
-                artifact,
-                self.config,
-                exact,
-                self._layer_plans(),
-                source,
-                min(threads or usual_threads(), PANEL_THREADS),
-            )
+            matrices = _Matrices(artifact, exact, source, min(threads or usual_threads(), PANEL_THREADS))
+            self._engine, self.kernels = _build(artifact, self.config, matrices, self._layer_plans())
         except MemoryError as error:
             raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
@@ -109,7 +109,7 @@ class Engine:
 
     def _panel_source(self, artifact: Artifact, panels: bool | None) -> Artifact | None:
         """Where what is repacked is read from; None for nothing."""
-        if self.exact or panels is False or (panels is None and artifact.size_bytes > PANEL_BYTES):
+        if self.exact or panels is False or (panels is None and not may_repack(artifact, self.exact)):
             return None
         return artifact.again() or (artifact if panels else None)
 
@@ -130,7 +130,7 @@ class Engine:
         artifact = open_artifact(path)
         if not verify:
             return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
-        with Verifying(artifact) as check:
+        with Verifying(artifact, may_repack(artifact, exact)) as check:
             try:
                 return cls(artifact, exact, kv_cache=kv_cache, attention=attention)
             finally:
@@ -231,6 +231,45 @@ class Engine:
             tokens = array("q", [token])
 
 
+def may_repack(artifact: Artifact, exact: bool) -> bool:
+    """Whether an engine repacks a file when nothing is said of panels."""
+    return not exact and artifact.size_bytes <= PANEL_BYTES
+
+
+class _Matrices:
+    """A file's matrices for the C++ engine, each made once, and the kernel of every one by tensor name.
+
+    source: where what `threads` threads repack into panels is read from, which is not kept; None for no panels.
+    """
+
+    def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None, threads: int) -> None:
+        self.kernels: dict[str, str] = {}
+        self._artifact, self._exact, self._source, self._threads = artifact, exact, source, threads
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, name: str) -> Any:
+        stored = self._artifact.stored_name(name)
+        if stored not in self._made:
+            self._made[stored] = self._compiled(name)
+        self.kernels[name] = self._made[stored].kernel
+        return self._made[stored]
+
+    def _compiled(self, name: str) -> Any:
+        encoded = self._artifact.views(name)
+        if self._source is not None:
+            try:
+                source = self._source.views(name)
+                return compile_matrix(encoded, self._exact, panels=self._threads, panel_source=source)
+            except MemoryError:
+                self._source = None
+                _log.warning(
+                    "%s: not enough memory to repack %s and what follows, which stay as they are stored",
+                    self._artifact.path,
+                    name,
+                )
+        return compile_matrix(encoded, self._exact)
+
+
 def greedy(logits: Tensor) -> int:
     """The likeliest token. Not by torch: its threads would go on looking for work while the engine's start on theirs."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or not logits.is_contiguous():
@@ -262,30 +301,15 @@ def _address(values: array[Any]) -> int:
 
 
 def _build(
-    artifact: Artifact,
-    config: EngineConfig,
-    exact: bool,
-    plans: list[dict[str, Any]],
-    source: Artifact | None,
-    threads: int,
+    artifact: Artifact, config: EngineConfig, matrix: _Matrices, plans: list[dict[str, Any]]
 ) -> tuple[Any, dict[str, str]]:
-    """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none. source:
-    where what `threads` threads repack into panels is read from, which is not kept."""
+    """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none."""
     names = set(artifact.names())
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)
     if prefix is None:
         raise UnsupportedError(
             f"{artifact.path}: no model.embed_tokens.weight, which the CPU engine starts from"
         )
-    kernels: dict[str, str] = {}
-    made: dict[str, Any] = {}
-
-    def matrix(name: str) -> Any:
-        stored = artifact.stored_name(name)
-        if stored not in made:
-            made[stored] = _repacked(source, name, threads) or compile_matrix(artifact.views(name), exact)
-        kernels[name] = made[stored].kernel
-        return made[stored]
 
     def vector(name: str) -> array[float]:
         if name not in names:
@@ -327,15 +351,7 @@ def _build(
     unused = sorted(n for n in names - known if n.startswith(root) and not n.endswith("rotary_emb.inv_freq"))
     if unused:
         raise UnsupportedError(f"{artifact.path}: the CPU engine would ignore {unused[0]!r}")
-    return engine, kernels
-
-
-def _repacked(source: Artifact | None, name: str, threads: int) -> Any:
-    """A plain matrix of integers or a grid in panels, or None."""
-    if source is None or source.record(name).tree.kind not in ("int", "grid"):
-        return None
-    made = compile_matrix(source.views(name), panels=threads)
-    return made if made.kernel.startswith("panels") else None
+    return engine, matrix.kernels
 
 
 def _norms(config: EngineConfig) -> dict[str, str]:

@@ -121,7 +121,7 @@ def compute_seconds(artifact: Artifact, engine: Engine, threads: int) -> float:
 
 def _seconds(artifact: Artifact, name: str, kernel: str, exact: bool, threads: int) -> float:
     """The fastest product of a matrix and one row of activations by the engine's kernel for it."""
-    matrix = compile_matrix(artifact.views(name), exact, panels=int("panels" in kernel))
+    matrix = compile_matrix(artifact.views(name), exact, panels=int("panels int8" in kernel))
     x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     y, best = torch.empty(1, matrix.shape[0]), math.inf
     end = time.perf_counter() + 0.05

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError
-from nstf.runtime.generation_request import Slot, fingerprint, read_request
+from nstf.runtime.generation_request import Slot, array_versions, fingerprint, read_request
 
 _log = logging.getLogger("nstf")
 
 FURTHER = frozenset({"min_p", "repetition_penalty"})
 
 
-def use_engine(model: Any, build: Callable[[], Any]) -> None:
-    """Makes `model.generate` try the engine first. build: makes the Engine at the first call that can use it.
+def use_engine(model: Any, build: Callable[[bool], Any]) -> None:
+    """Makes `model.generate` try the engine first. build(as_loaded): makes the Engine at the first call that can use it, and
+    anew where encoded arrays were written into since; as_loaded: whether they still are what the file holds.
 
     A model that the engine does not run, or that was changed after loading (another parameter, a wrapped module, a
     hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way.
     """
     slot = model.nstf_engine = Slot()
-    before = fingerprint(model)
+    before, loaded = fingerprint(model), array_versions(model)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = MethodType(type(self).generate, self)
@@ -37,10 +38,11 @@ def use_engine(model: Any, build: Callable[[], Any]) -> None:
         if not slot.lock.acquire(blocking=False):
             return plain(*args, **kwargs)
         try:
-            if not slot.tried:
-                slot.tried = True
+            versions = array_versions(model)
+            if not slot.tried or slot.versions != versions:
+                slot.engine, slot.tried, slot.versions = None, True, versions
                 try:
-                    slot.engine = build()
+                    slot.engine = build(versions == loaded)
                 except (NstfError, ValueError, RuntimeError, MemoryError) as error:
                     _log.debug("no engine: %s", error)
             engine = slot.engine

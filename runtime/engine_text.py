@@ -13,7 +13,7 @@ from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime.artifact.config import check_generation
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.reader import Artifact, open_artifact
-from nstf.runtime.engine import Engine
+from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
 
@@ -56,7 +56,10 @@ def stream(
     Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
     """
-    with open_artifact(path) as artifact, Verifying(artifact) if verify else nullcontext() as check:
+    with (
+        open_artifact(path) as artifact,
+        Verifying(artifact, may_repack(artifact, exact)) if verify else nullcontext() as check,
+    ):
         stop, usual = _generation(artifact)
         settings = Settings(**(usual | dict(sampling or {})))
         tokenizer = _tokenizer(artifact)

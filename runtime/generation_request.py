@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nstf.runtime.engine_text import WITHOUT_EFFECT
+from nstf.runtime.parameter import EncodedParameter
 
 # Arguments of `generate` that our own decoders honour; any other that is not None leaves the call to transformers.
 _KNOWN = {
@@ -61,6 +62,7 @@ class Slot:
     def __init__(self) -> None:
         self.engine: Any = None
         self.tried = False
+        self.versions: tuple[int, ...] = ()  # of the arrays it was made from
         self.lock = Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slot":
@@ -87,6 +89,17 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
             ),
         )
         for module in model.modules()
+    )
+
+
+def array_versions(model: Any) -> tuple[int, ...]:
+    """What changes when somebody writes into encoded arrays. (`load_state_dict` changes the fingerprint, too.)"""
+    return tuple(
+        array._version
+        for module in model.modules()
+        if isinstance(module, EncodedParameter)
+        for array in module._buffers.values()
+        if array is not None
     )
 
 

@@ -167,8 +167,12 @@ def _load(
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with full attention") from error
     generates = engine != "off" and hasattr(model, "generate")
     if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
-        # Its matrices are views of the same mapping: nothing is held twice.
-        use_engine(model, lambda: _engine(artifact, engine == "exact", kv_cache, attention))
+        # Its matrices are views of the same mapping, or panels: then pages of the mapping are only in memory as far as
+        # modules read them. Of arrays that were written into, there is no file to make panels of.
+        def build(as_loaded: bool) -> Engine:
+            return _engine(artifact, engine == "exact", kv_cache, attention, None if as_loaded else False)
+
+        use_engine(model, build)
     elif generates and device.type == "cuda":
         from nstf.runtime.graph_generate import use_graphs
 
@@ -195,9 +199,9 @@ def _opened(
     return artifact, model, compute
 
 
-def _engine(artifact: Artifact, exact: bool, kv_cache: str, attention: str) -> Engine:
+def _engine(artifact: Artifact, exact: bool, kv_cache: str, attention: str, panels: bool | None) -> Engine:
     try:
-        return Engine(artifact, exact=exact, kv_cache=kv_cache, attention=attention)
+        return Engine(artifact, exact=exact, kv_cache=kv_cache, attention=attention, panels=panels)
     except NstfError as error:
         if kv_cache != "float16":
             _log.warning("keys and values are not kept as %s: %s", kv_cache, error)

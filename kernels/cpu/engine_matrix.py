@@ -53,13 +53,20 @@ def panel_threads(size_bytes: int, threads: int) -> int:
     return min(threads, PANEL_THREADS) if size_bytes <= PANEL_BYTES else 0
 
 
-def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "", panels: int = 0) -> Any:
+def compile_matrix(
+    encoded: EncodedTensor,
+    exact: bool = False,
+    way: str = "",
+    panels: int = 0,
+    panel_source: EncodedTensor | None = None,
+) -> Any:
     """A matrix [rows, cols] as the engine's `EngineMatrix`, which keeps the arrays (tensors or memoryviews) alive.
 
     exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them. way: how a
     CP, Tucker or tensor train is multiplied: `steps` (through its factors) or `decoded` (once, now); by the counted work
     when empty. panels: threads that repack integers and grids into panels, where the instruction set has some: a copy of the
-    same size, which is multiplied about twice as fast from the caches; 0: all is read as it is stored.
+    same size, which is multiplied about twice as fast from the caches; 0: all is read as it is stored. panel_source: the
+    same tensor in other arrays, which what is repacked is read from and which are not kept.
     Raises ValueError for a tensor that is no matrix.
     """
     if len(encoded.shape) != 2:
@@ -68,11 +75,20 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "", p
     rows, cols = encoded.shape
     if _row_work(encoded.tree, encoded.shape) > max(_ROW_WORK * rows * cols, _LITTLE_WORK):
         return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
+
+    def child(name: str) -> Any:
+        source = None if panel_source is None else child_encoded(panel_source, name)
+        return compile_matrix(child_encoded(encoded, name), exact, way, panels, source)
+
     if getattr(params, "lead", 1) == 1:
         if kind in _PACKED and _has_whole_blocks(params, cols):
+            if panels and not exact and kind in ("int", "grid"):
+                made = ext.engine_packed(packed(panel_source or encoded), False, panels)
+                if panel_source is None or made.kernel.startswith("panels"):
+                    return made
             leaf = packed(encoded)
             if leaf is not None:
-                return ext.engine_packed(leaf, exact, panels)
+                return ext.engine_packed(leaf, exact)
         if kind in ("int", "grid"):
             short = _short_rows(encoded)
             if short is not None:
@@ -82,25 +98,20 @@ def compile_matrix(encoded: EncodedTensor, exact: bool = False, way: str = "", p
         if kind == "shuffle":
             return _shuffle(encoded, exact)
         if kind == "rotated":
-            return _rotated(encoded, exact, way, panels)
+            return _rotated(child("x"), params)
         if kind == "low_rank":
-            return ext.engine_low_rank(
-                *(compile_matrix(child_encoded(encoded, n), exact, way, panels) for n in ("a", "b"))
-            )
+            return ext.engine_low_rank(child("a"), child("b"))
     if kind == "add":
-        return ext.engine_sum(
-            *(compile_matrix(child_encoded(encoded, n), exact, way, panels) for n in ("x", "y"))
-        )
+        return ext.engine_sum(child("x"), child("y"))
     if kind in _CHAINS:
         made = _chain(encoded, exact, way)
         if made is not None:
             return made
     if kind == "permute":
-        stored = child_encoded(encoded, "x")
         if params.dims == (0, 1):
-            return compile_matrix(stored, exact, way, panels)
+            return child("x")
         # Its rows are decoded and added up, which no int8 kernel does.
-        return ext.engine_transposed(compile_matrix(stored, True, way))
+        return ext.engine_transposed(compile_matrix(child_encoded(encoded, "x"), True, way))
     if kind == "dense" and params.dtype in _DENSE:
         return ext.engine_dense(rows, cols, stored_bits(arrays["values"]), params.dtype)
     return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
@@ -224,9 +235,7 @@ def _shuffle(encoded: EncodedTensor, exact: bool) -> Any:
     )
 
 
-def _rotated(encoded: EncodedTensor, exact: bool, way: str, panels: int) -> Any:
-    params = encoded.tree.params
-    made = compile_matrix(child_encoded(encoded, "x"), exact, way, panels)
+def _rotated(made: Any, params: Any) -> Any:
     if params.block_in:
         made = ext.engine_rotated(made, params.seed, params.block_in)
     if params.block_out:

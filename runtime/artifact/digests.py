@@ -86,15 +86,17 @@ def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> s
 class Verifying:
     """Checks every SHA-256 of an open artifact in a thread, over its mapping: the pages are in memory afterwards.
 
+    own_mapping: over another one that is dropped at the end, for who reads little of the file where it is mapped.
     `with Verifying(artifact) as check:` ends the thread on the way out, whatever happens inside; `check.wait()` checks what
     the thread has not come to and raises CorruptError that names an array that differs.
     """
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, own_mapping: bool = False) -> None:
         self._path = artifact.path
         self._digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
+        source = (artifact.again() if own_mapping else None) or artifact
         # Views taken now: the artifact may be closed while the thread still reads.
-        self._views = {name: artifact.stored_bytes(name) for name in artifact.entries}
+        self._views = {name: source.stored_bytes(name) for name in artifact.entries}
         self._wrong: list[str] = []
         self._failure: BaseException | None = None
         self._stopped = False
@@ -130,6 +132,7 @@ class Verifying:
     def __exit__(self, *_: object) -> None:
         self._stopped = True
         self._end()
+        self._views.clear()  # whoever keeps this object must not keep the mapping
 
     def _end(self) -> None:
         """Waits for the array that the thread has in hand."""

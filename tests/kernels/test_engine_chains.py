@@ -156,7 +156,7 @@ def test_groups_that_are_no_multiple_of_32(samples: ModuleType, bits: int, symme
             tree = samples.leaf("int", bits=bits, group=group, symmetric=symmetric, scale_bits=scale_bits)
             encoded = samples.random_encoded(tree, shape)
             matrix = engine_matrix.compile_matrix(encoded)
-            assert matrix.kernel.startswith("by panels, packed float32")
+            assert matrix.kernel.startswith("reshaped, packed float32")
             check(matrix, decode(encoded), 1e-5)
 
 
@@ -164,7 +164,7 @@ def test_groups_that_are_no_multiple_of_32(samples: ModuleType, bits: int, symme
 def test_grids_with_groups_that_are_no_multiple_of_32(samples: ModuleType, group: int) -> None:
     encoded = samples.random_encoded(samples.leaf("grid", group=group, scale_bits=8), (21, 144))
     matrix = engine_matrix.compile_matrix(encoded)
-    assert matrix.kernel.startswith("by panels, packed float32")
+    assert matrix.kernel.startswith("reshaped, packed float32")
     check(matrix, decode(encoded), 1e-5)
 
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.cpu import engine_matrix, ext
+from nstf.kernels.cpu.packed_linear import packed
 from nstf.kernels.formats import EncodedTensor, decode
 
 pytestmark = pytest.mark.skipif(not engine_matrix.available(), reason="the extension was not built")
 
 SHAPES = ((1, 1), (13, 97), (40, 160), (33, 577), (20, 64))
-BATCHES = (1, 2, 5, 13)
+# Few rows, four of them, and more have kernels of their own.
+BATCHES = (1, 2, 3, 4, 5, 13)
 ISAS = ext.isas() if engine_matrix.available() else []
 
 # Activations in 8 bits, a scale for every 8 to 32 columns: half a percent of a product on average, some times that at most.
@@ -85,7 +87,7 @@ def test_products_and_rows_are_those_of_the_decoded_matrix(samples: ModuleType, 
 
 @pytest.mark.parametrize(
     "name",
-    [f"int{b} {own}" for b in range(2, 9) for own in ("g0 sym", "g32 asym", "g96 sym")]
+    [f"int{b} {own}" for b in range(2, 9) for own in ("g0 sym", "g0 asym", "g32 asym", "g96 sym")]
     + ["grid g0", "grid g32", "grid g128"],
 )
 def test_panels_give_the_products_of_the_decoded_matrix(samples: ModuleType, name: str, isa: str) -> None:
@@ -97,12 +99,16 @@ def test_panels_give_the_products_of_the_decoded_matrix(samples: ModuleType, nam
         matrix = engine_matrix.compile_matrix(encoded, panels=2)
         if isa.startswith("avx"):
             assert matrix.kernel.startswith("panels int8 x int8")
-        for batch in (1, 3, 5, 13):
-            x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(batch))
-            y = engine_matrix.matmul(x, matrix, 2)
+        all_rows = torch.randn(13, shape[1], generator=torch.Generator().manual_seed(1))
+        products = {}
+        for batch in BATCHES:
+            x = all_rows[:batch]
+            y = products[batch] = engine_matrix.matmul(x, matrix, 2)
             assert error(y, x, weight) < INT8_ERROR, (shape, batch)
             # The same whole numbers, added up in another order.
             torch.testing.assert_close(y, engine_matrix.matmul(x, stored, 2), rtol=1e-4, atol=1e-4)
+        # With one scale for as many columns a row's product does not depend on the other rows.
+        assert torch.equal(products[4], products[13][:4]) and torch.equal(products[1], products[3][:1])
         row = engine_matrix.decode_row(matrix, shape[0] - 1)
         torch.testing.assert_close(torch.tensor(row), weight[-1], rtol=1e-5, atol=1e-6)
 
@@ -169,23 +175,92 @@ def test_kernels_name_their_instruction_set_and_exact_is_closer(samples: ModuleT
 def test_sums_at_the_end_of_their_range_do_not_overflow(
     samples: ModuleType, bits: int, code: int, sign: float, isa: str
 ) -> None:
-    encoded = samples.random_encoded(samples.leaf("int", bits=bits, group=32), (20, 160))
-    encoded.arrays["codes"].fill_(code)
-    weight = decode(encoded)
-    for panels in (0, 1):
-        matrix = engine_matrix.compile_matrix(encoded, panels=panels)
-        for batch in BATCHES:
-            x = torch.full((batch, 160), sign)  # equal activations lose nothing in int8
-            assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+    for group, zero in ((32, None), (32, 255 - code), (0, 255 - code)):
+        tree = samples.leaf(
+            "int", bits=bits, group=group, symmetric=zero is None, scale_bits=8 if group else 16
+        )
+        encoded = samples.random_encoded(tree, (20, 160))
+        encoded.arrays["codes"].fill_(code)
+        if zero is not None:
+            encoded.arrays["zeros"].fill_(zero)  # codes and zero points at opposite ends
+        weight = decode(encoded)
+        for panels in (0, 1):
+            matrix = engine_matrix.compile_matrix(encoded, panels=panels)
+            for batch in BATCHES:
+                x = torch.full((batch, 160), sign)  # equal activations lose nothing in int8
+                assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
 
 
 def test_a_grid_of_extremes_does_not_overflow(samples: ModuleType, isa: str) -> None:
     encoded = samples.random_encoded(samples.leaf("grid", group=32, scale_bits=8), (20, 160))
     encoded.arrays["table"].copy_(torch.tensor([1.0, -1.0]).repeat(8))
-    matrix, weight = engine_matrix.compile_matrix(encoded), decode(encoded)
-    for batch in BATCHES:
-        x = weight[0].sign().repeat(batch, 1)  # every product is positive
-        assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+    weight = decode(encoded)
+    for panels in (0, 1):
+        matrix = engine_matrix.compile_matrix(encoded, panels=panels)
+        for batch in BATCHES:
+            x = weight[0].sign().repeat(batch, 1)  # every product is positive
+            assert error(engine_matrix.matmul(x, matrix, 2), x, weight) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_number_makes_its_own_row_none(samples: ModuleType, name: str, isa: str) -> None:
+    encoded = samples.random_encoded(trees(samples)[name], (20, 160))
+    for value in (float("nan"), float("-inf")):
+        for matrix in (engine_matrix.compile_matrix(encoded, panels=panels) for panels in (0, 1)):
+            for batch in (1, 2, 4, 13):
+                x = torch.randn(batch, 160, generator=torch.Generator().manual_seed(batch))
+                for column in (0, 159):
+                    bad = x.clone()
+                    bad[batch - 1, column] = value
+                    y = engine_matrix.matmul(bad, matrix, 2)
+                    assert not y[-1].isfinite().any(), (value, matrix.kernel, batch, column)
+                    assert y[:-1].isfinite().all(), (value, matrix.kernel, batch, column)
+
+
+def test_integers_and_grids_with_other_scales_stay_as_they_are_stored(samples: ModuleType, isa: str) -> None:
+    leaf = samples.leaf
+    for kind, own in (("int", {"bits": 4}), ("int", {"bits": 8, "symmetric": False}), ("grid", {})):
+        for group, scale_bits in ((32, 16), (16, 8), (16, 16)):
+            tree = leaf(kind, group=group, scale_bits=scale_bits, **own)
+            encoded = samples.random_encoded(tree, (20, 160))
+            matrix = engine_matrix.compile_matrix(encoded, panels=2)
+            assert matrix.kernel == engine_matrix.compile_matrix(encoded).kernel
+            assert "panels" not in matrix.kernel
+            x = torch.randn(5, 160, generator=torch.Generator().manual_seed(0))
+            assert error(engine_matrix.matmul(x, matrix, 2), x, decode(encoded)) < INT8_ERROR
+
+
+def test_other_threads_run_while_a_matrix_is_repacked(samples: ModuleType) -> None:
+    import sys
+    import threading
+    import time
+
+    if not ext.isa().startswith("avx"):
+        pytest.skip("no panels here")
+    leaf = packed(samples.random_encoded(samples.leaf("int", bits=8, group=32), (2048, 4096)))
+    turns, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            turns[0] += 1
+            time.sleep(1e-4)
+
+    thread, interval = threading.Thread(target=count), sys.getswitchinterval()
+    thread.start()
+    # From here on who has the interpreter's lock keeps it until it lets go.
+    sys.setswitchinterval(60)
+    try:
+        # As often as it takes the other thread to get a core on a busy machine.
+        seen, end = False, time.monotonic() + 30
+        while not seen and time.monotonic() < end:
+            before = turns[0]
+            ext.engine_packed(leaf, False, 1)
+            seen = turns[0] > before
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    assert seen
 
 
 def test_the_largest_levels_of_shuffle_codes_do_not_overflow(isa: str) -> None:

@@ -66,6 +66,23 @@ def test_pickling_names_the_way_and_copies_compute_the_same(tiny: ModuleType, tm
     assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
 
 
+def test_a_shallow_copy_shares_the_modules_and_has_a_generate_of_its_own(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    _, model = loaded(tiny, tmp_path)
+    twin, part = copy.copy(model), copy.copy(model.model)
+    assert twin is not model and type(twin) is type(model) and twin.model is model.model
+    assert type(part) is type(model.model) and part.embed_tokens is model.model.embed_tokens
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+    assert twin.generate.__self__ is twin and model.generate.__self__ is model
+    twin.generation_config = copy.deepcopy(model.generation_config)
+    twin.generation_config.max_new_tokens, model.generation_config.max_new_tokens = 1, 3
+    ids = inputs["input_ids"][:1]
+    given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    assert [m.generate(ids, **given).shape[1] - ids.shape[1] for m in (model, twin)] == [3, 1]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tying_changes_nothing(tiny: ModuleType, tmp_path: Path, tied: bool) -> None:
     dense, model = loaded(tiny, tmp_path, tie_word_embeddings=tied)

@@ -170,8 +170,8 @@ def test_panels_give_nearly_the_same_logits(tiny: ModuleType, tmp_path: Path, is
     artifact = open_artifact(tiny.write(tmp_path, build("llama")))
     ids = ids_of(40)
     stored, repacked, usual = (Engine(artifact, panels=p) for p in (False, True, None))
-    assert not any("panels" in kernel for kernel in stored.kernels.values())
-    assert any("panels" in kernel for kernel in repacked.kernels.values()) == isa.startswith("avx")
+    assert not any(kernel.startswith("panels") for kernel in stored.kernels.values())
+    assert any(kernel.startswith("panels") for kernel in repacked.kernels.values()) == isa.startswith("avx")
     assert usual.kernels == repacked.kernels
     expected = stored.forward(ids, all_logits=True)
     size = float(expected.std())

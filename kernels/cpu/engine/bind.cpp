@@ -47,8 +47,14 @@ std::vector<float> optional(const nb::dict& d, const char* key) {
 
 Held packed(nb::object linear, bool exact, int panel_threads) {
     const auto* view = reinterpret_cast<const PackedView*>(nb::cast<uintptr_t>(linear.attr("view")()));
-    if (!exact && panel_threads > 0)
-        if (Shared repacked = panels(*view, panel_threads)) return {repacked, {}};
+    if (!exact && panel_threads > 0) {
+        Shared repacked;
+        {
+            nb::gil_scoped_release release;  // a copy of the whole matrix
+            repacked = panels(*view, panel_threads);
+        }
+        if (repacked) return {repacked, {}};
+    }
     Shared made = exact ? nullptr : packed_int8(*view);
     return {made ? made : packed_exact(*view), {linear}};
 }

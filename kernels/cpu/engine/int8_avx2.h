@@ -241,20 +241,22 @@ struct OddBits {
 
 // A block of 32 activations with one scale: the codes in their order, the scale, and the sum of all.
 inline Bytes quantise_block(const float* x, float* scale, float* sum) {
-    const Floats no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    Floats v[4], top = zero_floats();
+    // Without their signs floats have the order of their bits, where NaN comes last. As floats the maximum would lose it.
+    const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
+    Floats v[4];
+    __m256i top = _mm256_setzero_si256();
     for (int i = 0; i < 4; ++i) {
         v[i] = load(x + 8 * i);
-        top = _mm256_max_ps(top, _mm256_and_ps(v[i], no_sign));
+        top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(v[i]), no_sign));
     }
-    top = _mm256_max_ps(top, _mm256_permute2f128_ps(top, top, 1));
-    top = _mm256_max_ps(top, _mm256_permute_ps(top, 0x4e));
-    top = _mm256_max_ps(top, _mm256_permute_ps(top, 0xb1));
-    const float largest = _mm256_cvtss_f32(top);
+    top = _mm256_max_epi32(top, _mm256_permute2x128_si256(top, top, 1));
+    top = _mm256_max_epi32(top, _mm256_shuffle_epi32(top, 0x4e));
+    top = _mm256_max_epi32(top, _mm256_shuffle_epi32(top, 0xb1));
+    const float largest = _mm256_cvtss_f32(_mm256_castsi256_ps(top));
     const Floats inverse = set(largest > 1e-30f ? 127.0f / largest : 0.0f);
     Ints q[4];
     for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(mul(v[i], inverse));
-    *scale = largest * (1.0f / 127);
+    *scale = largest * (1.0f / 127) + (largest - largest);  // NaN where `largest` is NaN or infinite
     *sum = *scale * sum_of(to_floats(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]))));
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
     return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

@@ -270,27 +270,30 @@ struct OddBits {
 };
 
 // 64 activations: their codes, their scales (a lane for each of the 16 sums of a chunk, or one a block) and the sums of the
-// two blocks.
+// two blocks. A scale over NaN or infinity is NaN, and so are the products it belongs to.
 template <bool EVEN_ODD>
 inline void quantise(const float* x, bool fine, int8_t* codes, float* scales, float* sums) {
+    // Without their signs floats have the order of their bits, where NaN comes last. As floats the maximum would lose it.
     __m512 v[4], top[4];
+    __m512i size[4];
     for (int i = 0; i < 4; ++i) {
         v[i] = _mm512_loadu_ps(x + 16 * i);
-        __m512 m = _mm512_abs_ps(v[i]);
-        m = _mm512_max_ps(m, _mm512_permute_ps(m, 0xb1));
-        m = _mm512_max_ps(m, _mm512_permute_ps(m, 0x4e));
-        top[i] = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0xb1));  // of eight columns
+        __m512i m = _mm512_castps_si512(_mm512_abs_ps(v[i]));
+        m = _mm512_max_epi32(m, _mm512_shuffle_epi32(m, _MM_PERM_CDAB));
+        m = _mm512_max_epi32(m, _mm512_shuffle_epi32(m, _MM_PERM_BADC));
+        size[i] = _mm512_max_epi32(m, _mm512_shuffle_i32x4(m, m, 0xb1));  // of eight columns
     }
     if (!fine)
         for (int i = 0; i < 4; i += 2) {
-            const __m512 m = _mm512_max_ps(top[i], top[i + 1]);
-            top[i] = top[i + 1] = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0x4e));
+            const __m512i m = _mm512_max_epi32(size[i], size[i + 1]);
+            size[i] = size[i + 1] = _mm512_max_epi32(m, _mm512_shuffle_i32x4(m, m, 0x4e));
         }
+    for (int i = 0; i < 4; ++i) top[i] = _mm512_castsi512_ps(size[i]);
     __m512i q = _mm512_setzero_si512();
     __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     alignas(64) float eight[8];
     for (int i = 0; i < 4; ++i) {
-        const __m512 scale = _mm512_mul_ps(top[i], _mm512_set1_ps(1.0f / 127));
+        const __m512 scale = _mm512_fmadd_ps(top[i], _mm512_set1_ps(1.0f / 127), _mm512_sub_ps(top[i], top[i]));
         const __mmask16 some = _mm512_cmp_ps_mask(top[i], _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(127.0f), top[i]);
         const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));

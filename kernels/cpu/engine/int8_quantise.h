@@ -9,20 +9,23 @@ inline void quantise_plainly(const float* x, bool fine, int8_t* codes, float* sc
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
     alignas(64) float scale[8], inverse[8];
     alignas(64) int32_t q[kChunk];
+    // Without their signs floats have the order of their bits, where NaN comes last. As floats the maximum would lose it.
+    alignas(64) int32_t size[8];
     for (int g = 0; g < 8; ++g) {
-        float top = 0;
+        int32_t top = 0;
 #pragma omp simd reduction(max : top)
-        for (int i = 0; i < 8; ++i) top = std::fabs(x[8 * g + i]) > top ? std::fabs(x[8 * g + i]) : top;
-        scale[g] = top;
+        for (int i = 0; i < 8; ++i) top = std::max(top, __builtin_bit_cast(int32_t, x[8 * g + i]) & 0x7fffffff);
+        size[g] = top;
     }
     if (!fine)
         for (int h = 0; h < 8; h += 4)
-            scale[h] = scale[h + 1] = scale[h + 2] = scale[h + 3] =
-                std::max(std::max(scale[h], scale[h + 1]), std::max(scale[h + 2], scale[h + 3]));
+            size[h] = size[h + 1] = size[h + 2] = size[h + 3] =
+                std::max(std::max(size[h], size[h + 1]), std::max(size[h + 2], size[h + 3]));
 #pragma omp simd
     for (int g = 0; g < 8; ++g) {
-        inverse[g] = scale[g] > 1e-30f ? 127.0f / scale[g] : 0.0f;
-        scale[g] *= 1.0f / 127;
+        const float top = __builtin_bit_cast(float, size[g]);
+        inverse[g] = top > 1e-30f ? 127.0f / top : 0.0f;
+        scale[g] = top * (1.0f / 127) + (top - top);  // NaN where `top` is NaN or infinite
     }
     for (int h = 0; h < 2; ++h) {
         float total = 0;

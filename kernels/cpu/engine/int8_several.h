@@ -16,7 +16,8 @@ constexpr int CHUNK_SUMS = EVEN_ODD && PARTS > 1 ? PARTS / 2 : PARTS;
 template <bool EVEN_ODD>
 constexpr int CHUNK_SCALES = CHUNK_SUMS<EVEN_ODD> * LANES;
 
-template <bool EVEN_ODD>
+// FEW_WORDS: few rows meet codes of 16 bits, too.
+template <bool EVEN_ODD, bool FEW_WORDS = false>
 inline void reserve_input(int64_t cols, int64_t batch, Input& in) {
     const int64_t chunks = (cols + kChunk - 1) / kChunk, blocks = 2 * chunks;
     in.batch = batch;
@@ -26,10 +27,10 @@ inline void reserve_input(int64_t cols, int64_t batch, Input& in) {
     in.codes.grow(batch * in.stride);
     in.scales.grow(batch * in.scales_stride);
     in.sums.grow(batch * in.sums_stride);
-    if (NSTF_WORDS && batch >= kSeveral) in.wide.grow(batch * in.stride);
+    if (NSTF_WORDS && (FEW_WORDS || batch >= kSeveral)) in.wide.grow(batch * in.stride);
 }
 
-template <bool EVEN_ODD>
+template <bool EVEN_ODD, bool FEW_WORDS = false>
 inline void prepare_input(const float* x, int64_t cols, int64_t first, int64_t end, Input& in) {
     const bool fine = in.batch < kSeveral;
     alignas(64) float last[kChunk] = {};  // a chunk that is not whole
@@ -46,7 +47,7 @@ inline void prepare_input(const float* x, int64_t cols, int64_t first, int64_t e
             int8_t* codes = in.codes.data() + b * in.stride + c * kChunk;
             quantise<EVEN_ODD>(from, fine, codes, in.scales.data() + b * in.scales_stride + c * (fine ? CHUNK_SCALES<EVEN_ODD> : 2), sums + 2 * c);
 #if NSTF_WORDS
-            if (!fine) store_words(codes, in.wide.data() + b * in.stride + c * kChunk);
+            if (FEW_WORDS || !fine) store_words(codes, in.wide.data() + b * in.stride + c * kChunk);
 #endif
         }
     }

@@ -187,17 +187,19 @@ class TrellisAvx2 : public Trellis {
     // 16 activations as integers up to `most`; returns what 1 stands for.
     static float rounded(const float* x, float most, int16_t* to) {
         const __m256 v[2] = {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)};
-        const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-        __m256 top = _mm256_max_ps(_mm256_and_ps(v[0], no_sign), _mm256_and_ps(v[1], no_sign));
-        top = _mm256_max_ps(top, _mm256_permute2f128_ps(top, top, 1));
-        top = _mm256_max_ps(top, _mm256_permute_ps(top, 0x4e));
-        top = _mm256_max_ps(top, _mm256_permute_ps(top, 0xb1));
-        const float largest = _mm256_cvtss_f32(top);
+        // Of the bits, in whose order NaN comes last: a maximum of floats would lose it.
+        const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
+        __m256i top = _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(v[0]), no_sign),
+                                       _mm256_and_si256(_mm256_castps_si256(v[1]), no_sign));
+        top = _mm256_max_epi32(top, _mm256_permute2x128_si256(top, top, 1));
+        top = _mm256_max_epi32(top, _mm256_shuffle_epi32(top, 0x4e));
+        top = _mm256_max_epi32(top, _mm256_shuffle_epi32(top, 0xb1));
+        const float largest = _mm256_cvtss_f32(_mm256_castsi256_ps(top));
         const __m256 inverse = _mm256_set1_ps(largest > 1e-30f ? most / largest : 0);
         const __m256i q = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(v[0], inverse)),
                                              _mm256_cvtps_epi32(_mm256_mul_ps(v[1], inverse)));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(q, 0xd8));
-        return largest / most;
+        return largest / most + (largest - largest);  // NaN where `largest` is NaN or infinite
     }
     static float sum_of(__m256 v) {
         __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -73,8 +73,10 @@ class TrellisInt8 : public Trellis {
             double total = 0;
             for (int64_t t = 0; t < across_; ++t) {
                 const __m512 v = _mm512_loadu_ps(from + t * kSide);
-                const float top = _mm512_reduce_max_ps(_mm512_abs_ps(v));
-                const float scale = top / 127, inverse = top > 1e-30f ? 127 / top : 0;
+                // Of the bits, in whose order NaN comes last: a maximum of floats would lose it.
+                const int32_t size = _mm512_reduce_max_epi32(_mm512_castps_si512(_mm512_abs_ps(v)));
+                const float top = _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(size)));
+                const float scale = top / 127 + (top - top), inverse = top > 1e-30f ? 127 / top : 0;
                 const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
                 in.scales.data()[b * across_ + t] = scale / 148;
                 total += static_cast<double>(scale / 148) * _mm512_reduce_add_epi32(q);

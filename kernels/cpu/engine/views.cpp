@@ -40,7 +40,7 @@ class Reshaped : public Matrix {
     }
     void decode(int64_t row, float* out) const override { x_.decode(row, 1, out); }
     void decode_rows(int64_t first, int64_t count, float* out) const override { x_.decode(first, count, out); }
-    std::string kernel() const override { return "by panels, " + x_.kernel(); }
+    std::string kernel() const override { return "reshaped, " + x_.kernel(); }
 
   private:
     Factor x_;
