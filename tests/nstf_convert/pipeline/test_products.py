@@ -43,19 +43,72 @@ def test_linear_layers_round_in_the_block_and_only_there(model) -> None:
     assert torch.equal(few, run(model, 8)[0])
 
 
-def test_linear_layers_go_on_rounding_beside_exact_products(model) -> None:
+def test_layers_round_beside_exact_products(model) -> None:
     exact, _ = run(model, 80)
-    with products.exact_beside_layers():
-        assert torch.equal(run(model, 80)[0], exact)
     with products.fast_products():
         rounded, _ = run(model, 80)
-        with products.exact_beside_layers():
+        with products.rounded_layers(torch.device("cpu")):
             assert torch.get_float32_matmul_precision() == "highest"
             assert torch.equal(run(model, 80)[0], rounded)
+            with products.exact_products():
+                assert torch.equal(run(model, 80)[0], rounded)
             left = torch.randn(80, 24)
             assert torch.equal(products.outer(left, left), left.T @ left)
         assert torch.get_float32_matmul_precision() == "medium"
     assert torch.equal(run(model, 80)[0], exact)
+
+
+def test_layers_that_torch_alone_rounds_do_so_in_its_block(monkeypatch) -> None:
+    monkeypatch.setattr(products, "_own_products", lambda: False)
+    monkeypatch.setattr(products, "rounded_by_torch", lambda: True)
+    for device, alone in (("cpu", False), ("cuda", False)):
+        assert products.rounds_alone(torch.device(device)) is alone
+        with products.rounded_layers(torch.device(device)):
+            assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.fixture
+def llama(monkeypatch) -> Iterator[nn.Module]:
+    """A model whose attention rounds, on any processor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(products, "_has", lambda name: True)
+    products._own_products.cache_clear()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    made = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for part in made.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.mul_(4)
+    products.rounding(made, made.lm_head)
+    for part in made.modules():
+        part.__dict__.pop("forward", None)  # only the attention is looked at
+    yield made
+    products._own_products.cache_clear()
+
+
+def test_attention_rounds_in_the_block_and_for_that_model_only(llama) -> None:
+    ids = torch.arange(320).reshape(1, -1) % 50
+    other = type(llama)(llama.config).eval()
+    other.load_state_dict(llama.state_dict())
+    with torch.no_grad():
+        exact = llama(ids).logits
+        with products.rounded_layers(torch.device("cpu")):
+            rounded = llama(ids).logits
+            assert torch.equal(other(ids).logits, exact)
+        assert torch.equal(llama(ids).logits, exact)
+    assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 1e-2
+
+
+def test_positions_beyond_256_are_exact_while_layers_round(llama) -> None:
+    """With AMX torch rounds the product of positions and frequencies in a block of fast products: 511 becomes 512."""
+    rotary, x = llama.model.rotary_emb, torch.zeros(1, 512, 32)
+    exact = rotary(x, torch.arange(512)[None])
+    with products.rounded_layers(torch.device("cpu")):
+        for found, wanted in zip(rotary(x, torch.arange(512)[None]), exact, strict=True):
+            assert torch.equal(found, wanted)
 
 
 def test_the_head_is_left_alone(model) -> None:
@@ -67,6 +120,7 @@ def test_the_head_is_left_alone(model) -> None:
 
 def test_an_outer_product_rounds_in_the_block_and_only_there(monkeypatch) -> None:
     monkeypatch.setattr(products, "_own_products", lambda: True)
+    monkeypatch.setattr(products, "rounded_by_torch", lambda: False)
     generator = torch.Generator().manual_seed(2)
     left, right = (torch.randn(80, n, generator=generator) for n in (24, 40))
     wanted = left.T @ right
