@@ -69,7 +69,7 @@ def test_layers_that_torch_alone_rounds_do_so_in_its_block(monkeypatch) -> None:
 
 @pytest.fixture
 def llama(monkeypatch) -> Iterator[nn.Module]:
-    """A model whose attention rounds, on any processor."""
+    """A model whose layers work in bfloat16, on any processor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.setattr(products, "_has", lambda name: True)
@@ -79,27 +79,64 @@ def llama(monkeypatch) -> Iterator[nn.Module]:
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     made = LlamaForCausalLM(config).eval().requires_grad_(False)
-    for part in made.modules():
-        if isinstance(part, nn.Linear):
-            part.weight.mul_(4)
     products.rounding(made, made.lm_head)
-    for part in made.modules():
-        part.__dict__.pop("forward", None)  # only the attention is looked at
     yield made
     products._own_products.cache_clear()
 
 
-def test_attention_rounds_in_the_block_and_for_that_model_only(llama) -> None:
+def hidden(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with products.layers_in(model, ids.numel()):
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def test_a_plain_model_works_in_bfloat16_in_the_block_and_no_other_does(llama) -> None:
     ids = torch.arange(320).reshape(1, -1) % 50
-    other = type(llama)(llama.config).eval()
+    other = type(llama)(llama.config).eval().requires_grad_(False)
     other.load_state_dict(llama.state_dict())
-    with torch.no_grad():
-        exact = llama(ids).logits
-        with products.rounded_layers(torch.device("cpu")):
-            rounded = llama(ids).logits
-            assert torch.equal(other(ids).logits, exact)
-        assert torch.equal(llama(ids).logits, exact)
-    assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 1e-2
+    exact, few = hidden(llama, ids), hidden(llama, ids[:, :8])
+    seen = []
+    llama.model.layers[0].mlp.down_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].dtype)
+    )
+    for block in (products.rounded_layers(torch.device("cpu")), products.fast_products()):
+        with block:
+            rounded = hidden(llama, ids)
+            assert torch.allclose(hidden(llama, ids[:, :8]), few, atol=1e-2)  # torch may round it
+            assert rounded.dtype == torch.float32
+            assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 2e-2
+    with products.rounded_layers(torch.device("cpu")):
+        assert torch.equal(hidden(other, ids), exact)
+        assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(hidden(llama, ids), exact)
+    assert seen == [torch.bfloat16, torch.float32] * 2 + [torch.float32]
+
+
+def test_a_gradient_through_layers_in_bfloat16_is_near_the_exact_one(llama) -> None:
+    from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers
+
+    ids, found = torch.arange(320).reshape(1, -1) % 50, []
+    llama.model.embed_tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    checkpoint_layers(list(llama.model.layers))
+    sensitivity = OutputSensitivity()
+    for index, layer in enumerate(llama.model.layers):
+        sensitivity.watch(str(index), layer.mlp.up_proj)
+    for block in (products.exact_products(), products.rounded_layers(torch.device("cpu"))):
+        with block:
+            hidden(llama, ids).sin().sum().backward()
+        found.append(sensitivity.take())
+    exact, rounded = found
+    for name, wanted in exact.items():
+        assert rounded[name].dtype == torch.float64
+        assert float((rounded[name] - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_models_with_other_weights_have_their_linear_layers_rounded_alone(llama) -> None:
+    llama.model.layers[0].mlp.conv = nn.Conv1d(2, 2, 1)
+    assert products._is_plain(type(llama)(llama.config)) and not products._is_plain(llama)
+    products.rounding(llama, llama.lm_head)
+    assert (
+        "forward" in llama.model.layers[0].mlp.down_proj.__dict__ and "forward" not in llama.lm_head.__dict__
+    )
 
 
 def test_positions_beyond_256_are_exact_while_layers_round(llama) -> None:
