@@ -61,9 +61,9 @@ def rounds_alone(device: torch.device) -> bool:
 
 @contextmanager
 def layers_in(model: nn.Module, rows: int) -> Iterator[None]:
-    """What a thread runs a model in. In a block of `rounded_layers` or `fast_products` a `rounding` model that bears it works
-    in bfloat16 between its linear layers and attention, too. rows: tokens. What looks on has to leave that for products of
-    its own (torch.autocast, enabled=False)."""
+    """What a thread runs a model in. In a block of `rounded_layers` or `fast_products` a `rounding` model that bears it
+    works in bfloat16 between its linear layers and attention, too. rows: tokens. What looks on has to leave that for
+    products of its own (torch.autocast, enabled=False)."""
     if model not in _in_bfloat16 or not _layer_rounds(rows):
         yield
         return

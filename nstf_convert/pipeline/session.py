@@ -244,10 +244,8 @@ class Session:
         methods = method_families(None)
         few = few and all(reach(methods, u.cols) for u in self.units.values() if u.kept is None)
         timed = self.options.bounds_time
-        return Encoder(
-            self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few, timed,
-            self._budget_bits(),
-        )  # fmt: skip
+        known = self.work, self._at_hand, self.statistics, identity, self.config, self.machine
+        return Encoder(*known, few, timed, self._budget_bits())
 
     def _budget_bits(self) -> float | None:
         """The bits a weight that the budget comes to; None where no size is known before."""
