@@ -34,15 +34,15 @@ def fast_products() -> Iterator[None]:
 
 
 @contextmanager
-def rounded_layers(device: torch.device) -> Iterator[None]:
+def rounded_layers(device: torch.device, language: bool = True) -> Iterator[None]:
     """The layers of `rounding` models round as in a block of `fast_products`, and nothing else does, whatever another thread
-    computes meanwhile. Where they cannot (a GPU, a CPU without such products) the block is one of `fast_products`.
+    computes meanwhile. Where they cannot (`rounds_alone`) the block is one of `fast_products`.
 
     torch's own setting holds for every product of the process: with AMX it rounds the positions that rotary embeddings
     multiply, so that beyond 256 tokens angles are off by up to the position's last bits.
     """
     global _layers_round
-    if not rounds_alone(device):
+    if not rounds_alone(device, language):
         with fast_products():
             yield
         return
@@ -54,9 +54,10 @@ def rounded_layers(device: torch.device) -> Iterator[None]:
         _layers_round = before
 
 
-def rounds_alone(device: torch.device) -> bool:
-    """Whether `rounding` models on a device round without torch's help, so that other products beside them may be exact."""
-    return device.type == "cpu" and (_own_products() or not rounded_by_torch())
+def rounds_alone(device: torch.device, language: bool = True) -> bool:
+    """Whether the layers of `rounding` models on a device round without torch's help, so that other products beside them may
+    be exact. language: whether they read text; the convolutions of others are rounded by torch alone, if at all."""
+    return device.type == "cpu" and (not rounded_by_torch() or (language and _own_products()))
 
 
 @contextmanager

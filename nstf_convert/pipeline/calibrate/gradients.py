@@ -273,7 +273,7 @@ class _Backward:
         between = give_back_much if self.device.type == "cpu" else None
         self._undo = checkpoint_layers([] if self._keeps_activations(len(layers)) else layers, between)
         model.settle()  # one thread at a time may
-        self._precision.enter_context(rounded_layers(self.device))
+        self._precision.enter_context(rounded_layers(self.device, data.language))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -256,7 +256,7 @@ class _Pass:
         try:
             before(OUTSIDE)
             with ExitStack() as precision, torch.no_grad():
-                precision.enter_context(rounded_layers(model.device) if layers else fast_products())
+                precision.enter_context(rounded_layers(model.device, self._data.language and bool(layers)))
                 if layers:
                     runs = [partial(run, i) for i in indices]
                     run_layer_by_layer(layers, runs, after_layer, self._workers)

@@ -244,9 +244,12 @@ class _Pass:
             with ThreadPoolExecutor(1) as self.writer, each_of(self.workers) as self.each:
                 device = self.session.device
                 # The original runs on while a group is encoded, much of which is one core's work.
-                alone = device.type != "cpu" or (self.fast and not rounds_alone(device))
+                alone = device.type != "cpu" or (self.fast and not rounds_alone(device, data.language))
                 ahead = () if alone else range(len(merged), len(runs))
-                with rounded_layers(device) if self.fast else exact_products(), suppress(_Enough):
+                with (
+                    rounded_layers(device, data.language) if self.fast else exact_products(),
+                    suppress(_Enough),
+                ):
                     run_in_step(gates, runs, self._at_gate, self.workers, ahead=ahead)
                 for writing in self.writing.values():
                     writing.result()

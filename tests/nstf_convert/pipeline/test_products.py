@@ -61,10 +61,16 @@ def test_layers_round_beside_exact_products(model) -> None:
 def test_layers_that_torch_alone_rounds_do_so_in_its_block(monkeypatch) -> None:
     monkeypatch.setattr(products, "_own_products", lambda: False)
     monkeypatch.setattr(products, "rounded_by_torch", lambda: True)
-    for device, alone in (("cpu", False), ("cuda", False)):
-        assert products.rounds_alone(torch.device(device)) is alone
+    for device in ("cpu", "cuda"):
+        assert not products.rounds_alone(torch.device(device))
         with products.rounded_layers(torch.device(device)):
             assert torch.get_float32_matmul_precision() == "medium"
+    # With products of our own text is read without torch's, images are not.
+    monkeypatch.setattr(products, "_own_products", lambda: True)
+    for language, precision in ((True, "highest"), (False, "medium")):
+        assert products.rounds_alone(torch.device("cpu"), language) is language
+        with products.rounded_layers(torch.device("cpu"), language):
+            assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.fixture
