@@ -246,10 +246,8 @@ class _Pass:
                 # The original runs on while a group is encoded, much of which is one core's work.
                 alone = device.type != "cpu" or (self.fast and not rounds_alone(device, data.language))
                 ahead = () if alone else range(len(merged), len(runs))
-                with (
-                    rounded_layers(device, data.language) if self.fast else exact_products(),
-                    suppress(_Enough),
-                ):
+                rounded = rounded_layers(device, data.language) if self.fast else exact_products()
+                with rounded, suppress(_Enough):
                     run_in_step(gates, runs, self._at_gate, self.workers, ahead=ahead)
                 for writing in self.writing.values():
                     writing.result()

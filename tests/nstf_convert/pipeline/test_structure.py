@@ -12,11 +12,14 @@ from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import Budget, convert
+from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods, structure
 from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.store.workdir import WorkDir
 
 NOISE = 0.05
 
@@ -118,6 +121,23 @@ def test_what_no_plan_of_these_bytes_can_take_is_not_made() -> None:
     # Beside the same plans a structure that loses next to nothing is made.
     *_, found, _ = explored(*planted("svd"), bits=8.0)
     assert "svd" in {recipe.method for recipe, _ in found.made}
+
+
+@pytest.mark.usefixtures("few_forms")
+def test_what_was_tried_for_one_budget_is_not_taken_for_another(tmp_path: Path, monkeypatch) -> None:
+    name, weight = planted("svd")
+    weight = weight + 0.3 * normal(*weight.shape, seed=99)
+    unit, allowed = Unit(name, tuple(weight.shape), "float32", "up", 1), methods.method_families(None)
+    known = machine("cpu", None, None, 1)
+    made = {}
+    with WorkDir(tmp_path / "work", {}) as work:
+        for bits in (8.0, 3.0, 8.0):
+            encoder = Encoder(work, lambda name: weight, Statistics(None), "x", None, known, bits=bits)
+            found = {c.recipe.family for c in encoder.candidates(unit, allowed)}
+            assert made.setdefault(bits, found) == found
+            # The plain forms are those of every budget.
+            monkeypatch.setattr(cand, "estimates", lambda *given: pytest.fail("they were estimated again"))
+    assert "decomposed" in made[3.0] and "decomposed" not in made[8.0]
 
 
 @pytest.mark.parametrize("bits", [1.0, 2.0, 4.0, 7.0])
