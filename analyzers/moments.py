@@ -78,8 +78,12 @@ class InputMoments:
         """Adds rows [n, in] to the sum under `key`. Raises ValueError when more come than were given weights."""
         if rows.shape[0] == 0:
             return
+        # The model around it may run in 16 bits.
+        with torch.autocast(rows.device.type, enabled=False):
+            self._add(key, rows.detach().to(torch.float32))
+
+    def _add(self, key: str, rows: Tensor) -> None:
         self._key_of.setdefault(key, key)
-        rows = rows.detach().to(torch.float32)
         if key not in self._sums:
             self._sums[key] = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
             self._tokens[key], self._mass[key] = 0, 0.0

@@ -39,7 +39,7 @@ class OutputSensitivity:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             grad = grad.transpose(1, -1)
         grad = grad.detach().reshape(-1, grad.shape[-1])
-        total = grad.square().sum(dim=0).double()
+        total = grad.square().sum(dim=0, dtype=torch.float32).double()
         sums = self._sums.value
         sums[name] = sums.get(name, 0) + total
 

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ def run_in_step(
     workers: int = 1,
     repeats: bool = True,
     ahead: Collection[int] = (),
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Runs every batch in `runs` up to each gate in turn; `at_gate(g, inputs)` when all stand before gate g.
 
@@ -77,7 +75,7 @@ def run_in_step(
     batches that run at a time; the modules must then bear it. repeats: a module that is called again is let through;
     otherwise that is a ValueError. ahead: the places of runs that what is done at a gate does not concern. What `at_gate`
     gives back is called while these go on to the next gate, one at a time until it is done (with one worker: after it); the
-    others wait for it. around: is entered for both. Errors of a batch are raised here.
+    others wait for it. Errors of a batch are raised here.
     """
     share_one_arena()
     stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
@@ -114,8 +112,7 @@ def run_in_step(
             else:
                 rest = at_gate(step, [b.result for b in batches])
             if rest is not None:
-                with around():
-                    _beside(rest, [b for b in early if not b.done and b.at <= step], stopped, workers)
+                _beside(rest, [b for b in early if not b.done and b.at <= step], stopped, workers)
     finally:
         for handle in handles:
             handle.remove()

@@ -133,8 +133,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Look:
-    """A form that was looked at and not tried: no form of the method and of these bytes loses less than `least`, and plain
-    formats lose `rival` there."""
+    """A form that was looked at and not tried: no form of the method and of these bytes loses less than `least`, and to be
+    chosen it has to lose less than `rival`, which is what plain formats lose there or what its bytes are worth elsewhere."""
 
     method: str
     size_bytes: int
@@ -148,16 +148,18 @@ class Room:
 
     methods: those of the conversion. from_bits: below so many bits a weight another method of the conversion is known to
     lose less than scalar grids (0: none is). sizes: bytes of the arrays at which structure is compared. factors: how factors
-    may be stored. rival: bytes of the arrays -> loss that plain formats, and what was made already, have there; plain: that
-    of plain formats alone. size_of: recipe -> bytes of its arrays. planned: None, or the bits a weight that
-    a first plan gives the tensor, where what is only worth a look at a known rate is proposed. quick: whether only what is
-    expected to win is wanted. looks: what was ruled out, filled by `may_win`.
+    may be stored. bits: the bits a weight of the whole file, or None where its size is not known; a form that no plan of
+    about so many can take is not wanted. rival: bytes of the arrays -> loss that plain formats, and what was made already,
+    have there, or that such a plan allows; plain: that of plain formats alone. size_of: recipe -> bytes of its arrays.
+    planned: None, or the bits a weight that a first plan gives the tensor, where what is only worth a look at a known rate
+    is proposed. quick: whether only what is expected to win is wanted. looks: what was ruled out, filled by `may_win`.
     """
 
     methods: frozenset[str] = frozenset()
     from_bits: int = 0
     sizes: Sequence[int] = ()
     factors: Sequence[FactorForm] = ()
+    bits: float | None = None
     rival: Callable[[int], float] = lambda size_bytes: math.inf
     plain: Callable[[int], float] = lambda size_bytes: math.inf
     size_of: Callable[[Recipe], int] = lambda recipe: 0

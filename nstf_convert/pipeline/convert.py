@@ -78,7 +78,7 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
 def frontier(options: ConvertOptions) -> dict[str, Any]:
     """Sizes, predicted speeds and expected losses that `convert` could reach (nstf_convert.pipeline.frontier)."""
     _allowed(options)
-    with Session(options, Stages()) as session:
+    with Session(options, Stages(), any_size=True) as session:
         return frontiers.frontier(_propose(session, False))
 
 

@@ -53,12 +53,14 @@ class Session:
         may_drop: bool = True,
         given: Machine | None = None,
         check: Callable[["Session"], None] | None = None,
+        any_size: bool = False,
     ) -> None:
-        """may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
+        """any_size: plans of other sizes than the budget's are wanted.
+        may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
         as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`. check: is
         called once the model is open, before anything is written or takes long."""
         self.helper = given is not None
-        self.may_drop = may_drop
+        self.may_drop, self.any_size = may_drop, any_size
         self.options = options
         self.windows: dict[str, int] = {}
         self.stages = stages
@@ -246,9 +248,14 @@ class Session:
         methods = method_families(None)
         few = few and all(reach(methods, u.cols) for u in self.units.values() if u.kept is None)
         timed = self.options.bounds_time
-        return Encoder(
-            self.work, self._at_hand, self.statistics, identity, self.config, self.machine, few, timed
-        )
+        known = self.work, self._at_hand, self.statistics, identity, self.config, self.machine
+        return Encoder(*known, few, timed, self._budget_bits())
+
+    def _budget_bits(self) -> float | None:
+        """The bits a weight that the budget comes to; None where no size is known before."""
+        parameters = sum(u.elements for u in self.units.values())
+        size_bytes = self.options.budget.size_bytes(self.checkpoint.total_bytes, parameters)
+        return None if size_bytes is None or self.any_size else 8 * size_bytes / max(1, parameters)
 
     def _at_hand(self, name: str) -> Tensor:
         """The original tensor, on the device where the model has left it there."""

@@ -20,6 +20,8 @@ WINDOW = 16.0
 # Where the integer program stops: the relaxation is already within one unit's step of the optimum.
 NODES = 200
 GAP = 1e-4
+# A choice by bytes alone that takes so many times the seconds there are is not finished by the program.
+FAR = 1.02
 
 
 class Infeasible(ValueError):
@@ -69,9 +71,10 @@ def allocate(
     if smallest > budget_bytes:
         raise Infeasible(smallest, budget_bytes)
     choice, multiplier = _lagrangian(units, hulls, budget_bytes)
-    if exact:
-        choice = _exact(units, choice, multiplier, budget_bytes)
     found = _allocation(units, choice, multiplier)
+    # What is far too slow stays so: the program changes few units.
+    if exact and (bound_seconds is None or found.seconds <= FAR * bound_seconds):
+        found = _allocation(units, _exact(units, choice, multiplier, budget_bytes), multiplier)
     if bound_seconds is None:
         return found
     from nstf_convert.planner.timed import choose

@@ -49,3 +49,14 @@ def test_a_mean_of_differences_is_that_of_the_left_rows_without_the_right() -> N
         wanted = mean_outer(left, right, given) - mean_outer(right, right, given)
         found = mean_outer(left, right, given, workers=2, difference=True)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_moments_are_in_float32_while_the_model_runs_in_16_bits() -> None:
+    rows = torch.randn(300, 200, generator=torch.Generator().manual_seed(3))
+    found = []
+    for enabled in (False, True):
+        moments = InputMoments({"x": torch.linspace(0.5, 1.5, 300)})
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            moments.add("x", rows)
+        found.append(moments.pop()["x"].hessian)
+    assert found[1].dtype == torch.float32 and torch.equal(*found)

@@ -24,6 +24,9 @@ from nstf_convert.planner import TooSlow
 # one takes widths that are slow to unpack, 5 bits to 7, for the last of the loss: with AVX2 at 1.6 times the time of 4 bits.
 # With 2 a small model lost all trellis codes where they are fast; with 2.5 a file for two targets did not keep both bounds.
 SLACK = 1.5
+# Of two sets of options the one that loses so many times what the other does is not planned to the last byte: that buys
+# less than a hundredth.
+CLOSE = 1.02
 # Halvings of the time that `speed` looks for: its bound is within a hundredth of the least.
 _HALVINGS = 6
 
@@ -47,20 +50,32 @@ def plan(
     found, fastest_seconds, impossible = [], math.inf, []
     # Tensors that run as one where they are stored alike save launches, and have less choice.
     tables = [table, replace(table, fused=timing.groups)] if timing.groups and not table.fused else [table]
+
+    def planned(one: Table, to_the_end: bool) -> Planned:
+        return plans.plan_mix(
+            session,
+            one,
+            budget_bytes,
+            meta,
+            weights,
+            to_the_end,
+            timing.seconds,
+            allowed.seconds,
+            timing.saved,
+        )
+
     for one in tables:
         try:
-            found.append(
-                plans.plan_mix(
-                    session, one, budget_bytes, meta, weights, exact,
-                    timing.seconds, allowed.seconds, timing.saved,
-                )
-            )  # fmt: skip
+            found.append((planned(one, exact and len(tables) == 1), one))
         except TooSlow as error:
             fastest_seconds = min(fastest_seconds, error.fastest_seconds)
         except BudgetError as error:
             impossible.append(error)
     if found:
-        return min(found, key=lambda p: p.expected_loss)
+        least = min(p.expected_loss for p, _ in found)
+        if exact and len(tables) > 1:
+            found = [(planned(one, True), one) for p, one in found if p.expected_loss <= CLOSE * least]
+        return min((p for p, _ in found), key=lambda p: p.expected_loss)
     if len(impossible) == len(tables):
         raise impossible[0]
     asked = session.options.min_speed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf_convert.pipeline.calibrate.text import Batch, Data
+from nstf_convert.pipeline.products import layers_in
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.streamed import StreamedModel
 
@@ -20,7 +21,9 @@ PROBE_TOKENS = 8
 def model_output(model: StreamedModel, data: Data, batch: Batch) -> Tensor:
     """Hidden states [b, t, d] of a language model; other models: outputs, tokens mean-pooled to [b, d]."""
     if data.language:
-        return model.hidden(batch["input_ids"])
+        ids = batch["input_ids"]
+        with layers_in(model.module, ids.numel()):
+            return model.hidden(ids)
     out = model.outputs(**batch)
     return out.mean(dim=1) if out.ndim == 3 else out
 

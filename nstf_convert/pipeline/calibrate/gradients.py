@@ -2,7 +2,7 @@
 
 The label of a token is drawn from the model's own prediction, LABELS times: the mean of their gradients has the same
 covariance as that of one and a far lighter tail, and costs one backward pass. Layers are recomputed in it, so that
-the activations of one layer are in memory; matrix products may use the CPU's bfloat16 units (see `fast_products`).
+the activations of one layer are in memory; layers may use the CPU's bfloat16 units (see `rounded_layers`).
 
 Batches know nothing of each other: each has labels of its own seed, and what it says is added up in the order of the
 batches. So several processes may share them, and the sums are the same for any number of processes.
@@ -30,7 +30,7 @@ from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output,
 from nstf_convert.pipeline.calibrate.lookups import counter, frequency, of_all
 from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Batch, Data
-from nstf_convert.pipeline.products import fast_products, repeatable
+from nstf_convert.pipeline.products import repeatable, rounded_layers
 from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
@@ -273,7 +273,7 @@ class _Backward:
         between = give_back_much if self.device.type == "cpu" else None
         self._undo = checkpoint_layers([] if self._keeps_activations(len(layers)) else layers, between)
         model.settle()  # one thread at a time may
-        self._precision.enter_context(fast_products())
+        self._precision.enter_context(rounded_layers(self.device, data.language))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ each runs all layers, which is the lesser part of the work, and takes the moment
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from nstf_convert.pipeline.calibrate.share import Pieces
 from nstf_convert.pipeline.calibrate.text import Data
 from nstf_convert.pipeline.calibrate.turns import Turns
 from nstf_convert.pipeline.machine import each_of
-from nstf_convert.pipeline.products import exact_products, fast_products
+from nstf_convert.pipeline.products import exact_products, fast_products, rounded_layers
 from nstf_convert.streamed import StreamedModel
 
 # Off-diagonal entries of a Hessian lose at least this share: new text is not from where the sample is. Sampling adds
@@ -233,6 +233,10 @@ class _Pass:
                 self._taken.add(part)
 
         def after_layer(index: int) -> None:
+            if index < 0:
+                precision.enter_context(
+                    fast_products()
+                )  # for the moments; no position is made into an angle any more
             tick(1 / (len(layers) + 1))
             if str(index) in self._taken:
                 names = [n for n, part in self._part_of.items() if part == str(index)]
@@ -251,7 +255,8 @@ class _Pass:
         indices = range(len(self._batches))
         try:
             before(OUTSIDE)
-            with fast_products(), torch.no_grad():
+            with ExitStack() as precision, torch.no_grad():
+                precision.enter_context(rounded_layers(model.device, self._data.language and bool(layers)))
                 if layers:
                     runs = [partial(run, i) for i in indices]
                     run_layer_by_layer(layers, runs, after_layer, self._workers)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,10 +35,10 @@ from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import (
-    exact_beside_layers,
     exact_products,
     fast_products,
-    rounded_by_torch,
+    rounded_layers,
+    rounds_alone,
 )
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.decoded import decoded
@@ -198,6 +198,7 @@ class _Pass:
         self.losses: dict[str, float] = {}
         self.writing: dict[str, Future[None]] = {}
         self.count = 0
+        self.fast = _bits(self.session, mix) < EXACT_BITS
         self.model = self.session.streamed(self.source)
         self.modules = dict(self.model.module.named_modules())
         self.by_weight: dict[str, list[nn.Module]] = {}
@@ -241,14 +242,13 @@ class _Pass:
             # Results are written while the next group is under way. The workers stay for the whole pass: torch takes
             # milliseconds to set a new thread up.
             with ThreadPoolExecutor(1) as self.writer, each_of(self.workers) as self.each:
-                fast = _bits(self.session, self.mix) < EXACT_BITS
+                device = self.session.device
                 # The original runs on while a group is encoded, much of which is one core's work.
-                alone = self.session.machine.on_gpu or (fast and rounded_by_torch())
+                alone = device.type != "cpu" or (self.fast and not rounds_alone(device, data.language))
                 ahead = () if alone else range(len(merged), len(runs))
-                around: Callable[[], AbstractContextManager[None]]
-                around = nullcontext if alone else exact_beside_layers
-                with fast_products() if fast else exact_products(), suppress(_Enough):
-                    run_in_step(gates, runs, self._at_gate, self.workers, ahead=ahead, around=around)
+                rounded = rounded_layers(device, data.language) if self.fast else exact_products()
+                with rounded, suppress(_Enough):
+                    run_in_step(gates, runs, self._at_gate, self.workers, ahead=ahead)
                 for writing in self.writing.values():
                     writing.result()
         finally:
@@ -279,7 +279,9 @@ class _Pass:
         start = time.perf_counter()
         known: list[Moments] = []
         if not all(self.session.work.has(self.prefixed.keys[n]) for n in group.weights):
-            known = self._moments(group, inputs)
+            # No batch runs meanwhile.
+            with fast_products() if self.fast else nullcontext():
+                known = self._moments(group, inputs)
         if index < len(self.groups) - 1:
             return partial(self._finish_group, group, known, start)
         self._finish_group(group, known, start)

@@ -61,10 +61,12 @@ class Encoder:
         machine: Machine,
         few: bool = False,
         timed: bool = False,
+        bits: float | None = None,
     ) -> None:
         """source: name -> the original tensor. identity: digest of checkpoint and calibration. few: only forms that may win
-        are proposed, timed: and those that are fast (`candidates.plain_recipes`)."""
-        self._few, self._timed = few, timed
+        are proposed, timed: and those that are fast (`candidates.plain_recipes`). bits: a weight of the whole file, None
+        where its size is not known."""
+        self._few, self._timed, self._bits = few, timed, bits
         self._machine = machine
         self._work = work
         self._source = source
@@ -176,10 +178,9 @@ class Encoder:
     def candidates(self, unit: Unit, allowed: set[str]) -> list[Candidate]:
         """Every quantised, dense and decomposed candidate of a tensor: the first two with expected losses, decompositions
         with measured ones; where time counts, also decompositions that take fewer multiplications."""
-        table = self._estimated(unit, allowed)
-        out = [self._candidate(unit, data, v) for data, v in table["plain"]] + [
-            self._candidate(unit, data, v, exact=True) for data, v in table["made"]
-        ]
+        made = self._explored(unit, allowed)["made"]
+        out = [self._candidate(unit, data, v) for data, v in self._estimated(unit, allowed)["plain"]]
+        out += [self._candidate(unit, data, v, exact=True) for data, v in made]
         if self._timed and not self._few:
             known = [c.recipe for c in out]
             for r in chains.recipes(unit, allowed):
@@ -197,7 +198,7 @@ class Encoder:
 
     def looks(self, unit: Unit, allowed: set[str]) -> list[Look]:
         """What bounds ruled out: of every method the look that came closest to plain formats."""
-        return [Look(*found) for found in self._estimated(unit, allowed)["looks"]]
+        return [Look(*found) for found in self._explored(unit, allowed)["looks"]]
 
     def at_few_bits(self, unit: Unit, allowed: set[str], bits: float) -> list[Candidate]:
         """What methods propose once a plan gives a tensor so many bits a weight: corrections, with expected losses."""
@@ -242,19 +243,26 @@ class Encoder:
     def _room(self, unit: Unit, allowed: set[str]) -> Room:
         return Room(
             methods=frozenset(allowed),
+            bits=self._bits_of(unit),
             quick=self._few,
             size_of=lambda recipe: cand.arrays_bytes(unit, recipe),
         )
 
-    def _estimated(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:
+    def _bits_of(self, unit: Unit) -> float | None:
+        """The bits a weight that a plan gives about. Not where time counts for more than the bytes of products: convolutions
+        and stacks may then be stored in forms of fewer multiplications that lose more."""
+        return None if self._timed and len(unit.inner_shape) > 2 else self._bits
+
+    def _estimated(self, unit: Unit, allowed: set[str], learnt: Signature | None = None) -> dict[str, Any]:
+        """The plain forms of a tensor with expected losses, and the loss of erasing it. learnt: its signature, if known."""
         methods = sorted(allowed)
         key = self._key(
-            "estimates", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed
+            "plain", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed
         )
         found = self._work.find_metadata(key)
         if found is not None:
             return found
-        known = self._learnt(unit)
+        known = learnt or self._learnt(unit)
         inner, stats = known.weight, known.stats
         simple = cand.plain_recipes(known, allowed, self._few, self._timed)
         losses = cand.estimates(known, simple)
@@ -263,16 +271,34 @@ class Encoder:
             rows, sampled = cand.sample_rows(inner, stats, unit.lead)
             lead = 1
         signal = loss(rows, torch.zeros((), device=inner.device).expand(rows.shape), sampled, lead)
-        points = [(cand.arrays_bytes(unit, r), v) for r, v in zip(simple, losses, strict=True)]
+        table = {
+            "plain": [[r.to_json(), v] for r, v in zip(simple, losses, strict=True)],
+            "signal": signal,
+        }
+        self._work.put(key, {}, table)
+        return table
+
+    def _explored(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:
+        """The decompositions of a tensor with measured losses, and the looks that ruled the others out. The budget decides
+        what is tried, so its bits are part of the name."""
+        methods = sorted(allowed)
+        key = self._key(
+            "structure", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed,
+            bits=self._bits_of(unit),
+        )  # fmt: skip
+        found = self._work.find_metadata(key)
+        if found is not None:
+            return found
+        known = self._learnt(unit)
+        plain = self._estimated(unit, allowed, known)["plain"]
+        points = [(cand.arrays_bytes(unit, _recipe(data)), v) for data, v in plain]
         made = structure.explore(
             known, Target(self._timed), self._room(unit, allowed), points,
             lambda recipe: self.encode(unit, recipe).loss,
         )  # fmt: skip
         table = {
-            "plain": [[r.to_json(), v] for r, v in zip(simple, losses, strict=True)],
             "made": [[r.to_json(), v] for r, v in made.made],
             "looks": [[k.method, k.size_bytes, k.least, k.rival] for k in made.looks],
-            "signal": signal,
         }
         self._work.put(key, {}, table)
         return table

@@ -4,8 +4,10 @@ Every method bounds from below what it loses at a size (nstf.analyzers.multiline
 formats of the same bytes beat is not tried. Of the rest the one that promises most is really made, with rounded factors,
 and its measured loss joins what the next ones must beat. How far a method fell short of its bound is expected of its
 other ranks too, so a rank grows, in steps of the sizes here, as long as it may buy more than the same bytes spent on
-bits. Where a method found structure its ranks are then adapted by what each step measures: to the price of a byte in this
-tensor's plain formats, and once a plan knows what a byte buys in the other tensors, to that price (`grow`).
+bits. A byte has one price in all tensors of a plan: a budget says about which, and what loses more than it saves at any
+such price cannot be chosen, so it is not tried either (`rival_of`). Where a method found structure its ranks are then
+adapted by what each step measures: to the price of a byte in this tensor's plain formats, and once a plan knows what a
+byte buys in the other tensors, to that price (`grow`).
 """
 
 import math
@@ -31,6 +33,8 @@ SHORTFALL = 1.0
 # Smaller than every plain format, where no plan can go otherwise, a form is worth making that loses so much of what
 # erasing a part of the tensor would: bounds in a skewed norm are loose, and real structure shows by more than this.
 PROMISE = 0.1
+# A plan gives a tensor between so many times the budget's bits a weight: four times the loss or a quarter for each bit.
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
 # Steps of a rank's size when it is adapted to a price, the coarse one first, and how often each is taken.
 STEPS = (1.25, 1.08)
 MOST_STEPS = 4
@@ -59,18 +63,52 @@ class Found:
     looks: list[Look] = field(default_factory=list)
 
 
-def rival_of(points: Sequence[tuple[int, float]], signal: float) -> Callable[[int], float]:
-    """Bytes of the arrays -> the loss that mixing some forms gives there. Below the smallest it is PROMISE of what mixing
-    that one with erasing the tensor would lose."""
+def rival_of(
+    points: Sequence[tuple[int, float]], signal: float, given: tuple[float, float] | None = None
+) -> Callable[[int], float]:
+    """Bytes of the arrays -> the loss that a form of so many bytes has to be below.
+
+    That is what mixing some forms gives there; below the smallest it is PROMISE of what mixing that one with erasing the
+    tensor would lose. given: the fewest and most bytes that a plan may give the tensor, or None. What a form saves beside
+    the plan's own choice buys no more elsewhere than a byte is worth there, and what it takes more than it costs no less:
+    outside of `given` the tangents of that curve at its ends take its place where they are lower.
+    """
     options = [Option(0, signal), *(Option(size, loss) for size, loss in points)]
     hull = [options[i] for i in lower_hull(options)]
     sizes, losses = [float(o.size_bytes) for o in hull], [o.loss for o in hull]
     smallest = sizes[1] if len(sizes) > 1 else 0.0
+    low, high = _ends(sizes, given)
+    steepest = _slope(sizes, losses, low)
+    flattest = _slope(sizes, losses, high + 1) if high + 1 < len(sizes) else 0.0
 
     def rival(size_bytes: int) -> float:
-        return float(np.interp(size_bytes, sizes, losses)) * (1.0 if size_bytes >= smallest else PROMISE)
+        mixed = float(np.interp(size_bytes, sizes, losses)) * (1.0 if size_bytes >= smallest else PROMISE)
+        if given is not None and size_bytes < sizes[low]:
+            mixed = min(mixed, losses[low] + steepest * (size_bytes - sizes[low]))
+        elif given is not None and size_bytes > sizes[high]:
+            mixed = min(mixed, losses[high] + flattest * (size_bytes - sizes[high]))
+        return max(0.0, mixed)
 
     return rival
+
+
+def _ends(sizes: Sequence[float], given: tuple[float, float] | None) -> tuple[int, int]:
+    """The forms of a hull between which a plan chooses, by their places: the smallest is none, it is the erased tensor."""
+    if given is None:
+        return min(1, len(sizes) - 1), len(sizes) - 1
+    low = int(np.searchsorted(sizes, given[0], side="right")) - 1
+    high = int(np.searchsorted(sizes, given[1], side="left"))
+    return min(max(1, low), len(sizes) - 1), min(high, len(sizes) - 1)
+
+
+def _slope(sizes: Sequence[float], losses: Sequence[float], at: int) -> float:
+    """By how much the loss changes with a byte just below a form of the hull."""
+    return (losses[at] - losses[at - 1]) / (sizes[at] - sizes[at - 1]) if at > 0 else 0.0
+
+
+def given_bytes(elements: int, bits: float | None) -> tuple[float, float] | None:
+    """The fewest and most bytes that a plan of so many bits a weight may give a tensor; None where no size is known."""
+    return None if bits is None else (LEAST_SHARE * bits * elements / 8, MOST_SHARE * bits * elements / 8)
 
 
 def explore(
@@ -87,12 +125,13 @@ def explore(
     wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]
     sizes = tuple(dict.fromkeys(max(8, int(elements * bits / 8)) for bits in wanted_bits))
     points, found = list(plain), Found()
+    given = given_bytes(elements, room.bits)
     short: dict[tuple[str, str], float] = {}
     factors = room.factors or factor_forms()
     noise = {str(f.recipe): f.noise for f in factors}
-    alone = rival_of(plain, known.signal)
+    alone = rival_of(plain, known.signal, given)
     while len(found.made) < MOST:
-        rival = rival_of(points, known.signal)
+        rival = rival_of(points, known.signal, given)
         now = replace(room, sizes=sizes, factors=factors, rival=rival, plain=alone, looks=[])
         wanted = methods.structured(known, target, now)
         if not found.made:

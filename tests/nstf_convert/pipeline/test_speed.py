@@ -14,6 +14,7 @@ from nstf_convert.pipeline.allocate.timing import PLAIN, Timing, only, uses_of
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.mix import tree_of
+from nstf_convert.pipeline.outcome import Planned
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -167,6 +168,25 @@ def test_an_error_of_one_table_does_not_hide_what_the_other_allows(run, monkeypa
     )
     with pytest.raises(BudgetError, match="too large"):
         bounds.plan(run.timing, run.table, budget, meta, None, True)
+
+
+@pytest.mark.parametrize(("worse", "ends"), [(1.0, 2), (1.5, 1)])
+def test_of_two_sets_of_options_only_what_may_win_is_planned_to_the_end(
+    run, monkeypatch, worse, ends
+) -> None:
+    run.timing.groups = dict.fromkeys(run.table.candidates, "one")
+    budget, meta = int(0.45 * run.session.checkpoint.total_bytes), run.meta.widest()
+    assert bounds.bound(run.timing, run.table, budget, meta) is not None
+    planned = []
+
+    def plan_mix(session, table, budget_bytes, meta, weights, exact, *rest):
+        planned.append(exact)
+        loss = worse if table.fused else 1.0
+        return Planned({}, loss if exact else 1.001 * loss, 1, "fused" if table.fused else "mix")
+
+    monkeypatch.setattr(bounds.plans, "plan_mix", plan_mix)
+    assert bounds.plan(run.timing, run.table, budget, meta, None, True).label == "mix"
+    assert planned == [False, False] + [True] * ends
 
 
 def test_speed_is_faster_still_and_loses_no_more_than_a_single_format(run) -> None:

@@ -1,5 +1,6 @@
 """Planted structure is found and chosen at equal bytes, and in noise nothing is."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import Budget, convert
+from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods, structure
 from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.store.workdir import WorkDir
 
 NOISE = 0.05
 
@@ -49,7 +53,7 @@ def planted(kind: str) -> tuple[str, torch.Tensor]:
     return name, found / found.std()
 
 
-def explored(name: str, weight: torch.Tensor, hessian: torch.Tensor | None = None):
+def explored(name: str, weight: torch.Tensor, hessian: torch.Tensor | None = None, bits: float | None = None):
     """(unit, signature, what is known of plain formats, what was made, what was ruled out) of one tensor."""
     role, lead = ("expert_stack", 2) if "experts" in name else ("conv", 1) if "conv" in name else ("up", 1)
     unit = Unit(name, tuple(weight.shape), "float32", role, lead)
@@ -60,7 +64,7 @@ def explored(name: str, weight: torch.Tensor, hessian: torch.Tensor | None = Non
     plain = [
         (cand.arrays_bytes(unit, r), v) for r, v in zip(simple, cand.estimates(known, simple), strict=True)
     ]
-    room = Room(frozenset(allowed), size_of=lambda recipe: cand.arrays_bytes(unit, recipe))
+    room = Room(frozenset(allowed), bits=bits, size_of=lambda recipe: cand.arrays_bytes(unit, recipe))
 
     def measure(recipe: Recipe) -> float:
         made = recipes.decode(recipes.encode(recipe, weight, stats, lead))
@@ -101,6 +105,60 @@ def test_in_noise_nothing_is_tried_and_the_bounds_say_why(role) -> None:
     rival = structure.rival_of(plain, known.signal)
     for look in looks.values():
         assert look.least >= look.rival == rival(look.size_bytes) > 0
+
+
+@pytest.mark.usefixtures("few_forms")
+def test_what_no_plan_of_these_bytes_can_take_is_not_made() -> None:
+    """Few directions that leave a fifteenth of the energy are worth a look beside plans of three bits, not of eight."""
+    name, weight = planted("svd")
+    weight = weight + 0.3 * normal(*weight.shape, seed=99)
+    for bits, tried in ((None, True), (3.0, True), (8.0, False)):
+        *_, found, _ = explored(name, weight, bits=bits)
+        assert bool(found.made) is tried
+        if not tried:
+            looks = [look for look in found.looks if look.method == "svd"]
+            assert looks and looks[0].least >= looks[0].rival > 0
+    # Beside the same plans a structure that loses next to nothing is made.
+    *_, found, _ = explored(*planted("svd"), bits=8.0)
+    assert "svd" in {recipe.method for recipe, _ in found.made}
+
+
+@pytest.mark.usefixtures("few_forms")
+def test_what_was_tried_for_one_budget_is_not_taken_for_another(tmp_path: Path, monkeypatch) -> None:
+    name, weight = planted("svd")
+    weight = weight + 0.3 * normal(*weight.shape, seed=99)
+    unit, allowed = Unit(name, tuple(weight.shape), "float32", "up", 1), methods.method_families(None)
+    known = machine("cpu", None, None, 1)
+    made = {}
+    with WorkDir(tmp_path / "work", {}) as work:
+        for bits in (8.0, 3.0, 8.0):
+            encoder = Encoder(work, lambda name: weight, Statistics(None), "x", None, known, bits=bits)
+            found = {c.recipe.family for c in encoder.candidates(unit, allowed)}
+            assert made.setdefault(bits, found) == found
+            # The plain forms are those of every budget.
+            monkeypatch.setattr(cand, "estimates", lambda *given: pytest.fail("they were estimated again"))
+    assert "decomposed" in made[3.0] and "decomposed" not in made[8.0]
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0, 4.0, 7.0])
+def test_no_form_that_some_plan_of_these_bits_takes_is_ruled_out(bits: float) -> None:
+    """At the price of a byte at any size that a plan may give the tensor the best plain form costs less than what is ruled
+    out; and within these sizes the rival is what plain formats lose."""
+    elements = 8000
+    points = [(int(elements * b / 8), 4.0**-b) for b in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)]
+    given = structure.given_bytes(elements, bits)
+    plain, within = structure.rival_of(points, 1.0), structure.rival_of(points, 1.0, given)
+    sizes = range(100, 10000, 100)
+    for size in sizes:
+        assert within(size) <= plain(size) + 1e-12
+        if max(given[0], 1000) <= size <= given[1]:
+            assert within(size) == pytest.approx(plain(size))
+    inside = [p for p in points if given[0] <= p[0] <= given[1]]
+    for one, two in pairwise(inside):
+        price = (one[1] - two[1]) / (two[0] - one[0])
+        best = min(loss + price * size for size, loss in points)
+        for size in (s for s in sizes if s >= 1000 and within(s) > 0.0):
+            assert within(size) + price * size >= best - 1e-12
 
 
 @pytest.mark.parametrize(

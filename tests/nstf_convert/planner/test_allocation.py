@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, lower_hull, pareto
+from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, allocation, lower_hull, pareto
 
 
 def _units(seed: int, count: int, options: int) -> list[list[Option]]:
@@ -139,3 +139,18 @@ def test_a_bound_nobody_meets_names_the_fastest_choice() -> None:
     with pytest.raises(TooSlow) as caught:
         allocate(units, 200, bound_seconds=4.0)
     assert caught.value.fastest_seconds == pytest.approx(5.0)
+
+
+def test_bytes_alone_are_not_planned_to_the_end_where_that_is_far_too_slow(monkeypatch) -> None:
+    units = _timed_units(1, 60, 12)
+    budget = sum(sorted(o.size_bytes for o in u)[6] for u in units)
+    quick, found = allocate(units, budget, False), allocate(units, budget)
+    programs = []
+    real = allocation._exact
+    monkeypatch.setattr(allocation, "_exact", lambda *given: programs.append(1) or real(*given))
+    # By bytes alone the end of it cannot get within the bound: what is found within it is the same.
+    assert found.seconds > 0.9 * quick.seconds
+    slow = allocate(units, budget, bound_seconds=0.8 * quick.seconds)
+    assert not programs and slow.seconds <= 0.8 * quick.seconds
+    assert allocate(units, budget, bound_seconds=2 * quick.seconds).loss <= found.loss
+    assert programs
