@@ -174,9 +174,11 @@ def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def times(folder: Path, files: Sequence[Path], threads: int, pictures: int) -> list[dict[str, Any]]:
+def times(
+    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool
+) -> list[dict[str, Any]]:
     """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224 one by one. ms: the middle of the
-    pictures, each the least of some rounds; right answers and KLD are those of 48 x 48, as for `alike`."""
+    pictures, each the least of some rounds. losses: right answers and KLD as well, of 48 x 48 as for `alike`."""
     from convolution_forms import enlarged
     from transformers import ResNetForImageClassification
 
@@ -192,8 +194,7 @@ def times(folder: Path, files: Sequence[Path], threads: int, pictures: int) -> l
         fuse(models[file.stem])
     found: dict[str, list[float]] = {n: [] for n in models}
     with torch.inference_mode():
-        reference = logits_of(plain)
-        logits = {n: logits_of(m) for n, m in models.items()}
+        logits = {n: logits_of(m) for n, m in models.items()} if losses else {}
         for picture in Pictures(test=True).draw(pictures, TEST_SEED)[0]:
             large = enlarged(picture[None], LARGE_SIZE)
             given = {n: large.contiguous() if m is plain else large for n, m in models.items()}
@@ -202,13 +203,14 @@ def times(folder: Path, files: Sequence[Path], threads: int, pictures: int) -> l
                 found[name].append(seconds)
     middle = {n: statistics.median(v) for n, v in found.items()}
     best = min(middle["float32"], middle["float32 channels first"])
-    return [
-        {
-            "file": n, "ms": round(1e3 * middle[n], 2), "times_float32": round(best / middle[n], 3),
-            "kld": round(divergence(logits[n], reference), 5), "top1": accuracy(logits[n]),
-        }
+    rows = [
+        {"file": n, "ms": round(1e3 * middle[n], 2), "times_float32": round(best / middle[n], 3)}
         for n in models
-    ]  # fmt: skip
+    ]
+    for row in rows if losses else ():
+        own = logits[row["file"]]
+        row |= {"kld": round(divergence(own, logits["float32"]), 5), "top1": accuracy(own)}
+    return rows
 
 
 LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
@@ -320,6 +322,7 @@ def main() -> None:
     parser.add_argument(
         "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
     )
+    parser.add_argument("--no-losses", action="store_true", help="of `times`: times alone")
     parser.add_argument("--save", type=Path, help="of `alike`: a folder for the files of the forms")
     parser.add_argument(
         "--prices", type=Path, help="of `alike`: times that `chosen` goes by, from `prices --json`"
@@ -344,7 +347,7 @@ def main() -> None:
         convolution_prices.measure(model, args.threads).write(args.json)
         return
     if args.what == "times":
-        rows = times(args.model, args.files, args.threads, args.pictures)
+        rows = times(args.model, args.files, args.threads, args.pictures, not args.no_losses)
     elif args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
