@@ -23,6 +23,7 @@ random weights. With one thread the clock is the processor time of the process.
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -151,12 +152,15 @@ def compare(
 
 def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows: all layers alike, as integers and as chains, with the time of one picture of 224 x 224."""
-    from convolution_forms import compare, enlarged
+    import convolution_prices
+    from convolution_forms import Work, compare, enlarged
 
     torch.set_num_threads(args.threads)
-    rows, models, picture = compare(
-        args.model, args.only, args.heal_steps, args.pictures, args.work_dir, args.device, args.code_rate, args.inputs
+    how = Work(
+        args.only, args.heal_steps, args.pictures, args.work_dir, args.device, args.code_rate, args.inputs, args.save,
+        args.seconds, args.prices and convolution_prices.read(args.prices),
     )  # fmt: skip
+    rows, models, picture = compare(args.model, how)
     if args.no_times:
         return rows
     large = enlarged(picture, LARGE_SIZE)
@@ -168,6 +172,45 @@ def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
          "times_float32": round(times["float32"] / times[row["file"]], 2)}
         for row in rows
     ]  # fmt: skip
+
+
+def times(
+    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool
+) -> list[dict[str, Any]]:
+    """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224 one by one. ms: the middle of the
+    pictures, each the least of some rounds. losses: right answers and KLD as well, of 48 x 48 as for `alike`."""
+    from convolution_forms import enlarged
+    from transformers import ResNetForImageClassification
+
+    import nstf.runtime
+    from nstf.runtime.fused import fuse
+
+    torch.set_num_threads(threads)
+    plain = ResNetForImageClassification.from_pretrained(folder).eval()
+    last = ResNetForImageClassification.from_pretrained(folder).eval().to(memory_format=torch.channels_last)
+    models = {"float32 channels first": plain, "float32": last}
+    for file in files:
+        models[file.stem] = nstf.runtime.load(file)
+        fuse(models[file.stem])
+    found: dict[str, list[float]] = {n: [] for n in models}
+    with torch.inference_mode():
+        logits = {n: logits_of(m) for n, m in models.items()} if losses else {}
+        for picture in Pictures(test=True).draw(pictures, TEST_SEED)[0]:
+            large = enlarged(picture[None], LARGE_SIZE)
+            given = {n: large.contiguous() if m is plain else large for n, m in models.items()}
+            ways = {n: lambda m=m, x=given[n]: m(pixel_values=x) for n, m in models.items()}  # type: ignore[misc]
+            for name, seconds in in_turn(ways, rounds=3).items():
+                found[name].append(seconds)
+    middle = {n: statistics.median(v) for n, v in found.items()}
+    best = min(middle["float32"], middle["float32 channels first"])
+    rows = [
+        {"file": n, "ms": round(1e3 * middle[n], 2), "times_float32": round(best / middle[n], 3)}
+        for n in models
+    ]
+    for row in rows if losses else ():
+        own = logits[row["file"]]
+        row |= {"kld": round(divergence(own, logits["float32"]), 5), "top1": accuracy(own)}
+    return rows
 
 
 LAYERS = {  # channels, outputs, kernel, stride, side of the image: ResNet-18 and ResNet-50 at 224 x 224
@@ -251,8 +294,9 @@ def _layer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=("train", "compare", "alike", "layers", "stems"))
+    parser.add_argument("what", choices=("train", "compare", "alike", "prices", "times", "layers", "stems"))
     parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
+    parser.add_argument("files", type=Path, nargs="*", help="of `times`: what `alike --save` left")
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (1)")
@@ -278,14 +322,33 @@ def main() -> None:
     parser.add_argument(
         "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
     )
+    parser.add_argument("--no-losses", action="store_true", help="of `times`: times alone")
+    parser.add_argument("--save", type=Path, help="of `alike`: a folder for the files of the forms")
+    parser.add_argument(
+        "--prices", type=Path, help="of `alike`: times that `chosen` goes by, from `prices --json`"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="`train` ends by then, `alike` begins no form later"
+    )
     parser.add_argument("--work-dir", type=Path, help="of `alike`: what was worked out is kept here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "train":
         torch.set_num_threads(args.threads)
-        train(args.out or args.model, args.steps, args.batch or 32, args.rate, args.device, args.workers)
+        train(
+            args.out or args.model, args.steps, args.batch or 32, args.rate, args.device, args.workers, args.seconds
+        )  # fmt: skip
         return
-    if args.what == "compare":
+    if args.what == "prices":
+        import convolution_prices
+        from transformers import ResNetForImageClassification
+
+        model = ResNetForImageClassification.from_pretrained(args.model).eval().requires_grad_(False)
+        convolution_prices.measure(model, args.threads).write(args.json)
+        return
+    if args.what == "times":
+        rows = times(args.model, args.files, args.threads, args.pictures, not args.no_losses)
+    elif args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
         rows = alike(args)

@@ -207,13 +207,14 @@ def _low_rank(bench: Bench, args: argparse.Namespace, until: float) -> None:
                     f"| {name} beside trellis {bits:g}: a matrix is too small for it | | | {'| ' * len(bench.windows)}|"
                 )
         controls = {n: in_rate(units, rate, bench.bytes_of(m)) for n, m in mixed.items()}
-        row(f"trellis {bits:g}", plain)
-        for name, mix in mixed.items():
-            row(f"{name} + trellis {bits:g}", mix)
-            row("the same bytes in rate", controls[name])
+        if not args.only_healed:
+            row(f"trellis {bits:g}", plain)
+            for name, mix in mixed.items():
+                row(f"{name} + trellis {bits:g}", mix)
+                row("the same bytes in rate", controls[name])
         if not args.heal_steps:
             continue
-        if args.heal_only is None:
+        if args.heal_only is None or args.only_healed:
             row(f"trellis {bits:g}", plain, args.heal_steps)
         for name, mix in mixed.items():
             if args.heal_only is not None and name not in args.heal_only:
@@ -241,6 +242,9 @@ def main() -> None:
         nargs="+",
         metavar="NAME",
         help="of `low-rank`: heal only these forms and their controls",
+    )
+    parser.add_argument(
+        "--only-healed", action="store_true", help="of `low-rank`: what is not healed is left out"
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work-dir", type=Path)

@@ -89,8 +89,17 @@ class _Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
             yield self.pictures.draw(self.batch, step)
 
 
-def train(out: Path, steps: int, batch: int, rate: float, device: str = "cpu", workers: int = 0) -> None:
-    """Trains and writes the model. workers: processes that draw pictures beside this one."""
+def train(
+    out: Path,
+    steps: int,
+    batch: int,
+    rate: float,
+    device: str = "cpu",
+    workers: int = 0,
+    seconds: float = math.inf,
+) -> None:
+    """Trains and writes the model. workers: processes that draw pictures beside this one. seconds: ends by then if the
+    steps take longer; the rate falls with whichever is nearer to its end."""
     torch.manual_seed(0)
     model = build().to(device, memory_format=torch.channels_last)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
@@ -100,8 +109,12 @@ def train(out: Path, steps: int, batch: int, rate: float, device: str = "cpu", w
     )
     began = time.monotonic()
     for step, (x, y) in enumerate(drawn):
+        part = max(step / steps, (time.monotonic() - began) / seconds)
+        if part >= 1:
+            print(f"no time left after {step} steps", flush=True)
+            break
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
+            group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * part)) / 2
         model.train()
         x, y = x.to(device, memory_format=torch.channels_last), y.to(device)
         with torch.autocast(device, torch.bfloat16):
@@ -147,14 +160,14 @@ def save(model: Any, out: Path) -> None:
 
 
 @torch.inference_mode()
-def logits_of(model: Any, count: int = TESTED) -> Tensor:
-    """Logits of the test pictures [count, 10]."""
-    pictures = Pictures(test=True)
+def logits_of(model: Any, count: int | None = None) -> Tensor:
+    """Logits of the first test pictures [count, 10]; None: of TESTED."""
+    pictures, count = Pictures(test=True), count or TESTED
     parts = [pictures.draw(64, TEST_SEED + start)[0] for start in range(0, count, 64)]
     return torch.cat([model(pixel_values=x).logits.float() for x in parts])
 
 
-def labels(count: int = TESTED) -> Tensor:
+def labels(count: int) -> Tensor:
     pictures = Pictures(test=True)
     return torch.cat([pictures.draw(64, TEST_SEED + start)[1] for start in range(0, count, 64)])
 

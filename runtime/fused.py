@@ -113,20 +113,32 @@ class _Convolution:
 
     def _scaled(self) -> tuple[Tensor | None, Tensor | None]:
         """Gain and bias of the products: a few numbers for each output, so made at every call."""
-        norm, own = self.normalisation, self.convolution.bias
+        norm, own = self.normalisation, _held(self.convolution, "bias")
         if norm is None:
             return None, own
-        mean, variance = _numbers(norm.running_mean), _numbers(norm.running_var)
+        mean, variance = _numbers(norm, "running_mean"), _numbers(norm, "running_var")
+        assert mean is not None and variance is not None, "a normalisation without statistics is not fused"
+        weight, beta, before = _numbers(norm, "weight"), _numbers(norm, "bias"), _float(own)
         gain = torch.rsqrt(variance + norm.eps)
-        gain = gain if norm.weight is None else gain * _numbers(norm.weight)
-        bias = -mean * gain if own is None else (_numbers(own) - mean) * gain
-        beta = torch.zeros_like(mean) if norm.bias is None else _numbers(norm.bias)
-        return gain, bias + beta
+        gain = gain if weight is None else gain * weight
+        mean = mean if before is None else mean - before
+        return gain, -mean * gain if beta is None else torch.addcmul(beta, mean, gain, value=-1)
 
 
-def _numbers(stored: Tensor | None) -> Tensor:
-    assert stored is not None, "a normalisation without statistics is not fused"
-    return stored.detach().float()
+def _numbers(module: nn.Module, name: str) -> Tensor | None:
+    """A module's buffer or parameter, or None."""
+    return _float(_held(module, name))
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """`getattr`, past the module's own, which takes longer than the sums of a normalisation."""
+    found = module._buffers.get(name)
+    found = module._parameters.get(name) if found is None else found
+    return getattr(module, name) if found is None else found
+
+
+def _float(stored: Tensor | None) -> Tensor | None:
+    return stored if stored is None or stored.dtype == torch.float32 else stored.float()
 
 
 class _Value(NamedTuple):
@@ -190,6 +202,12 @@ class Plan:
     places: list[tuple[nn.Module, str, nn.Module]]
     sizes: list[tuple[nn.Module, int]]
 
+    def __post_init__(self) -> None:
+        found = [s.normalisation for s in self.steps if isinstance(s, _Convolution)]
+        self.norms = [n for n in found if n is not None]
+        parts = (part for _, _, part in self.places)
+        self.convolutions: list[Any] = [p for p in parts if hasattr(type(p), "exact_products")]
+
     def usable(self, x: Any) -> bool:
         """Whether this call is plain inference on a CPU, and nobody watches the modules inside."""
         if type(x) is not Tensor or x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
@@ -198,18 +216,20 @@ class Plan:
             return False
         if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
-        if any(len(owner._modules) != size for owner, size in self.sizes):
-            return False
-        norms = (s.normalisation for s in self.steps if isinstance(s, _Convolution))
-        if any(n is not None and (n.running_mean is None or n.running_var is None) for n in norms):
-            return False  # it takes those of the batch now
+        for owner, size in self.sizes:
+            if len(owner._modules) != size:
+                return False
+        for norm in self.norms:
+            if _held(norm, "running_mean") is None or _held(norm, "running_var") is None:
+                return False  # it takes those of the batch now
         for owner, name, part in self.places:
             # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
             if owner._modules.get(name) is not part or "forward" in part.__dict__:
                 return False
             if part.training or part._forward_hooks or part._forward_pre_hooks:
                 return False
-            if getattr(part, "exact_products", False):
+        for convolution in self.convolutions:
+            if convolution.exact_products:
                 return False
         return not torch.is_grad_enabled() or not (
             x.requires_grad

@@ -60,39 +60,35 @@ def convolve(
     """
     if encoded.tree.kind not in FORMATS or x.device.type != "cpu" or len(encoded.shape) != 4:
         return None
-    around = (x.shape[2] + padding[0] + padding[1]) * (x.shape[3] + padding[2] + padding[3])
-    if not x.shape[2] * x.shape[3] or x.shape[1] * around >= LARGEST:
+    count, channels, high, wide = x.shape
+    around = (high + padding[0] + padding[1]) * (wide + padding[2] + padding[3])
+    if not high * wide or channels * around >= LARGEST:
         return None
-    made = _made(encoded).get(x.shape[1], stride, padding, dilation, groups)
+    made = _made(encoded).get(channels, stride, padding, dilation, groups)
     if made is None:
         return None
     # Of one channel or one pixel both layouts hold; the usual one is then taken.
     last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-    images = x.to(torch.float32).contiguous(memory_format=layout)
-    height, width = (
-        (x.shape[2 + i] + padding[2 * i] + padding[2 * i + 1] - dilation[i] * (encoded.shape[2 + i] - 1) - 1)
-        // stride[i]
-        + 1
-        for i in (0, 1)
-    )
+    images = _float(x).contiguous(memory_format=layout)
+    taps = encoded.shape[2:]
+    height = (high + padding[0] + padding[1] - dilation[0] * (taps[0] - 1) - 1) // stride[0] + 1
+    width = (wide + padding[2] + padding[3] - dilation[1] * (taps[1] - 1) - 1) // stride[1] + 1
     if height < 1 or width < 1:
-        raise ValueError(
-            f"images of {x.shape[2]} x {x.shape[3]} are smaller than the kernel {list(encoded.shape[2:])}"
-        )
-    y = torch.empty(len(x), encoded.shape[0], height, width, memory_format=layout)
+        raise ValueError(f"images of {high} x {wide} are smaller than the kernel {list(taps)}")
+    y = torch.empty(count, encoded.shape[0], height, width, memory_format=layout)
     later, broadcast = After(), after.added is not None and after.added.shape != y.shape
     if broadcast:
         after, later = After(after.gain), after._replace(gain=None)
     # Kept until the kernel is done with them.
-    gain, shift = (None if v is None else v.to(torch.float32).contiguous() for v in (after.gain, bias))
-    added = None if after.added is None else after.added.to(torch.float32).contiguous(memory_format=layout)
+    gain, shift = (None if v is None else _float(v).contiguous() for v in (after.gain, bias))
+    added = None if after.added is None else _float(after.added).contiguous(memory_format=layout)
     if y.numel():
         made.run_at(
             images.data_ptr(),
-            len(x),
-            x.shape[2],
-            x.shape[3],
+            count,
+            high,
+            wide,
             *(0 if v is None else v.data_ptr() for v in (gain, shift, added)),
             after.least,
             after.most,
@@ -100,7 +96,13 @@ def convolve(
             last,
             torch.get_num_threads(),
         )
-    return (later.apply(y, None) if broadcast else y).to(x.dtype)
+    y = later.apply(y, None) if broadcast else y
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _float(x: Tensor) -> Tensor:
+    """In float32. A call of `to` takes a microsecond where there is nothing to do."""
+    return x if x.dtype == torch.float32 else x.to(torch.float32)
 
 
 class _Made:
