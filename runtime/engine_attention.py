@@ -43,7 +43,7 @@ def read_plan(artifact: Artifact, config: EngineConfig, stated: str | AttentionP
     """
     stored, shape = artifact.manifest.attention, config.shape
     if isinstance(stated, str) and not stored:
-        raise UsageError(f"{artifact.path}: no attention plan inside; run it with attention='full'")
+        raise UsageError(f"{artifact.path}: no attention plan inside; run it with full attention")
     try:
         plan = parse_plan(dict(stored or {})) if isinstance(stated, str) else stated
         sizes = {(len(layer.heads), len(layer.groups)) for layer in plan.layers}
@@ -53,7 +53,7 @@ def read_plan(artifact: Artifact, config: EngineConfig, stated: str | AttentionP
             raise ValueError("attention plan: made for other layers or heads than the model has")
         check_windows(plan, config.windows)
     except ValueError as error:
-        raise CorruptError(f"{artifact.path}: {error}; run it with attention='full'") from error
+        raise CorruptError(f"{artifact.path}: {error}; run it with full attention") from error
     return plan
 
 

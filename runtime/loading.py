@@ -158,13 +158,13 @@ def _load(
     plan = artifact.manifest.attention
     if attention == "planned":
         if not plan:
-            raise UsageError(f"{os.fspath(path)}: no attention plan inside; load it with attention='full'")
+            raise UsageError(f"{os.fspath(path)}: no attention plan inside; load it with full attention")
         from nstf.runtime.attention import apply_plan
 
         try:
             apply_plan(model, dict(plan))
         except ValueError as error:
-            raise CorruptError(f"{os.fspath(path)}: {error}; load it with attention='full'") from error
+            raise CorruptError(f"{os.fspath(path)}: {error}; load it with full attention") from error
     generates = engine != "off" and hasattr(model, "generate")
     if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
         # Its matrices are views of the same mapping: nothing is held twice.

@@ -260,4 +260,5 @@ def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):
     result = nstf("inspect", tiny.coarse, "--kernels")
     assert result.out.splitlines()[0].split()[5] == "engine" and "--exact turns them off" in result.out
     rows = {r["tensor"]: r for r in nstf("inspect", tiny.coarse, "--kernels", "--json").json["tensors"]}
-    assert "packed" in rows["model.layers.1.self_attn.q_proj.weight"]["engine"]
+    # A small file's codes lie in panels where the processor has them, and row by row elsewhere.
+    assert rows["model.layers.1.self_attn.q_proj.weight"]["engine"].split()[0] in ("panels", "packed")

@@ -232,7 +232,9 @@ def compiled(monkeypatch):
     """The trees of the matrices that were compiled to predict a speed."""
     found = []
     kept = token.compile_matrix
-    monkeypatch.setattr(token, "compile_matrix", lambda e: found.append((e.tree, e.shape)) or kept(e))
+    monkeypatch.setattr(
+        token, "compile_matrix", lambda e, panels: found.append((e.tree, e.shape)) or kept(e, panels=panels)
+    )
     return found
 
 
