@@ -222,7 +222,7 @@ class Engine:
             elif choose is not None:
                 token = choose(torch.frombuffer(logits, dtype=torch.float32))
             else:
-                token = ext.argmax(logits)
+                token = ext.argmax_at(_address(logits), self.vocab)
             if math.isnan(logits[token]):
                 raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
             yield token
@@ -233,7 +233,9 @@ class Engine:
 
 def greedy(logits: Tensor) -> int:
     """The likeliest token. Not by torch: its threads would go on looking for work while the engine's start on theirs."""
-    return ext.argmax(logits)
+    if logits.dtype != torch.float32 or logits.device.type != "cpu" or not logits.is_contiguous():
+        return ext.argmax(logits)
+    return ext.argmax_at(logits.data_ptr(), logits.numel())
 
 
 def usual_threads() -> int:

@@ -33,8 +33,9 @@ namespace nstf {
 namespace {
 
 constexpr uint32_t kClosed = 1u << 31;
-// How long a worker looks for the next job before it sleeps: layers of a model follow each other closely.
-constexpr auto kSpin = std::chrono::microseconds(50);
+// How long a worker looks for the next job before it sleeps: layers of a model follow each other closely, and between two
+// tokens Python chooses one, hands it out and may be asked for the next in 50 to 150 us. Waking up takes as long again.
+constexpr auto kSpin = std::chrono::microseconds(250);
 
 class Pool {
   public:

@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "../parallel.h"
+#include "argmax.h"
 #include "convolution.h"
 #include "leaves.h"
 #include "layer_plan.h"
@@ -305,8 +306,12 @@ void bind_engine(nb::module_& m) {
     });
     m.def("argmax", [](Floats values) {
         if (values.size() == 0) throw std::invalid_argument("argmax of nothing");
-        return std::max_element(values.data(), values.data() + values.size()) - values.data();
-    }, "Index of the first largest value.");
+        return nstf::argmax(values.data(), static_cast<int64_t>(values.size()));
+    }, "Index of the first largest value, or of the first NaN.");
+    m.def("argmax_at", [](uintptr_t values, int64_t count) {
+        if (count < 1) throw std::invalid_argument("argmax of nothing");
+        return nstf::argmax(reinterpret_cast<const float*>(values), count);
+    }, "values"_a, "count"_a, "The same of `count` floats at an address: arrays take longer to hand over than to search.");
     m.def("engine_transposed", [](const Held& x) { return Held{transposed(x.matrix), x.keep}; });
     m.def("engine_reshaped", [](const Held& x, int64_t rows, int64_t cols) {
         return Held{reshaped(x.matrix, rows, cols), x.keep};
