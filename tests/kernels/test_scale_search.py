@@ -105,9 +105,7 @@ for name, levels in LEVELS.items():
 def test_given_scales_need_no_super_scales() -> None:
     """They were looked for beyond the format's numbers: 8-bit scales that are given have none."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", AT_THE_END], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
