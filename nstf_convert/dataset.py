@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -43,7 +44,7 @@ def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
 
     field: the key or column with the text; None tries text, content, messages (chat) and prompt. A text file
     is one document
-    (above 16 Mi characters several). Raises UsageError: no such file, unknown kind, not UTF-8, no text.
+    (above 16 Mi characters several). Raises UsageError: no such file, unknown kind, not UTF-8, no text; NstfError: the disk.
     """
     root = _located(path)
     files = _files(root)
@@ -63,7 +64,7 @@ def fingerprint(path: str | Path) -> str:
         name = "" if file == root else file.relative_to(root).as_posix()
         size = file.stat().st_size
         digest.update(f"{len(name)}:{name}:{size}:".encode())
-        with file.open("rb") as stream:
+        with _read_errors(file), file.open("rb") as stream:
             if size > 2 * FINGERPRINT_SAMPLE:
                 digest.update(stream.read(FINGERPRINT_SAMPLE))
                 stream.seek(size - FINGERPRINT_SAMPLE)
@@ -143,6 +144,18 @@ def _files(root: Path) -> list[Path]:
     return [root]
 
 
+@contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
+    """Names the file that the machine could not read."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise NstfError(
+            f"the dataset {file} cannot be read ({reason}); check permissions and disk"
+        ) from error
+
+
 def _documents(file: Path, field: str | None) -> Iterator[str]:
     try:
         if file.suffix.lower() == ".jsonl":
@@ -150,7 +163,7 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
         elif file.suffix.lower() == ".parquet":
             yield from _parquet(file, field)
         else:
-            with file.open(encoding="utf-8") as stream:
+            with _read_errors(file), file.open(encoding="utf-8") as stream:
                 yield from iter(lambda: stream.read(BLOCK_CHARS), "")
     except UnicodeDecodeError as error:
         raise UsageError(
@@ -159,7 +172,7 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
 
 
 def _jsonl(file: Path, field: str | None) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
+    with _read_errors(file), file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

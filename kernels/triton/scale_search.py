@@ -153,7 +153,7 @@ def _round(
     mode, tries = tl.load(form + 2).to(tl.int32), tl.load(form + 3).to(tl.int32)
     ratios, fits = tl.load(form + 4).to(tl.int32), tl.load(form + 5).to(tl.int32)
     table = form + HEAD + ratios
-    super_scale = tl.load(largest + row, mask=live & (mode == 2), other=0.0)
+    super_scale = tl.load(largest + row, mask=live & (mode == 2) & (frozen == 0), other=0.0)
     super_scale = tl.minimum(super_scale * margin, 65504.0).to(tl.float16).to(tl.float32)
     scale = tl.load(scale_of + index, mask=live & (frozen != 0), other=0.0)
     zero = tl.load(zero_of + index, mask=live & (frozen != 0), other=0.0)

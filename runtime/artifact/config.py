@@ -44,6 +44,8 @@ _FREE = frozenset(
     "period rate frequency chunk params parameters".split()
 )
 _LABELS = ("id2label", "label2id")
+# The least that may stand where transformers (5.17) makes a range of it in the middle of a text; -1 is a window that is off.
+_LEAST = {"num_hidden_layers": 0, "attention_chunk_size": 0, "sliding_window": -1}
 # What transformers looks for in the config of any model, whether its class declares (and so checks) it or not.
 _TYPES: dict[str, tuple[type, str]] = {
     "sliding_window": (int, "a whole number"),
@@ -158,7 +160,7 @@ def _most(path: str, limits: Limits) -> float:
 def _check_type(value: Any, where: object, key: str) -> None:
     if value == [] and key.endswith("_token_id"):
         raise CorruptError(f"{where}: its config.json has no token under {key}; fetch or convert it again")
-    if key == "num_hidden_layers" and type(value) is int and value < 0:
+    if key in _LEAST and type(value) is int and value < _LEAST[key]:
         raise CorruptError(f"{where}: its config.json says {key} is {value}; fetch or convert it again")
     if value is None or key not in _TYPES:
         return

@@ -156,7 +156,10 @@ def test_a_config_of_wrong_types_is_refused_at_load(made: Callable[..., Path], k
         load(made({**LLAMA, key: value}))
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", -1), ("eos_token_id", [])])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", -1), ("eos_token_id", []), ("attention_chunk_size", -1), ("sliding_window", -2)],
+)
 def test_a_config_of_fewer_than_none_is_refused_at_load(
     made: Callable[..., Path], key: str, value: Any
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import Forged
-from deep_cases import BATCH, SLOWEST_S, batch, check, counted, damaged, make_model
+from deep_cases import BATCH, SLOWEST_S, batch, check, counted, damaged, make_model, sign
 from forked import Counts, Watch, run_batches
 from test_fuzz import NASTY
 
@@ -62,12 +62,18 @@ def test_200000_files_with_damage_behind_right_digests_are_refused_or_run(
 
 
 @pytest.mark.fuzz
-def test_every_flipped_bit_of_a_small_artifact_is_refused(tmp_path: Path) -> None:
-    good_file = (Path(__file__).parents[1] / "golden" / "v1_trellis.nstf").read_bytes()
+@pytest.mark.parametrize("name", ["v1_trellis", "v1", "v1_shuffle", "whole model"])
+def test_every_flipped_bit_of_an_artifact_is_refused(name: str, whole_model: Forged, tmp_path: Path) -> None:
+    """A million bits of four files. NSTF_FUZZ_STRIDE: every so many bytes only, from NSTF_FUZZ_OFFSET on."""
+    stride, first = (int(os.environ.get(f"NSTF_FUZZ_{k}", v)) for k, v in (("STRIDE", "1"), ("OFFSET", "0")))
+    golden = Path(__file__).parents[1] / "golden" / f"{name}.nstf"
+    good_file = golden.read_bytes() if golden.exists() else sign(whole_model.copy())
     path, refused = tmp_path / "m.nstf", 0
     path.write_bytes(good_file)
+    chosen = range(first, len(good_file), stride)
     with path.open("r+b", buffering=0) as file:
-        for at, byte in enumerate(good_file):
+        for at in chosen:
+            byte = good_file[at]
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), at)
                 with pytest.raises(NstfError):
@@ -75,5 +81,5 @@ def test_every_flipped_bit_of_a_small_artifact_is_refused(tmp_path: Path) -> Non
                 refused += 1
             os.pwrite(file.fileno(), bytes([byte]), at)
     verify(path)
-    print(f"{refused} bits of {len(good_file)} bytes")
-    assert refused == 8 * len(good_file)
+    print(f"{name}: {refused} bits of {len(good_file)} bytes")
+    assert refused == 8 * len(chosen)

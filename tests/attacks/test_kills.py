@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,51 @@ def test_kills_at_1000_random_moments_end_in_the_same_bytes(
     count, seed = int(os.environ.get("NSTF_FUZZ_KILLS", "1000")), int(os.environ.get("NSTF_FUZZ_SEED", "2"))
     kills, of = kill_at_moments(runner, recorded("whole"), in_memory / "run", count, random.Random(seed))
     print(f"{kills} kills of {of} conversions")
+
+
+def convert_in_pairs(
+    runners: tuple[faults.Runner, faults.Runner],
+    whole: Recorded,
+    folder: Path,
+    count: int,
+    rng: random.Random,
+) -> int:
+    """Two processes convert in one folder, the second up to a third later; how many of the second were refused."""
+    refused = 0
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(count):
+            place(whole.before, folder)
+            words = {"folder": str(folder), "words": whole.command.words}
+            one = pool.submit(runners[0].ask, **words)
+            time.sleep(rng.random() * whole.cpu_s / 3)
+            answers = [pool.submit(runners[1].ask, **words).result(), one.result()]
+            where = (number, answers)
+            done = [answer for answer in answers if answer["code"] == 0]
+            for answer in answers:
+                if answer["code"] != 0:
+                    errors = [line for line in answer["lines"] if line.startswith("error: ")]
+                    assert answer["code"] == 2 and len(errors) == 1 and errors == answer["lines"][-1:], where
+                    assert f"{folder}/work is in use by another conversion" in errors[0], where
+                    refused += 1
+            assert done, where
+            check_done(done[0], folder, whole, where)
+    return refused
+
+
+@pytest.mark.fuzz
+def test_of_20_pairs_of_conversions_with_one_output_one_works_and_the_other_names_the_lock(
+    runner: faults.Runner, recorded: Record, memory_root: Path, in_memory: Path
+) -> None:
+    """NSTF_FUZZ_SEED: other moments."""
+    whole = recorded("whole")
+    with faults.runner(memory_root / "fault_io.so") as second:
+        warm = in_memory / "warm"
+        place(whole.before, warm)
+        assert second.ask(folder=str(warm), words=whole.command.words, warm=True)["code"] == 0
+        rng = random.Random(int(os.environ.get("NSTF_FUZZ_SEED", "3")))
+        refused = convert_in_pairs((runner, second), whole, in_memory / "run", 20, rng)
+    print(f"20 pairs, {refused} refused")
+    assert refused >= 10
 
 
 def test_damage_to_what_is_kept_beside_the_results_is_found(

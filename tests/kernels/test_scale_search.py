@@ -77,6 +77,40 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(group: int, row
     assert done.returncode == 0, done.stderr
 
 
+# The format's numbers lie before memory that nobody may touch. Interpreted, a read beyond them ends the process.
+AT_THE_END = """
+import ctypes, mmap, torch
+from nstf.quantizers.rounding import sweep
+from tests.quantizers.conftest import normal
+from tests.quantizers.levels import LEVELS
+page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+area = mmap.mmap(-1, 2 * page)
+at = ctypes.addressof(ctypes.c_char.from_buffer(area))
+assert libc.mprotect(ctypes.c_void_p(at + page), page, 0) == 0  # PROT_NONE
+usual = sweep._packed
+def packed(levels, device):
+    form = usual(levels, device)
+    there = torch.frombuffer(area, dtype=torch.float32, count=len(form), offset=page - 4 * len(form))
+    return there.copy_(form)
+sweep._packed = packed
+weight, importance = normal(100, 8), torch.ones(8)
+scale = torch.full((100, 1), 0.01)
+u8 = {name: levels for name, levels in LEVELS.items() if levels.scale == "u8"}
+assert u8
+for name, levels in u8.items():
+    grid = sweep.Grid(scale, torch.full_like(scale, 8.0), torch.ones(100, 1), 8)
+    found, _ = sweep.nearest_triton(weight, levels, 8, importance, grid)
+    assert found.codes.shape == (100, 8), name
+"""
+
+
+def test_given_scales_need_no_super_scales() -> None:
+    """They were looked for beyond the format's numbers: 8-bit scales that are given have none."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("shape", [on_gpu.NARROW, on_gpu.WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("table", [False, True], ids=["uniform", "table"])

@@ -1,5 +1,6 @@
 """Text for calibration: documents, token windows, and a held-out part that is really held out."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 from nstf_convert.dataset import fingerprint, load_text, tokenise_windows
 
 
@@ -260,3 +261,19 @@ def test_fingerprint_of_a_large_file_samples_both_ends(
         path.write_text(text)
         prints.append(fingerprint(path))
     assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize("name", ["text.txt", "lines.jsonl"])
+def test_a_file_that_the_disk_does_not_give_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`error: Input/output error` was all that calibrate said."""
+    (tmp_path / name).write_text('{"text": "a"}')
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    for read in (lambda: list(load_text(tmp_path / name)), lambda: fingerprint(tmp_path / name)):
+        with pytest.raises(NstfError, match=rf"{name} cannot be read \(Input/output error\)"):
+            read()

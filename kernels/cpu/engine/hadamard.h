@@ -10,6 +10,41 @@ constexpr int64_t kLanes = 4;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Loose __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));  // anywhere in memory
 
+// a * b + c, rounded once where the set can. Written out: which of two products a compiler makes part of their sum differs from one
+// size of a loop to the next, and the numbers of a sequence may not depend on what is worked on beside it.
+static inline Vec fused(Vec a, Vec b, Vec c) {
+#if NSTF_ISA == 512
+    return reinterpret_cast<Vec>(
+        _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif NSTF_ISA == 2
+    return reinterpret_cast<Vec>(
+        _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+    return reinterpret_cast<Vec>(
+        vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
+#else
+    return a * b + c;
+#endif
+}
+static inline float fused(float a, float b, float c) {
+#if NSTF_ISA >= 2 || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+static inline Vec all_of(float x) {
+#if NSTF_ISA == 512
+    return reinterpret_cast<Vec>(_mm512_set1_ps(x));
+#elif NSTF_ISA == 2
+    return reinterpret_cast<Vec>(_mm256_set1_ps(x));
+#else
+    Vec v;
+    for (int64_t l = 0; l < kLanes; ++l) v[l] = x;
+    return v;
+#endif
+}
+
 #if NSTF_ISA >= 2
 // The stage within a vector that adds and subtracts lanes H apart.
 template <int H>

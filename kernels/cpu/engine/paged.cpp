@@ -10,6 +10,8 @@
 
 #if NSTF_X86
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace nstf::engine {

@@ -29,7 +29,7 @@ static void score(const float* const* q, int64_t size, const T* keys, const T* a
             if (sizeof(T) == 2 && d % 2 == 0) fetch_line(ahead + (n * size + d) * kBlock);
         }
         for (int i = 0; i < Q; ++i)
-            for (int n = 0; n < N * kVecs; ++n) sum[i][n] += k[n] * q[i][d];
+            for (int n = 0; n < N * kVecs; ++n) sum[i][n] = fused(k[n], all_of(q[i][d]), sum[i][n]);
     }
     for (int i = 0; i < Q; ++i)
         for (int n = 0; n < N * kVecs; ++n) *reinterpret_cast<Loose*>(to[i] + n * kLanes) = sum[i][n];
@@ -79,7 +79,7 @@ static void mix(const float* const* weights, const float* fade, const T* values,
             if (sizeof(T) == 2 && (d + n * kLanes) % 32 == 0) fetch_line(ahead + l * size + d + n * kLanes);
         }
         for (int i = 0; i < Q; ++i)
-            for (int n = 0; n < N; ++n) sum[i][n] += v[n] * weights[i][l];
+            for (int n = 0; n < N; ++n) sum[i][n] = fused(v[n], all_of(weights[i][l]), sum[i][n]);
     }
     for (int i = 0; i < Q; ++i)
         for (int n = 0; n < N; ++n) *reinterpret_cast<Loose*>(sums[i] + d + n * kLanes) = sum[i][n];
@@ -98,7 +98,7 @@ static void mix_vectors(const float* const* weights, const float* fade, const T*
     for (; d < size; ++d)
         for (int i = 0; i < Q; ++i) {
             float sum = sums[i][d] * fade[i];
-            for (int64_t l = from; l < to; ++l) sum += one(values[l * size + d]) * weights[i][l];
+            for (int64_t l = from; l < to; ++l) sum = fused(one(values[l * size + d]), weights[i][l], sum);
             sums[i][d] = sum;
         }
 }

@@ -10,7 +10,8 @@ static void dots(const float* x, int64_t x_stride, const float* w, int64_t cols,
     for (; k + kLanes <= cols; k += kLanes)
         for (int r = 0; r < R; ++r) {
             const Vec weights = *reinterpret_cast<const Loose*>(w + r * cols + k);
-            for (int t = 0; t < T; ++t) sum[t][r] += weights * *reinterpret_cast<const Loose*>(x + t * x_stride + k);
+            for (int t = 0; t < T; ++t)
+                sum[t][r] = fused(weights, *reinterpret_cast<const Loose*>(x + t * x_stride + k), sum[t][r]);
         }
     for (int t = 0; t < T; ++t)
         for (int r = 0; r < R; ++r) {
@@ -20,7 +21,7 @@ static void dots(const float* x, int64_t x_stride, const float* w, int64_t cols,
             for (int64_t half = kLanes / 2; half > 0; half /= 2)
                 for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
             float total = lanes[0];
-            for (int64_t j = k; j < cols; ++j) total += w[r * cols + j] * x[t * x_stride + j];
+            for (int64_t j = k; j < cols; ++j) total = fused(w[r * cols + j], x[t * x_stride + j], total);
             y[t * stride + r] = total;
         }
 }
@@ -49,7 +50,7 @@ static void mixed(const float* x, int64_t x_stride, const float* w, int64_t w_st
     for (int64_t k = 0; k < count; ++k)
         for (int c = 0; c < C; ++c) {
             const Vec weights = *reinterpret_cast<const Loose*>(w + k * w_stride + c * kLanes);
-            for (int t = 0; t < T; ++t) sum[t][c] += weights * x[t * x_stride + k];
+            for (int t = 0; t < T; ++t) sum[t][c] = fused(weights, all_of(x[t * x_stride + k]), sum[t][c]);
         }
     for (int t = 0; t < T; ++t)
         for (int c = 0; c < C; ++c) *reinterpret_cast<Loose*>(y + t * stride + c * kLanes) = sum[t][c];

@@ -199,7 +199,10 @@ class WorkDir:
         self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any], folder: str = STORE
     ) -> None:
         """Stores a result under its key."""
-        write_tensors(self._file(key, folder), tensors, {"key": key, "of": metadata})
+        file = self._file(key, folder)
+        if file.is_dir():  # in the place of a result that was made again without being looked for
+            remove(file)
+        write_tensors(file, tensors, {"key": key, "of": metadata})
 
     def drop_pieces(self) -> None:
         """Removes what processes have left for each other. Only when no other process is at work."""

@@ -69,6 +69,16 @@ def test_a_folder_in_the_place_of_a_result_is_taken_away(work) -> None:
     assert not path.exists()
 
 
+def test_a_result_that_is_made_again_takes_the_place_of_a_folder(work) -> None:
+    """Where it was not looked for before: the conversion ended with `Is a directory`."""
+    path = file_of(work, "ab" * 32)
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+    work.put("ab" * 32, {"x": torch.ones(2)}, {"loss": 1})
+    found = work.find("ab" * 32)
+    assert found is not None and torch.equal(found[0]["x"], torch.ones(2))
+
+
 def test_a_file_of_another_writer_is_refused(tmp_path) -> None:
     from safetensors.torch import save_file
 
