@@ -331,8 +331,9 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
 
     Codes: programs of one warp, which wait for nobody, as many as run at once: a second wave for a few took half as long
-    again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one warp come
-    in fours: 12 of 168 registers, or 8 where local memory holds no more or, with rules, 168 would spill. 16 of 128 are slower.
+    again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one warp
+    come in fours: 12 of 168 registers, or 8 where local memory holds no more or, with rules, 168 would spill. 16 of 128 are
+    slower.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
