@@ -41,11 +41,17 @@ def _short(x, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _visible(scores, place, at, sinks, windows, lengths):
-    """Scores [n, ROWS] of the positions that each row's rule lets it see; -inf for others."""
-    seen = (place[:, None] < sinks[None, :]) | (place[:, None] > at - windows[None, :])
-    seen = (seen | (at + 1 < lengths)[None, :]) & (place <= at)[:, None]
-    return tl.where(seen, scores, float("-inf"))
+def _visible(scores, place, sinks, floors):
+    """Scores [n, ROWS] of positions that each row's rule lets it see, sinks and those beyond its floor; -inf for others."""
+    return tl.where(
+        (place[:, None] < sinks[None, :]) | (place[:, None] > floors[None, :]), scores, float("-inf")
+    )
+
+
+@triton.jit
+def _floors(at, windows, lengths):
+    """[ROWS]: the last position before each row's window, -1 where its rule does not hold yet."""
+    return tl.where(at + 1 < lengths, -1, at - windows)
 
 
 @triton.jit
@@ -106,6 +112,7 @@ def decode_kernel(
     windows = tl.load(rules + rows * 3 + 1)
     lengths = tl.load(rules + rows * 3 + 2)
     front, first, pages, far, active = extent(sinks, windows, lengths, at, tl.num_programs(1), MASKED, EACH)
+    floors = _floors(at, windows, lengths)
     if split >= active:
         return
     # Pages are dealt by their steps: a program more or less is a step, not a page.
@@ -133,11 +140,12 @@ def decode_kernel(
         c = value_channel(RUN, SIZE, V_BITS)
         acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
     for step in range(count):
-        tile = (split + step * active) // steps
-        part = (split + step * active) % steps
+        unit = split + step * active
+        tile = unit // steps
+        part = unit % steps
         n = position_in(part, STEP, QUAD)
         # Where the next step's page lies is known a step ahead.
-        next_tile = tl.minimum((split + (step + 1) * active) // steps, far - 1)
+        next_tile = tl.minimum((unit + active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
         ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
         scores = far_scores(
@@ -146,7 +154,7 @@ def decode_kernel(
         )  # fmt: skip
         if MASKED:
             this = tl.where(tile < front, tile, first + tile - front)
-            scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
+            scores = _visible(scores, this * 64 + n, sinks, floors)
         higher = tl.maximum(top, tl.max(scores, axis=0))
         # A row may see nothing of its program's pages so far.
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -166,6 +174,10 @@ def decode_kernel(
     begin = (split + active - far * steps % active) % active
     units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
     if begin < units:
+        # Read anew: what is held over the loop takes registers from it.
+        sinks = tl.load(rules + rows * 3, volatile=True)
+        windows = tl.load(rules + rows * 3 + 1, volatile=True)
+        floors = _floors(at, windows, tl.load(rules + rows * 3 + 2, volatile=True))
         whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
         # Mostly one step: nothing to load ahead, and the local memory is the other loop's.
         for unit in tl.range(begin, units, active, num_stages=1):
@@ -182,7 +194,7 @@ def decode_kernel(
             if WIDE:
                 held = held.to(tl.float32)
             scores = tl.dot(held, whole, input_precision="ieee")
-            scores = _visible(scores, this * 64 + n, at, sinks, windows, lengths)
+            scores = tl.where(known[:, None], _visible(scores, this * 64 + n, sinks, floors), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, axis=0))
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - level[None, :])
@@ -318,9 +330,10 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
     registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
 
-    Codes: programs of one warp, which wait for nobody. Where all of them run at once: a second wave for a few took half as
-    long again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one
-    warp come in fours: 12 of 168 registers, or 8 where local memory holds no more. 16 of 128 spill, and are slower.
+    Codes: programs of one warp, which wait for nobody, as many as run at once: a second wave for a few took half as long
+    again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one warp
+    come in fours: 12 of 168 registers, or 8 where local memory holds no more or, with rules, 168 would spill. 16 of 128 are
+    slower.
     """
     bits = forms.keys.bits, forms.values.bits
     small = arch.startswith(("gfx11", "gfx12"))
@@ -335,11 +348,14 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
     nvidia = arch.startswith("sm_")
     registers = 168 if nvidia and warps == 1 else 0
     resident = 12 // warps if nvidia and forms.size <= 128 else max(4, 12 // warps)
+    stages = 2
     if registers and forms.record_bytes * step > 16000 * 64:
         resident, registers = 8, 0
+    elif registers and masked:
+        resident, registers, stages = 8, 0, 3
     return {
         "WARPS": warps,
-        "STAGES": 2,
+        "STAGES": stages,
         "EACH": 2,
         "STEP": step,
         "RESIDENT": resident,
