@@ -25,12 +25,20 @@ def _threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+_LOGGERS = [logging.getLogger(name) for name in ("nstf", "nstf_convert")]
+_AS_IMPORTED = [(x.handlers, x.level, x.propagate) for x in _LOGGERS]
+
+
 @pytest.fixture(autouse=True)
 def _loggers() -> Iterator[None]:
-    """The command line directs the package's log to stderr; the next test finds it as it was."""
-    loggers = [logging.getLogger(name) for name in ("nstf", "nstf_convert")]
-    before = [(x.handlers, x.level, x.propagate) for x in loggers]
+    """The command line directs the package's log to stderr; every test finds it as it was, also where a fixture of its
+    module ran a command."""
+    _restore_loggers()
     yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
+    _restore_loggers()
+
+
+def _restore_loggers() -> None:
+    for logger, (handlers, level, propagate) in zip(_LOGGERS, _AS_IMPORTED, strict=True):
+        logger.handlers, logger.propagate = list(handlers), propagate
         logger.setLevel(level)
