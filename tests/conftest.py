@@ -39,6 +39,7 @@ def _loggers() -> Iterator[None]:
 
 
 def _restore_loggers() -> None:
+    logging.disable(logging.NOTSET)  # a benchmark that a test ran has silenced them all
     for logger, (handlers, level, propagate) in zip(_LOGGERS, _AS_IMPORTED, strict=True):
         logger.handlers, logger.propagate = list(handlers), propagate
         logger.setLevel(level)
