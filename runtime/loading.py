@@ -6,6 +6,7 @@ dtype that is computed in, become ordinary parameters. Nothing of the conversion
 code of the checkpoint's author is run.
 """
 
+import json
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decod
 from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.config import check_generation, limits_of
-from nstf.runtime.artifact.header import corrupt, short
+from nstf.runtime.artifact.header import check_nesting, corrupt, short
 from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
 from nstf.runtime.devices import stated_device
@@ -35,7 +36,7 @@ from nstf.runtime.fused import choose_products
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import Ranks, join, local_device
-from nstf.runtime.skeleton import build_skeleton, tied_aliases
+from nstf.runtime.skeleton import build_skeleton, harmless, leads_away, tied_aliases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,8 @@ _log = logging.getLogger("nstf")
 _ATTENTION = ("full", "planned")
 _ENGINE = ("auto", "exact", "off")
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
+# Of a tokenizer or a processor, whose keys become arguments of a class; the others are vocabularies, with words for keys.
+_SETTINGS = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 
 
 def load(
@@ -212,13 +215,18 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer (or, for a model without text, the processor) whose files the artifact holds.
 
     The files are written to a private temporary folder for the time of the call. Never runs remote code.
-    Raises UnsupportedError when there are no such files or transformers cannot read them.
+    Raises UnsupportedError when there are no such files or transformers cannot read them, CorruptError for a config that the
+    tensors do not bear out.
     """
     with open_artifact(path) as artifact:
         names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
-        return tokenizer_from_files({n: artifact.file(n) for n in artifact.file_names()}, os.fspath(path))
+        files = {name: artifact.file(name) for name in names}
+        if "config.json" in artifact.file_names():
+            # transformers makes the model's config to find the tokenizer's class: a label for each of num_labels, say.
+            files["config.json"] = json.dumps(harmless(artifact.config())).encode()
+        return tokenizer_from_files(files, os.fspath(path))
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
@@ -229,7 +237,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
-                Path(folder, name).write_bytes(content)
+                Path(folder, name).write_bytes(_without_code(content) if name in _SETTINGS else content)
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
@@ -240,6 +248,22 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
+
+
+def _without_code(content: bytes) -> bytes:
+    """Settings without the keys that lead to code or to another file; what is no JSON as it is, for its reader to refuse."""
+    try:
+        check_nesting(content, "the settings")
+        found = json.loads(content)
+    except ValueError:
+        return content
+    return json.dumps(_stripped(found)).encode()
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _stripped(v) for k, v in value.items() if not leads_away(k)}
+    return [_stripped(v) for v in value] if isinstance(value, list) else value
 
 
 def load_tensors(

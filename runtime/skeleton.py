@@ -111,6 +111,11 @@ def harmless(value: Any, depth: int = 0) -> Any:
     return value
 
 
+def leads_away(key: str) -> bool:
+    """Whether a setting of a tokenizer leads to code, to a repository or to another file."""
+    return key.startswith("_") or key in _IGNORED_KEYS or key.endswith("_file")
+
+
 def _names_a_place(value: object) -> bool:
     return isinstance(value, str) and any(c in value for c in "/\\:")
 
@@ -238,6 +243,20 @@ class _SmallBuffers(TorchFunctionMode):
 
 
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
+_ELEMENTWISE = frozenset(
+    "mul rmul multiply div truediv rtruediv true_divide divide add radd sub rsub subtract pow rpow".split()
+)
+
+
+def _broadcast(operands: Any) -> int:
+    """Elements of what two tensors that are not of one shape make together; 0 where they, or what they make, are on meta."""
+    shapes = [x.shape for x in operands if isinstance(x, torch.Tensor) and x.device.type != "meta"]
+    if len(shapes) < 2 or shapes[0] == shapes[1]:
+        return 0
+    try:
+        return math.prod(torch.broadcast_shapes(*shapes))
+    except RuntimeError:  # the call itself says so
+        return 0
 
 
 def _elements(func: Any, args: Any, kwargs: Any) -> int:
@@ -252,8 +271,10 @@ def _elements(func: Any, args: Any, kwargs: Any) -> int:
         if func is torch.linspace:
             return int(args[2]) if len(args) > 2 else int(kwargs.get("steps", 0))
         return int(abs(float(last) - float(first)) / max(abs(float(step)), 1e-9)) if last is not None else 0
-    if func in (torch.outer, torch.kron):
-        return math.prod(x.numel() for x in args[:2])
+    if func in (torch.outer, torch.kron, torch.einsum):
+        return math.prod(x.numel() for x in args if isinstance(x, torch.Tensor))
+    if getattr(func, "__name__", "").strip("_") in _ELEMENTWISE:  # positions by frequencies, say
+        return _broadcast(args[:2])
     if func in _FILLED:
         shape = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if type(a) is int]
         shape = [*shape, *shape] if func is torch.eye and len(shape) == 1 else shape

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_llama import LLAMA
+from small_llama import LLAMA, tensors
 
 from nstf.errors import CorruptError, NstfError
-from nstf.runtime import load
+from nstf.runtime import load, load_tokenizer
+from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine import Engine
 
 HUGE = (10**6, 2**31, 2**40, 2**64, -(2**40), 10**300)
@@ -197,6 +198,61 @@ def test_a_table_over_more_positions_than_the_file_holds_is_not_filled() -> None
     }  # fmt: skip
     with pytest.raises(NstfError, match="beyond the file's tensors"):
         build_skeleton(config, limits=Limits(20, 64, 100_000))
+
+
+@pytest.mark.parametrize("kind", ["M2M100", "Speech2Text", "XGLM"])
+def test_a_product_of_positions_and_frequencies_is_within_the_limit(kind: str) -> None:
+    # Each has one factor of 2^22 and one of 32 elements: no single call fills more than the limit of 2^24.
+    from nstf.runtime.artifact.config import Limits
+    from nstf.runtime.skeleton import build_skeleton
+
+    positions = {"M2M100": "max_position_embeddings", "Speech2Text": "max_source_positions"}
+    config = {
+        "model_type": {"M2M100": "m2m_100", "Speech2Text": "speech_to_text"}.get(kind, "xglm"),
+        "architectures": [f"{kind}Model"], "d_model": 64, "vocab_size": 30, "encoder_layers": 1, "decoder_layers": 1,
+        "num_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "attention_heads": 2,
+        "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "ffn_dim": 8, positions.get(kind, "max_position_embeddings"): 2**22,
+    }  # fmt: skip
+    with pytest.raises(NstfError, match=r"it computes a tensor of 134217[0-9]+ elements"):
+        build_skeleton(config, limits=Limits(20, 64, 100_000))
+
+
+def tokenizer(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:
+    """An artifact with the tokenizer of the example, and this tokenizer_config.json."""
+    content = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model" / "tokenizer.json"
+    files = {"config.json": json.dumps(config).encode(), "tokenizer.json": content.read_bytes()}
+    write_artifact(path, tensors(), {**files, "tokenizer_config.json": json.dumps(settings).encode()})
+    return path
+
+
+def test_a_tokenizer_is_not_built_beside_a_config_that_the_tensors_do_not_bear_out(tmp_path: Path) -> None:
+    # transformers makes the config of the model for the class of its tokenizer: minutes and gigabytes of labels.
+    path = tokenizer(tmp_path / "m.nstf", {**LLAMA, "num_labels": 10**7}, {})
+    with pytest.raises(CorruptError, match="10000000, and its tensors allow"):
+        load_tokenizer(path)
+
+
+def test_keys_that_lead_to_code_or_to_files_do_not_reach_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    seen: dict[str, Any] = {}
+
+    def look(folder: str, **_: Any) -> None:
+        seen.update({f.name: json.loads(f.read_text()) for f in Path(folder).iterdir()})
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", look)
+    code = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "_name_or_path": "evil/model"}
+    settings = {
+        **code,
+        "vocab_file": "/etc/passwd",
+        "sp_model_kwargs": {"model_file": "/etc/passwd"},
+        "pad_token": "/",
+    }
+    load_tokenizer(tokenizer(tmp_path / "m.nstf", {**LLAMA, **code, "quantization_config": {}}, settings))
+    assert seen["config.json"] == LLAMA
+    assert seen["tokenizer_config.json"] == {"sp_model_kwargs": {}, "pad_token": "/"}
 
 
 def test_lists_of_settings_by_layer_are_not_taken_for_layers(made: Callable[..., Path]) -> None:
