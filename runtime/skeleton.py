@@ -112,8 +112,8 @@ def harmless(value: Any, depth: int = 0) -> Any:
 
 
 def leads_away(key: str) -> bool:
-    """Whether a setting of a tokenizer leads to code, to a repository or to another file."""
-    return key.startswith("_") or key in _IGNORED_KEYS or key.endswith("_file")
+    """Whether a setting of a tokenizer leads to code, to a repository or to another file; `__type` marks an added token."""
+    return (key.startswith("_") and key != "__type") or key in _IGNORED_KEYS or key.endswith("_file")
 
 
 def _names_a_place(value: object) -> bool:
