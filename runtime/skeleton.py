@@ -60,7 +60,8 @@ def build_skeleton(
     try:
         model_config = _config_class(given, model_class).from_dict(given)
         with _default_dtype(dtype), _parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
-            model: nn.Module = model_class(model_config)
+            with _no_hub_kernels():
+                model: nn.Module = model_class(model_config)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
@@ -284,6 +285,22 @@ def _elements(func: Any, args: Any, kwargs: Any) -> int:
 
 def _small_buffers(limits: Limits | None) -> AbstractContextManager[Any]:
     return nullcontext() if limits is None else _SmallBuffers(limits.buffer_elements)
+
+
+@contextmanager
+def _no_hub_kernels() -> Iterator[None]:
+    """Constructors (RWKV, YOSO, MRA) fetch CUDA code from the hub where they can; each does without where that fails."""
+    from transformers.integrations import hub_kernels
+
+    def refuse(name: str, *_: Any, **__: Any) -> Any:
+        raise ImportError(f"{name} is not fetched from the hub: opening a model needs no network")
+
+    before = hub_kernels.get_kernel
+    hub_kernels.get_kernel = refuse
+    try:
+        yield
+    finally:
+        hub_kernels.get_kernel = before
 
 
 @contextmanager

@@ -217,6 +217,22 @@ def test_a_product_of_positions_and_frequencies_is_within_the_limit(kind: str) -
         build_skeleton(config, limits=Limits(20, 64, 100_000))
 
 
+def test_a_constructor_fetches_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a machine with a GPU, ninja and the package kernels, RWKV's asks the hub for code.
+    from transformers.integrations import hub_kernels
+    from transformers.models.rwkv import modeling_rwkv
+
+    from nstf.runtime.skeleton import build_skeleton
+
+    asked: list[str] = []
+    for name in ("is_ninja_available", "is_torch_cuda_available", "is_kernels_available"):
+        monkeypatch.setattr(modeling_rwkv, name, lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **_: asked.append(name))
+    sizes = {"hidden_size": 8, "attention_hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 2}
+    build_skeleton({"model_type": "rwkv", "architectures": ["RwkvModel"], **sizes})
+    assert asked == []
+
+
 def tokenizer(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:
     """An artifact with the tokenizer of the example, and this tokenizer_config.json."""
     content = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model" / "tokenizer.json"
