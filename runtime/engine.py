@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ _log = logging.getLogger("nstf")
 
 KV_CACHES = ("float16", "int8")
 ATTENTION = ("full", "planned")
+_NAN = "the model computes no numbers (NaN) for this text; the file may be broken"
+# Tokens that are made in one call: for so many seconds, and so many at most. A reader sees no difference, and what is made
+# after the last one asked for is not worth mentioning.
+_RUN_S, _RUN_MOST = 0.01, 32
 _PREFIXES = ("", "language_model.", "model.language_model.")
 MATRICES = {
     "q": "self_attn.q_proj",
@@ -215,20 +220,51 @@ class Engine:
         self.reset()
         tokens = _integers(ids)
         count = min(max_new_tokens, self.context - len(tokens))
+        if sampler is None and choose is None:
+            yield from self._likeliest(tokens, count, stop)
+            return
         for i in range(count):
             logits = self._run(tokens)
             if sampler is not None:
                 token = sampler.choose(_address(logits), self.vocab)
             elif choose is not None:
                 token = choose(torch.frombuffer(logits, dtype=torch.float32))
-            else:
-                token = ext.argmax_at(_address(logits), self.vocab)
             if math.isnan(logits[token]):
-                raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
+                raise NstfError(_NAN)
             yield token
             if token in stop or i + 1 == count:
                 return
             tokens = array("q", [token])
+
+    def _likeliest(self, prompt: array[int], count: int, stop: frozenset[int]) -> Iterator[int]:
+        """The same without a choice of its own: several tokens for each call of the engine, as many as take _RUN_S, since
+        handing one out takes as long as a small model's layer. What was computed after the last one asked for stays in the
+        cache, and `position` says so.
+        """
+        if count <= 0:
+            return
+        logits = self._run(prompt)
+        token = ext.argmax_at(_address(logits), self.vocab)
+        if math.isnan(logits[token]):
+            raise NstfError(_NAN)
+        yield token
+        found, left, together = array("q", bytes(8 * _RUN_MOST)), count - 1, 1
+        threads, ends = self.threads or usual_threads(), list(stop)
+        while left and token not in stop:
+            try:
+                began = time.perf_counter()
+                number, nan = self._engine.go_on(
+                    token, self.position, min(left, together), ends, _address(found), threads
+                )
+                took = time.perf_counter() - began
+            except MemoryError as error:
+                raise NstfError(f"not enough memory for {self.position + 1} tokens") from error
+            self.position += number
+            yield from found[: number - nan]
+            if nan:
+                raise NstfError(_NAN)
+            token, left = found[number - 1], left - number
+            together = max(1, min(_RUN_MOST, int(_RUN_S * number / took)))
 
 
 def may_repack(artifact: Artifact, exact: bool) -> bool:
