@@ -32,7 +32,7 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.kernels.formats import EncodedTensor, Node, integer
 from nstf.runtime.artifact import open_artifact
-from nstf.runtime.engine import Engine, greedy
+from nstf.runtime.engine import Engine
 from nstf.runtime.engine_bench import bytes_per_token
 
 # What a build for this processor is without its matrix unit, which not every virtual machine lets programs use.

@@ -182,9 +182,25 @@ class Engine:
         logits = torch.frombuffer(self._run(ids, all_logits), dtype=torch.float32)
         return logits.reshape(-1, self.vocab) if all_logits else logits
 
-    def _run(self, ids: Sequence[int] | Tensor, all_logits: bool = False) -> array[float]:
+    def _run(
+        self, ids: Sequence[int] | Tensor, all_logits: bool = False, room: array[float] | None = None
+    ) -> array[float]:
+        """The logits, in `room` where there is one of their size: an array of a large vocabulary takes as long to make
+        as a small model's layer."""
         tokens = _integers(ids)
         count = len(tokens)
+        self._check(tokens, count)
+        try:
+            logits = room or array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
+            threads = self.threads or usual_threads()
+            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
+        self.position += count
+        return logits
+
+    def _check(self, tokens: Sequence[int], count: int) -> None:
+        """Raises UsageError unless `tokens` exist and `count` fit into the sequence."""
         if count == 0:
             raise UsageError("there are no tokens to run")
         if self.position + count > self.context:
@@ -195,14 +211,6 @@ class Engine:
             raise UsageError(f"a token is outside the vocabulary of {self.vocab}")
         if self.position == 0:
             self._check_unchanged()
-        try:
-            logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
-            threads = self.threads or usual_threads()
-            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
-        except MemoryError as error:
-            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
-        self.position += count
-        return logits
 
     def generate(
         self,
@@ -223,8 +231,10 @@ class Engine:
         if sampler is None and choose is None:
             yield from self._likeliest(tokens, count, stop)
             return
+        logits = None
         for i in range(count):
-            logits = self._run(tokens)
+            # Whoever chooses may keep what it was shown.
+            logits = self._run(tokens, room=logits if choose is None else None)
             if sampler is not None:
                 token = sampler.choose(_address(logits), self.vocab)
             elif choose is not None:
@@ -248,23 +258,43 @@ class Engine:
         if math.isnan(logits[token]):
             raise NstfError(_NAN)
         yield token
-        found, left, together = array("q", bytes(8 * _RUN_MOST)), count - 1, 1
-        threads, ends = self.threads or usual_threads(), list(stop)
+        left, together = count - 1, 1
         while left and token not in stop:
-            try:
-                began = time.perf_counter()
-                number, nan = self._engine.go_on(
-                    token, self.position, min(left, together), ends, _address(found), threads
-                )
-                took = time.perf_counter() - began
-            except MemoryError as error:
-                raise NstfError(f"not enough memory for {self.position + 1} tokens") from error
-            self.position += number
-            yield from found[: number - nan]
+            began = time.perf_counter()
+            found, nan = self._go_on(token, min(left, together), stop)
+            took = time.perf_counter() - began
+            yield from found[: len(found) - nan]
             if nan:
                 raise NstfError(_NAN)
-            token, left = found[number - 1], left - number
-            together = max(1, min(_RUN_MOST, int(_RUN_S * number / took)))
+            token, left = found[-1], left - len(found)
+            together = max(1, min(_RUN_MOST, int(_RUN_S * len(found) / took)))
+
+    def go_on(self, token: int, count: int, stop: frozenset[int] = frozenset()) -> array[int]:
+        """Appends `token` to the sequence and goes on with the likeliest ones: `count` of them, or up to and with one of
+        `stop`, in one call of the engine. The last of them is not in the sequence yet.
+
+        Raises as `forward`, and NstfError when the logits are NaN.
+        """
+        if count < 1:
+            raise UsageError("there are no tokens to run")
+        self._check([token], count)
+        found, nan = self._go_on(token, count, stop)
+        if nan:
+            raise NstfError(_NAN)
+        return found
+
+    def _go_on(self, token: int, count: int, stop: frozenset[int]) -> tuple[array[int], bool]:
+        """The tokens found, and whether the last one's logits were NaN."""
+        found = array("q", bytes(8 * count))
+        threads = self.threads or usual_threads()
+        try:
+            number, nan = self._engine.go_on(
+                token, self.position, count, list(stop), _address(found), threads
+            )
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
+        self.position += number
+        return found[:number], nan
 
 
 def may_repack(artifact: Artifact, exact: bool) -> bool:
