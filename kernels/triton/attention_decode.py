@@ -55,6 +55,34 @@ def _floors(at, windows, lengths):
 
 
 @triton.jit
+def _stored(
+    acc, total, top, queries, words, halves, wide, place, this, part, sinks, floors,
+    STEP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, K_BITS: tl.constexpr, K_CHANNEL: tl.constexpr,
+    K_RUNS: tl.constexpr, V_BITS: tl.constexpr, V_CHANNEL: tl.constexpr, V_RUNS: tl.constexpr, V_SKIP: tl.constexpr,
+    MASKED: tl.constexpr, QUAD: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Adds STEP positions of page `this`, stored at `place`: the part-th so many."""
+    n = position_in(part, STEP, QUAD)
+    scores = far_scores(
+        queries, words, halves, wide, place, n,
+        ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
+    )  # fmt: skip
+    if MASKED:
+        scores = _visible(scores, this * 64 + n, sinks, floors)
+    higher = tl.maximum(top, tl.max(scores, axis=0))
+    # A row may see nothing of its program's pages so far.
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - level[None, :])
+    fade = tl.exp2(top - level)
+    total = total * fade + tl.sum(weights, axis=0)
+    acc = add_far_values(
+        acc, weights, fade, words, halves, wide, place, part, n,
+        ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
+    )  # fmt: skip
+    return acc, total, higher
+
+
+@triton.jit
 def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
     near_keys,
@@ -89,6 +117,7 @@ def decode_kernel(
     MOST: tl.constexpr,
     EACH: tl.constexpr,  # pages of a program before another one helps
     STEP: tl.constexpr,  # positions of a stored page at a time: 64 or less
+    PIECE: tl.constexpr,  # positions at a time of the last pages, which some programs would be left with; 0: STEP
     NEAR: tl.constexpr,  # of the last pages
     QUAD: tl.constexpr,  # order of sums, attention_codes.py
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
@@ -117,6 +146,12 @@ def decode_kernel(
         return
     # Pages are dealt by their steps: a program more or less is a step, not a page.
     count = (far * steps - split + active - 1) // active
+    rest = 0  # steps that all programs share, in pieces
+    if PIECE > 0:
+        rest = far * steps % active
+        # Where most would have one more, pieces take longer.
+        rest = tl.where(rest * 2 <= active, rest, 0)
+        count = tl.where(rest > 0, far * steps // active, count)
     place = tl.zeros([], tl.int64)
     if count > 0:
         this = split // steps
@@ -143,35 +178,34 @@ def decode_kernel(
         unit = split + step * active
         tile = unit // steps
         part = unit % steps
-        n = position_in(part, STEP, QUAD)
         # Where the next step's page lies is known a step ahead.
         next_tile = tl.minimum((unit + active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
         ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
-        scores = far_scores(
-            queries, words, halves, wide, place, n,
-            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
+        acc, total, top = _stored(
+            acc, total, top, queries, words, halves, wide, place, tl.where(tile < front, tile, first + tile - front), part,
+            sinks, floors, STEP, ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, MASKED, QUAD,
+            WIDE, ASSEMBLY, FOLD,
         )  # fmt: skip
-        if MASKED:
-            this = tl.where(tile < front, tile, first + tile - front)
-            scores = _visible(scores, this * 64 + n, sinks, floors)
-        higher = tl.maximum(top, tl.max(scores, axis=0))
-        # A row may see nothing of its program's pages so far.
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[None, :])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, axis=0)
-        acc = add_far_values(
-            acc, weights, fade, words, halves, wide, place, part, n,
-            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
-        )  # fmt: skip
-        top = higher
         place = ahead
+    pieces = 0
+    if PIECE > 0:
+        pieces = rest * (STEP // PIECE)
+        for piece in tl.range(split, pieces, active, num_stages=1):
+            unit = far * steps - rest + piece // (STEP // PIECE)
+            tile = unit // steps
+            this = tl.where(tile < front, tile, first + tile - front)
+            part = unit % steps * (STEP // PIECE) + piece % (STEP // PIECE)
+            here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+            acc, total, top = _stored(
+                acc, total, top, queries, words, halves, wide, here, this, part, sinks, floors, PIECE, ROWS, SIZE, K_BITS,
+                K_CHANNEL, K_RUNS, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, MASKED, QUAD, WIDE, ASSEMBLY, FOLD,
+            )  # fmt: skip
 
     # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    begin = (split + active - far * steps % active) % active
+    begin = (split + active - tl.where(rest > 0, pieces, far * steps) % active) % active
     units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
     if begin < units:
         # Read anew: what is held over the loop takes registers from it.
@@ -288,6 +322,7 @@ def decode_specs(
         "K_RUNS": keys_runs,
         "V_RUNS": values_runs,
         "STEP": tile["STEP"],
+        "PIECE": tile["PIECE"] if tile["PIECE"] < tile["STEP"] else 0,
         "NEAR": min(tile["STEP"], 16 * tile["WARPS"]),
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
@@ -358,6 +393,7 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "STAGES": stages,
         "EACH": 2,
         "STEP": step,
+        "PIECE": 16 if nvidia and warps == 1 else 0,
         "RESIDENT": resident,
         "ROWS": 8 if nvidia else 16,
         "FOLD": int(nvidia),
