@@ -52,7 +52,7 @@ def _whole_block(
 
 @triton.jit
 def _masked_block(
-    acc, total, top, q, base_k, base_v, row, inside, key, from_low, low, high, scale, d,
+    acc, total, top, q, base_k, base_v, row, inside, key, from_low, low, high, scale, d, masked,
     N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds N keys of which query m sees those with from_low >= low[m] and key <= high[m].
@@ -67,8 +67,9 @@ def _masked_block(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    seen = (from_low[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
-    scores = tl.where(seen, scores, float("-inf"))
+    if masked:
+        seen = (from_low[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1) * scale)
     level = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * scale - level[:, None])
@@ -112,19 +113,21 @@ def prefill_kernel(
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits
     EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
+    QUERIES: tl.constexpr,  # of a program: 128, or 64 without lists
+    ONE: tl.constexpr,  # masked steps in the loop of the others, of as many keys
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     # Tiles with the most keys first; the heads of a KV head side by side.
     tiles = tl.num_programs(1)
-    tile = start // 128 + tiles - 1 - tl.program_id(1)
+    tile = start // QUERIES + tiles - 1 - tl.program_id(1)
     line = tl.program_id(0) // KEPT
     which = tl.program_id(0) % KEPT
     head = tl.load(members + which * 2)
     kv = tl.load(members + which * 2 + 1)
     d = tl.arange(0, SIZE)
-    m = tl.arange(0, 128)
-    at = tile * 128 + m
+    m = tl.arange(0, QUERIES)
+    at = tile * QUERIES + m
     row = at - start
     here = (row >= 0) & (row < count)
     from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
@@ -140,13 +143,14 @@ def prefill_kernel(
     near_k = near_keys + near_lane
     near_v = near_values + near_lane
 
-    acc = tl.zeros([128, SIZE], tl.float32)
-    total = tl.zeros([128], tl.float32)
-    top = tl.full([128], float("-inf"), tl.float32)
+    acc = tl.zeros([QUERIES, SIZE], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
     n = tl.arange(0, EDGE)
     # The first page that the last loop takes: of pages of 16 bits, the blocks before the diagonal's need no mask.
-    last = tile * 2
-    low = tl.zeros([128], tl.int32)
+    PAGES: tl.constexpr = QUERIES // 64
+    last = tile * PAGES
+    low = tl.zeros([QUERIES], tl.int32)
     lowest = 0  # no query sees a key between the sinks and this
     lower = 0  # where the steps of a window's lower edge begin,
     begin = 0  # and the steps that all queries see
@@ -167,7 +171,7 @@ def prefill_kernel(
         steps = (number - 1 - (tile * 2 - last) // 2) * (128 // TILE)
     else:
         if not SAME:
-            last = tl.maximum(tile * 2 - 2, 0)
+            last = tl.maximum(tile * PAGES - PAGES, 0)
         if BANDS:
             sink = tl.load(rules + head * 3)
             window = tl.load(rules + head * 3 + 1)
@@ -183,7 +187,7 @@ def prefill_kernel(
             sink_steps = (sink_end - sink_blocks * TILE + EDGE - 1) // EDGE
             edge_steps = (begin - lower) // EDGE
         steps = sink_blocks + (last * 64 - begin) // TILE
-    for i in range(steps):
+    for i in range(0 if ONE else steps):
         if LISTS:
             first = tl.load(listed + i // (128 // TILE)) * 128 + (i % (128 // TILE)) * TILE
         else:
@@ -200,12 +204,19 @@ def prefill_kernel(
         far_steps = old_steps
         near_first = last * 64
     else:
-        far_steps = old_steps + tl.maximum(tile * 2 - last, 0) * (64 // EDGE)
-        near_first = tl.maximum(tile * 2 - 1, last) * 64
+        # Of one page of queries, all read the same pages from `far`.
+        far_steps = old_steps + (tl.maximum(tile * PAGES - last, 0) * (64 // EDGE) if PAGES > 1 else 0)
+        near_first = tl.maximum(tile * PAGES - 1, last) * 64
     # A number of steps that the compiler knew would unroll them, and NVIDIA's then lets one matrix instruction wait for the
     # other in all loops of the kernel: 10 % of the time of dense attention.
-    end = tl.minimum(tile * 128 + 128, start + count)
-    for j in range(far_steps + (end - near_first + EDGE - 1) // EDGE):
+    end = tl.minimum(tile * QUERIES + QUERIES, start + count)
+    others = steps if ONE else 0
+    for i in range(far_steps + (end - near_first + EDGE - 1) // EDGE + others):
+        masked = True
+        j = i
+        if ONE:
+            masked = (i < old_steps) | (i >= old_steps + others)
+            j = tl.where(i < old_steps, i, i - others)
         is_far = j < far_steps
         from_start = tl.where(
             j < sink_steps,
@@ -216,6 +227,12 @@ def prefill_kernel(
                 tl.where(is_far, last * 64 + (j - old_steps) * EDGE, near_first + (j - far_steps) * EDGE),
             ),
         )
+        if ONE:
+            w = i - old_steps
+            from_start = tl.where(
+                masked, from_start, tl.where(w < sink_blocks, w * TILE, begin + (w - sink_blocks) * TILE)
+            )
+            is_far = is_far | (not masked)
         this = from_start + n
         high = tl.where(here, at, -1)
         base_k = near_k
@@ -244,6 +261,7 @@ def prefill_kernel(
             high,
             scale,
             d,
+            masked,
             EDGE,
             SIZE,
             WIDE,
@@ -267,7 +285,7 @@ def prefill_spec(
     tile: dict[str, int] | None = None,
 ) -> KernelSpec:
     """kept: heads of the launch; tiles: of 128 queries. `tile` overrides the choice of keys at a time, warps and stages."""
-    tile = _tile(size, lists, arch) | (tile or {})
+    tile = {"QUERIES": BLOCK, "ONE": 0} | _tile(size, lists, arch) | (tile or {})
     kind = pointer_type(dtype)
     pointers = ("q", "far_keys", "far_values", "near_keys", "near_values", "out")
     integers = ("members", "rules", "lists", "counts")
@@ -280,6 +298,8 @@ def prefill_spec(
         "BANDS": bands,
         "SAME": same,
         "EDGE": tile["EDGE"],
+        "QUERIES": tile["QUERIES"],
+        "ONE": bool(tile["ONE"]) and bands,
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
@@ -347,7 +367,8 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    tiles = (start + count - 1) // BLOCK - start // BLOCK + 1
+    each = (tile or {}).get("QUERIES", BLOCK)
+    tiles = (start + count - 1) // each - start // each + 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
         far[0].data_ptr() == near[0].data_ptr(), arch, tile,
