@@ -19,13 +19,14 @@ from torch import Tensor
 from nstf.kernels.triton.attention_append import MOST_SPLITS, POINTERS, Scratch, shared
 from nstf.kernels.triton.attention_codes import (
     add_far_values,
+    again_queries,
     far_scores,
     key_channel,
     position_in,
     value_channel,
 )
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
-from nstf.kernels.triton.attention_pages import Forms, Pages, place_of
+from nstf.kernels.triton.attention_pages import ALL, Forms, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
@@ -55,36 +56,20 @@ def _floors(at, windows, lengths):
 
 
 @triton.jit
-def _stored(
-    acc, total, top, queries, words, halves, wide, place, this, part, sinks, floors,
-    STEP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, K_BITS: tl.constexpr, K_CHANNEL: tl.constexpr,
-    K_RUNS: tl.constexpr, V_BITS: tl.constexpr, V_CHANNEL: tl.constexpr, V_RUNS: tl.constexpr, V_SKIP: tl.constexpr,
-    MASKED: tl.constexpr, QUAD: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr, FOLD: tl.constexpr,
+def _place(
+    table, line, places, page, sink, ring, offset, head, RECORD: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Adds STEP positions of page `this`, stored at `place`: the part-th so many."""
-    n = position_in(part, STEP, QUAD)
-    scores = far_scores(
-        queries, words, halves, wide, place, n,
-        ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
-    )  # fmt: skip
-    if MASKED:
-        scores = _visible(scores, this * 64 + n, sinks, floors)
-    higher = tl.maximum(top, tl.max(scores, axis=0))
-    # A row may see nothing of its program's pages so far.
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - level[None, :])
-    fade = tl.exp2(top - level)
-    total = total * fade + tl.sum(weights, axis=0)
-    acc = add_far_values(
-        acc, weights, fade, words, halves, wide, place, part, n,
-        ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
-    )  # fmt: skip
-    return acc, total, higher
+    """`place_of`, without a division where no page stands in a ring."""
+    if RING:
+        return place_of(table, line, places, page, sink, ring, offset, head, RECORD)
+    else:
+        return tl.load(table + line * places + page) + offset + head * (RECORD // 16)
 
 
 @triton.jit
 def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
+    short,  # i32 [batch, heads, SIZE / 2]: the same as float16, two in a word
     near_keys,
     near_values,
     words,
@@ -117,13 +102,14 @@ def decode_kernel(
     MOST: tl.constexpr,
     EACH: tl.constexpr,  # pages of a program before another one helps
     STEP: tl.constexpr,  # positions of a stored page at a time: 64 or less
-    PIECE: tl.constexpr,  # positions at a time of the last pages, which some programs would be left with; 0: STEP
     NEAR: tl.constexpr,  # of the last pages
     QUAD: tl.constexpr,  # order of sums, attention_codes.py
     WIDE: tl.constexpr,  # multiply in float32: the interpreter has no bfloat16
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
+    RING: tl.constexpr,  # whether pages stand in a ring
+    AGAIN: tl.constexpr,  # read queries anew for each page
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -146,27 +132,22 @@ def decode_kernel(
         return
     # Pages are dealt by their steps: a program more or less is a step, not a page.
     count = (far * steps - split + active - 1) // active
-    rest = 0  # steps that all programs share, in pieces
-    if PIECE > 0:
-        rest = far * steps % active
-        # Where most would have one more, pieces take longer.
-        rest = tl.where(rest * 2 <= active, rest, 0)
-        count = tl.where(rest > 0, far * steps // active, count)
     place = tl.zeros([], tl.int64)
     if count > 0:
         this = split // steps
         this = tl.where(this < front, this, first + this - front)
-        place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+        place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
+    # Queries that are read anew for each page come in the layout that is multiplied; those that are held would be moved
+    # from one to the other in each step.
     queries = ()
-    for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
-        if not FOLD:
-            some = some * unit_of(K_BITS)
-        queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
+    if not AGAIN:
+        for RUN in tl.static_range(K_RUNS):
+            some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+            queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -178,34 +159,43 @@ def decode_kernel(
         unit = split + step * active
         tile = unit // steps
         part = unit % steps
+        n = position_in(part, STEP, QUAD)
         # Where the next step's page lies is known a step ahead.
         next_tile = tl.minimum((unit + active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
-        ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
-        acc, total, top = _stored(
-            acc, total, top, queries, words, halves, wide, place, tl.where(tile < front, tile, first + tile - front), part,
-            sinks, floors, STEP, ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, MASKED, QUAD,
-            WIDE, ASSEMBLY, FOLD,
+        ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
+        if AGAIN:
+            # Not the same address in every step, for all that is known: or it is read once.
+            again = short + (line * (GROUP * KV) + rows)[:, None] * (SIZE // 2) + tl.minimum(step, 0) * 64
+            asked = ()
+            for RUN in tl.static_range(K_RUNS):
+                asked = asked + (again_queries(again, RUN, SIZE, K_BITS, QUAD, ASSEMBLY),)
+        else:
+            asked = queries
+        scores = far_scores(
+            asked, words, halves, wide, place, n,
+            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
         )  # fmt: skip
-        place = ahead
-    pieces = 0
-    if PIECE > 0:
-        pieces = rest * (STEP // PIECE)
-        for piece in tl.range(split, pieces, active, num_stages=1):
-            unit = far * steps - rest + piece // (STEP // PIECE)
-            tile = unit // steps
+        if MASKED:
             this = tl.where(tile < front, tile, first + tile - front)
-            part = unit % steps * (STEP // PIECE) + piece % (STEP // PIECE)
-            here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
-            acc, total, top = _stored(
-                acc, total, top, queries, words, halves, wide, here, this, part, sinks, floors, PIECE, ROWS, SIZE, K_BITS,
-                K_CHANNEL, K_RUNS, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, MASKED, QUAD, WIDE, ASSEMBLY, FOLD,
-            )  # fmt: skip
+            scores = _visible(scores, this * 64 + n, sinks, floors)
+        higher = tl.maximum(top, tl.max(scores, axis=0))
+        # A row may see nothing of its program's pages so far.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - level[None, :])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, axis=0)
+        acc = add_far_values(
+            acc, weights, fade, words, halves, wide, place, part, n,
+            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
+        )  # fmt: skip
+        top = higher
+        place = ahead
 
     # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
-    begin = (split + active - tl.where(rest > 0, pieces, far * steps) % active) % active
+    begin = (split + active - far * steps % active) % active
     units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
     if begin < units:
         # Read anew: what is held over the loop takes registers from it.
@@ -219,7 +209,7 @@ def decode_kernel(
             n = unit % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
             this = tl.where(tile < front, tile, first + tile - front)
             known = this * 64 + n <= at
-            here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+            here = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
             if K_BITS == 16:
                 from_k = wide + here * 8 + n[:, None] * SIZE
             else:
@@ -304,7 +294,7 @@ def decode_specs(
         "PDL": pdl,
     }
     nvidia = arch.startswith("sm_")
-    signature = {**types, "rules": "*i32", "parts": "*fp32", "out": dtype, "splits": "i32"}
+    signature = {**types, "short": "*i32", "rules": "*i32", "parts": "*fp32", "out": dtype, "splits": "i32"}
 
     def spec(fn: Any, given: dict[str, Any], **others: Any) -> KernelSpec:
         known = {name: value for name, value in (constants | common | given).items() if name in fn.arg_names}
@@ -322,12 +312,14 @@ def decode_specs(
         "K_RUNS": keys_runs,
         "V_RUNS": values_runs,
         "STEP": tile["STEP"],
-        "PIECE": tile["PIECE"] if tile["PIECE"] < tile["STEP"] else 0,
         "NEAR": min(tile["STEP"], 16 * tile["WARPS"]),
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
+        "RING": pages.ring > 1 or pages.sink < ALL,
+        # As for FOLD.
+        "AGAIN": bool(tile["AGAIN"]) and 256 <= size * forms.keys.bits < size * 16,
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
@@ -393,10 +385,10 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "STAGES": stages,
         "EACH": 2,
         "STEP": step,
-        "PIECE": 16 if nvidia and warps == 1 else 0,
         "RESIDENT": resident,
         "ROWS": 8 if nvidia else 16,
         "FOLD": int(nvidia),
+        "AGAIN": int(nvidia),
         "REGS": registers,
     }
 
@@ -418,7 +410,7 @@ def decode(
         pages, len(out), *shape, masked, arch, context, tile, lines=len(position) > 1
     )
     launch(
-        over_pages, room.q, pages.near_keys, pages.near_values, *pages.words(), pages.table, pages.members, rules,
-        position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
+        over_pages, room.q, room.short.view(torch.int32), pages.near_keys, pages.near_values, *pages.words(), pages.table,
+        pages.members, rules, position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
     )  # fmt: skip
     launch(merge, room.parts, pages.members, rules, position, out, over_pages.grid[1])

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
 
-A program takes 128 queries of a head, aligned in the sequence, so that its blocks are those of the plan. Key blocks that all
-of its queries see entirely run without a mask; masks are left to the block of the diagonal and the edges of sinks and
-windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a range.
+A program takes 128 queries of a head (of a narrow band 64), aligned in the sequence, so that its blocks are those of the
+plan. Key blocks that all of its queries see entirely run without a mask; masks are left to the block of the diagonal and
+the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a
+range.
 
 Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
 (attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
@@ -20,6 +21,8 @@ from nstf.kernels.triton.launching import launch
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 BLOCK = 128
+# Windows for which fewer queries a program are faster: measured at 1024, not at 4096.
+NARROW = 2048
 LOG2E = 1.4426950408889634
 
 
@@ -52,7 +55,7 @@ def _whole_block(
 
 @triton.jit
 def _masked_block(
-    acc, total, top, q, base_k, base_v, row, inside, key, from_low, low, high, scale, d, masked,
+    acc, total, top, q, base_k, base_v, row, inside, key, from_low, low, high, scale, d,
     N: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds N keys of which query m sees those with from_low >= low[m] and key <= high[m].
@@ -67,9 +70,8 @@ def _masked_block(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if masked:
-        seen = (from_low[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+    seen = (from_low[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
+    scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1) * scale)
     level = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * scale - level[:, None])
@@ -114,7 +116,6 @@ def prefill_kernel(
     SAME: tl.constexpr,  # near is far: pages of 16 bits
     EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
     QUERIES: tl.constexpr,  # of a program: 128, or 64 without lists
-    ONE: tl.constexpr,  # masked steps in the loop of the others, of as many keys
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -187,7 +188,7 @@ def prefill_kernel(
             sink_steps = (sink_end - sink_blocks * TILE + EDGE - 1) // EDGE
             edge_steps = (begin - lower) // EDGE
         steps = sink_blocks + (last * 64 - begin) // TILE
-    for i in range(0 if ONE else steps):
+    for i in range(steps):
         if LISTS:
             first = tl.load(listed + i // (128 // TILE)) * 128 + (i % (128 // TILE)) * TILE
         else:
@@ -210,13 +211,7 @@ def prefill_kernel(
     # A number of steps that the compiler knew would unroll them, and NVIDIA's then lets one matrix instruction wait for the
     # other in all loops of the kernel: 10 % of the time of dense attention.
     end = tl.minimum(tile * QUERIES + QUERIES, start + count)
-    others = steps if ONE else 0
-    for i in range(far_steps + (end - near_first + EDGE - 1) // EDGE + others):
-        masked = True
-        j = i
-        if ONE:
-            masked = (i < old_steps) | (i >= old_steps + others)
-            j = tl.where(i < old_steps, i, i - others)
+    for j in range(far_steps + (end - near_first + EDGE - 1) // EDGE):
         is_far = j < far_steps
         from_start = tl.where(
             j < sink_steps,
@@ -227,12 +222,6 @@ def prefill_kernel(
                 tl.where(is_far, last * 64 + (j - old_steps) * EDGE, near_first + (j - far_steps) * EDGE),
             ),
         )
-        if ONE:
-            w = i - old_steps
-            from_start = tl.where(
-                masked, from_start, tl.where(w < sink_blocks, w * TILE, begin + (w - sink_blocks) * TILE)
-            )
-            is_far = is_far | (not masked)
         this = from_start + n
         high = tl.where(here, at, -1)
         base_k = near_k
@@ -261,7 +250,6 @@ def prefill_kernel(
             high,
             scale,
             d,
-            masked,
             EDGE,
             SIZE,
             WIDE,
@@ -283,9 +271,11 @@ def prefill_spec(
     same: bool,
     arch: str,
     tile: dict[str, int] | None = None,
+    narrow: bool = False,
 ) -> KernelSpec:
-    """kept: heads of the launch; tiles: of 128 queries. `tile` overrides the choice of keys at a time, warps and stages."""
-    tile = {"QUERIES": BLOCK, "ONE": 0} | _tile(size, lists, arch) | (tile or {})
+    """kept: heads of the launch; tiles: of its queries. narrow: as in `prefill`. `tile` overrides the choice of keys at a
+    time, warps and so on."""
+    tile = _tile(size, lists, arch, narrow) | (tile or {})
     kind = pointer_type(dtype)
     pointers = ("q", "far_keys", "far_values", "near_keys", "near_values", "out")
     integers = ("members", "rules", "lists", "counts")
@@ -299,7 +289,6 @@ def prefill_spec(
         "SAME": same,
         "EDGE": tile["EDGE"],
         "QUERIES": tile["QUERIES"],
-        "ONE": bool(tile["ONE"]) and bands,
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
@@ -318,20 +307,26 @@ def prefill_spec(
     )
 
 
-def _tile(size: int, lists: bool, arch: str) -> dict[str, int]:
-    """Keys at a time, warps and stages: what compiles without spills and fits local memory.
+def _tile(size: int, lists: bool, arch: str, narrow: bool) -> dict[str, int]:
+    """Queries and keys at a time, warps and stages: what compiles without spills and fits local memory.
 
     Timed on an H200 with heads of 128: 64 keys and three stages for ranges and bands, of lists only what stands here.
+    Narrow bands: 64 queries have fewer masked steps, and the start and the end of one program overlaps the other of its
+    multiprocessor.
     """
     if arch.startswith("sm_"):
+        if size == 128 and narrow:
+            return {"QUERIES": 64, "TILE": 64, "WARPS": 4, "STAGES": 3, "EDGE": 64}
         if size == 128 and not lists:
-            return {"TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64}
-        return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
+            return {"QUERIES": BLOCK, "TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64}
+        keys = 128 if size <= 128 else 64
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):
         keys = 16 if size > 64 else 32
-        return {"TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
     lds = architecture(arch).lds_bytes_per_group
     return {
+        "QUERIES": BLOCK,
         "TILE": 64 if size <= 128 or lds > 65536 else 32,
         "WARPS": 4 if size <= 64 else 8,
         "STAGES": 1,
@@ -353,6 +348,7 @@ def prefill(
     bands: bool = False,
     lists: tuple[Tensor, Tensor] | None = None,
     tile: dict[str, int] | None = None,
+    narrow: bool = False,
 ) -> None:
     """Attention of some heads, written into out [batch, count, heads, size].
 
@@ -360,6 +356,7 @@ def prefill(
     [batch, KV, rows, size], row p is position p, of all pages that are read in their stored form; near: those from
     near_start on, a multiple of 64, as they came. For pages of 16 bits both may be the same. members: int32 [kept, 2],
     each head and its KV head in far and near. rules: int32 [heads, 3]; without `bands` they are not looked at.
+    narrow: bands of at most NARROW positions.
     lists: (blocks int32 [kept, tiles, most], counts int32 [kept, tiles]) of batch 1 (attention_predict.py).
     """
     batch, heads, count, size = q.shape
@@ -367,11 +364,13 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    each = (tile or {}).get("QUERIES", BLOCK)
+    each = _tile(size, lists is not None, arch, narrow)["QUERIES"]
+    if tile is not None:
+        each = tile.get("QUERIES", each)
     tiles = (start + count - 1) // each - start // each + 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
-        far[0].data_ptr() == near[0].data_ptr(), arch, tile,
+        far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow,
     )  # fmt: skip
     blocks, counts = lists or (members, members)
     launch(
