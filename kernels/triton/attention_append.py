@@ -34,7 +34,6 @@ def append_kernel(
     sin,
     position,  # i64 [1], or [batch] where LINES
     q,  # f32 [batch, heads, SIZE]
-    short,  # f16, the same
     near_keys,
     near_values,
     words,
@@ -90,9 +89,8 @@ def append_kernel(
     if K_ROTATE:
         turned = turned_by_hadamard(turned, ROWS, SIZE)
         key = turned_by_hadamard(key, 2, SIZE)
-    into = (line * (GROUP * KV) + number * GROUP + g)[:, None] * SIZE + d[None, :]
-    tl.store(q + into, turned, mask=(g < GROUP)[:, None])
-    tl.store(short + into, turned.to(tl.float16), mask=(g < GROUP)[:, None])
+    into = q + (line * (GROUP * KV) + number * GROUP + g)[:, None] * SIZE + d[None, :]
+    tl.store(into, turned, mask=(g < GROUP)[:, None])
     from_v = (GROUP + 1) * KV * SIZE + number * SIZE + (two * 0)[:, None] + d[None, :]
     value = tl.load(here + from_v).to(tl.float32)
     if BIAS:
@@ -136,7 +134,6 @@ class Scratch:
     """Where the queries of a layer and the parts of their results lie: for launches that follow one another."""
 
     q: Tensor
-    short: Tensor
     parts: Tensor
 
 
@@ -148,7 +145,6 @@ def rows_of(group: int) -> int:
 def scratch(batch: int, heads: int, kv_heads: int, size: int, device: torch.device) -> Scratch:
     return Scratch(
         torch.empty(batch * heads * size, device=device),
-        torch.empty(batch * heads * size, dtype=torch.float16, device=device),
         torch.empty(batch * heads * MOST_SPLITS * (size + 2), device=device),
     )
 
@@ -159,7 +155,6 @@ def shared(pages: Pages, batch: int, heads: int, kv_heads: int) -> tuple[dict[st
     types = {
         "position": "*i64",
         "q": "*fp32",
-        "short": "*fp16",
         "near_keys": dtype,
         "near_values": dtype,
         "words": "*i32",
@@ -188,7 +183,6 @@ def shared(pages: Pages, batch: int, heads: int, kv_heads: int) -> tuple[dict[st
 
 POINTERS = (
     "q",
-    "short",
     "near_keys",
     "near_values",
     "words",
@@ -267,7 +261,7 @@ def append(
     spec = append_spec(pages, len(qkv), *shape, *given, arch, lines=len(position) > 1, turn=len(cos) > 1)
     q_gain, k_gain = gains or (cos, cos)
     launch(
-        spec, qkv, cos if bias is None else bias, q_gain, k_gain, cos, sin, position, room.q, room.short,
+        spec, qkv, cos if bias is None else bias, q_gain, k_gain, cos, sin, position, room.q,
         pages.near_keys, pages.near_values, *pages.words(), pages.table, pages.members, pages.table.shape[1],
         pages.offset, pages.sink, pages.ring, scale * LOG2E, epsilon,
     )  # fmt: skip

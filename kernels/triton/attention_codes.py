@@ -8,8 +8,8 @@ is that of 16-bit pages. The two halves of a word follow one another along the s
 on NVIDIA a register of two numbers is a register of a matrix instruction's operand as it stands. Fields are multiplied one
 after the other; with a join of all fields Triton would go through local memory.
 
-Minimums and scales of 4 and 2 bits are eighths (attention_record.py), and so are the numbers: scores and sums of values are
-multiplied by 8 at the end.
+Minimums and scales of 4 and 2 bits are eighths (attention_record.py), and so are the numbers: queries are multiplied by 8
+beforehand, and sums of values at the end.
 
 Keys and values are the left operands and queries and weights the right ones: matrix instructions have 16 rows and 8 columns,
 and a key has few queries.
@@ -220,25 +220,15 @@ def _halves_of(words, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def again_queries(
-    rows, RUN: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, QUAD: tl.constexpr, ASSEMBLY: tl.constexpr
-):
-    """Queries of a run of keys, f16 [channels, ROWS] in the order of the sum. rows [ROWS, 1]: where their words begin."""
-    W: tl.constexpr = SIZE * BITS // 32
-    B: tl.constexpr = W if W < 32 else 32
-    FIELDS: tl.constexpr = 16 // BITS
-    pair = (RUN % FIELDS) * W + RUN // FIELDS * B + tl.arange(0, B)
-    one, two = _halves_of(_quads(tl.load(rows + pair[None, :]), QUAD), ASSEMBLY)
-    return tl.trans(tl.reshape(tl.join(one, two), [rows.shape[0], 2 * B]))
-
-
-@triton.jit
 def _folded_scores(
     queries, words, at, n,
     ROWS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr,
     QUAD: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page."""
+    """Scores [n, ROWS] of keys by channel: the sum of (q step) code over the channels, and the sum of q low, once a page.
+
+    Queries are not multiplied by `unit_of` before, but scores after: q step has to stay within float16.
+    """
     N: tl.constexpr = n.shape[0]
     W: tl.constexpr = SIZE * BITS // 32
     B: tl.constexpr = W if W < 32 else 32
@@ -314,7 +304,6 @@ def far_scores(
             lower, upper = _values(fields, low + zero, step + zero, BITS, ASSEMBLY)
             numbers = tl.reshape(tl.join(lower, upper), [N, 2 * PAIRS])
             scores = tl.dot(numbers, queries[RUN], scores)
-        scores = scores * unit_of(BITS)
     return scores
 
 

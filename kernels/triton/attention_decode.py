@@ -19,7 +19,6 @@ from torch import Tensor
 from nstf.kernels.triton.attention_append import MOST_SPLITS, POINTERS, Scratch, shared
 from nstf.kernels.triton.attention_codes import (
     add_far_values,
-    again_queries,
     far_scores,
     key_channel,
     position_in,
@@ -59,7 +58,7 @@ def _floors(at, windows, lengths):
 def _place(
     table, line, places, page, sink, ring, offset, head, RECORD: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """`place_of`, without a division where no page stands in a ring."""
+    """`place_of`, without its division where no page stands in a ring."""
     if RING:
         return place_of(table, line, places, page, sink, ring, offset, head, RECORD)
     else:
@@ -69,7 +68,6 @@ def _place(
 @triton.jit
 def decode_kernel(
     q,  # f32 [batch, heads, SIZE], turned, times scale log2(e)
-    short,  # i32 [batch, heads, SIZE / 2]: the same as float16, two in a word
     near_keys,
     near_values,
     words,
@@ -109,7 +107,6 @@ def decode_kernel(
     PDL: tl.constexpr,
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
     RING: tl.constexpr,  # whether pages stand in a ring
-    AGAIN: tl.constexpr,  # read queries anew for each page
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -141,13 +138,12 @@ def decode_kernel(
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
-    # Queries that are read anew for each page come in the layout that is multiplied; those that are held would be moved
-    # from one to the other in each step.
     queries = ()
-    if not AGAIN:
-        for RUN in tl.static_range(K_RUNS):
-            some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
-            queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
+    for RUN in tl.static_range(K_RUNS):
+        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+        if not FOLD:
+            some = some * unit_of(K_BITS)
+        queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -164,16 +160,8 @@ def decode_kernel(
         next_tile = tl.minimum((unit + active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
         ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
-        if AGAIN:
-            # Not the same address in every step, for all that is known: or it is read once.
-            again = short + (line * (GROUP * KV) + rows)[:, None] * (SIZE // 2) + tl.minimum(step, 0) * 64
-            asked = ()
-            for RUN in tl.static_range(K_RUNS):
-                asked = asked + (again_queries(again, RUN, SIZE, K_BITS, QUAD, ASSEMBLY),)
-        else:
-            asked = queries
         scores = far_scores(
-            asked, words, halves, wide, place, n,
+            queries, words, halves, wide, place, n,
             ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
         )  # fmt: skip
         if MASKED:
@@ -294,7 +282,7 @@ def decode_specs(
         "PDL": pdl,
     }
     nvidia = arch.startswith("sm_")
-    signature = {**types, "short": "*i32", "rules": "*i32", "parts": "*fp32", "out": dtype, "splits": "i32"}
+    signature = {**types, "rules": "*i32", "parts": "*fp32", "out": dtype, "splits": "i32"}
 
     def spec(fn: Any, given: dict[str, Any], **others: Any) -> KernelSpec:
         known = {name: value for name, value in (constants | common | given).items() if name in fn.arg_names}
@@ -316,10 +304,8 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
-        # Eight words of a row at least: fewer hold two runs of channels side by side.
         "RING": pages.ring > 1 or pages.sink < ALL,
-        # As for FOLD.
-        "AGAIN": bool(tile["AGAIN"]) and 256 <= size * forms.keys.bits < size * 16,
+        # Eight words of a row at least: fewer hold two runs of channels side by side.
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
@@ -388,7 +374,6 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "RESIDENT": resident,
         "ROWS": 8 if nvidia else 16,
         "FOLD": int(nvidia),
-        "AGAIN": int(nvidia),
         "REGS": registers,
     }
 
@@ -410,7 +395,7 @@ def decode(
         pages, len(out), *shape, masked, arch, context, tile, lines=len(position) > 1
     )
     launch(
-        over_pages, room.q, room.short.view(torch.int32), pages.near_keys, pages.near_values, *pages.words(), pages.table,
-        pages.members, rules, position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
+        over_pages, room.q, pages.near_keys, pages.near_values, *pages.words(), pages.table, pages.members, rules,
+        position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
     )  # fmt: skip
     launch(merge, room.parts, pages.members, rules, position, out, over_pages.grid[1])

@@ -110,7 +110,7 @@ def prefill_kernel(
     scale,  # times log2(e)
     KEPT: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,  # keys of an unmasked step: 32, 64 or 128
+    TILE: tl.constexpr,  # keys of an unmasked step: 32, 64 or 128, no more than QUERIES
     LISTS: tl.constexpr,
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits

@@ -211,7 +211,9 @@ PREFILL = {
     "bands": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200")),
     # Narrow ones in tiles of 64 queries, on NVIDIA.
     "bands of 128 channels": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200"), size=128),
-    "codes and bands of 128": Prefill((256, 70), ("0 90 0", "70 130 0", "20 50 0", "full"), "4c", "4t", size=128),
+    "codes and bands of 128": Prefill(
+        (256, 70), ("0 90 0", "70 130 0", "20 50 0", "full"), "4c", "4t", size=128
+    ),
     "a narrow band": Prefill((400,), ("0 1 0", "200 10 0", "64 64 0", "130 200 350")),
     "blocks": Prefill((512, 256, 100), ("0.5/16 0", "0.8/8 300", "full", "0.3/16 0")),
     "blocks and codes": Prefill((256, 70), ("full", "20 50 0", "0.6/16 0", "full"), "4c", "4t"),
