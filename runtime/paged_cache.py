@@ -230,8 +230,6 @@ class LayerCache:
             v = rotated(v).to(v.dtype)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         far, near, near_start = self._read(pages, segment, k, v, start)
-        rules = [self.plan.layer.heads[head].streaming for head, _ in segment.banded]
-        narrow = all(rule is not None and rule[0] + rule[1] <= NARROW for rule in rules)
         for pairs, bands in ((segment.dense, False), (segment.banded, True)):
             if pairs:
                 prefill(
@@ -246,7 +244,7 @@ class LayerCache:
                     scale,
                     self.arch,
                     bands,
-                    narrow=bands and narrow,
+                    narrow=bands and segment.widest <= NARROW,
                 )
         for stride, pairs in segment.sparse:
             members, (thresholds, lengths) = self._pairs[pairs], self._sparse[pairs]
