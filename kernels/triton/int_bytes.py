@@ -23,6 +23,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.int_bytes_operands import (
+    BLOCKS,
+    block_scales,
+    block_words,
+    digit_pair,
+    eight_activations,
+    has_place,
+    inverse_power,
+    is_upper,
+    joined,
+    masked,
+    meets,
+    places_of,
+    prefetch,
+    row_scales,
+    runs_of,
+    scale_at,
+)
 from nstf.kernels.triton.launching import (
     launch,
     layout_name,
@@ -46,198 +64,7 @@ LARGEST_BATCH = 2
 LEAST_WEIGHTS = 50_000_000
 # Runs of a sum: more would leave the bits of a float32's mantissa.
 MOST_RUNS = 4
-_BLOCKS = tl.constexpr(2)  # of rows on their way
-_AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
-
-
-@triton.constexpr_function
-def _runs(bits):
-    """Runs of a word."""
-    return 16 // bits
-
-
-@triton.constexpr_function
-def _place(bits, r):
-    """Bit of its byte where a code of a run begins."""
-    # Of ten codes of 3 bits the third pair lies across two bytes, and is moved to the lower one.
-    return (0, 3, 0, 1, 4)[r % 5] if bits == 3 else r % (16 // bits) % (8 // bits) * bits
-
-
-@triton.constexpr_function
-def _upper(bits, r):
-    """Whether codes of a run are in the upper byte of their half of a word."""
-    return r % 5 > 2 if bits == 3 else r % (16 // bits) >= 8 // bits
-
-
-@triton.constexpr_function
-def _places(bits):
-    """All places of a word's codes."""
-    return (0, 1, 3, 4) if bits == 3 else tuple(range(0, 8, bits))
-
-
-@triton.constexpr_function
-def _joined(bits, flush):
-    """Whether the two runs that a masked word has codes of end in one sum."""
-    return bits != 3 and flush % (16 // bits) == 0
-
-
-@triton.constexpr_function
-def _meets(bits, r, flush, place):
-    """Whether a run has an operand of its own, with codes at this place."""
-    joined = bits != 3 and flush % (16 // bits) == 0
-    at = (0, 3, 0, 1, 4)[r % 5] if bits == 3 else r % (16 // bits) % (8 // bits) * bits
-    return at == place and not (joined and r % (16 // bits) >= 8 // bits)
-
-
-@triton.constexpr_function
-def _any(bits, begin, flush, place):
-    """Whether a sum has codes at this place."""
-    found = [
-        (0, 3, 0, 1, 4)[r % 5] if bits == 3 else r % (16 // bits) % (8 // bits) * bits
-        for r in range(begin, begin + flush)
-    ]
-    return place in found
-
-
-@triton.constexpr_function
-def _half_of(place):
-    return 2.0**-place
-
-
-@triton.jit
-def _masked(w, BITS: tl.constexpr, J: tl.constexpr):
-    """The codes of run J of words, each where it lies in its byte."""
-    if BITS == 3:
-        if J == 2:
-            return (w >> 6) & 0x00070007
-        elif J % 3 == 0:
-            return w & 0x0E070E07
-        else:
-            return w & 0x70387038
-    else:
-        return w & ((((1 << BITS) - 1) << _place(BITS, J)) * 0x01010101)
-
-
-@triton.jit
-def _pair(n0, n1, which, HARDWARE: tl.constexpr):
-    """A digit of two numbers, each of them twice."""
-    if HARDWARE == 1:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [n0, n1, which * 0x1111 + 0x4400], tl.uint32, True, 1
-        )
-    else:
-        return ((n0 >> (which * 8)) & 0xFF) * 0x0101 + ((n1 >> (which * 8)) & 0xFF) * 0x01010000
-
-
-@triton.jit
-def _activations(x, line, k, batch, cols, end):
-    """[n, 8]: neighbours in a row of activations from column k on, 0 from column `end` on."""
-    at = k[:, None] + tl.arange(0, 8)[None, :]
-    return tl.load(x + line[:, None] * cols + at, mask=(at < end) & (line < batch)[:, None], other=0.0)
-
-
-@triton.jit
-def _words(
-    words, first, rows, width, chunk, g, t, CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS16: tl.constexpr
-):
-    """The words of 16 rows: for each chunk four of row g, then four of row g + 8."""
-    found = ()
-    for c in tl.static_range(CHUNKS):
-        own = chunk + c
-        if not EVEN:
-            # Beyond the last chunk activations are zero.
-            own = tl.minimum(own, width // 16 - 1)
-        for h in tl.static_range(2):
-            row = g + 8 * h
-            if not ROWS16:
-                row = tl.minimum(row, rows - 1 - first)
-            # What all blocks share last: it stays in registers.
-            at = words + first.to(tl.int64) * width + (row * width + own * 16 + t * 4)[:, None]
-            some = tl.load(at + tl.arange(0, 4)[None, :], mask=first < rows)
-            found = found + columns_of(some.to(tl.uint32, bitcast=True), 4)
-    return found
-
-
-@triton.jit
-def _scales(
-    array, first, rows, run, g,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, FLUSH: tl.constexpr, WIDE: tl.constexpr,
-    ROWS16: tl.constexpr,
-):  # fmt: skip
-    """The stored scales of rows g and g + 8 for each sum of FLUSH runs, first all of row g; WIDE: words of their bytes."""
-    COUNT: tl.constexpr = RUNS // FLUSH
-    BYTES: tl.constexpr = array.dtype.element_ty.primitive_bitwidth // 8
-    found = ()
-    for h in tl.static_range(2):
-        row = g + 8 * h
-        if not ROWS16:
-            row = tl.minimum(row, rows - 1 - first)
-        if WIDE:
-            # One word for each lane: with a second dimension Triton may deal them to other lanes.
-            at = array + first.to(tl.int64) * GROUPS + (row * GROUPS + run // FLUSH)
-            for i in tl.static_range((COUNT * BYTES + 7) // 8):
-                if COUNT * BYTES == 2:
-                    some = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=first < rows, other=0)
-                    found = found + (some.to(tl.uint32),)
-                elif COUNT * BYTES == 4:
-                    found = found + (tl.load(at.to(tl.pointer_type(tl.uint32)), mask=first < rows, other=0),)
-                else:
-                    some = tl.load(at.to(tl.pointer_type(tl.uint64)) + i, mask=first < rows, other=0)
-                    found = found + (some.to(tl.uint32), (some >> 32).to(tl.uint32))
-        else:
-            for f in tl.static_range(COUNT):
-                if GROUP == FLUSH * 32:
-                    # One address for all of them.
-                    group = run // FLUSH + f
-                    at = array + first.to(tl.int64) * GROUPS + (row * GROUPS + run // FLUSH) + f
-                else:
-                    group = (run + f * FLUSH) // (GROUP // 32)
-                    at = array + first.to(tl.int64) * GROUPS + (row * GROUPS + group)
-                found = found + (tl.load(at, mask=(first < rows) & (group < GROUPS), other=0),)
-    return found
-
-
-@triton.jit
-def _row_scales(array, first, rows, g):
-    """Of rows g and g + 8."""
-    found = ()
-    for h in tl.static_range(2):
-        row = first + g + 8 * h
-        found = found + (tl.load(array + row, mask=row < rows, other=0.0),)
-    return found
-
-
-@triton.jit
-def _scale(
-    found, B: tl.constexpr, F: tl.constexpr, H: tl.constexpr, COUNT: tl.constexpr, BYTES: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Of what `_scales` found for all blocks that of sum F of block B in row g or (H = 1) g + 8, as float32."""
-    if not WIDE:
-        stored = found[(2 * B + H) * COUNT + F]
-    else:
-        word = found[(2 * B + H) * (len(found) // _BLOCKS // 2) + F * BYTES // 4]
-        if BYTES == 2:
-            stored = (word >> (F % 2 * 16)).to(tl.uint16).to(tl.float16, bitcast=True)
-        else:
-            stored = (word >> (F % 4 * 8)) & 0xFF
-    if BYTES == 2:
-        return stored.to(tl.float32)
-    else:
-        # A step of 1 to 256, by its bits beside 2^23: conversions are slow.
-        return (stored.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.0
-
-
-@triton.jit
-def _ask_for(words, first, rows, width, chunk, lane, CHUNKS: tl.constexpr):
-    """The words of 16 rows on their way to the second-level cache."""
-    for k in tl.static_range((CHUNKS + 3) // 4):
-        row = tl.minimum(first + lane % 16, rows - 1)
-        word = tl.minimum(chunk * 16 + (2 * k + lane // 16) * 32, width - 1)
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l", [(words + row * width + word).to(tl.int64)], tl.uint32, False, 1,
-        )  # fmt: skip
+AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
 
 
 @triton.jit(do_not_specialize=["batch", "each"])
@@ -268,7 +95,7 @@ def int_bytes_kernel(
     J: tl.constexpr = 16 // BITS
     RUNS: tl.constexpr = CHUNKS * J
     SUMS: tl.constexpr = RUNS // FLUSH
-    PLACES: tl.constexpr = _places(BITS)
+    PLACES: tl.constexpr = places_of(BITS)
     BYTES: tl.constexpr = 1 if STEPS else 2
 
     if PDL:
@@ -287,16 +114,16 @@ def int_bytes_kernel(
     w = ()
     scales = ()
     factors = ()
-    for b in tl.static_range(_BLOCKS):
+    for b in tl.static_range(BLOCKS):
         if STEPS:
-            factors = factors + _row_scales(row_scale, begin + b * step, rows, g)
-        w = w + _words(words, begin + b * step, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
-        scales = scales + _scales(
+            factors = factors + row_scales(row_scale, begin + b * step, rows, g)
+        w = w + block_words(words, begin + b * step, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
+        scales = scales + block_scales(
             scale, begin + b * step, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
         )
     if PDL:
-        for d in tl.static_range(_AHEAD):
-            _ask_for(words, begin + (_BLOCKS + d) * step, rows, width, chunk, i % 32, CHUNKS)
+        for d in tl.static_range(AHEAD):
+            prefetch(words, begin + (BLOCKS + d) * step, rows, width, chunk, i % 32, CHUNKS)
         tl.extra.cuda.gdc_wait()
 
     # The largest number of a warp's columns: sixteen lanes for each of two rows of activations.
@@ -307,11 +134,11 @@ def int_bytes_kernel(
     for q in tl.static_range((RUNS + 3) // 4):
         own = (g % 4 * 4 + t + 16 * q) * 8
         slices = slices + (
-            _activations(x, line, tl.where(own < RUNS * 32, run * 32 + own, end), batch, cols, end),
+            eight_activations(x, line, tl.where(own < RUNS * 32, run * 32 + own, end), batch, cols, end),
         )
     some = ()
     for r in tl.static_range(RUNS):
-        some = some + (_activations(x, line, (run + r) * 32 + t * 8, batch, cols, end),)
+        some = some + (eight_activations(x, line, (run + r) * 32 + t * 8, batch, cols, end),)
     for q in tl.static_range((RUNS + 3) // 4):
         values = columns_of(slices[q].to(tl.float32), 8)
         for j in tl.static_range(8):
@@ -335,18 +162,18 @@ def int_bytes_kernel(
         for m in tl.static_range(4):
             n0 = number_of(values[2 * m], up, 0x8080)
             n1 = number_of(values[2 * m + 1], up, 0x8080)
-            pairs = pairs + (_pair(n0, n1, which, HARDWARE),)
+            pairs = pairs + (digit_pair(n0, n1, which, HARDWARE),)
     # What the codes of each run meet: with the run that has the other bytes, where both end in one sum.
     met = ()
     for r in tl.static_range(RUNS):
         for m in tl.static_range(4):
-            if _joined(BITS, FLUSH):
-                if _upper(BITS, r):
+            if joined(BITS, FLUSH):
+                if is_upper(BITS, r):
                     met = met + (pairs[4 * r + m],)
                 else:
-                    other = pairs[4 * (r + _runs(BITS) // 2) + m]
+                    other = pairs[4 * (r + runs_of(BITS) // 2) + m]
                     met = met + ((pairs[4 * r + m] & 0x00FF00FF) | (other & 0xFF00FF00),)
-            elif _upper(BITS, r):
+            elif is_upper(BITS, r):
                 met = met + (pairs[4 * r + m] & 0xFF00FF00,)
             else:
                 met = met + (pairs[4 * r + m] & 0x00FF00FF,)
@@ -359,7 +186,7 @@ def int_bytes_kernel(
         for e in tl.static_range(len(PLACES)):
             acc = (zero, zero, zero, zero)
             for r in tl.static_range(f * FLUSH, (f + 1) * FLUSH):
-                if _meets(BITS, r, FLUSH, PLACES[e]):
+                if meets(BITS, r, FLUSH, PLACES[e]):
                     one = zero.to(tl.uint32, bitcast=True) + (1 << (BITS - 1 + PLACES[e])) * 0x01010101
                     for m in tl.static_range(2):
                         acc = mma_bytes(
@@ -377,33 +204,35 @@ def int_bytes_kernel(
         next_scales = ()
         next_factors = ()
         sums = ()
-        for b in tl.static_range(_BLOCKS):
+        for b in tl.static_range(BLOCKS):
             total = (zero.to(tl.float32), zero.to(tl.float32), zero.to(tl.float32), zero.to(tl.float32))
             for f in tl.static_range(SUMS):
                 part = (zero.to(tl.float32), zero.to(tl.float32), zero.to(tl.float32), zero.to(tl.float32))
                 for e in tl.static_range(len(PLACES)):
-                    if _any(BITS, f * FLUSH, FLUSH, PLACES[e]):
+                    if has_place(BITS, f * FLUSH, FLUSH, PLACES[e]):
                         acc = (magic, magic, magic, magic)
                         for r in tl.static_range(f * FLUSH, (f + 1) * FLUSH):
-                            if _meets(BITS, r, FLUSH, PLACES[e]):
+                            if meets(BITS, r, FLUSH, PLACES[e]):
                                 for m in tl.static_range(2):
                                     acc = mma_bytes(
-                                        _masked(w[(b * CHUNKS + r // J) * 8 + 2 * m], BITS, r % J),
-                                        _masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 4], BITS, r % J),
-                                        _masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 1], BITS, r % J),
-                                        _masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 5], BITS, r % J),
+                                        masked(w[(b * CHUNKS + r // J) * 8 + 2 * m], BITS, r % J),
+                                        masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 4], BITS, r % J),
+                                        masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 1], BITS, r % J),
+                                        masked(w[(b * CHUNKS + r // J) * 8 + 2 * m + 5], BITS, r % J),
                                         met[4 * r + 2 * m], met[4 * r + 2 * m + 1], acc, S, HARDWARE,
                                     )  # fmt: skip
                         left = offsets[2 * (f * len(PLACES) + e)]
                         right = offsets[2 * (f * len(PLACES) + e) + 1]
                         part = (
-                            part[0] + (acc[0].to(tl.float32, bitcast=True) - left) * _half_of(PLACES[e]),
-                            part[1] + (acc[1].to(tl.float32, bitcast=True) - right) * _half_of(PLACES[e]),
-                            part[2] + (acc[2].to(tl.float32, bitcast=True) - left) * _half_of(PLACES[e]),
-                            part[3] + (acc[3].to(tl.float32, bitcast=True) - right) * _half_of(PLACES[e]),
+                            part[0] + (acc[0].to(tl.float32, bitcast=True) - left) * inverse_power(PLACES[e]),
+                            part[1]
+                            + (acc[1].to(tl.float32, bitcast=True) - right) * inverse_power(PLACES[e]),
+                            part[2] + (acc[2].to(tl.float32, bitcast=True) - left) * inverse_power(PLACES[e]),
+                            part[3]
+                            + (acc[3].to(tl.float32, bitcast=True) - right) * inverse_power(PLACES[e]),
                         )
-                upper_scale = _scale(scales, b, f, 0, SUMS, BYTES, WIDE)
-                lower_scale = _scale(scales, b, f, 1, SUMS, BYTES, WIDE)
+                upper_scale = scale_at(scales, b, f, 0, SUMS, BYTES, WIDE)
+                lower_scale = scale_at(scales, b, f, 1, SUMS, BYTES, WIDE)
                 total = (
                     total[0] + part[0] * upper_scale,
                     total[1] + part[1] * upper_scale,
@@ -417,11 +246,11 @@ def int_bytes_kernel(
                 lower *= factors[2 * b + 1]
             sums = sums + (tl.reshape(tl.join(upper, lower), [S, 8, 4, 2]),)
             # Into the registers that have just become free.
-            later = first + (_BLOCKS + b) * step
+            later = first + (BLOCKS + b) * step
             if STEPS:
-                next_factors = next_factors + _row_scales(row_scale, later, rows, g)
-            coming = coming + _words(words, later, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
-            next_scales = next_scales + _scales(
+                next_factors = next_factors + row_scales(row_scale, later, rows, g)
+            coming = coming + block_words(words, later, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
+            next_scales = next_scales + block_scales(
                 scale, later, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
             )
         w = coming
