@@ -98,10 +98,8 @@ class Products:
             shape = matrix.shape if matrix.lead < len(matrix.shape) else (*matrix.shape, 1)
             found = []
             for atom, times in atoms_of(matrix.tree, shape, matrix.lead):
-                each = atom.rows * atom.cols
-                weights = times * each
-                families = ("cuda", "hip", "avx2", "avx512", "neon")
-                work = {f: weights * work_of(atom.leaf, f, each) for f in families}
+                weights = times * atom.rows * atom.cols
+                work = {f: weights * work_of(atom.leaf, f) for f in ("cuda", "hip", "avx2", "avx512", "neon")}
                 found.append(Leaf(times * atom.size_bytes, weights, work, atom.leaf.kind == "trellis"))
             self._leaves[matrix.key] = tuple(found)
         return self._leaves[matrix.key]
