@@ -35,6 +35,8 @@ ROUNDS = 3
 SLOW_SECONDS = 0.25
 # What attention, norms and launches add to the products where nothing was run [a].
 OTHER_SHARE = 0.08
+# The same on GPUs: 0.09 to 0.29 for five formats on an H200 (docs/gpu_speed.md, 8B shape, stacks priced as one matrix) [h].
+GPU_SHARE = 0.2
 _FOUR_BITS = Node("int", integer.Params(bits=4, group=32, symmetric=True, scale_bits=8))
 
 
@@ -55,7 +57,7 @@ class Token:
         if not products_seconds or self._config is None:
             return None
         if not (target.is_cpu and target.here):
-            return 1.0 / (products_seconds * (1 + OTHER_SHARE))
+            return 1.0 / (products_seconds * (1 + _share(target)))
         other = self._beside(target)
         return None if other is None else 1.0 / max(products_seconds + other, 0.5 * products_seconds)
 
@@ -76,7 +78,7 @@ class Token:
     def products(self, target: Target, rate: float) -> float:
         """The seconds that products may take at a rate of tokens a second; the inverse of `rate`."""
         if not (target.is_cpu and target.here):
-            return 1.0 / rate / (1 + OTHER_SHARE)
+            return 1.0 / rate / (1 + _share(target))
         return 1.0 / rate - (self._beside(target) or 0.0)
 
     def _beside(self, target: Target) -> float | None:
@@ -119,6 +121,10 @@ class Token:
     def _at(self, target: Target, shape: tuple[int, int]) -> float:
         at = self._prices.targets.index(target)
         return self._prices.seconds((_FOUR_BITS, shape, 1))[at]
+
+
+def _share(target: Target) -> float:
+    return OTHER_SHARE if target.is_cpu else GPU_SHARE
 
 
 def _head(shape: Mapping[str, Any]) -> tuple[int, int]:
