@@ -59,7 +59,7 @@ def _sum_of_squares(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         return rows.square().sum(dim=0, dtype=torch.float32)
     total = rows.new_zeros(rows.shape[1], dtype=torch.float32)
-    for part in rows.split(max(1, BLOCK // max(1, rows.shape[1]))):
+    for part in torch.split(rows, max(1, BLOCK // max(1, rows.shape[1]))):
         total += part.float().square().sum(dim=0)
     return total
 
