@@ -121,7 +121,7 @@ def without(reason: str, tmp_path: Path, long: dict[str, Any]) -> dict[str, Any]
             1024,
             1 << 30,
             UsageError,
-            r"at 1024 tokens takes about .* GiB of memory: --context 512 fits",
+            r"at 1024 tokens takes about .* GiB of memory: `context` 512 fits",
         ),
     ],
 )
