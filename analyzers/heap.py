@@ -35,15 +35,18 @@ def give_back() -> None:
             trim(0)
 
 
-def give_back_much() -> None:
+def give_back_much(unknown: bool = False) -> None:
     """As `give_back`, only where the memory in use has grown by `KEPT_BYTES` since it was lowest: what is returned costs
-    page faults when it is taken again (a tenth of a backward pass's time, at every layer)."""
+    page faults when it is taken again (a tenth of a backward pass's time, at every layer). unknown: whether to return it
+    where the system does not say how much is in use."""
     global _lowest
     if sys.platform != "linux":
         return
     with _looking:
         now = _resident()
         if now is None:
+            if unknown:
+                give_back()
             return
         if now > _lowest + KEPT_BYTES:
             give_back()

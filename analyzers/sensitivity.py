@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nstf.analyzers.by_thread import ByThread
 
+# Squares that are in memory at a time on a CPU: in its caches they cost half.
+BLOCK = 1 << 15
+
 
 class OutputSensitivity:
     """Gathers the summed squared gradient of every watched module's output, one value per output feature."""
@@ -39,7 +42,7 @@ class OutputSensitivity:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             grad = grad.transpose(1, -1)
         grad = grad.detach().reshape(-1, grad.shape[-1])
-        total = grad.square().sum(dim=0, dtype=torch.float32).double()
+        total = _sum_of_squares(grad).double()
         sums = self._sums.value
         sums[name] = sums.get(name, 0) + total
 
@@ -49,6 +52,16 @@ class OutputSensitivity:
         A module that runs several times (for a convolution's positions, a token's experts) counts each time.
         """
         return self._sums.take()
+
+
+def _sum_of_squares(rows: Tensor) -> Tensor:
+    """[n, features] -> float32 [features]."""
+    if rows.device.type != "cpu":
+        return rows.square().sum(dim=0, dtype=torch.float32)
+    total = rows.new_zeros(rows.shape[1], dtype=torch.float32)
+    for part in torch.split(rows, max(1, BLOCK // max(1, rows.shape[1]))):
+        total += part.float().square().sum(dim=0)
+    return total
 
 
 def checkpoint_layers(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nstf.analyzers.heap import give_back, share_one_arena
+from nstf.analyzers.heap import give_back_much, share_one_arena
 
 
 class _Cancelled(BaseException):
@@ -106,7 +106,7 @@ def run_in_step(
             batch.thread.start()
         for step in range(len(gates) + 1):
             _resume([b for b in batches if not b.done and b.at < step], stopped, workers)
-            give_back()
+            give_back_much(unknown=True)
             if step < len(gates):
                 rest = at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
             else:

@@ -20,6 +20,8 @@ from torch import Tensor
 MAX_ROWS = 256
 # A float32 block of this many elements takes 16 MiB; about five are alive at a time.
 MAX_ELEMENTS = 1 << 22
+# Rows that go through the heads together, at least: with fewer reading their weights takes longer than multiplying them.
+LEAST_ROWS = 64
 
 
 class LanguageModel(Protocol):
@@ -127,8 +129,12 @@ def score_window(
     first = first_scored(ids.shape[0])
     rows_ref, rows_test, labels = ref_hidden[first:-1], test_hidden[first:-1], ids[first + 1 :]
     blocks = []
-    for rows in _blocks(labels.shape[0], 1):
-        blocks.append(compare(reference.logits(rows_ref[rows]), test.logits(rows_test[rows]), labels[rows]))
+    start, step = 0, LEAST_ROWS
+    while start < labels.shape[0]:
+        rows = slice(start, start + step)
+        wanted = reference.logits(rows_ref[rows])
+        blocks.append(compare(wanted, test.logits(rows_test[rows]), labels[rows]))
+        start, step = start + step, min(MAX_ROWS, max(LEAST_ROWS, MAX_ELEMENTS // wanted.shape[1]))
     return _join(blocks)
 
 

@@ -210,10 +210,10 @@ class ConvertOptions:
         _ = self.speed_asked  # raises for what is no speed
         if self.attention_plan is False and (self.kv_budget, self.kv_max_kl) != (None, None):
             raise UsageError(
-                "--kv-budget and --kv-max-kl need an attention plan: leave --no-attention-plan out"
+                "`kv_budget` and `kv_max_kl` need an attention plan: leave `attention_plan=False` out"
             )
         if self.attention_plan is False and self.context is not None:
-            raise UsageError("--context is for an attention plan: leave it or --no-attention-plan out")
+            raise UsageError("`context` is for an attention plan: leave it or `attention_plan=False` out")
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
@@ -225,7 +225,7 @@ class ConvertOptions:
             own = (engines.MARK + self.engine,)
             engines.methods(self.engine)  # raises for an unknown one
             if self.formats not in (None, own):
-                raise UsageError("--for decides the formats: leave --formats out")
+                raise UsageError("`engine` decides the formats: leave `formats` out")
             object.__setattr__(self, "formats", own)
             # vLLM multiplies q, k and v as one matrix, of one scheme.
             object.__setattr__(self, "fuse", self.fuse or self.engine == "compressed-tensors")
@@ -237,7 +237,7 @@ class ConvertOptions:
             if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(
                 "max", value
             ):
-                raise UsageError(f"{known.name} cannot be {value}: it must be at least {meta.get('min')}")
+                raise UsageError(f"`{known.name}` cannot be {value}: it must be at least {meta.get('min')}")
         for name in ("memory", "gpu_memory"):
             if not isinstance(getattr(self, name), int | None):
                 raise UsageError(f"{name} is a number of bytes, such as 6 << 30, not {getattr(self, name)!r}")
@@ -303,7 +303,7 @@ class ConvertOptions:
         value = float(found.group(1)) if found else 0.0
         if found is None or not 0.0 < value < 1e9:
             raise UsageError(
-                f"--min-speed {str(self.min_speed)[:40]!r} is no speed: "
+                f"`min_speed` {str(self.min_speed)[:40]!r} is no speed: "
                 "write 1.5 (times the fastest single format) or 300tok/s"
             )
         return ("rate" if found.group(2) else "times"), value
@@ -321,7 +321,7 @@ def _ranks(stated: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         found = ()
     if not found or found[0] < 2 or found[-1] > 1024:
-        raise UsageError(f"--tp {str(stated)[:40]!r}: give numbers of ranks from 2 to 1024, such as 2,4,8")
+        raise UsageError(f"`tp` {str(stated)[:40]!r}: give numbers of ranks from 2 to 1024, such as 2,4,8")
     return found
 
 

@@ -144,7 +144,7 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
     """Token ids [1, tokens]."""
     if chat:
         if not getattr(tokenizer, "chat_template", None):
-            raise UsageError("this tokenizer has no chat template; generate without --chat")
+            raise UsageError("this tokenizer has no chat template: give it a plain text")
         message = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]

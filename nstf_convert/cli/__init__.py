@@ -22,7 +22,7 @@ import typer
 from nstf import __version__
 from nstf.errors import NstfError
 from nstf_convert.cli.output import clean, setup_logging
-from nstf_convert.cli.schema import GroupedCommand
+from nstf_convert.cli.schema import GroupedCommand, with_flags
 
 EPILOG = (
     "Every command takes --quiet (no progress), --verbose (a line for every stage) and --debug (full traceback); all but "
@@ -174,7 +174,7 @@ def _common_flags(arguments: Sequence[str]) -> tuple[list[str], set[str]]:
 def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """(exit code, one line) for an exception."""
     if isinstance(error, NstfError):
-        return error.exit_code, clean(error)
+        return error.exit_code, with_flags(clean(error))
     if type(error).__name__ == "OutOfMemoryError":
         return 1, f"the GPU has too little memory: {_gpu_memory_hint(words)}"
     if isinstance(error, KeyboardInterrupt | typer.Abort):

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from nstf_convert.cli.schema import with_flags
+
 SHORTEST_NAME = 24
 # As in nstf_convert.pipeline.progress, which imports torch's friends: shown unless --quiet.
 NOTICE = 25
@@ -94,7 +96,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        line = prefix + clean(record.getMessage())
+        line = prefix + with_flags(clean(record.getMessage()))
         tqdm = sys.modules.get("tqdm")
         if tqdm is not None:
             tqdm.tqdm.write(line, file=sys.stderr)

@@ -42,6 +42,23 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     return wrap
 
 
+# How the library's errors name an option: by its field, and `attention_plan=False` for what a flag turns off.
+_NAMED = re.compile(r"`(\w+)(=False)?`")
+
+
+def with_flags(text: str) -> str:
+    """An error's text in the words of the command line: `kv_budget` in it becomes --kv-budget."""
+
+    def flag(found: re.Match[str]) -> str:
+        field = FIELDS.get(found[1])
+        if field is None:
+            return found[0]
+        named = str(field.metadata["flag"]).split("/")[0] or "--" + found[1].replace("_", "-")
+        return named.replace("--", "--no-", 1) if found[2] else named
+
+    return _NAMED.sub(flag, text)
+
+
 def _parameter(field: Field) -> inspect.Parameter:
     meta = field.metadata
     default = None if field.name == "datasets" else field.default

@@ -3,43 +3,29 @@
 The work of each stage follows from the model's shapes and the options, in a few units: multiply-adds of float32 products,
 elements of the operations beside them (activations, softmax: what small models spend most on), multiply-adds of float64
 factorisations, trellis codes searched, weights rounded with feedback, proposals of a matrix, and operations that only cost
-their launch. What a unit takes is measured on this machine for a second or two.
+their launch. What a unit takes is measured on this machine for a second or two (`rates.py`).
 """
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from nstf.analyzers.signatures import Signature
 from nstf.kernels.formats import trellis as form
 from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
-from nstf.kernels.trellis_encode import encode_tiles, search_threads
-from nstf.quantizers.stats import Stats
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.heal import sizes as healing
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
-from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.products import EXACT_BITS
 from nstf_convert.pipeline.propose.encoder import working_bytes
-from nstf_convert.pipeline.propose.methods import method_families
-from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.rates import Rates, measured_rates
 from nstf_convert.report.build import layer_of
 
 log = logging.getLogger("nstf")
 
 # Quarter bits at which the search is timed where no size is asked for.
 RATE = 12
-# Sizes of the trial products and of the trial factorisation, tiles of the trial search, the matrix of the trial proposals.
-SIZE = {"cpu": 1024, "cuda": 4096}
-# The trial factorisation has the width of most of the model's, within these: a GPU is twenty times as fast on wide ones.
-FACTOR_SIZES = {"cpu": (512, 512), "cuda": (512, 8192)}
-TILES = {"cpu": 16, "cuda": 2048}
-TRIAL = (128, 256)
 # Windows that choose, and as many that report.
 MEASURED_WINDOWS = 8
 # Elements that operations beside the products go over, for each layer and token: per width of the stream, of the
@@ -56,37 +42,22 @@ FIRST_PART = 1 / 6
 BACKWARD = 4
 # Single formats that are compared, and the mix, on this share of the layers, three at most, and on half of the windows.
 COMPARED, COMPARED_SHARE = 4, 0.25
+# Factorisations of every input's Hessian that the proposals take, in Cholesky decompositions: for the bounds of
+# decompositions spectra are worked out as well (135 M parameters, two cores: 52 s).
+SPECTRA = 12
 # A move of the search encodes this share of the weights anew; a size tried for a bound on the divergence this one.
 MOVE_SHARE, SIZE_SHARE = 0.15, 0.5
 # Sizes that are tried for a bound on the divergence, beside the first.
 SIZES_TRIED = 5
 # A step of healing: forward, backward, the original's forward and what goes beside them, in forwards of a window.
 HEAL_STEP = 5
-# Launches that a matrix costs in the proposals of a GPU; on a CPU these are timed, and a block of 16 columns in the encoding
-# costs a few hundred.
-LAUNCHES = {"propose": 20000, "cpu": 250}
+# Launches that a block of 16 columns costs in the encoding on a CPU.
+LAUNCHES = 250
 # On a GPU each block of 16 columns of the matrices that read one input waits for the one before: the search of a few tiles,
 # so many times, with what goes beside it (135 M to 8 B parameters on an H200).
-WAITS, FEW_TILES = 3, 36
+WAITS = 3
 # What a conversion leaves on the heap between its stages.
 SLACK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Seconds of a multiply-add in a float32 product, of an element in an operation beside, of a multiply-add in a float64
-    factorisation, of searching one weight's code, of rounding one with feedback, of the proposals for a matrix, of
-    launching an operation, and of a search of a few tiles on a GPU. The proposals and launches are of one core where several
-    work on a matrix each."""
-
-    product: float
-    element: float
-    factor: float
-    search: float
-    round: float
-    propose: float
-    launch: float
-    few_tiles: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,17 +129,21 @@ def predict(
     cores = 1 if machine.on_gpu else machine.workers(work.working)
     tokens, scored = text.windows * text.tokens, text.measured * text.tokens
     one = text.one
-    forward = _forward(work, rates, text.tokens) if one is None else one.seconds
+    forward = rounded = one.seconds if one is not None else _forward(work, rates.product, rates, text.tokens)
+    if one is None:
+        rounded = _forward(work, rates.layer or rates.product, rates, text.tokens)
+    # What may round, as in the encoding of few bits (improve.front_to_back).
+    passing = rounded if _bits(size, units) < EXACT_BITS else forward
     logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
     logits = logits if one is None else 0.0  # outputs are compared, which are few
-    hessians = (work.squares if one is None else one.squares) * rates.product
+    hessians = (work.squares if one is None else one.squares) * (rates.moment or rates.product)
     columns = work.inputs if one is None else one.columns
     moments = 3 * hessians + BESIDE["moments"] * columns * rates.element
     places = 1 if one is None else one.places
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
     waiting = _tokens_front_to_back(work, machine, tokens * places)
-    whole = encode + waiting / places * (2 * forward + moments)
+    whole = encode + waiting / places * (2 * passing + moments)
     whole += work.solved * rates.factor
     front_to_back = options.front_to_back or drops_hessians
     last = whole if front_to_back else encode
@@ -182,15 +157,16 @@ def predict(
     rivals = FIRST_PART if gives_up else FAMILIES if options.level.every_family else 1
     passes = 1 + max(0, rivals - (devices - 1))
     read = text.windows if text.gradients is None else text.gradients
-    backward = read * text.tokens * (BACKWARD * forward + 2 * logits) / devices
+    backward = read * text.tokens * (BACKWARD * rounded + 2 * logits) / devices
     compares = options.level.thorough and not drops_hessians
     splits = 2 if text.reports else 1
+    spectra = SPECTRA if options.level.thorough and not machine.on_gpu else 2
 
     log.debug("%s, %s", rates, work)
     name = "encode front to back" if front_to_back else "encode"
     seconds = {
-        "calibration": backward + tokens * (forward + hessians / shared) + splits * scored * forward,
-        "candidates": (work.matrices * rates.propose + 2 * work.cubes * rates.factor) / cores / devices,
+        "calibration": backward + tokens * (rounded + hessians / shared) + splits * scored * forward,
+        "candidates": (work.matrices * rates.propose + spectra * work.cubes * rates.factor) / cores / devices,
         "compare formats": COMPARED * (compared * encode + measured / 2) if compares else 0.0,
         name: passes * last,
         # A final mix that was encoded front to back is measured on both sets of windows at once.
@@ -242,12 +218,12 @@ def _healing_memory(work: _Work, machine: Machine, text: Text) -> int:
     return fixed + activations + 4 * healing.ALIVE_LOGITS * healing.LOGIT_ELEMENTS[machine.device.type]
 
 
-def _forward(work: _Work, rates: Rates, window: int) -> float:
-    """Seconds of one token in a forward pass, without the head."""
+def _forward(work: _Work, product: float, rates: Rates, window: int) -> float:
+    """Seconds of one token in a forward pass, without the head. product: of a multiply-add."""
     heads = max(1, work.hidden // HEAD_DIM)
     products = work.linear + work.layers * 2 * window * work.hidden
     beside = BESIDE["stream"] * work.hidden + BESIDE["ffn"] * work.ffn + BESIDE["attention"] * heads * window
-    return products * rates.product + work.layers * beside * rates.element
+    return products * product + work.layers * beside * rates.element
 
 
 def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Machine) -> float:
@@ -257,7 +233,7 @@ def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Mac
     if machine.on_gpu:
         launches = WAITS * work.inputs / form.SIDE * rates.few_tiles
     else:
-        launches = work.blocks * LAUNCHES["cpu"] * rates.launch
+        launches = work.blocks * LAUNCHES * rates.launch
     factors = 2 * work.cubes * rates.factor
     # The search spreads over the cores by itself, and its rate is that of all of them.
     return codes * each + (launches + factors) / cores
@@ -270,9 +246,12 @@ def _tokens_front_to_back(work: _Work, machine: Machine, tokens: int) -> int:
 
 def _searched(size: int | None, units: Sequence[Unit]) -> float:
     """The share of the weights that will be trellis codes: all up to 5.5 bits a weight, few above 6.25."""
-    parameters = sum(u.elements for u in units)
-    bits = 4.0 if size is None else 8 * size / max(1, parameters)
-    return min(1.0, max(0.05, (6.25 - bits) / 0.75))
+    return min(1.0, max(0.05, (6.25 - _bits(size, units)) / 0.75))
+
+
+def _bits(size: int | None, units: Sequence[Unit]) -> float:
+    """A weight of a file of that size."""
+    return 4.0 if size is None else 8 * size / max(1, sum(u.elements for u in units))
 
 
 def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
@@ -325,86 +304,3 @@ def _cols(unit: Unit) -> int:
     for size in unit.inner_shape[: unit.lead]:
         rows *= size
     return unit.elements // rows
-
-
-def measured_rates(machine: Machine, quarter_bits: int, width: int, few_forms: bool) -> Rates:
-    """Times the units on the machine's first device; quarter_bits: of the search, width: of most factorisations;
-    few_forms: only forms that may win are proposed."""
-    device = machine.device
-    size, (least, most) = SIZE[device.type], FACTOR_SIZES[device.type]
-    square = min(max(width, least), most)
-    a = torch.ones(size, size, device=device)
-    spd = torch.eye(square, dtype=torch.float64, device=device)
-    tiles = TILES[device.type]
-    targets = torch.linspace(-2, 2, tiles * form.TILE, device=device).view(tiles, form.TILE)
-    book = form.codebook(quarter_bits).to(device)
-    small = torch.ones(1, device=device)
-
-    def launches() -> None:
-        for _ in range(200):
-            small.add_(1)
-
-    # On one core of a CPU: on all of them every operation would wait for whatever else is running on one.
-    cores, out = (1 if machine.on_gpu else machine.threads), torch.empty_like(a)
-    torch_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(torch_threads if machine.on_gpu else 1)
-        launch = _seconds(launches, device) / 200
-        product = _seconds(lambda: torch.mm(a, a, out=out), device) / size**3 / cores
-        element = _seconds(lambda: torch.softmax(a, 1, out=out), device) / size**2 / cores
-        factor = _seconds(lambda: torch.linalg.cholesky(spd), device) / (square**3 / 3) / cores
-        with search_threads(1):
-            search = _seconds(lambda: encode_tiles(targets, quarter_bits, book), device, rounds=2)
-    finally:
-        torch.set_num_threads(torch_threads)
-    few = 0.0
-    if machine.on_gpu:
-        few = _seconds(lambda: encode_tiles(targets[:FEW_TILES], quarter_bits, book), device)
-    round_, propose = _trial(machine, few_forms)
-    return Rates(
-        product=product,
-        element=element,
-        factor=factor,
-        search=search / targets.numel() / cores,
-        round=round_,
-        propose=LAUNCHES["propose"] * launch if machine.on_gpu else propose,
-        launch=launch,
-        few_tiles=few,
-    )
-
-
-def _trial(machine: Machine, few_forms: bool) -> tuple[float, float]:
-    """(seconds of rounding a weight to a grid with feedback on all cores, seconds of the proposals for a matrix on one)."""
-    rows, cols = TRIAL
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(TRIAL, generator=generator).to(machine.device)
-    inputs = torch.randn(2 * cols, cols, generator=generator).to(machine.device)
-    known = Stats(inputs.T @ inputs / len(inputs), torch.ones(rows, device=machine.device))
-    grid = Recipe("int_grid", {"bits": 8, "group": 64, "symmetric": True, "scale_bits": 8})
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads if machine.on_gpu else 1)
-        rounding = _seconds(lambda: recipes.encode(grid, weight, known, 1), machine.device, rounds=1)
-        if machine.on_gpu:
-            return rounding / weight.numel(), 0.0
-        start = time.perf_counter()
-        trial = Signature(weight, known, dtype="bfloat16")
-        cand.estimates(trial, cand.plain_recipes(trial, method_families(None), few_forms))
-        return rounding / weight.numel() / machine.threads, time.perf_counter() - start
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _seconds(work: Callable[[], object], device: torch.device, rounds: int = 4) -> float:
-    """The least of a few runs after one that warms up."""
-    best = float("inf")
-    for i in range(rounds + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if i > 0:
-            best = min(best, time.perf_counter() - start)
-    return best

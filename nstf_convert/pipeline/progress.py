@@ -57,6 +57,8 @@ class Stages:
         self._used: dict[str, float] = {}
         self._now = ""
         self._bar: Any = None
+        # Of all stages that have ended, those inside of others counted once.
+        self._processor = 0.0
 
     def expect(self, seconds: Mapping[str, float]) -> None:
         """Shows the bar: how long each stage is expected to take in all, in seconds."""
@@ -85,6 +87,7 @@ class Stages:
         outer, self._now = self._now, name
         shown = self._used.get(name, 0.0)
         start, inside = time.perf_counter(), sum(s.seconds for s in self.done)
+        processor, within = time.process_time(), self._processor
         if self._bar is not None:
             self._bar.set_description_str(name)
         try:
@@ -93,10 +96,12 @@ class Stages:
             seconds = time.perf_counter() - start - (sum(s.seconds for s in self.done) - inside)
             if self._used.get(name, 0.0) == shown and self._expected.get(name):
                 self.tick(seconds / self._expected[name])  # a stage without progress steps
-            self._note(name, seconds)
+            worked = time.process_time() - processor - (self._processor - within)
+            self._processor += worked
+            self._note(name, seconds, worked)
             self._now = outer
 
-    def _note(self, name: str, seconds: float) -> None:
+    def _note(self, name: str, seconds: float, worked: float) -> None:
         before = next((s for s in self.done if s.name == name), None)
         total = seconds + (before.seconds if before else 0.0)
         stage = Stage(name, total, peak_memory_bytes())
@@ -104,4 +109,7 @@ class Stages:
             self.done.append(stage)
         else:
             self.done[self.done.index(before)] = stage
-        log.info("%s: %.1f s, peak memory %.2f GiB", name, seconds, stage.peak_memory_bytes / 2**30)
+        log.info(
+            "%s: %.1f s, peak memory %.2f GiB, processors %.1f s",
+            name, seconds, stage.peak_memory_bytes / 2**30, worked,
+        )  # fmt: skip

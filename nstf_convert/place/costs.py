@@ -166,7 +166,7 @@ def tree_of(encoding: str, name: str, shape: Shape) -> Node:
     found = _ENCODING.fullmatch(encoding)
     if found is None:
         raise UsageError(
-            f"--encoding {encoding[:40]!r}: write bf16, int2 to int8, or trellis1 to trellis6 in steps of 0.25"
+            f"the encoding {encoding[:40]!r} is none: write bf16, int2 to int8, or trellis1 to trellis6 in steps of 0.25"
         )
     plain = Node("dense", dense.Params("bfloat16"))
     router = name.endswith((".gate.weight", ".router.weight"))

@@ -155,7 +155,7 @@ def read_machine(name: str) -> Machine:
     if not path.is_file():
         if name not in examples():
             raise UsageError(
-                f"--machine {name[:80]!r}: no such file, and no example; there are {', '.join(examples())}"
+                f"the machine {name[:80]!r}: no such file, and no example; there are {', '.join(examples())}"
             )
         path = EXAMPLES / f"{name}.json"
     if path.stat().st_size > MOST_BYTES:

@@ -39,10 +39,14 @@ def test_the_memory_in_use_is_read() -> None:
     del held
 
 
-def test_where_proc_is_not_mounted_nothing_is_given_back(
+def test_where_proc_is_not_mounted_memory_goes_back_only_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(heap.sys, "platform", "linux")
     monkeypatch.setattr(heap, "STATM", tmp_path / "none")
     monkeypatch.setattr(heap, "give_back", lambda: pytest.fail("it does not know how much is in use"))
     heap.give_back_much()
+    given: list[bool] = []
+    monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
+    heap.give_back_much(unknown=True)
+    assert given == [True]

@@ -37,7 +37,7 @@ class Divisions:
                     division.spans(name, Node("dense", Dense("float32")), unit.shape)
                 except FormatError as error:
                     raise UsageError(
-                        f"--tp {division.ranks}: {name} of shape {list(unit.shape)} cannot be divided: {error}"
+                        f"`tp` {division.ranks}: {name} of shape {list(unit.shape)} cannot be divided: {error}"
                     ) from error
 
     def kept(self, unit: Unit, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -281,7 +281,7 @@ def too_slow(asked: str, fastest_seconds: float, timing: Timing, size_bytes: int
     rate = timing.token.rate(timing.targets[0], fastest_seconds)
     reached = f"{rate:.0f} tokens a second" if rate else f"{1e3 * fastest_seconds:.3g} ms of products a token"
     return BudgetError(
-        f"--min-speed {asked} cannot be met within {size_bytes} bytes on {timing.targets[0].name}: the fastest file "
+        f"`min_speed` {asked} cannot be met within {size_bytes} bytes on {timing.targets[0].name}: the fastest file "
         f"reaches {reached}; ask for less speed or fewer bytes",
         size_bytes,
     )

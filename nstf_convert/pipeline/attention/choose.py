@@ -76,7 +76,7 @@ def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
     if smallest > int(budget * dense):
         raise BudgetError(
             f"no plan takes {budget:g} of the KV cache at {profile.context} tokens: the smallest takes "
-            f"{smallest / dense:.3f}; give at least --kv-budget {smallest / dense + 0.0005:.3f}",
+            f"{smallest / dense:.3f}; give at least `kv_budget` {smallest / dense + 0.0005:.3f}",
             smallest,
         )
 
@@ -194,7 +194,7 @@ def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
         enough = chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
         raise BudgetError(
             f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, on another text up to "
-            f"{found.loss.upper:.5f}, {allowed:g} are allowed: about --kv-budget {enough:.2f} would hold that",
+            f"{found.loss.upper:.5f}, {allowed:g} are allowed: about `kv_budget` {enough:.2f} would hold that",
             int(enough * chooser.dense_bytes),
         )
     return found

@@ -82,7 +82,7 @@ def contexts(
             short = min({**pools, **own}.items(), key=lambda item: max(map(len, item[1]), default=0))
             raise UsageError(
                 f"{short[0]}: its longest document has {max(map(len, short[1]), default=0)} tokens, too few "
-                f"for contexts of {SHORTEST} to choose and to report on: give longer text as --dataset"
+                f"for contexts of {SHORTEST} to choose and to report on: give longer text as `datasets`"
             )
     parts: dict[str, list[Tensor]] = {"choose": [], "report": []}
     domains: dict[str, list[str]] = {"choose": [], "report": []}

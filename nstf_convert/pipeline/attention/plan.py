@@ -66,7 +66,7 @@ def find_profile(session: Session) -> Found:
             wanted = options.context or CONTEXT
             raise UsageError(
                 f"the calibration file {options.calibration} {has}: run `nstf calibrate {options.model} "
-                f"--context {wanted}`, or leave --calibration out"
+                f"--context {wanted}`, or leave `calibration` out"
             )
         tensors = {n.removeprefix(PREFIX): given.get(n) for n in given.names() if n.startswith(PREFIX)}
         return _unpacked(tensors, found)

@@ -81,8 +81,8 @@ def check_memory(sizes: Sizes, context: int, machine: Machine) -> None:
     fitting = context // BLOCK * BLOCK
     while fitting >= SHORTEST and beyond(sizes, fitting, machine) is not None:
         fitting -= BLOCK
-    way = f"--context {fitting} fits" if fitting >= SHORTEST else "no context fits"
-    option = "--gpu-memory" if what == "GPU memory" else "--memory"
+    way = f"`context` {fitting} fits" if fitting >= SHORTEST else "no context fits"
+    option = "`gpu_memory`" if what == "GPU memory" else "`memory`"
     raise UsageError(
         f"profiling attention at {context} tokens takes about {needed / 2**30:.1f} GiB of {what}, {bound / 2**30:.1f} are "
         f"allowed: {way}, or give more {option}"

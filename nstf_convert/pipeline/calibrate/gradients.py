@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.analyzers.by_thread import ByThread
-from nstf.analyzers.heap import give_back, give_back_much, share_one_arena
+from nstf.analyzers.heap import give_back_much, share_one_arena
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
@@ -327,7 +327,7 @@ class _Backward:
             units = spread.numel()
         else:
             units, head, spread = _back_from_outputs(out, generator), None, None
-        give_back()
+        give_back_much(unknown=True)
         repeats = any(n > 1 for n in self._calls.take().values())
         sums, tokens, counts = self._sums.take(), self._tokens.take(), self._counts.take()
         return BatchSums(sums, tokens, counts, head, spread, units, repeats)

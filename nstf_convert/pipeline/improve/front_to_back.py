@@ -35,6 +35,7 @@ from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import (
+    EXACT_BITS,
     exact_products,
     fast_products,
     rounded_layers,
@@ -51,9 +52,6 @@ from nstf_convert.streamed import StreamedModel
 
 # Bumped when the same mix gives other bytes.
 VERSION = 2
-# Mixes of more bits a weight lose so little that rounded products would drown it: exact ones gave 5 % less divergence at 8
-# bits (sample LLaMA).
-EXACT_BITS = 5.0
 # Of the weight's correction: damping, relative to the Hessian's mean diagonal, and the share of the batches that decide how
 # far it goes.
 DAMPING = 0.01

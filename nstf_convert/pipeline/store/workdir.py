@@ -162,7 +162,7 @@ class WorkDir:
             details = "; ".join(self._difference(k, found, job, called) for k in differing)
             raise UsageError(
                 f"work directory {self.path} holds results of another job ({details}): use the same settings to go "
-                "on with it, --restart to discard it, or another --work-dir"
+                "on with it, `restart` to discard it, or another `work_dir`"
             )
 
     def _difference(

@@ -162,7 +162,7 @@ def test_no_allowance_at_all_keeps_the_dense_cache() -> None:
 
 def test_a_budget_below_every_plan_names_the_smallest() -> None:
     with pytest.raises(
-        BudgetError, match=r"no plan takes 0.01 .* give at least --kv-budget 0\.\d+"
+        BudgetError, match=r"no plan takes 0.01 .* give at least `kv_budget` 0\.\d+"
     ) as caught:
         choose(profile(), SIZE, Truth(profile()), 0.01, None)
     share = caught.value.smallest_bytes / (LAYERS * GROUPS * CONTEXT * SIZE * 4)
@@ -173,7 +173,7 @@ def test_a_budget_below_every_plan_names_the_smallest() -> None:
 def test_a_budget_that_breaks_the_allowance_names_one_that_holds_it() -> None:
     found = profile()
     with pytest.raises(
-        BudgetError, match=r"are\s+allowed: about --kv-budget 0\.\d+ would hold that"
+        BudgetError, match=r"are\s+allowed: about `kv_budget` 0\.\d+ would hold that"
     ) as caught:
         choose(found, SIZE, Truth(found), 0.25, 0.0002)
     share = caught.value.smallest_bytes / (LAYERS * GROUPS * CONTEXT * SIZE * 4)

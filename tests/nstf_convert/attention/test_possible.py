@@ -55,18 +55,18 @@ def test_a_context_beyond_the_memory_is_refused_with_one_that_fits() -> None:
         UsageError, match=r"at 65536 tokens takes about .* GiB of memory, 2.0 are allowed"
     ) as found:
         check_memory(SMOL, 65536, CPU)
-    fitting = int(str(found.value).split("--context ")[1].split()[0])
+    fitting = int(str(found.value).split("`context` ")[1].split()[0])
     assert 2048 <= fitting < 65536 and beyond(SMOL, fitting, CPU) is None
     assert beyond(SMOL, fitting + 128, CPU) is not None
     short = replace(CPU, host_bytes=BASE_BYTES)
-    with pytest.raises(UsageError, match="no context fits, or give more --memory"):
+    with pytest.raises(UsageError, match="no context fits, or give more `memory`"):
         check_memory(SMOL, 2048, short)
 
 
 def test_a_gpu_holds_the_work_and_the_host_what_waits() -> None:
     gpu = Machine((torch.device("cuda"),), 2, 4 << 30, 2 << 30, True)
     with pytest.raises(
-        UsageError, match=r"GiB of GPU memory, 2.0 are allowed: --context \d+ fits, or give more --gpu-m"
+        UsageError, match=r"GiB of GPU memory, 2.0 are allowed: `context` \d+ fits, or give more `gpu_m"
     ):
         check_memory(SMOL, 65536, gpu)
     with pytest.raises(UsageError, match=r"GiB of memory, 1.8 are allowed"):

@@ -35,7 +35,7 @@ def test_the_options_of_speed_reach_the_pipeline(nstf, tiny, tmp_path, pipeline)
 
 def test_a_speed_that_cannot_be_met_is_one_line_and_exit_code_3(nstf, tiny, tmp_path, pipeline) -> None:
     pipeline.error = BudgetError(
-        "--min-speed 9 cannot be met within 10 bytes on cpu: the fastest file ...", 10
+        "`min_speed` 9 cannot be met within 10 bytes on cpu: the fastest file ...", 10
     )
     result = nstf("convert", tiny.folder, "--budget", "0.5", "-o", tmp_path / "out.nstf", "--min-speed", "9")
     assert result.code == 3

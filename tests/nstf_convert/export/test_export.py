@@ -204,7 +204,7 @@ def test_a_conversion_for_an_engine_exports_without_loss(tmp_path: Path, capsys:
     assert options(engine="gguf", prefer="speed").prefer == "speed"
     with pytest.raises(UsageError, match="choose one of gguf, compressed-tensors, onnx"):
         options(engine="tensorrt")
-    with pytest.raises(UsageError, match="leave --formats out"):
+    with pytest.raises(UsageError, match="leave `formats` out"):
         options(engine="gguf", formats=("int",))
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_planned_is_refused_when_it_was_asked_for(options: Make, 
         convert(options(**long, kv_budget=0.5, context=2048))
     with pytest.raises(UsageError, match="need an attention plan"):
         options(**{**long, "attention_plan": False}, kv_budget=0.5)
-    with pytest.raises(UsageError, match=r"kv_budget cannot be 1\.5"):
+    with pytest.raises(UsageError, match=r"`kv_budget` cannot be 1\.5"):
         options(**long, kv_budget=1.5)
 
 
@@ -121,7 +121,7 @@ def without(reason: str, tmp_path: Path, long: dict[str, Any]) -> dict[str, Any]
             1024,
             1 << 30,
             UsageError,
-            r"at 1024 tokens takes about .* GiB of memory: --context 512 fits",
+            r"at 1024 tokens takes about .* GiB of memory: `context` 512 fits",
         ),
     ],
 )
@@ -151,5 +151,5 @@ def test_what_cannot_be_planned_is_refused_before_the_calibration(
 
 
 def test_a_context_without_a_plan_is_refused(options: Make, long: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="leave it or --no-attention-plan out"):
+    with pytest.raises(UsageError, match="leave it or `attention_plan=False` out"):
         options(**{**long, "attention_plan": False}, context=512)

@@ -10,9 +10,10 @@ from nstf_convert.device_weights import DeviceWeights
 from nstf_convert.pipeline import convert, prediction
 from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
-from nstf_convert.pipeline.prediction import Rates, Text, predict
+from nstf_convert.pipeline.prediction import Text, predict
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.rates import Rates
 from nstf_convert.pipeline.session import Session, minutes
 from nstf_convert.report.resources import pairs
 
@@ -140,6 +141,22 @@ def test_more_text_and_more_layers_are_predicted_to_take_longer(predicted) -> No
     assert many.seconds["calibration"] == pytest.approx(10 * few.seconds["calibration"], rel=0.2)
     assert many.total_seconds > few.total_seconds and many.host_bytes > few.host_bytes
     assert 8 < deep.seconds["candidates"] / few.seconds["candidates"] < 11
+
+
+def test_layers_that_round_are_predicted_to_take_less_where_they_may(predicted, monkeypatch) -> None:
+    exact, many_bits = predicted(), predicted(budget=("bpw", 8.0))
+    fast = replace(RATES, layer=RATES.product / 8, moment=RATES.product / 3)
+    monkeypatch.setattr(prediction, "measured_rates", lambda *_: fast)
+    rounded, rounded_bits = predicted(), predicted(budget=("bpw", 8.0))
+    step = "encode front to back"
+    assert rounded.seconds["calibration"] < 0.8 * exact.seconds["calibration"]
+    assert rounded.seconds["measure"] == exact.seconds["measure"]
+    # Of many bits the forward passes are exact, and second moments alone are faster.
+    saved, of_moments = (
+        exact.seconds[step] - rounded.seconds[step],
+        many_bits.seconds[step] - rounded_bits.seconds[step],
+    )
+    assert saved > of_moments > 0
 
 
 def test_two_devices_are_predicted_to_share_what_they_do(predicted) -> None:

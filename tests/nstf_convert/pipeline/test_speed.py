@@ -215,7 +215,7 @@ def test_a_least_speed_is_kept_or_refused_in_one_line(quick_plan, modelled) -> N
     faster = quick_plan("avx2", min_speed=f"{rate:.1f}tok/s")["speed"]
     assert faster["targets"][0]["predicted_rate"] >= rate * 0.999
     with pytest.raises(
-        BudgetError, match=r"--min-speed 90 cannot be met within \d+ bytes on avx2: the fastest file"
+        BudgetError, match=r"`min_speed` 90 cannot be met within \d+ bytes on avx2: the fastest file"
     ) as e:
         quick_plan("avx2", min_speed="90")
     assert "\n" not in str(e.value)

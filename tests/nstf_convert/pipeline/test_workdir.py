@@ -21,7 +21,7 @@ def test_differences_are_said_in_names_of_files(tmp_path):
         pass
     other = {**JOB, "datasets": ["cd" * 32, "ef" * 32], "seed": 7}
     with pytest.raises(
-        UsageError, match=r"\(datasets: a.txt, now b.txt, c.txt; seed was 0, now 7\).*--restart"
+        UsageError, match=r"\(datasets: a.txt, now b.txt, c.txt; seed was 0, now 7\).*`restart`"
     ) as error:
         WorkDir(tmp_path / "w", other, names={**NAMES, "datasets": ["b.txt", "c.txt"]})
     assert "cdcd" not in str(error.value) and "abab" not in str(error.value)
