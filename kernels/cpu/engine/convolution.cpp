@@ -17,7 +17,18 @@ constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
 // Tiles for each thread, where there are pixels enough: threads are rarely equally fast.
 constexpr int64_t kTilesPerThread = 3;
 
-const ConvolutionKernels* kernels() {
+// Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
+// chunk, the middle quarters change places.
+void unpack(const Leaf& leaf, const ByteRows& form, int64_t first, int count, uint8_t* codes, float* scales, float* zeros) {
+    leaf.unpack(first, count, codes, scales, zeros);
+    if (!form.even_odd) return;
+    for (uint8_t *chunk = codes, *end = codes + count * form.chunks * 64; chunk < end; chunk += 64)
+        std::swap_ranges(chunk + 16, chunk + 32, chunk + 32);
+}
+
+}  // namespace
+
+const ConvolutionKernels* convolution_kernels() {
     switch (isa()) {
 #if NSTF_X86
         case Isa::kAvx512Vbmi:
@@ -35,17 +46,6 @@ const ConvolutionKernels* kernels() {
     }
 }
 
-// Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
-// chunk, the middle quarters change places.
-void unpack(const Leaf& leaf, const ByteRows& form, int64_t first, int count, uint8_t* codes, float* scales, float* zeros) {
-    leaf.unpack(first, count, codes, scales, zeros);
-    if (!form.even_odd) return;
-    for (uint8_t *chunk = codes, *end = codes + count * form.chunks * 64; chunk < end; chunk += 64)
-        std::swap_ranges(chunk + 16, chunk + 32, chunk + 32);
-}
-
-}  // namespace
-
 // One call: how its images lie, and what all of its tasks read.
 struct Convolution::Plan {
     Image image;
@@ -61,7 +61,7 @@ struct Convolution::Plan {
 
 Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     : weight_(std::move(weight)), leaf_(dynamic_cast<const Leaf*>(weight_.get())), form_(leaf_ ? leaf_->byte_rows() : nullptr),
-      kernels_(kernels()), shape_(shape) {
+      kernels_(convolution_kernels()), shape_(shape) {
     // No products of sizes overflow where the image itself has less than 2^31 bytes.
     constexpr int64_t most = 1 << 24;
     const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0 && two[0] <= most && two[1] <= most; };
@@ -100,6 +100,13 @@ int64_t Convolution::size(int side, int64_t of) const {
     const int64_t reach = shape_.dilation[side] * (shape_.kernel[side] - 1) + 1;
     const int64_t room = of + shape_.before[side] + shape_.after[side] - reach;
     return room < 0 ? 0 : room / shape_.stride[side] + 1;
+}
+
+bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t* out) const {
+    if (channels != shape_.channels || height < 1 || width < 1 || height > (1 << 24) || width > (1 << 24)) return false;
+    out[0] = weight_->rows, out[1] = size(0, height), out[2] = size(1, width);
+    const int64_t around = (height + shape_.before[0] + shape_.after[0]) * (width + shape_.before[1] + shape_.after[1]);
+    return out[1] > 0 && out[2] > 0 && channels * around < (int64_t{1} << 30);
 }
 
 void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,

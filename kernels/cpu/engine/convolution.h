@@ -46,7 +46,14 @@ struct ConvolutionKernels {
     void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
     void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
+    // y = the larger one of x and y, NaN where either is.
+    void (*larger)(const float* x, int64_t count, float* y);
+    // The largest of `kernel` neighbouring columns of a row [width][channels], for each window of it: [out_width][channels].
+    void (*largest)(const float* x, int64_t width, int64_t channels, int64_t kernel, int64_t stride, int64_t before, int64_t out_width,
+                    float* y);
 };
+// Those of the instruction set in use, or null.
+const ConvolutionKernels* convolution_kernels();
 #if NSTF_X86
 const ConvolutionKernels& convolution_avx512();
 const ConvolutionKernels& convolution_avx2_vnni();
@@ -69,6 +76,8 @@ class Convolution {
              int threads) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
+    // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
+    bool sizes(int64_t channels, int64_t height, int64_t width, int64_t* out) const;
 
   private:
     struct Plan;

@@ -1,0 +1,167 @@
+#include "image_steps.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "../parallel.h"
+#include "buffer.h"
+
+namespace nstf::engine {
+namespace {
+
+// Bytes of all values of the images that are worked on together.
+constexpr int64_t kBatchBytes = 32 << 20;
+
+int64_t count_of(const ImageSteps::Size& s) { return s[0] * s[1] * s[2]; }
+
+// Rows of windows: first over the rows, then over the columns of the row that this leaves. Planes of one channel, or one of all.
+struct Pool {
+    const ConvolutionKernels* kernels;
+    int64_t height, width, channels, out_height, out_width;  // channels: of neighbours in memory
+    const int64_t *kernel, *stride, *before;
+
+    void row(const float* x, int64_t y, float* room, float* out) const {
+        const int64_t line = width * channels, first = y * stride[0] - before[0];
+        std::fill_n(room, line, -std::numeric_limits<float>::infinity());
+        for (int64_t r = std::max<int64_t>(first, 0); r < std::min(first + kernel[0], height); ++r) kernels->larger(x + r * line, line, room);
+        kernels->largest(room, width, channels, kernel[1], stride[1], before[1], out_width, out);
+    }
+};
+
+void pool(const Pool& p, const float* x, int64_t planes, float* y, int threads) {
+    const int64_t rows = planes * p.out_height, shares = std::clamp<int64_t>(rows, 1, 4 * threads);
+    auto task = [&](int64_t t) {
+        thread_local Buffer<float> room;
+        float* line = room.grow(p.width * p.channels);
+        for (int64_t r = rows * t / shares; r < rows * (t + 1) / shares; ++r) {
+            const int64_t plane = r / p.out_height;
+            p.row(x + plane * p.height * p.width * p.channels, r % p.out_height, line, y + r * p.out_width * p.channels);
+        }
+    };
+    parallel_for(threads, shares, task);
+}
+
+// Gain and bias of the products.
+void scaled(const Normalisation& n, int64_t rows, float* gain, float* bias) {
+    for (int64_t r = 0; r < rows; ++r) {
+        gain[r] = 1 / std::sqrt(n.variance[r] + n.eps);
+        if (n.gain != nullptr) gain[r] *= n.gain[r];
+        const float mean = n.own == nullptr ? n.mean[r] : n.mean[r] - n.own[r];
+        bias[r] = (n.bias == nullptr ? 0.0f : n.bias[r]) - mean * gain[r];
+    }
+}
+
+}  // namespace
+
+void ImageSteps::push(const Step& step) {
+    const int before = values_;
+    if (step.from < 0 || step.from >= before || step.to < 1 || step.to > before || step.added < -1 || step.added >= before ||
+        step.to == step.from || step.to == step.added)
+        throw std::invalid_argument("image steps: no such value");
+    values_ = std::max(values_, step.to + 1);
+    steps_.push_back(step);
+}
+
+void ImageSteps::add(const Convolution& convolution, int from, int to, int added, float least, float most) {
+    push({&convolution, from, to, added, least, most, {0, 0}, {0, 0}, {0, 0}});
+}
+
+void ImageSteps::add_pool(int from, int to, const int64_t kernel[2], const int64_t stride[2], const int64_t before[2]) {
+    constexpr int64_t most = 1 << 24;
+    for (int i = 0; i < 2; ++i)
+        if (kernel[i] < 1 || stride[i] < 1 || before[i] < 0 || kernel[i] > most || stride[i] > most || 2 * before[i] > kernel[i])
+            throw std::invalid_argument("image steps: a size is out of range");
+    push({nullptr, from, to, -1, 0, 0, {kernel[0], kernel[1]}, {stride[0], stride[1]}, {before[0], before[1]}});
+}
+
+bool ImageSteps::size_of(const Step& step, const Size& in, Size* out) {
+    if (step.convolution != nullptr) return step.convolution->sizes(in[0], in[1], in[2], out->data());
+    *out = in;
+    for (int i = 0; i < 2; ++i) {
+        const int64_t room = in[static_cast<size_t>(i + 1)] + 2 * step.before[i] - step.kernel[i];
+        if (room < 0) return false;
+        (*out)[static_cast<size_t>(i + 1)] = room / step.stride[i] + 1;
+    }
+    return true;
+}
+
+bool ImageSteps::all_sizes(Size in, std::vector<Size>* found) const {
+    std::vector<Size> now(static_cast<size_t>(values_), Size{0, 0, 0});
+    now[0] = in;
+    for (const Step& step : steps_) {
+        Size out;
+        if (!size_of(step, now[static_cast<size_t>(step.from)], &out) || count_of(out) == 0) return false;
+        if (step.added >= 0 && now[static_cast<size_t>(step.added)] != out) return false;
+        now[static_cast<size_t>(step.to)] = out;
+        found->push_back(out);
+    }
+    return !steps_.empty() && convolution_kernels() != nullptr;
+}
+
+bool ImageSteps::sizes(Size in, Size* out) const {
+    std::vector<Size> found;
+    if (!all_sizes(in, &found)) return false;
+    *out = found.back();
+    return true;
+}
+
+void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<Normalisation>& norms, float* y, bool last,
+                     int threads) const {
+    std::vector<Size> sizes;
+    if (!all_sizes(in, &sizes)) throw std::invalid_argument("image steps: images of another size");
+    // The room of each value, for one image.
+    std::vector<int64_t> room(static_cast<size_t>(values_), 0);
+    int64_t numbers = 0, whole = 0, convolutions = 0;
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        int64_t& one = room[static_cast<size_t>(steps_[i].to)];
+        one = std::max(one, count_of(sizes[i]));
+        if (steps_[i].convolution != nullptr) numbers += 2 * sizes[i][0], ++convolutions;
+    }
+    if (convolutions != static_cast<int64_t>(norms.size())) throw std::invalid_argument("image steps: another number of convolutions");
+    for (int64_t one : room) whole += one;
+    const int64_t together = std::clamp<int64_t>(kBatchBytes / (4 * std::max<int64_t>(1, whole)), 1, std::max<int64_t>(1, images));
+    thread_local std::vector<Buffer<float>> kept;
+    thread_local Buffer<float> scales;
+    if (kept.size() < room.size()) kept.resize(room.size());
+    float* scale = scales.grow(numbers);
+    std::vector<const float*> gains, biases;
+    size_t next = 0;
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        if (steps_[i].convolution == nullptr) continue;
+        const Normalisation& norm = norms[next++];
+        const int64_t rows = sizes[i][0];
+        if (norm.mean != nullptr) scaled(norm, rows, scale, scale + rows);
+        gains.push_back(norm.mean == nullptr ? nullptr : scale);
+        biases.push_back(norm.mean == nullptr ? norm.own : scale + rows);
+        scale += 2 * rows;
+    }
+    const ConvolutionKernels* kernels = convolution_kernels();
+    for (int64_t first = 0; first < images; first += together) {
+        const int64_t count = std::min(together, images - first);
+        std::vector<const float*> values(room.size(), nullptr);
+        std::vector<Size> shapes(room.size(), in);
+        values[0] = x + first * count_of(in);
+        next = 0;
+        for (size_t i = 0; i < steps_.size(); ++i) {
+            const Step& step = steps_[i];
+            const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
+            const Size &given = shapes[from], &made = sizes[i];
+            float* out = i + 1 == steps_.size() ? y + first * count_of(made) : kept[to].grow_raw(count * room[to]);
+            if (step.convolution != nullptr) {
+                const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
+                step.convolution->run(values[from], count, given[1], given[2], {gains[next], biases[next], added, step.least, step.most},
+                                      out, last, threads);
+                ++next;
+            } else {
+                const int64_t beside = last ? given[0] : 1;
+                pool({kernels, given[1], given[2], beside, made[1], made[2], step.kernel, step.stride, step.before}, values[from],
+                     count * given[0] / beside, out, threads);
+            }
+            values[to] = out, shapes[to] = made;
+        }
+    }
+}
+
+}  // namespace nstf::engine

@@ -1,0 +1,237 @@
+"""Steps of a plan that the extension runs in one call: convolutions from codes, with what follows them, and poolings.
+
+Between the layers of a small network Python takes as long as the layers: 39 convolutions of a ResNet-18 in chains took 7.3 ms
+of 10.3. And a pooling of torch's leaves torch's own threads looking for more work for milliseconds, on the cores that the
+threads of the extension want.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nstf.kernels import convolution
+from nstf.kernels.cpu import convolution as cpu
+from nstf.kernels.cpu import ext
+from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, Value, held_by
+from nstf.runtime.modules import geometry_of
+
+Step = ConvolutionStep | OtherStep
+
+
+def in_runs(steps: Sequence[Step], result: str) -> "list[Step | Run]":
+    """Steps with those that one call can do made one: of one value that came before, and giving one that is read later."""
+    found: list[Step | Run] = []
+    at = 0
+    while at < len(steps):
+        best = at
+        reads: set[str] = set()
+        own: set[str] = set()
+        source = ""
+        for end in range(at, len(steps)):
+            step = steps[end]
+            if not (isinstance(step, ConvolutionStep) or pooling(step) is not None):
+                break
+            reads |= step.reads - own
+            own.add(step.out)
+            later = {result}.union(*(s.reads for s in steps[end + 1 :]))
+            if len(reads) > 1:
+                break
+            if own & later == {step.out}:
+                best, source = end + 1, next(iter(reads))
+        if best == at:
+            found.append(steps[at])
+            at += 1
+        else:
+            part = list(steps[at:best])
+            found.append(Run(source, part[-1].out, part, _dead(part)))
+            at = best
+    return found
+
+
+def pooling(step: Step) -> "nn.MaxPool2d | None":
+    """The module of a step that takes the largest value of each window of an image, and does nothing else."""
+    module = step.target if isinstance(step, OtherStep) else None
+    if not isinstance(module, nn.MaxPool2d) or type(module).forward is not nn.MaxPool2d.forward:
+        return None
+    assert isinstance(step, OtherStep)
+    return module if len(step.args) == 1 and isinstance(step.args[0], Value) and not step.kwargs else None
+
+
+def _dead(steps: Sequence[Step]) -> list[tuple[str, ...]]:
+    """Of each step the values that no later one reads; the last one's own is the run's result."""
+    later: set[str] = {steps[-1].out}
+    found = []
+    for step in reversed(steps):
+        found.append(tuple(step.reads - later))
+        later |= step.reads
+    return found[::-1]
+
+
+@dataclass
+class _Compiled:
+    """steps: the extension's. scaled: by convolution the step whose numbers follow it, or None inside a chain. state: what
+    the modules were like."""
+
+    steps: Any
+    scaled: list[tuple[ConvolutionStep, int] | None]
+    state: list[Any]
+
+
+@dataclass
+class Run:
+    """Steps in a row. source, out: names of the value that they read, and of the one that they give."""
+
+    source: str
+    out: str
+    steps: list[Step]
+    dead: list[tuple[str, ...]]
+    made: dict[str, _Compiled | None] = field(default_factory=dict)  # by instruction set
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset((self.source,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "made": {}}  # a copy has weights of its own
+
+    def run(self, values: dict[str, Any]) -> Tensor:
+        x: Tensor = values[self.source]
+        y = self._at_once(x) if x.dim() == 4 and x.numel() else None
+        if y is not None:
+            return y
+        own = {self.source: x}
+        for step, dead in zip(self.steps, self.dead, strict=True):
+            own[step.out] = step.run(own)
+            for name in dead:
+                del own[name]
+        return own[self.out]
+
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """All in one call, or None where a step has no kernel, or images of this size have none."""
+        if x.dtype != torch.float32 or not cpu.available():
+            return None
+        isa = ext.isa()
+        made = self.made.get(isa)
+        if isa not in self.made or (made is not None and made.state != _state(self.steps)):
+            made = self.made[isa] = _compiled(self.steps, self.source, x.shape[1])
+        if made is None:
+            return None
+        count, channels, height, width = x.shape
+        size = made.steps.sizes(channels, height, width)
+        numbers, eps, keep = [], [], []
+        for one in made.scaled:
+            if one is None:
+                numbers += [0, 0, 0, 0, 0]
+                eps.append(0.0)
+                continue
+            found = _numbers(*one)
+            if found is None:
+                return None
+            keep.append(found)
+            numbers += [0 if t is None else t.data_ptr() for t in found]
+            norm = one[0].normalisation
+            eps.append(0.0 if norm is None else norm.eps)
+        if size is None:
+            return None
+        # Of one channel or one pixel both layouts hold; the usual one is then taken.
+        last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = x.contiguous(memory_format=layout)
+        y = torch.empty(count, *size, memory_format=layout)
+        made.steps.run_at(
+            x.data_ptr(), count, (channels, height, width), numbers, eps, y.data_ptr(), last, torch.get_num_threads()
+        )
+        return y
+
+
+def _numbers(step: ConvolutionStep, rows: int) -> list[Tensor | None] | None:
+    """Mean, variance, gain and bias of a normalisation and the convolution's bias, as they are now; None where they are not
+    `rows` numbers each in this machine's memory."""
+    norm = step.normalisation
+    found = [None] * 4 if norm is None else [held_by(norm, n) for n in ("running_mean", "running_var", "weight", "bias")]
+    found.append(held_by(step.convolution, "bias"))
+    for i, t in enumerate(found):
+        if t is None:
+            continue
+        if t.numel() != rows or not t.is_cpu:
+            return None
+        if t.dtype != torch.float32 or not t.is_contiguous():
+            found[i] = t.float().contiguous()
+    return found
+
+
+def _state(steps: Sequence[Step]) -> list[Any]:
+    """What the compiled steps were made from: compared at every call, since modules may be changed."""
+    found: list[Any] = []
+    for step in steps:
+        module = step.convolution if isinstance(step, ConvolutionStep) else step.target
+        if isinstance(step, ConvolutionStep):
+            found += (
+                id(module._modules["weight_encoded"].encoded),
+                module.stride,
+                module._reversed_padding_repeated_twice,
+                module.dilation,
+                module.groups,
+            )
+        else:
+            found += (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode, module.return_indices)
+    return found
+
+
+def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | None:
+    """The extension's steps, or None where one of them has no kernel."""
+    made = ext.ImageSteps()
+    scaled: list[tuple[ConvolutionStep, int] | None] = []
+    last_read = {name: i for i, step in enumerate(steps) for name in step.reads}
+    places, free, count = {source: 0}, list[int](), 1
+    widths = {source: channels}
+
+    def place() -> int:
+        nonlocal count
+        if free:
+            return free.pop()
+        count += 1
+        return count - 1
+
+    for i, step in enumerate(steps):
+        if isinstance(step, ConvolutionStep):
+            encoded = step.convolution.weight_encoded.encoded
+            stages = convolution.stages(encoded, geometry_of(step.convolution), widths[step.x])
+            if stages is None:
+                return None
+            at = places[step.x]
+            for stage in stages[:-1]:
+                to = place()
+                made.add(stage, at, to, -1, *_UNBOUNDED)
+                scaled.append(None)
+                if at != places[step.x]:
+                    free.append(at)
+                at = to
+            places[step.out], widths[step.out] = place(), encoded.shape[0]
+            added = -1 if step.added is None else places[step.added]
+            made.add(stages[-1], at, places[step.out], added, *step.bounds)
+            scaled.append((step, encoded.shape[0]))
+            if at != places[step.x]:
+                free.append(at)
+        else:
+            pool: Any = step.target
+            name = step.args[0].name
+            two = [_two(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
+            if pool.ceil_mode or pool.return_indices or _two(pool.dilation) != (1, 1):
+                return None
+            places[step.out], widths[step.out] = place(), widths[name]
+            made.add_pool(places[name], places[step.out], *two)
+        for read in step.reads:
+            if last_read[read] == i and places[read] != 0:
+                free.append(places[read])
+    return _Compiled(made, scaled, _state(steps))
+
+
+_UNBOUNDED = (float("-inf"), float("inf"))
+
+
+def _two(side: Any) -> tuple[int, int]:
+    return (side, side) if isinstance(side, int) else (side[0], side[1])
