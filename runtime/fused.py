@@ -54,15 +54,13 @@ def fuse(model: nn.Module) -> int:
     """
     if isinstance(model, Fused):
         # It may have been changed since, which its plan sees and then leaves alone: planned again from its own class.
-        model.__class__ = type(model).__bases__[1]
+        model.__class__ = _own_class(model)
         del model.__dict__["_fused_plan"]
     if _image_convolutions(model) == 0:
         return 0
     plan = _planned(model)
     if plan is None:
-        for child in model.children():
-            _fuse_pooling(child)
-        return sum(fuse(child) for child in model.children())
+        return sum(0 if _pooling_taken(child) else fuse(child) for child in model.children())
     _take(model, plan)
     return len(plan.fused)
 
@@ -73,12 +71,19 @@ def _take(model: nn.Module, plan: "Plan") -> None:
     model.__class__ = _fused_class(base)
 
 
-def _fuse_pooling(model: nn.Module) -> None:
+def _pooling_taken(model: nn.Module) -> bool:
     """A pooling beside fused modules uses the extension's threads as well: torch's own would look for work afterwards, for
     longer than the next layers take."""
-    if type(model) is nn.MaxPool2d:
+    own = _own_class(model)
+    if own is nn.MaxPool2d:
+        model.__class__ = own
         step = OtherStep("y", model, (Value("x"),), {}, frozenset({"x"}))
         _take(model, Plan("x", "y", [step], [], []))
+    return own is nn.MaxPool2d
+
+
+def _own_class(model: nn.Module) -> Any:
+    return type(model).__bases__[1] if isinstance(model, Fused) else type(model)
 
 
 class Fused:

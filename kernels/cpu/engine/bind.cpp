@@ -146,7 +146,7 @@ class HeldConvolution {
         nb::gil_scoped_release release;
         const auto floats = [](uintptr_t p) { return reinterpret_cast<const float*>(p); };
         convolution_.run(floats(x), images, height, width, {floats(gain), floats(bias), floats(added), least, most},
-                         reinterpret_cast<float*>(y), last, limited(threads));
+                         reinterpret_cast<float*>(y), last, last, limited(threads));
     }
 
     const Convolution& convolution() const { return convolution_; }

@@ -50,7 +50,7 @@ const ConvolutionKernels* convolution_kernels() {
 struct Convolution::Plan {
     Image image;
     int64_t height, width, out_height, out_width;  // of the images as they came
-    bool last;
+    bool last_in, last_out;         // whether channels are last
     int threads;
     int8_t* planes;             // rounded images
     float *range, *scale, *zero;  // by image: [parts][2]; step; the code that stands for zero
@@ -109,10 +109,10 @@ bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t
     return out[1] > 0 && out[2] > 0 && channels * around < (int64_t{1} << 30);
 }
 
-void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
-                      int threads) const {
+void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y,
+                      bool last_in, bool last_out, int threads) const {
     Plan p;
-    p.height = height, p.width = width, p.last = last, p.threads = threads;
+    p.height = height, p.width = width, p.last_in = last_in, p.last_out = last_out, p.threads = threads;
     p.out_height = size(0, height), p.out_width = size(1, width);
     ConvolutionShape shape = shape_;
     if (shape.kernel[0] * shape.kernel[1] * shape.stride[0] * shape.stride[1] == 1 &&
@@ -123,8 +123,8 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     if (images * p.pixels() == 0) return;
     p.image = Image(shape, p.height, p.width);
     if (p.image.bytes > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("convolution: an image is too large");
-    const std::vector<int32_t> columns = p.image.columns(shape, form_->chunks, form_->even_odd);
-    p.columns = columns.data();
+    const std::shared_ptr<const Columns> columns = columns_of(p.image);
+    p.columns = columns->places.data();
     const int64_t chunk = std::clamp<int64_t>(kImageBytes / p.image.bytes, 1, images);
     p.parts = chunk >= threads ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
     thread_local Buffer<int8_t> planes;
@@ -141,6 +141,13 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         if (end.added != nullptr) own.added += i * out;
         tiles(p, count, own, y + i * out);
     }
+}
+
+std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image& image) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (columns_ == nullptr || columns_->plane != image.plane || columns_->row != image.row)
+        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, form_->chunks, form_->even_odd)});
+    return columns_;
 }
 
 void Convolution::range(const Plan& p, const float* x, int64_t images) const {
@@ -170,7 +177,7 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
         const float scale = p.scale[i], inverse = scale > 1e-30f ? 1 / scale : 0.0f, zero = p.zero[i];
         const float* from = x + i * shape_.channels * p.height * p.width;
         int8_t* to = p.planes + i * image.bytes;
-        if (p.last) {  // shared out by rows
+        if (p.last_in) {  // shared out by rows
             int8_t* codes = room.grow(p.width * shape_.channels + Image::kBeyond);
             for (int64_t y = image.height * part / p.parts; y < image.height * (part + 1) / p.parts; ++y) {
                 if (!image.used(y)) continue;
@@ -264,7 +271,7 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
                 const auto finish = [&](int64_t at, int64_t n, float* to) {
                     kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, one, n, to);
                 };
-                if (p.last) {
+                if (p.last_out) {
                     finish(0, count, done + i * kPixels);
                     continue;
                 }
@@ -277,7 +284,7 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
                     at += n;
                 }
             }
-            if (!p.last) continue;
+            if (!p.last_out) continue;
             kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
             for (int64_t i = from; adds && i < from + count; ++i)
                 kernels_->add(y + i * out_rows + r, after.added + i * out_rows + r, rows, after.least, after.most);

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "leaves.h"
@@ -48,9 +50,6 @@ struct ConvolutionKernels {
     void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
     // y = the larger one of x and y, NaN where either is.
     void (*larger)(const float* x, int64_t count, float* y);
-    // The largest of `kernel` neighbouring columns of a row [width][channels], for each window of it: [out_width][channels].
-    void (*largest)(const float* x, int64_t width, int64_t channels, int64_t kernel, int64_t stride, int64_t before, int64_t out_width,
-                    float* y);
 };
 // Those of the instruction set in use, or null.
 const ConvolutionKernels* convolution_kernels();
@@ -65,15 +64,18 @@ const ConvolutionKernels& convolution_neon_dot();
 #endif
 #endif
 
+struct Image;
+
 class Convolution {
   public:
     // weight: [out, channels / groups * kernel]. Throws std::invalid_argument for a weight without bytes (`byte_rows`), or of another
     // width.
     Convolution(Shared weight, const ConvolutionShape& shape);
 
-    // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y alike, [out] channels.
-    void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
-             int threads) const;
+    // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y, with `out` channels, and
+    // what is added so too.
+    void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last_in,
+             bool last_out, int threads) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
     // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
@@ -92,7 +94,15 @@ class Convolution {
     const ByteRows* form_;
     const ConvolutionKernels* kernels_;
     ConvolutionShape shape_;
+    // Where the columns of a row are in images of one size, as the last call left it.
+    struct Columns {
+        int64_t plane, row;
+        std::vector<int32_t> places;
+    };
+    std::shared_ptr<const Columns> columns_of(const Image& image) const;
     std::vector<float> row_sums_;  // of the weight, as the bytes give it
+    mutable std::mutex mutex_;     // of `columns_`
+    mutable std::shared_ptr<const Columns> columns_;
 };
 
 }  // namespace nstf::engine

@@ -181,15 +181,5 @@ static void convolution_larger(const float* x, int64_t count, float* y) {
     for (int64_t i = 0; i < count; ++i) y[i] = larger(x[i], y[i]);
 }
 
-static void convolution_largest(const float* x, int64_t width, int64_t channels, int64_t kernel, int64_t stride, int64_t before,
-                                int64_t out_width, float* y) {
-    for (int64_t o = 0; o < out_width; ++o, y += channels) {
-        const int64_t first = std::max<int64_t>(o * stride - before, 0), end = std::min(o * stride - before + kernel, width);
-        std::memcpy(y, x + first * channels, static_cast<size_t>(channels) * sizeof(float));
-        for (int64_t i = first + 1; i < end; ++i) convolution_larger(x + i * channels, channels, y);
-    }
-}
-
-static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range,
-                                                convolution_quantise, convolution_finish, convolution_add,
-                                                convolution_turn,   convolution_larger, convolution_largest};
+static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range, convolution_quantise,
+                                                convolution_finish, convolution_add,  convolution_turn,  convolution_larger};

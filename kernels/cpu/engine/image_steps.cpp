@@ -16,31 +16,54 @@ constexpr int64_t kBatchBytes = 32 << 20;
 
 int64_t count_of(const ImageSteps::Size& s) { return s[0] * s[1] * s[2]; }
 
-// Rows of windows: first over the rows, then over the columns of the row that this leaves. Planes of one channel, or one of all.
+// Rows of windows: first over the rows, then over the columns of the row that this leaves.
 struct Pool {
     const ConvolutionKernels* kernels;
-    int64_t height, width, channels, out_height, out_width;  // channels: of neighbours in memory
+    int64_t height, width, out_height, out_width;
     const int64_t *kernel, *stride, *before;
 
     void row(const float* x, int64_t y, float* room, float* out) const {
-        const int64_t line = width * channels, first = y * stride[0] - before[0];
-        std::fill_n(room, line, -std::numeric_limits<float>::infinity());
-        for (int64_t r = std::max<int64_t>(first, 0); r < std::min(first + kernel[0], height); ++r) kernels->larger(x + r * line, line, room);
-        kernels->largest(room, width, channels, kernel[1], stride[1], before[1], out_width, out);
+        const int64_t first = y * stride[0] - before[0], end = std::min(first + kernel[0], height);
+        std::fill_n(room, padded(), -std::numeric_limits<float>::infinity());
+        for (int64_t r = std::max<int64_t>(first, 0); r < end; ++r) kernels->larger(x + r * width, width, room + before[1]);
+        // Of all windows; every so many are kept.
+        const int64_t windows = (out_width - 1) * stride[1] + 1;
+        float* found = room + padded();
+        std::copy_n(room, windows, found);
+        for (int64_t k = 1; k < kernel[1]; ++k) kernels->larger(room + k, windows, found);
+        for (int64_t o = 0; o < out_width; ++o) out[o] = found[o * stride[1]];
     }
+    int64_t padded() const { return width + 2 * before[1]; }
 };
 
 void pool(const Pool& p, const float* x, int64_t planes, float* y, int threads) {
     const int64_t rows = planes * p.out_height, shares = std::clamp<int64_t>(rows, 1, 4 * threads);
     auto task = [&](int64_t t) {
         thread_local Buffer<float> room;
-        float* line = room.grow(p.width * p.channels);
+        float* line = room.grow(2 * p.padded());
         for (int64_t r = rows * t / shares; r < rows * (t + 1) / shares; ++r) {
             const int64_t plane = r / p.out_height;
-            p.row(x + plane * p.height * p.width * p.channels, r % p.out_height, line, y + r * p.out_width * p.channels);
+            p.row(x + plane * p.height * p.width, r % p.out_height, line, y + r * p.out_width);
         }
     };
     parallel_for(threads, shares, task);
+}
+
+// [images][rows][columns] to [images][columns][rows].
+void turn(const ConvolutionKernels* kernels, const float* x, int64_t images, int64_t rows, int64_t columns, float* y, int threads) {
+    const int64_t tiles = (columns + kPixels - 1) / kPixels;
+    auto task = [&](int64_t t) {
+        thread_local Buffer<float> room;
+        const int64_t image = t / tiles, first = t % tiles * kPixels, count = std::min<int64_t>(kPixels, columns - first);
+        float* lines = room.grow(kUnpacked * kPixels);
+        for (int64_t r = 0; r < rows; r += kUnpacked) {
+            const int64_t some = std::min<int64_t>(kUnpacked, rows - r);
+            for (int64_t i = 0; i < some; ++i)
+                std::copy_n(x + (image * rows + r + i) * columns + first, count, lines + i * kPixels);
+            kernels->turn(lines, static_cast<int>(some), static_cast<int>(count), y + (image * columns + first) * rows + r, rows);
+        }
+    };
+    parallel_for(threads, images * tiles, task);
 }
 
 // Gain and bias of the products.
@@ -142,24 +165,36 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
         const int64_t count = std::min(together, images - first);
         std::vector<const float*> values(room.size(), nullptr);
         std::vector<Size> shapes(room.size(), in);
-        values[0] = x + first * count_of(in);
+        const float* given = x + first * count_of(in);
+        float* result = y + first * count_of(sizes.back());
+        // Inside, channels come first. Convolutions read them last as well; for others the image is turned.
+        bool turned = false;
+        for (const Step& step : steps_) turned = turned || (last && (step.added == 0 || (step.from == 0 && step.convolution == nullptr)));
+        if (turned) {
+            float* own = kept[0].grow_raw(count * count_of(in));
+            turn(kernels, given, count, in[1] * in[2], in[0], own, threads);
+            given = own;
+        }
+        values[0] = given;
         next = 0;
         for (size_t i = 0; i < steps_.size(); ++i) {
             const Step& step = steps_[i];
             const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
-            const Size &given = shapes[from], &made = sizes[i];
-            float* out = i + 1 == steps_.size() ? y + first * count_of(made) : kept[to].grow_raw(count * room[to]);
+            const Size &before = shapes[from], &made = sizes[i];
+            const bool done = i + 1 == steps_.size() && !last;
+            float* out = done ? result : kept[to].grow_raw(count * room[to]);
             if (step.convolution != nullptr) {
                 const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
-                step.convolution->run(values[from], count, given[1], given[2], {gains[next], biases[next], added, step.least, step.most},
-                                      out, last, threads);
+                step.convolution->run(values[from], count, before[1], before[2],
+                                      {gains[next], biases[next], added, step.least, step.most}, out, last && !turned && from == 0, false,
+                                      threads);
                 ++next;
             } else {
-                const int64_t beside = last ? given[0] : 1;
-                pool({kernels, given[1], given[2], beside, made[1], made[2], step.kernel, step.stride, step.before}, values[from],
-                     count * given[0] / beside, out, threads);
+                pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from],
+                     count * before[0], out, threads);
             }
             values[to] = out, shapes[to] = made;
+            if (i + 1 == steps_.size() && last) turn(kernels, out, count, made[0], made[1] * made[2], result, threads);
         }
     }
 }
