@@ -140,9 +140,10 @@ class Plan:
                 return False  # it takes those of the batch now
         for owner, name, part in self.places:
             # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
-            if owner._modules.get(name) is not part or "forward" in part.__dict__:
+            inside = part.__dict__
+            if owner._modules.get(name) is not part or "forward" in inside or inside["training"]:
                 return False
-            if part.training or part._forward_hooks or part._forward_pre_hooks:
+            if inside["_forward_hooks"] or inside["_forward_pre_hooks"]:
                 return False
         for convolution in self.convolutions:
             if convolution.exact_products:

@@ -70,13 +70,49 @@ def _dead(steps: Sequence[Step]) -> list[tuple[str, ...]]:
     return found[::-1]
 
 
+class _Number:
+    """The values of one buffer or parameter, or 0. They may be changed, in place or for others: their address is asked for at
+    every call, and looked at closely where the tensor or its memory is another."""
+
+    def __init__(self, module: nn.Module | None = None, name: str = "", rows: int = 0) -> None:
+        self.module, self.name, self.rows = module, name, rows
+        self.place: Any = {} if module is None else module._buffers if name in module._buffers else module._parameters
+        self.tensor: Tensor | None = None
+        self.held: Tensor | None = None  # keeps the memory at `at` from being given to others
+        self.at: int | None = 0
+        if module is not None:
+            self._look()
+
+    def address(self) -> int | None:
+        """None where it is not `rows` numbers in this machine's memory."""
+        tensor = self.place.get(self.name)
+        if tensor is not self.tensor or (tensor is not None and tensor.data_ptr() != self.at):
+            self._look()
+        return self.at
+
+    def _look(self) -> None:
+        found: Tensor | None = held_by(self.module, self.name)  # type: ignore[arg-type]
+        self.tensor, self.held = found, None if found is None else found.detach()
+        if found is None:
+            self.at = 0
+        elif found.numel() != self.rows or not found.is_cpu:
+            self.at = None
+        else:
+            if found.dtype != torch.float32 or not found.is_contiguous():
+                self.held = found.float().contiguous()
+                self.tensor = None  # made anew at each call
+            assert self.held is not None
+            self.at = self.held.data_ptr()
+
+
 @dataclass
 class _Compiled:
-    """steps: the extension's. scaled: by convolution the step whose numbers follow it, or None inside a chain. state: what
-    the modules were like."""
+    """steps: the extension's. numbers: five of each convolution, all 0 inside a chain. norms: the normalisation behind each.
+    state: what the modules were like."""
 
     steps: Any
-    scaled: list[tuple[ConvolutionStep, int] | None]
+    numbers: list[_Number]
+    norms: list[nn.BatchNorm2d | None]
     state: list[Any]
 
 
@@ -121,21 +157,12 @@ class Run:
             return None
         count, channels, height, width = x.shape
         size = made.steps.sizes(channels, height, width)
-        numbers, eps, keep = [], [], []
-        for one in made.scaled:
-            if one is None:
-                numbers += [0, 0, 0, 0, 0]
-                eps.append(0.0)
-                continue
-            found = _numbers(*one)
-            if found is None:
-                return None
-            keep.append(found)
-            numbers += [0 if t is None else t.data_ptr() for t in found]
-            norm = one[0].normalisation
-            eps.append(0.0 if norm is None else norm.eps)
         if size is None:
             return None
+        numbers = [n.address() for n in made.numbers]
+        if None in numbers:
+            return None
+        eps = [0.0 if n is None else n.eps for n in made.norms]
         # Of one channel or one pixel both layouts hold; the usual one is then taken.
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if last else torch.contiguous_format
@@ -145,22 +172,6 @@ class Run:
             x.data_ptr(), count, (channels, height, width), numbers, eps, y.data_ptr(), last, torch.get_num_threads()
         )
         return y
-
-
-def _numbers(step: ConvolutionStep, rows: int) -> list[Tensor | None] | None:
-    """Mean, variance, gain and bias of a normalisation and the convolution's bias, as they are now; None where they are not
-    `rows` numbers each in this machine's memory."""
-    norm = step.normalisation
-    found = [None] * 4 if norm is None else [held_by(norm, n) for n in ("running_mean", "running_var", "weight", "bias")]
-    found.append(held_by(step.convolution, "bias"))
-    for i, t in enumerate(found):
-        if t is None:
-            continue
-        if t.numel() != rows or not t.is_cpu:
-            return None
-        if t.dtype != torch.float32 or not t.is_contiguous():
-            found[i] = t.float().contiguous()
-    return found
 
 
 def _state(steps: Sequence[Step]) -> list[Any]:
@@ -184,7 +195,8 @@ def _state(steps: Sequence[Step]) -> list[Any]:
 def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | None:
     """The extension's steps, or None where one of them has no kernel."""
     made = ext.ImageSteps()
-    scaled: list[tuple[ConvolutionStep, int] | None] = []
+    numbers: list[_Number] = []
+    norms: list[nn.BatchNorm2d | None] = []
     last_read = {name: i for i, step in enumerate(steps) for name in step.reads}
     places, free, count = {source: 0}, list[int](), 1
     widths = {source: channels}
@@ -206,14 +218,19 @@ def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | 
             for stage in stages[:-1]:
                 to = place()
                 made.add(stage, at, to, -1, *_UNBOUNDED)
-                scaled.append(None)
+                numbers += [_Number() for _ in _NAMES]
+                norms.append(None)
                 if at != places[step.x]:
                     free.append(at)
                 at = to
             places[step.out], widths[step.out] = place(), encoded.shape[0]
             added = -1 if step.added is None else places[step.added]
             made.add(stages[-1], at, places[step.out], added, *step.bounds)
-            scaled.append((step, encoded.shape[0]))
+            numbers += [
+                _Number(step.normalisation, n, encoded.shape[0]) for n in _NAMES[:-1]
+            ]
+            numbers.append(_Number(step.convolution, _NAMES[-1], encoded.shape[0]))
+            norms.append(step.normalisation)
             if at != places[step.x]:
                 free.append(at)
         else:
@@ -227,10 +244,12 @@ def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | 
         for read in step.reads:
             if last_read[read] == i and places[read] != 0:
                 free.append(places[read])
-    return _Compiled(made, scaled, _state(steps))
+    return _Compiled(made, numbers, norms, _state(steps))
 
 
 _UNBOUNDED = (float("-inf"), float("inf"))
+# What a normalisation reads, and the convolution's bias.
+_NAMES = ("running_mean", "running_var", "weight", "bias", "bias")
 
 
 def _two(side: Any) -> tuple[int, int]:

@@ -48,8 +48,8 @@ struct ConvolutionKernels {
     void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
     void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
-    // y = the larger one of x and y, NaN where either is.
-    void (*larger)(const float* x, int64_t count, float* y);
+    // The largest of some rows (one at least) at each place, NaN where there is one.
+    void (*largest)(const float* const* rows, int64_t row_count, int64_t count, float* y);
 };
 // Those of the instruction set in use, or null.
 const ConvolutionKernels* convolution_kernels();

@@ -176,10 +176,15 @@ static void convolution_turn(const float* x, int rows, int pixels, float* y, int
 
 static inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
-static void convolution_larger(const float* x, int64_t count, float* y) {
+static void convolution_largest(const float* const* rows, int64_t row_count, int64_t count, float* y) {
+    const float* first = rows[0];
+    for (int64_t r = 1; r < row_count || r == 1; r += 2) {  // two more at a time
+        const float *a = rows[std::min(r, row_count - 1)], *b = rows[std::min(r + 1, row_count - 1)];
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = larger(x[i], y[i]);
+        for (int64_t i = 0; i < count; ++i) y[i] = larger(larger(first[i], a[i]), b[i]);
+        first = y;
+    }
 }
 
 static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range, convolution_quantise,
-                                                convolution_finish, convolution_add,  convolution_turn,  convolution_larger};
+                                                convolution_finish, convolution_add,  convolution_turn,  convolution_largest};

@@ -22,16 +22,21 @@ struct Pool {
     int64_t height, width, out_height, out_width;
     const int64_t *kernel, *stride, *before;
 
-    void row(const float* x, int64_t y, float* room, float* out) const {
-        const int64_t first = y * stride[0] - before[0], end = std::min(first + kernel[0], height);
-        std::fill_n(room, padded(), -std::numeric_limits<float>::infinity());
-        for (int64_t r = std::max<int64_t>(first, 0); r < end; ++r) kernels->larger(x + r * width, width, room + before[1]);
+    void row(const float* x, int64_t y, const float** lines, float* room, float* out) const {
+        const int64_t first = std::max<int64_t>(y * stride[0] - before[0], 0), end = std::min(y * stride[0] - before[0] + kernel[0], height);
+        constexpr float kLeast = -std::numeric_limits<float>::infinity();
+        std::fill_n(room, before[1], kLeast);
+        std::fill_n(room + before[1] + width, before[1], kLeast);
+        for (int64_t r = first; r < end; ++r) lines[r - first] = x + r * width;
+        kernels->largest(lines, end - first, width, room + before[1]);
         // Of all windows; every so many are kept.
-        const int64_t windows = (out_width - 1) * stride[1] + 1;
+        for (int64_t k = 0; k < kernel[1]; ++k) lines[k] = room + k;
         float* found = room + padded();
-        std::copy_n(room, windows, found);
-        for (int64_t k = 1; k < kernel[1]; ++k) kernels->larger(room + k, windows, found);
-        for (int64_t o = 0; o < out_width; ++o) out[o] = found[o * stride[1]];
+        kernels->largest(lines, kernel[1], (out_width - 1) * stride[1] + 1, found);
+        if (stride[1] == 2)
+            for (int64_t o = 0; o < out_width; ++o) out[o] = found[2 * o];
+        else
+            for (int64_t o = 0; o < out_width; ++o) out[o] = found[o * stride[1]];
     }
     int64_t padded() const { return width + 2 * before[1]; }
 };
@@ -41,9 +46,10 @@ void pool(const Pool& p, const float* x, int64_t planes, float* y, int threads) 
     auto task = [&](int64_t t) {
         thread_local Buffer<float> room;
         float* line = room.grow(2 * p.padded());
+        std::vector<const float*> lines(static_cast<size_t>(std::max(p.kernel[0], p.kernel[1])));
         for (int64_t r = rows * t / shares; r < rows * (t + 1) / shares; ++r) {
             const int64_t plane = r / p.out_height;
-            p.row(x + plane * p.height * p.width, r % p.out_height, line, y + r * p.out_width);
+            p.row(x + plane * p.height * p.width, r % p.out_height, lines.data(), line, y + r * p.out_width);
         }
     };
     parallel_for(threads, shares, task);
