@@ -169,7 +169,11 @@ def stages(encoded: EncodedTensor, geometry: Geometry, channels: int) -> list[An
         made = cpu.compiled(encoded, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
         return None if made is None else [made]
     dense = math.prod(encoded.shape)
-    if kind not in _STAGES or geometry.groups != 1 or multiplications(encoded.tree, encoded.shape, geometry.stride) > dense:
+    if (
+        kind not in _STAGES
+        or geometry.groups != 1
+        or multiplications(encoded.tree, encoded.shape, geometry.stride) > dense
+    ):
         return None
     found: list[Any] = []
     for stage in _STAGES[kind](encoded) or ():

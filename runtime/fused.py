@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nstf.runtime.fused_run import Run, Step, in_runs
-from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, Value, held_by, plain
+from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
 from nstf.runtime.modules import EncodedConv
 from nstf.runtime.parameter import EncodedParameter
 
@@ -77,7 +77,7 @@ def _pooling_taken(model: nn.Module) -> bool:
     own = _own_class(model)
     if own is nn.MaxPool2d:
         model.__class__ = own
-        step = OtherStep("y", model, (Value("x"),), {}, frozenset({"x"}))
+        step = PoolingStep("y", model, (Value("x"),), {}, frozenset({"x"}))
         _take(model, Plan("x", "y", [step], [], []))
     return own is nn.MaxPool2d
 

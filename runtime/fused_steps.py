@@ -1,4 +1,4 @@
-"""The steps of a module's plan (`fused.py`): convolutions with what follows them, and other operations as its code has them."""
+"""The steps of a module's plan (`fused.py`): convolutions with what follows them, and operations as its code has them."""
 
 import math
 from collections.abc import Mapping
@@ -93,6 +93,13 @@ class OtherStep:
         if isinstance(self.target, str):
             return getattr(args[0], self.target)(*args[1:], **kwargs)
         return self.target(*args, **kwargs)
+
+
+class PoolingStep(OtherStep):
+    """A pooling whose own plan this is: its class's code is run, since calling the module would come back here."""
+
+    def run(self, values: dict[str, Any]) -> Any:
+        return nn.MaxPool2d.forward(self.target, values[self.args[0].name])
 
 
 def filled(argument: Any, values: dict[str, Any]) -> Any:

@@ -14,8 +14,10 @@ namespace {
 
 // Bytes of a tile's activations, which the second cache holds beside the weight's rows; and of the images that are rounded at a time.
 constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
-// Tiles for each thread, where there are pixels enough: threads are rarely equally fast.
-constexpr int64_t kTilesPerThread = 3;
+// An image of fewer values is rounded by one thread: handing out parts of it takes as long.
+constexpr int64_t kSmallImage = 1 << 14;
+// In times of a tile's products with the rows of a group: unpacking their codes; laying a tile out, times the rows.
+constexpr double kUnpackTime = 0.12, kLayTime = 10;
 
 // Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
 // chunk, the middle quarters change places.
@@ -126,7 +128,8 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     const std::shared_ptr<const Columns> columns = columns_of(p.image);
     p.columns = columns->places.data();
     const int64_t chunk = std::clamp<int64_t>(kImageBytes / p.image.bytes, 1, images);
-    p.parts = chunk >= threads ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
+    const bool whole = chunk >= threads || shape.channels * p.height * p.width < kSmallImage;
+    p.parts = whole ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
     thread_local Buffer<int8_t> planes;
     thread_local Buffer<float> numbers;
     p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
@@ -208,16 +211,43 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
     parallel_for(p.threads, images * p.parts, task);
 }
 
+// The split with which the last thread is done first. Tiles together share the work of unpacking codes, tasks that share rows each lay
+// out the same tiles.
+Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (shares_.pixels == pixels && shares_.threads == threads) return shares_;
+    const int64_t tiles = (pixels + kPixels - 1) / kPixels, own = weight_->rows / shape_.groups;
+    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (form_->chunks * 64 * kPixels);
+    Shares best;
+    best.pixels = pixels, best.threads = threads;
+    if (threads == 1) {
+        best.together = std::clamp<int64_t>(most, 1, 16);
+        return shares_ = best;
+    }
+    double least = std::numeric_limits<double>::infinity();
+    for (int64_t rows = 1; rows <= std::min<int64_t>(panels, 4 * threads); ++rows)
+        for (int64_t together = std::clamp<int64_t>(std::min(most, tiles), 1, 16); together >= 1; --together) {
+            const int64_t whole = tiles / together, over = pixels - whole * together * kPixels;
+            const double share = static_cast<double>((panels + rows - 1) / rows) / static_cast<double>(panels);
+            const auto time = [&](double of) {
+                return of * share + std::ceil(of) * kLayTime / static_cast<double>(own) + kUnpackTime * share;
+            };
+            // Whole tasks in turn, and what is left over at the end to who is free.
+            const int64_t tasks = whole * rows * shape_.groups, turns = tasks / threads, beside = tasks % threads;
+            const double one = time(static_cast<double>(together)), rest = over > 0 ? time(static_cast<double>(over) / kPixels) : 0;
+            const int64_t rests = over > 0 ? rows * shape_.groups : 0, free = beside > 0 ? threads - beside : threads;
+            const double late = rest * static_cast<double>((rests + free - 1) / free);
+            const double total = static_cast<double>(turns) * one + (beside > 0 ? std::max(one, late) : late);
+            if (total < least * 0.99) least = total, best.together = together, best.rows = rows;
+        }
+    return shares_ = best;
+}
+
 void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& after, float* y) const {
     const int64_t pixels = images * p.pixels(), tiles = (pixels + kPixels - 1) / kPixels, groups = shape_.groups;
     const int64_t own = weight_->rows / groups, panels = (own + kUnpacked - 1) / kUnpacked;
-    // Tiles together share the work of unpacking codes.
-    int64_t together = std::clamp<int64_t>(kTileBytes / (form_->chunks * 64 * kPixels), 1, 16);
-    together = std::clamp<int64_t>(tiles * groups / (p.threads * kTilesPerThread), 1, together);
-    const int64_t across = (tiles + together - 1) / together;
-    // Few pixels: the rows are shared out too.
-    const int64_t shares =
-        std::clamp<int64_t>(p.threads == 1 ? 1 : p.threads * kTilesPerThread / std::max<int64_t>(1, across * groups), 1, panels);
+    const Shares split = shares_of(pixels, p.threads);
+    const int64_t together = split.together, shares = split.rows, across = (tiles + together - 1) / together;
     auto one = [&](int64_t t) {
         const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
         const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
@@ -239,24 +269,19 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     thread_local Room room;
     const int64_t chunks = form_->chunks, groups = form_->groups, size = chunks * 64 * kPixels;
     const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
-    const bool adds = after.added != nullptr;
+    const bool adds = after.added != nullptr, later = adds && p.last_out;
     constexpr float kAny = std::numeric_limits<float>::infinity();
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
     uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
-    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * tiles * kPixels + 2 * kUnpacked * kPixels);
-    float *zeros = scales + kUnpacked * groups, *step = zeros + kUnpacked * groups, *shift = step + tiles * kPixels;
-    float *found = shift + tiles * kPixels, *done = found + kUnpacked * kPixels;
+    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels);
+    float *zeros = scales + kUnpacked * groups, *found = zeros + kUnpacked * groups, *done = found + kUnpacked * kPixels;
 
     const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
         p.image.patches(planes, p.columns, chunks * 16, from, count, p.out_height, p.out_width, x + t * size);
         kernels_->sums(*form_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
-        for (int64_t i = 0; i < kPixels; ++i) {
-            const int64_t image = (from + std::min(i, count - 1)) / p.pixels();
-            step[t * kPixels + i] = p.scale[image], shift[t * kPixels + i] = p.zero[image];
-        }
     }
     for (int64_t r = row; r < row_end; r += kUnpacked) {
         const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
@@ -266,21 +291,15 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
             kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
             for (int i = 0; i < rows; ++i) {
                 const ConvolutionRow one = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
-                                            after.bias == nullptr ? 0.0f : after.bias[r + i], adds ? -kAny : after.least,
-                                            adds ? kAny : after.most};
-                const auto finish = [&](int64_t at, int64_t n, float* to) {
-                    kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, one, n, to);
-                };
-                if (p.last_out) {
-                    finish(0, count, done + i * kPixels);
-                    continue;
-                }
+                                            after.bias == nullptr ? 0.0f : after.bias[r + i], later ? -kAny : after.least,
+                                            later ? kAny : after.most};
                 for (int64_t at = 0; at < count;) {  // image by image
                     const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
                     const int64_t n = std::min(count - at, p.pixels() - pixel);
                     const int64_t to = (image * out_rows + r + i) * p.pixels() + pixel;
-                    finish(at, n, y + to);
-                    if (adds) kernels_->add(y + to, after.added + to, n, after.least, after.most);
+                    const bool here = adds && !p.last_out;
+                    kernels_->finish(found + i * kPixels + at, p.scale[image], p.zero[image], one, here ? after.added + to : nullptr, n,
+                                     p.last_out ? done + i * kPixels + at : y + to);
                     at += n;
                 }
             }

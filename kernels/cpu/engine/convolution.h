@@ -42,8 +42,8 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
-    // y = (x - shift * by) * scale * gain + bias between its bounds, over pixels.
-    void (*finish)(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count, float* y);
+    // y = (x - shift * by) * scale * gain + bias + added between its bounds, over pixels of one image. added: or null.
+    void (*finish)(const float* x, float scale, float shift, const ConvolutionRow& row, const float* added, int64_t count, float* y);
     // y = y + added between bounds.
     void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
@@ -101,8 +101,15 @@ class Convolution {
     };
     std::shared_ptr<const Columns> columns_of(const Image& image) const;
     std::vector<float> row_sums_;  // of the weight, as the bytes give it
-    mutable std::mutex mutex_;     // of `columns_`
+    // How `tiles` shares out so many pixels among some threads, as the last call did.
+    struct Shares {
+        int64_t pixels = 0, together = 1, rows = 1;  // tiles of a task; tasks that share the rows of a group
+        int threads = 0;
+    };
+    Shares shares_of(int64_t pixels, int threads) const;
+    mutable std::mutex mutex_;     // of `columns_` and `shares_`
     mutable std::shared_ptr<const Columns> columns_;
+    mutable Shares shares_;
 };
 
 }  // namespace nstf::engine

@@ -151,11 +151,16 @@ static inline float between(float v, float least, float most) {
     return v > most ? most : v;
 }
 
-static void convolution_finish(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count,
+static void convolution_finish(const float* x, float scale, float shift, const ConvolutionRow& row, const float* added, int64_t count,
                                float* y) {
-    const ConvolutionRow r = row;
+    const float by = scale * row.gain, more = row.bias - shift * row.by * by, least = row.least, most = row.most;
+    if (added == nullptr) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = between((x[i] - shift[i] * r.by) * scale[i] * r.gain + r.bias, r.least, r.most);
+        for (int64_t i = 0; i < count; ++i) y[i] = between(x[i] * by + more, least, most);
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) y[i] = between(x[i] * by + more + added[i], least, most);
 }
 
 static void convolution_add(float* y, const float* added, int64_t count, float least, float most) {

@@ -15,7 +15,7 @@ from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Signature
 from nstf_convert.pipeline.propose.units import Unit
 
-# Shares of the dense weight's multiplications. On a trained ResNet-18 kernels with 256 outputs and more took Tucker's small ones.
+# Shares of the dense weight's multiplications: on a trained ResNet-18 most kernels of 256 outputs took Tucker's small ones.
 SHARES = (0.55, 0.35, 0.2, 0.1)
 TUCKER_SHARES = (0.35, 0.15, 0.1, 0.05)
 # One scale a row: sums of small groups are scaled so often that it takes time.
@@ -40,7 +40,9 @@ def recipes(unit: Unit, allowed: set[str], known: Signature | None = None) -> li
     out = []
     for share in SHARES if "svd" in allowed else ():
         params = parameters("svd", shape, share, unit.stride)
-        if params is not None and (known is None or _low_rank_loss(known, shape, share) < (1 - share) * known.signal):
+        if params is not None and (
+            known is None or _low_rank_loss(known, shape, share) < (1 - share) * known.signal
+        ):
             factors = FACTORS if share >= SEVERAL_FACTORS else FACTORS[:1]
             out += [Recipe("svd", params, {"factor": factor}) for factor in factors]
     for share in TUCKER_SHARES if "tucker" in allowed else ():

@@ -183,7 +183,11 @@ class Encoder:
         out += [self._candidate(unit, data, v, exact=True) for data, v in made]
         if self._timed and not self._few:
             known = [c.recipe for c in out]
-            out += [self._candidate(unit, r, v, exact=True) for r, v in self._chains(unit, allowed) if _recipe(r) not in known]
+            out += [
+                self._candidate(unit, r, v, exact=True)
+                for r, v in self._chains(unit, allowed)
+                if _recipe(r) not in known
+            ]
         return out
 
     def _chains(self, unit: Unit, allowed: set[str]) -> list[tuple[dict[str, Any], float]]:
@@ -191,7 +195,14 @@ class Encoder:
         if unit.role != "conv":
             return []
         methods = sorted(allowed)
-        key = self._key("chains", unit, methods=methods, versions=versions(methods), shares=chains.SHARES, tucker=chains.TUCKER_SHARES)
+        key = self._key(
+            "chains",
+            unit,
+            methods=methods,
+            versions=versions(methods),
+            shares=chains.SHARES,
+            tucker=chains.TUCKER_SHARES,
+        )
         found = self._work.find_metadata(key)
         if found is None:
             wanted = chains.recipes(unit, allowed, self._learnt(unit))
