@@ -57,6 +57,8 @@ struct Convolution::Plan {
     int8_t* planes;             // rounded images
     float *range, *scale, *zero;  // by image: [parts][2]; step; the code that stands for zero
     int parts;                  // that an image's rounding is shared out in
+    float* found;               // by image of the results: three extremes, or null
+    std::mutex* merging;        // of `found`
     const int32_t* columns;     // of a group's first channel: where each column of a row is, or -1
     int64_t pixels() const { return out_height * out_width; }
 };
@@ -112,8 +114,10 @@ bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t
 }
 
 void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y,
-                      bool last_in, bool last_out, int threads) const {
+                      bool last_in, bool last_out, int threads, const float* known, float* found) const {
     Plan p;
+    std::mutex merging;
+    p.merging = &merging;
     p.height = height, p.width = width, p.last_in = last_in, p.last_out = last_out, p.threads = threads;
     p.out_height = size(0, height), p.out_width = size(1, width);
     ConvolutionShape shape = shape_;
@@ -138,7 +142,9 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     const int64_t in = shape.channels * p.height * p.width, out = weight_->rows * p.pixels();
     for (int64_t i = 0; i < images; i += chunk) {
         const int64_t count = std::min(chunk, images - i);
-        range(p, x + i * in, count);
+        range(p, x + i * in, count, known == nullptr ? nullptr : known + 3 * i);
+        p.found = found == nullptr ? nullptr : found + 3 * i;
+        if (p.found != nullptr) std::fill_n(p.found, 3 * count, 0.0f);
         lay_out(p, x + i * in, count);
         ConvolutionEnd own = end;
         if (end.added != nullptr) own.added += i * out;
@@ -153,16 +159,17 @@ std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image&
     return columns_;
 }
 
-void Convolution::range(const Plan& p, const float* x, int64_t images) const {
+void Convolution::range(const Plan& p, const float* x, int64_t images, const float* known) const {
     const int64_t size = shape_.channels * p.height * p.width;
     auto task = [&](int64_t t) {
         const int64_t part = t % p.parts, from = size * part / p.parts, end = size * (part + 1) / p.parts;
         kernels_->range(x + t / p.parts * size + from, end - from, p.range + 2 * t, p.range + 2 * t + 1);
     };
-    parallel_for(p.threads, images * p.parts, task);
+    if (known == nullptr) parallel_for(p.threads, images * p.parts, task);
     for (int64_t i = 0; i < images; ++i) {
         float low = 0, high = 0, odd = 0;
-        for (int part = 0; part < p.parts; ++part) {
+        if (known != nullptr) low = known[3 * i], high = known[3 * i + 1], odd = known[3 * i + 2];
+        for (int part = 0; known == nullptr && part < p.parts; ++part) {
             const float* r = p.range + 2 * (i * p.parts + part);
             low = std::min(low, r[0]), high = std::max(high, r[1]), odd += r[0] - r[0];
         }
@@ -271,11 +278,14 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
     const bool adds = after.added != nullptr, later = adds && p.last_out;
     constexpr float kAny = std::numeric_limits<float>::infinity();
+    const int64_t here = (end - 1) / p.pixels() - first / p.pixels() + 1;  // images
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
     uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
-    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels);
+    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels + 3 * here);
     float *zeros = scales + kUnpacked * groups, *found = zeros + kUnpacked * groups, *done = found + kUnpacked * kPixels;
+    float* ends = done + kUnpacked * kPixels;
+    std::fill_n(ends, 3 * here, 0.0f);
 
     const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
     for (int64_t t = 0; t < tiles; ++t) {
@@ -286,28 +296,35 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     for (int64_t r = row; r < row_end; r += kUnpacked) {
         const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
         unpack(*leaf_, *form_, r, rows, codes, scales, zeros);
+        ConvolutionRow one[kUnpacked];
+        for (int i = 0; i < rows; ++i)
+            one[i] = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
+                      after.bias == nullptr ? 0.0f : after.bias[r + i], later ? -kAny : after.least, later ? kAny : after.most};
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
             kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
-            for (int i = 0; i < rows; ++i) {
-                const ConvolutionRow one = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
-                                            after.bias == nullptr ? 0.0f : after.bias[r + i], later ? -kAny : after.least,
-                                            later ? kAny : after.most};
-                for (int64_t at = 0; at < count;) {  // image by image
-                    const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
-                    const int64_t n = std::min(count - at, p.pixels() - pixel);
-                    const int64_t to = (image * out_rows + r + i) * p.pixels() + pixel;
-                    const bool here = adds && !p.last_out;
-                    kernels_->finish(found + i * kPixels + at, p.scale[image], p.zero[image], one, here ? after.added + to : nullptr, n,
-                                     p.last_out ? done + i * kPixels + at : y + to);
-                    at += n;
-                }
+            for (int64_t at = 0; at < count;) {  // image by image
+                const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
+                const int64_t n = std::min(count - at, p.pixels() - pixel), to = (image * out_rows + r) * p.pixels() + pixel;
+                float* own = ends + 3 * (image - first / p.pixels());
+                if (p.last_out)
+                    kernels_->finish(found + at, p.scale[image], p.zero[image], one, rows, nullptr, kPixels, n, done + at, own);
+                else
+                    kernels_->finish(found + at, p.scale[image], p.zero[image], one, rows, adds ? after.added + to : nullptr, p.pixels(), n,
+                                     y + to, own);
+                at += n;
             }
             if (!p.last_out) continue;
             kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
             for (int64_t i = from; adds && i < from + count; ++i)
                 kernels_->add(y + i * out_rows + r, after.added + i * out_rows + r, rows, after.least, after.most);
         }
+    }
+    if (p.found == nullptr) return;
+    std::lock_guard<std::mutex> lock(*p.merging);
+    for (int64_t i = 0; i < here; ++i) {
+        float* own = p.found + 3 * (first / p.pixels() + i);
+        own[0] = std::min(own[0], ends[3 * i]), own[1] = std::max(own[1], ends[3 * i + 1]), own[2] += ends[3 * i + 2];
     }
 }
 

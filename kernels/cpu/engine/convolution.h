@@ -42,8 +42,10 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
-    // y = (x - shift * by) * scale * gain + bias + added between its bounds, over pixels of one image. added: or null.
-    void (*finish)(const float* x, float scale, float shift, const ConvolutionRow& row, const float* added, int64_t count, float* y);
+    // y = (x - shift * by) * scale * gain + bias + added between its bounds, for some rows and pixels of one image. x: [rows][64]; y and
+    // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity.
+    void (*finish)(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added, int64_t stride,
+                   int64_t count, float* y, float* extremes);
     // y = y + added between bounds.
     void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
@@ -74,8 +76,10 @@ class Convolution {
 
     // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y, with `out` channels, and
     // what is added so too.
+    // known: of each image three extremes, as `finish` has them, or null; found: room for those of the results, or null, where channels
+    // come first.
     void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last_in,
-             bool last_out, int threads) const;
+             bool last_out, int threads, const float* known = nullptr, float* found = nullptr) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
     // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
@@ -83,7 +87,7 @@ class Convolution {
 
   private:
     struct Plan;
-    void range(const Plan& p, const float* x, int64_t images) const;
+    void range(const Plan& p, const float* x, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,

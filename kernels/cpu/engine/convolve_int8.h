@@ -151,16 +151,45 @@ static inline float between(float v, float least, float most) {
     return v > most ? most : v;
 }
 
-static void convolution_finish(const float* x, float scale, float shift, const ConvolutionRow& row, const float* added, int64_t count,
-                               float* y) {
-    const float by = scale * row.gain, more = row.bias - shift * row.by * by, least = row.least, most = row.most;
-    if (added == nullptr) {
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) y[i] = between(x[i] * by + more, least, most);
-        return;
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+// One row; with ADDS something is added.
+template <bool ADDS>
+static NSTF_INLINE void finish_row(const float* x, float by, float more, const ConvolutionRow& row, const float* added, int64_t count,
+                                   float* y, Lanes* ends, float* rest) {
+    const float least = row.least, most = row.most;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Lanes v = *reinterpret_cast<const Lanes*>(x + i) * by + more;
+        if (ADDS) v += *reinterpret_cast<const Lanes*>(added + i);
+        v = v < least ? Lanes{} + least : v;
+        v = v > most ? Lanes{} + most : v;
+        *reinterpret_cast<Lanes*>(y + i) = v;
+        ends[0] = v < ends[0] ? v : ends[0];
+        ends[1] = v > ends[1] ? v : ends[1];
+        ends[2] += v - v;
     }
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = between(x[i] * by + more + added[i], least, most);
+    for (; i < count; ++i) {
+        float v = x[i] * by + more;
+        if (ADDS) v += added[i];
+        y[i] = v = between(v, least, most);
+        rest[0] = v < rest[0] ? v : rest[0], rest[1] = v > rest[1] ? v : rest[1], rest[2] += v - v;
+    }
+}
+
+static void convolution_finish(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added,
+                               int64_t stride, int64_t count, float* y, float* extremes) {
+    Lanes ends[3] = {Lanes{} + extremes[0], Lanes{} + extremes[1], Lanes{} + extremes[2]};
+    for (int r = 0; r < count_rows; ++r, x += kPixels, y += stride) {
+        const float by = scale * rows[r].gain, more = rows[r].bias - shift * rows[r].by * by;
+        if (added == nullptr) finish_row<false>(x, by, more, rows[r], nullptr, count, y, ends, extremes);
+        else finish_row<true>(x, by, more, rows[r], added + r * stride, count, y, ends, extremes);
+    }
+    for (int i = 0; i < LANES; ++i) {
+        extremes[0] = ends[0][i] < extremes[0] ? ends[0][i] : extremes[0];
+        extremes[1] = ends[1][i] > extremes[1] ? ends[1][i] : extremes[1];
+        extremes[2] += ends[2][i];
+    }
 }
 
 static void convolution_add(float* y, const float* added, int64_t count, float least, float most) {

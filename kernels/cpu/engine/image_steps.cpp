@@ -183,6 +183,10 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
         }
         values[0] = given;
         next = 0;
+        // What convolutions found of the values that they made: the next ones need not look.
+        std::vector<float> extremes(room.size() * static_cast<size_t>(3 * count));
+        std::vector<bool> seen(room.size(), false);
+        const auto of = [&](size_t value) { return extremes.data() + value * static_cast<size_t>(3 * count); };
         for (size_t i = 0; i < steps_.size(); ++i) {
             const Step& step = steps_[i];
             const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
@@ -193,13 +197,13 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
                 const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
                 step.convolution->run(values[from], count, before[1], before[2],
                                       {gains[next], biases[next], added, step.least, step.most}, out, last && !turned && from == 0, false,
-                                      threads);
+                                      threads, seen[from] ? of(from) : nullptr, of(to));
                 ++next;
             } else {
                 pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from],
                      count * before[0], out, threads);
             }
-            values[to] = out, shapes[to] = made;
+            values[to] = out, shapes[to] = made, seen[to] = step.convolution != nullptr;
             if (i + 1 == steps_.size() && last) turn(kernels, out, count, made[0], made[1] * made[2], result, threads);
         }
     }
