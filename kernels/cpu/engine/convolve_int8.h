@@ -157,13 +157,13 @@ typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 template <bool ADDS>
 static NSTF_INLINE void finish_row(const float* x, float by, float more, const ConvolutionRow& row, const float* added, int64_t count,
                                    float* y, Lanes* ends, float* rest) {
-    const float least = row.least, most = row.most;
+    const Lanes least = Lanes{} + row.least, most = Lanes{} + row.most, times = Lanes{} + by, plus = Lanes{} + more;
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-        Lanes v = *reinterpret_cast<const Lanes*>(x + i) * by + more;
+        Lanes v = *reinterpret_cast<const Lanes*>(x + i) * times + plus;
         if (ADDS) v += *reinterpret_cast<const Lanes*>(added + i);
-        v = v < least ? Lanes{} + least : v;
-        v = v > most ? Lanes{} + most : v;
+        v = v < least ? least : v;
+        v = v > most ? most : v;
         *reinterpret_cast<Lanes*>(y + i) = v;
         ends[0] = v < ends[0] ? v : ends[0];
         ends[1] = v > ends[1] ? v : ends[1];
@@ -172,7 +172,7 @@ static NSTF_INLINE void finish_row(const float* x, float by, float more, const C
     for (; i < count; ++i) {
         float v = x[i] * by + more;
         if (ADDS) v += added[i];
-        y[i] = v = between(v, least, most);
+        y[i] = v = between(v, row.least, row.most);
         rest[0] = v < rest[0] ? v : rest[0], rest[1] = v > rest[1] ? v : rest[1], rest[2] += v - v;
     }
 }
