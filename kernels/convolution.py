@@ -159,11 +159,9 @@ def _chain(
     return None
 
 
-def stages(encoded: EncodedTensor, geometry: Geometry, channels: int) -> list[Any] | None:
+def stages(encoded: EncodedTensor, geometry: Geometry) -> list[Any] | None:
     """The extension's convolutions that an encoded one is made of, one for codes and several for a chain; None where one of
-    them has no kernel there. What `convolve` does with int8 activations, on a CPU. channels: of the image."""
-    if channels != encoded.shape[1] * geometry.groups:
-        return None
+    them has no kernel there. What `convolve` does with int8 activations, on a CPU."""
     kind = encoded.tree.kind
     if kind in cpu.FORMATS:
         made = cpu.compiled(encoded, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
@@ -179,7 +177,7 @@ def stages(encoded: EncodedTensor, geometry: Geometry, channels: int) -> list[An
     for stage in _STAGES[kind](encoded) or ():
         own = None
         if isinstance(stage.weight, EncodedTensor):
-            own = stages(stage.weight, _own(stage, geometry), stage.weight.shape[1] * stage.groups)
+            own = stages(stage.weight, _own(stage, geometry))
         if own is None:
             return None
         found += own

@@ -4,6 +4,7 @@ Between the layers of a small network Python took as long as a third of them. An
 threads looking for more work for milliseconds, on the cores that the threads of the extension want.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from nstf.kernels import convolution
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import ext
+from nstf.kernels.formats import EncodedTensor
 from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, Value, held_by
 from nstf.runtime.modules import geometry_of
 
@@ -70,51 +72,51 @@ def _dead(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 
 
 class _Number:
-    """The values of one buffer or parameter, or 0. They may be changed, in place or for others: their address is asked for
-    at every call, and looked at closely where the tensor or its memory is another."""
+    """The values of one buffer or parameter. They may be changed, in place or for others: their address is asked for at
+    every call, and looked at closely where the tensor or its memory is another."""
 
-    def __init__(self, module: nn.Module | None = None, name: str = "", rows: int = 0) -> None:
+    def __init__(self, module: nn.Module, name: str, rows: int) -> None:
         self.module, self.name, self.rows = module, name, rows
-        self.place: Any = (
-            {} if module is None else module._buffers if name in module._buffers else module._parameters
-        )
-        self.tensor: Tensor | None = None
-        self.held: Tensor | None = None  # keeps the memory at `at` from being given to others
-        self.at: int | None = 0
-        if module is not None:
-            self._look()
+        self.place: Any = module._buffers if name in module._buffers else module._parameters
+        # (the tensor, what holds its values, their address). Replaced as a whole, since other threads may run the model.
+        self.known: tuple[Tensor | None, Tensor | None, int | None] = (None, None, 0)
 
-    def address(self) -> int | None:
-        """None where it is not `rows` numbers in this machine's memory."""
-        tensor = self.place.get(self.name)
-        if tensor is not self.tensor or (tensor is not None and tensor.data_ptr() != self.at):
-            self._look()
-        return self.at
+    def now(self) -> tuple[Tensor | None, Tensor | None, int | None]:
+        """What `known` is, as things are. No address: these are not `rows` numbers in this machine's memory. The second one
+        must be kept as long as the address is used."""
+        tensor, known = self.place.get(self.name), self.known
+        if tensor is not known[0] or (tensor is not None and tensor.data_ptr() != known[2]):
+            known = self.known = self._look()
+        return known
 
-    def _look(self) -> None:
-        found: Tensor | None = held_by(self.module, self.name)  # type: ignore[arg-type]
-        self.tensor, self.held = found, None if found is None else found.detach()
+    def _look(self) -> tuple[Tensor | None, Tensor | None, int | None]:
+        found: Tensor | None = held_by(self.module, self.name)
         if found is None:
-            self.at = 0
-        elif found.numel() != self.rows or not found.is_cpu:
-            self.at = None
-        else:
-            if found.dtype != torch.float32 or not found.is_contiguous():
-                self.held = found.float().contiguous()
-                self.tensor = None  # made anew at each call
-            assert self.held is not None
-            self.at = self.held.data_ptr()
+            return None, None, 0
+        if found.numel() != self.rows or not found.is_cpu:
+            return found, None, None
+        if found.dtype != torch.float32 or not found.is_contiguous():
+            made = found.float().contiguous()
+            return None, made, made.data_ptr()  # made anew at each call
+        return found, found.detach(), found.data_ptr()
 
 
 @dataclass
 class _Compiled:
-    """steps: the extension's. numbers: five of each convolution, all 0 inside a chain. norms: the normalisation behind each.
-    state: what the modules were like."""
+    """steps: the extension's, of so many convolutions. numbers, norms: by place what follows them, five numbers each; inside
+    a chain nothing does. weights, state: what the modules were like."""
 
     steps: Any
-    numbers: list[_Number]
-    norms: list[nn.BatchNorm2d | None]
+    convolutions: int
+    numbers: list[tuple[int, _Number]]
+    norms: list[tuple[int, nn.BatchNorm2d]]
+    weights: list[EncodedTensor]
     state: list[Any]
+
+    def holds(self, steps: Sequence[Step]) -> bool:
+        """Whether the steps' modules are as they were."""
+        weights, state = _state(steps)
+        return state == self.state and all(map(operator.is_, weights, self.weights))
 
 
 @dataclass
@@ -152,18 +154,23 @@ class Run:
             return None
         isa = ext.isa()
         made = self.made.get(isa)
-        if isa not in self.made or (made is not None and made.state != _state(self.steps)):
-            made = self.made[isa] = _compiled(self.steps, self.source, x.shape[1])
+        if isa not in self.made or (made is not None and not made.holds(self.steps)):
+            made = self.made[isa] = _compiled(self.steps, self.source)
         if made is None:
             return None
         count, channels, height, width = x.shape
         size = made.steps.sizes(channels, height, width)
         if size is None:
             return None
-        numbers = [n.address() for n in made.numbers]
-        if None in numbers:
-            return None
-        eps = [0.0 if n is None else n.eps for n in made.norms]
+        numbers, eps, kept = [0] * (5 * made.convolutions), [0.0] * made.convolutions, []
+        for at, number in made.numbers:
+            known = number.now()
+            if known[2] is None:
+                return None
+            numbers[at] = known[2]
+            kept.append(known)
+        for at, norm in made.norms:
+            eps[at] = norm.eps
         # Of one channel or one pixel both layouts hold; the usual one is then taken.
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if last else torch.contiguous_format
@@ -182,39 +189,30 @@ class Run:
         return y
 
 
-def _state(steps: Sequence[Step]) -> list[Any]:
-    """What the compiled steps were made from: compared at every call, since modules may be changed."""
+def _state(steps: Sequence[Step]) -> tuple[list[EncodedTensor], list[Any]]:
+    """What compiled steps are made from: compared at every call, since modules may be changed."""
+    weights: list[EncodedTensor] = []
     found: list[Any] = []
     for step in steps:
-        module = step.convolution if isinstance(step, ConvolutionStep) else step.target
         if isinstance(step, ConvolutionStep):
-            found += (
-                id(module._modules["weight_encoded"].encoded),
-                module.stride,
-                module._reversed_padding_repeated_twice,
-                module.dilation,
-                module.groups,
-            )
+            module = step.convolution
+            weights.append(module._modules["weight_encoded"].encoded)
+            found += (module.stride, module._reversed_padding_repeated_twice, module.dilation, module.groups)
         else:
-            found += (
-                module.kernel_size,
-                module.stride,
-                module.padding,
-                module.dilation,
-                module.ceil_mode,
-                module.return_indices,
-            )
-    return found
+            pool = step.target
+            found += (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+            found.append(pool.return_indices)
+    return weights, found
 
 
-def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | None:
+def _compiled(steps: Sequence[Step], source: str) -> _Compiled | None:
     """The extension's steps, or None where one of them has no kernel."""
     made = ext.ImageSteps()
-    numbers: list[_Number] = []
-    norms: list[nn.BatchNorm2d | None] = []
+    numbers: list[tuple[int, _Number]] = []
+    norms: list[tuple[int, nn.BatchNorm2d]] = []
+    convolutions = 0
     last_read = {name: i for i, step in enumerate(steps) for name in step.reads}
     places, free, count = {source: 0}, list[int](), 1
-    widths = {source: channels}
 
     def place() -> int:
         nonlocal count
@@ -226,43 +224,47 @@ def _compiled(steps: Sequence[Step], source: str, channels: int) -> _Compiled | 
     for i, step in enumerate(steps):
         if isinstance(step, ConvolutionStep):
             encoded = step.convolution.weight_encoded.encoded
-            stages = convolution.stages(encoded, geometry_of(step.convolution), widths[step.x])
+            stages = convolution.stages(encoded, geometry_of(step.convolution))
             if stages is None:
                 return None
             at = places[step.x]
             for stage in stages[:-1]:
                 to = place()
                 made.add(stage, at, to, -1, *_UNBOUNDED)
-                numbers += [_Number() for _ in _NAMES]
-                norms.append(None)
+                convolutions += 1
                 if at != places[step.x]:
                     free.append(at)
                 at = to
-            places[step.out], widths[step.out] = place(), encoded.shape[0]
+            places[step.out] = place()
             added = -1 if step.added is None else places[step.added]
             made.add(stages[-1], at, places[step.out], added, *step.bounds)
-            numbers += [_Number(step.normalisation, n, encoded.shape[0]) for n in _NAMES[:-1]]
-            numbers.append(_Number(step.convolution, _NAMES[-1], encoded.shape[0]))
-            norms.append(step.normalisation)
+            norm = step.normalisation
+            owners = [] if norm is None else [(norm, n) for n in _NAMES]
+            for j, (owner, name) in enumerate([*owners, (step.convolution, "bias")], 4 - len(owners)):
+                numbers.append((5 * convolutions + j, _Number(owner, name, encoded.shape[0])))
+            if norm is not None:
+                norms.append((convolutions, norm))
+            convolutions += 1
             if at != places[step.x]:
                 free.append(at)
         else:
             pool: Any = step.target
-            name = step.args[0].name
             two = [_two(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
             if pool.ceil_mode or pool.return_indices or _two(pool.dilation) != (1, 1):
                 return None
-            places[step.out], widths[step.out] = place(), widths[name]
-            made.add_pool(places[name], places[step.out], *two)
+            if any(2 * before > kernel for kernel, before in zip(two[0], two[2], strict=True)):
+                return None  # which torch refuses
+            places[step.out] = place()
+            made.add_pool(places[step.args[0].name], places[step.out], *two)
         for read in step.reads:
             if last_read[read] == i and places[read] != 0:
                 free.append(places[read])
-    return _Compiled(made, numbers, norms, _state(steps))
+    return _Compiled(made, convolutions, numbers, norms, *_state(steps))
 
 
 _UNBOUNDED = (float("-inf"), float("inf"))
-# What a normalisation reads, and the convolution's bias.
-_NAMES = ("running_mean", "running_var", "weight", "bias", "bias")
+# What a normalisation reads, in the extension's order.
+_NAMES = ("running_mean", "running_var", "weight", "bias")
 
 
 def _two(side: Any) -> tuple[int, int]:

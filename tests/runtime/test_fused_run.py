@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,6 +151,22 @@ def test_weights_and_numbers_that_are_changed_count(tiny: ModuleType) -> None:
     made[0].first[1].weight.data = torch.ones(3)
     with pytest.raises(RuntimeError), torch.no_grad():  # as torch refuses it
         made(x)
+
+
+def test_several_threads_run_one_network(tiny: ModuleType) -> None:
+    plain, made = both(tiny, stem(nn.MaxPool2d(3, 2, 1)))
+    fuse(made)
+    made[1].weight.data = made[1].weight.data.double()  # its values are made anew at each call
+    images = [torch.randn(1, 3, 40 + i, 33) for i in range(4)]
+    with torch.no_grad():
+        wanted = [plain(x) for x in images]
+
+    def work(i: int) -> bool:
+        with torch.no_grad():
+            return all(near(made(images[i]), wanted[i]) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 def test_images_that_do_not_fit_are_refused_as_before(tiny: ModuleType) -> None:
