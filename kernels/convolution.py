@@ -159,6 +159,31 @@ def _chain(
     return None
 
 
+def stages(encoded: EncodedTensor, geometry: Geometry) -> list[Any] | None:
+    """The extension's convolutions that an encoded one is made of, one for codes and several for a chain; None where one of
+    them has no kernel there. What `convolve` does with int8 activations, on a CPU."""
+    kind = encoded.tree.kind
+    if kind in cpu.FORMATS:
+        made = cpu.compiled(encoded, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        return None if made is None else [made]
+    dense = math.prod(encoded.shape)
+    if (
+        kind not in _STAGES
+        or geometry.groups != 1
+        or multiplications(encoded.tree, encoded.shape, geometry.stride) > dense
+    ):
+        return None
+    found: list[Any] = []
+    for stage in _STAGES[kind](encoded) or ():
+        own = None
+        if isinstance(stage.weight, EncodedTensor):
+            own = stages(stage.weight, _own(stage, geometry))
+        if own is None:
+            return None
+        found += own
+    return found or None
+
+
 @dataclass(frozen=True)
 class _Stage:
     """One convolution of a chain. rows, columns: whether it takes the stride, padding and dilation of that side."""
@@ -177,18 +202,23 @@ def _stage(
     bias: Tensor | None = None,
     after: After = After(),
 ) -> Tensor:
+    own = _own(stage, geometry)
+    if isinstance(stage.weight, EncodedTensor):
+        return convolve(x, stage.weight, bias, own, exact, after)
+    x, symmetric = _padded(x, own)
+    y = F.conv2d(x, stage.weight.to(x.dtype), None, own.stride, symmetric, own.dilation, stage.groups)
+    return after.apply(y, bias)
+
+
+def _own(stage: _Stage, geometry: Geometry) -> Geometry:
+    """What of a convolution's geometry is this stage's."""
     sides = (stage.rows, stage.columns)
     stride, dilation = (
         (values[0] if sides[0] else 1, values[1] if sides[1] else 1)
         for values in (geometry.stride, geometry.dilation)
     )
     padding = tuple(p if sides[i // 2] else 0 for i, p in enumerate(geometry.padding))
-    own = Geometry(stride, padding, dilation, stage.groups)  # type: ignore[arg-type]
-    if isinstance(stage.weight, EncodedTensor):
-        return convolve(x, stage.weight, bias, own, exact, after)
-    x, symmetric = _padded(x, own)
-    y = F.conv2d(x, stage.weight.to(x.dtype), None, stride, symmetric, dilation, stage.groups)
-    return after.apply(y, bias)
+    return Geometry(stride, padding, dilation, stage.groups)  # type: ignore[arg-type]
 
 
 @per_encoded

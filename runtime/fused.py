@@ -12,18 +12,17 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from nstf.kernels.convolution import convolve
-from nstf.kernels.cpu.convolution import After
-from nstf.runtime.modules import EncodedConv, geometry_of
+from nstf.runtime.fused_run import Run, Step, in_runs
+from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
+from nstf.runtime.modules import EncodedConv
 from nstf.runtime.parameter import EncodedParameter
 
 log = logging.getLogger("nstf")
@@ -55,17 +54,36 @@ def fuse(model: nn.Module) -> int:
     """
     if isinstance(model, Fused):
         # It may have been changed since, which its plan sees and then leaves alone: planned again from its own class.
-        model.__class__ = type(model).__bases__[1]
+        model.__class__ = _own_class(model)
         del model.__dict__["_fused_plan"]
     if _image_convolutions(model) == 0:
         return 0
     plan = _planned(model)
     if plan is None:
-        return sum(fuse(child) for child in model.children())
+        return sum(0 if _pooling_taken(child) else fuse(child) for child in model.children())
+    _take(model, plan)
+    return len(plan.fused)
+
+
+def _take(model: nn.Module, plan: "Plan") -> None:
     model.__dict__["_fused_plan"] = plan
     base: Any = type(model)
     model.__class__ = _fused_class(base)
-    return sum(isinstance(step, _Convolution) for step in plan.steps)
+
+
+def _pooling_taken(model: nn.Module) -> bool:
+    """A pooling beside fused modules uses the extension's threads as well: torch's own would look for work afterwards, for
+    longer than the next layers take."""
+    own = _own_class(model)
+    if own is nn.MaxPool2d:
+        model.__class__ = own
+        step = PoolingStep("y", model, (Value("x"),), {}, frozenset({"x"}))
+        _take(model, Plan("x", "y", [step], [], []))
+    return own is nn.MaxPool2d
+
+
+def _own_class(model: nn.Module) -> Any:
+    return type(model).__bases__[1] if isinstance(model, Fused) else type(model)
 
 
 class Fused:
@@ -86,125 +104,23 @@ def _fused_class(base: Any) -> type[nn.Module]:
     return type(base.__name__, (Fused, base), {"forward": forward})
 
 
-@dataclass
-class _Convolution:
-    """One kernel: a convolution, and a normalisation, a sum and a bound if they follow. out, x, added: names of values."""
-
-    out: str
-    x: str
-    convolution: Any
-    normalisation: nn.BatchNorm2d | None = None
-    added: str | None = None
-    bounds: tuple[float, float] = (-math.inf, math.inf)
-
-    def run(self, values: dict[str, Any]) -> Tensor:
-        gain, bias = self._scaled()
-        added: Any = None if self.added is None else values[self.added]
-        image = added if isinstance(added, Tensor) else None
-        plain = added is None or image is not None
-        y = convolve(
-            values[self.x],
-            self.convolution.weight_encoded.encoded,
-            bias,
-            geometry_of(self.convolution),
-            after=After(gain, image, *self.bounds) if plain else After(gain),
-        )
-        return y if plain else (y + added).clamp(*self.bounds)  # a number, such as a side of the image
-
-    def _scaled(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gain and bias of the products: a few numbers for each output, so made at every call."""
-        norm, own = self.normalisation, _held(self.convolution, "bias")
-        if norm is None:
-            return None, own
-        mean, variance = _numbers(norm, "running_mean"), _numbers(norm, "running_var")
-        assert mean is not None and variance is not None, "a normalisation without statistics is not fused"
-        weight, beta, before = _numbers(norm, "weight"), _numbers(norm, "bias"), _float(own)
-        gain = torch.rsqrt(variance + norm.eps)
-        gain = gain if weight is None else gain * weight
-        mean = mean if before is None else mean - before
-        return gain, -mean * gain if beta is None else torch.addcmul(beta, mean, gain, value=-1)
-
-
-def _numbers(module: nn.Module, name: str) -> Tensor | None:
-    """A module's buffer or parameter, or None."""
-    return _float(_held(module, name))
-
-
-def _held(module: nn.Module, name: str) -> Any:
-    """`getattr`, past the module's own, which takes longer than the sums of a normalisation."""
-    found = module._buffers.get(name)
-    found = module._parameters.get(name) if found is None else found
-    return getattr(module, name) if found is None else found
-
-
-def _float(stored: Tensor | None) -> Tensor | None:
-    return stored if stored is None or stored.dtype == torch.float32 else stored.float()
-
-
-class _Value(NamedTuple):
-    """A value by its name, in the place of an argument."""
-
-    name: str
-
-
-@dataclass
-class _Other:
-    """An operation as the module's code has it. target: a module, a function or a method's name."""
-
-    out: str
-    target: Any
-    args: Any
-    kwargs: Any
-    reads: frozenset[str]
-
-    def run(self, values: dict[str, Any]) -> Any:
-        args, kwargs = _filled(self.args, values), _filled(self.kwargs, values)
-        if isinstance(self.target, str):
-            return getattr(args[0], self.target)(*args[1:], **kwargs)
-        return self.target(*args, **kwargs)
-
-
-def _filled(argument: Any, values: dict[str, Any]) -> Any:
-    """An argument with the values that it names."""
-    if isinstance(argument, _Value):
-        return values[argument.name]
-    if isinstance(argument, tuple | list):
-        return type(argument)(_filled(a, values) for a in argument)
-    if isinstance(argument, dict):
-        return {k: _filled(a, values) for k, a in argument.items()}
-    if isinstance(argument, slice):
-        return slice(*(_filled(a, values) for a in (argument.start, argument.stop, argument.step)))
-    return argument
-
-
-def _plain(argument: Any) -> Any:
-    """An argument of a trace with names in the place of its nodes."""
-    if isinstance(argument, fx.Node):
-        return _Value(argument.name)
-    if isinstance(argument, tuple | list):
-        return (tuple if isinstance(argument, tuple) else list)(_plain(a) for a in argument)
-    if isinstance(argument, Mapping):
-        return {k: _plain(a) for k, a in argument.items()}
-    if isinstance(argument, slice):
-        return slice(*(_plain(a) for a in (argument.start, argument.stop, argument.step)))
-    return argument
-
-
-@dataclass
 class Plan:
     """What a module does: steps in order, and the values that each is the last to read. places: (module, name, the part of
     that name) of everything inside. sizes: how many parts each module has."""
 
-    source: str
-    result: str
-    steps: list[_Convolution | _Other]
-    dead: list[tuple[str, ...]]
-    places: list[tuple[nn.Module, str, nn.Module]]
-    sizes: list[tuple[nn.Module, int]]
-
-    def __post_init__(self) -> None:
-        found = [s.normalisation for s in self.steps if isinstance(s, _Convolution)]
-        self.norms = [n for n in found if n is not None]
+    def __init__(
+        self,
+        source: str,
+        result: str,
+        steps: Sequence[Step],
+        places: list[tuple[nn.Module, str, nn.Module]],
+        sizes: list[tuple[nn.Module, int]],
+    ) -> None:
+        self.source, self.result, self.places, self.sizes = source, result, places, sizes
+        self.steps = in_runs(steps, result)
+        self.dead = _last_reads(self.steps, result)
+        self.fused = [s for s in steps if isinstance(s, ConvolutionStep)]
+        self.norms = [s.normalisation for s in self.fused if s.normalisation is not None]
         parts = (part for _, _, part in self.places)
         self.convolutions: list[Any] = [p for p in parts if hasattr(type(p), "exact_products")]
 
@@ -220,13 +136,14 @@ class Plan:
             if len(owner._modules) != size:
                 return False
         for norm in self.norms:
-            if _held(norm, "running_mean") is None or _held(norm, "running_var") is None:
+            if held_by(norm, "running_mean") is None or held_by(norm, "running_var") is None:
                 return False  # it takes those of the batch now
         for owner, name, part in self.places:
             # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
-            if owner._modules.get(name) is not part or "forward" in part.__dict__:
+            inside = part.__dict__
+            if owner._modules.get(name) is not part or "forward" in inside or inside["training"]:
                 return False
-            if part.training or part._forward_hooks or part._forward_pre_hooks:
+            if inside["_forward_hooks"] or inside["_forward_pre_hooks"]:
                 return False
         for convolution in self.convolutions:
             if convolution.exact_products:
@@ -311,12 +228,12 @@ def _planned(module: nn.Module) -> Plan | None:
     def module_of(node: Any) -> nn.Module | None:
         return parts[node.target] if isinstance(node, fx.Node) and node.op == "call_module" else None
 
-    held: dict[fx.Node, _Convolution] = {}  # by the node that gives its result so far
+    held: dict[fx.Node, ConvolutionStep] = {}  # by the node that gives its result so far
     members: set[fx.Node] = set()
     for node in nodes:
         layer, images = module_of(node), [a for a in node.args if isinstance(a, fx.Node)]
         if isinstance(layer, EncodedConv) and _on_images(layer) and len(images) == 1 and not node.kwargs:
-            held[node] = _Convolution(node.name, images[0].name, layer)
+            held[node] = ConvolutionStep(node.name, images[0].name, layer)
             continue
         if node.kwargs and node.target not in (functional.relu, functional.relu6):
             continue
@@ -328,7 +245,7 @@ def _planned(module: nn.Module) -> Plan | None:
             held[node] = held.pop(taken)
             held[node].out = node.name
             members.add(taken)
-    steps: list[_Convolution | _Other] = []
+    steps: list[Step] = []
     for node in nodes:
         if node in members:
             continue
@@ -337,7 +254,7 @@ def _planned(module: nn.Module) -> Plan | None:
         target = node.target if module_of(node) is None else module_of(node)
         reads = frozenset(n.name for n in node.all_input_nodes)
         steps.append(
-            held.get(node) or _Other(node.name, target, _plain(node.args), _plain(node.kwargs), reads)
+            held.get(node) or OtherStep(node.name, target, plain(node.args), plain(node.kwargs), reads)
         )
     if not members:
         return None
@@ -349,10 +266,10 @@ def _planned(module: nn.Module) -> Plan | None:
         if not isinstance(part, EncodedParameter)
     ]
     sizes = [(owner, len(owner._modules)) for owner in module.modules()]
-    return Plan(source, results.name, steps, _last_reads(steps, results.name), places, sizes)
+    return Plan(source, results.name, steps, places, sizes)
 
 
-def _joined(step: _Convolution, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:
+def _joined(step: ConvolutionStep, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:
     """Takes an operation into a convolution's step, if it is the next that it can do: normalisation, sum, bound."""
     bounded, target = step.bounds != (-math.inf, math.inf), node.target
     if isinstance(layer, nn.BatchNorm2d) and type(layer) is nn.BatchNorm2d and layer.running_mean is not None:
@@ -388,16 +305,12 @@ _IN_PLACE_OPERATORS = frozenset(n for n in dir(operator) if n.startswith("i") an
 }
 
 
-def _last_reads(steps: list[_Convolution | _Other], result: str) -> list[tuple[str, ...]]:
+def _last_reads(steps: Sequence[Step | Run], result: str) -> list[tuple[str, ...]]:
     """Of each step the values that no later one reads."""
     found: list[tuple[str, ...]] = []
     later = {result}
     for step in reversed(steps):
-        if isinstance(step, _Convolution):
-            read = {step.x} | ({step.added} if step.added is not None else set())
-        else:
-            read = set(step.reads)
         unread = {step.out} - later
-        found.append(tuple((read - later) | unread))
-        later |= read
+        found.append(tuple((step.reads - later) | unread))
+        later |= step.reads
     return found[::-1]

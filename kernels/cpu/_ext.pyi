@@ -111,6 +111,32 @@ class Convolution:
         threads: int,
     ) -> None: ...
 
+class ImageSteps:
+    def __init__(self) -> None: ...
+    def add(
+        self, convolution: Convolution, source: int, to: int, added: int, least: float, most: float
+    ) -> None: ...
+    def add_pool(
+        self,
+        source: int,
+        to: int,
+        kernel: tuple[int, int],
+        stride: tuple[int, int],
+        before: tuple[int, int],
+    ) -> None: ...
+    def sizes(self, channels: int, height: int, width: int) -> tuple[int, int, int] | None: ...
+    def run_at(
+        self,
+        x: int,
+        images: int,
+        size: tuple[int, int, int],
+        numbers: list[int],
+        eps: list[float],
+        y: int,
+        last: bool,
+        threads: int,
+    ) -> None: ...
+
 class EngineMatrix:
     @property
     def kernel(self) -> str: ...

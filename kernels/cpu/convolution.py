@@ -100,6 +100,19 @@ def convolve(
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
+def compiled(
+    encoded: EncodedTensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> Any:
+    """The extension's convolution of a weight in one of FORMATS, or None where there is no kernel for it."""
+    if any(a.device.type != "cpu" for a in encoded.arrays.values()):
+        return None
+    return _made(encoded).get(encoded.shape[1] * groups, stride, padding, dilation, groups)
+
+
 def _float(x: Tensor) -> Tensor:
     """In float32. A call of `to` takes a microsecond where there is nothing to do."""
     return x if x.dtype == torch.float32 else x.to(torch.float32)

@@ -18,6 +18,7 @@
 #include "../parallel.h"
 #include "argmax.h"
 #include "convolution.h"
+#include "image_steps.h"
 #include "leaves.h"
 #include "layer_plan.h"
 #include "model.h"
@@ -146,8 +147,10 @@ class HeldConvolution {
         nb::gil_scoped_release release;
         const auto floats = [](uintptr_t p) { return reinterpret_cast<const float*>(p); };
         convolution_.run(floats(x), images, height, width, {floats(gain), floats(bias), floats(added), least, most},
-                         reinterpret_cast<float*>(y), last, limited(threads));
+                         reinterpret_cast<float*>(y), last, last, limited(threads));
     }
+
+    const Convolution& convolution() const { return convolution_; }
 
   private:
     static ConvolutionShape shape(int64_t channels, Two kernel, Two stride, Two before, Two after, Two dilation, int64_t groups) {
@@ -161,6 +164,43 @@ class HeldConvolution {
         return s;
     }
     Convolution convolution_;
+    std::vector<nb::object> keep_;
+};
+
+// Steps over images, and the convolutions that they are of.
+class HeldSteps {
+  public:
+    using Two = HeldConvolution::Two;
+    void add(nb::object convolution, int from, int to, int added, float least, float most) {
+        steps_.add(nb::cast<const HeldConvolution&>(convolution).convolution(), from, to, added, least, most);
+        keep_.push_back(std::move(convolution));
+    }
+    void add_pool(int from, int to, Two kernel, Two stride, Two before) {
+        const auto two = [](const Two& t) { return std::array<int64_t, 2>{std::get<0>(t), std::get<1>(t)}; };
+        steps_.add_pool(from, to, two(kernel).data(), two(stride).data(), two(before).data());
+    }
+    nb::object sizes(int64_t channels, int64_t height, int64_t width) const {
+        ImageSteps::Size out;
+        if (!steps_.sizes({channels, height, width}, &out)) return nb::none();
+        return nb::make_tuple(out[0], out[1], out[2]);
+    }
+    // numbers: for each convolution the addresses of mean, variance, gain, bias and its own bias, or 0; eps: one for each.
+    void run(uintptr_t x, int64_t images, std::tuple<int64_t, int64_t, int64_t> in, const std::vector<uintptr_t>& numbers,
+             const std::vector<float>& eps, uintptr_t y, bool last, int threads) const {
+        if (images < 0 || numbers.size() != 5 * eps.size()) throw std::invalid_argument("image steps: wrong numbers");
+        const auto floats = [](uintptr_t p) { return reinterpret_cast<const float*>(p); };
+        std::vector<Normalisation> norms;
+        for (size_t i = 0; i < eps.size(); ++i) {
+            const uintptr_t* n = numbers.data() + 5 * i;
+            norms.push_back({floats(n[0]), floats(n[1]), floats(n[2]), floats(n[3]), floats(n[4]), eps[i]});
+        }
+        nb::gil_scoped_release release;
+        steps_.run(floats(x), images, {std::get<0>(in), std::get<1>(in), std::get<2>(in)}, norms, reinterpret_cast<float*>(y), last,
+                   limited(threads));
+    }
+
+  private:
+    ImageSteps steps_;
     std::vector<nb::object> keep_;
 };
 
@@ -303,6 +343,12 @@ void bind_engine(nb::module_& m) {
              "weight"_a, "channels"_a, "kernel"_a, "stride"_a, "before"_a, "after"_a, "dilation"_a, "groups"_a)
         .def("run_at", &HeldConvolution::run, "x"_a, "images"_a, "height"_a, "width"_a, "gain"_a, "bias"_a, "added"_a,
              "least"_a, "most"_a, "y"_a, "last"_a, "threads"_a);
+    nb::class_<HeldSteps>(m, "ImageSteps")
+        .def(nb::init<>())
+        .def("add", &HeldSteps::add, "convolution"_a, "source"_a, "to"_a, "added"_a, "least"_a, "most"_a)
+        .def("add_pool", &HeldSteps::add_pool, "source"_a, "to"_a, "kernel"_a, "stride"_a, "before"_a)
+        .def("sizes", &HeldSteps::sizes, "channels"_a, "height"_a, "width"_a)
+        .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
     m.def("engine_packed", &packed, "linear"_a, "exact"_a, "panel_threads"_a = 0);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);

@@ -14,10 +14,23 @@ namespace {
 
 // Bytes of a tile's activations, which the second cache holds beside the weight's rows; and of the images that are rounded at a time.
 constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
-// Tiles for each thread, where there are pixels enough: threads are rarely equally fast.
-constexpr int64_t kTilesPerThread = 3;
+// An image of fewer values is rounded by one thread: handing out parts of it takes as long.
+constexpr int64_t kSmallImage = 1 << 14;
+// In times of a tile's products with the rows of a group: unpacking their codes; laying a tile out, times the rows.
+constexpr double kUnpackTime = 0.12, kLayTime = 10;
 
-const ConvolutionKernels* kernels() {
+// Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
+// chunk, the middle quarters change places.
+void unpack(const Leaf& leaf, const ByteRows& form, int64_t first, int count, uint8_t* codes, float* scales, float* zeros) {
+    leaf.unpack(first, count, codes, scales, zeros);
+    if (!form.even_odd) return;
+    for (uint8_t *chunk = codes, *end = codes + count * form.chunks * 64; chunk < end; chunk += 64)
+        std::swap_ranges(chunk + 16, chunk + 32, chunk + 32);
+}
+
+}  // namespace
+
+const ConvolutionKernels* convolution_kernels() {
     switch (isa()) {
 #if NSTF_X86
         case Isa::kAvx512Vbmi:
@@ -35,33 +48,24 @@ const ConvolutionKernels* kernels() {
     }
 }
 
-// Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
-// chunk, the middle quarters change places.
-void unpack(const Leaf& leaf, const ByteRows& form, int64_t first, int count, uint8_t* codes, float* scales, float* zeros) {
-    leaf.unpack(first, count, codes, scales, zeros);
-    if (!form.even_odd) return;
-    for (uint8_t *chunk = codes, *end = codes + count * form.chunks * 64; chunk < end; chunk += 64)
-        std::swap_ranges(chunk + 16, chunk + 32, chunk + 32);
-}
-
-}  // namespace
-
 // One call: how its images lie, and what all of its tasks read.
 struct Convolution::Plan {
     Image image;
     int64_t height, width, out_height, out_width;  // of the images as they came
-    bool last;
+    bool last_in, last_out;         // whether channels are last
     int threads;
     int8_t* planes;             // rounded images
     float *range, *scale, *zero;  // by image: [parts][2]; step; the code that stands for zero
     int parts;                  // that an image's rounding is shared out in
+    float* found;               // by image of the results: three extremes, or null
+    std::mutex* merging;        // of `found`
     const int32_t* columns;     // of a group's first channel: where each column of a row is, or -1
     int64_t pixels() const { return out_height * out_width; }
 };
 
 Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     : weight_(std::move(weight)), leaf_(dynamic_cast<const Leaf*>(weight_.get())), form_(leaf_ ? leaf_->byte_rows() : nullptr),
-      kernels_(kernels()), shape_(shape) {
+      kernels_(convolution_kernels()), shape_(shape) {
     // No products of sizes overflow where the image itself has less than 2^31 bytes.
     constexpr int64_t most = 1 << 24;
     const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0 && two[0] <= most && two[1] <= most; };
@@ -102,10 +106,19 @@ int64_t Convolution::size(int side, int64_t of) const {
     return room < 0 ? 0 : room / shape_.stride[side] + 1;
 }
 
-void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
-                      int threads) const {
+bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t* out) const {
+    if (channels != shape_.channels || height < 1 || width < 1 || height > (1 << 24) || width > (1 << 24)) return false;
+    out[0] = weight_->rows, out[1] = size(0, height), out[2] = size(1, width);
+    const int64_t around = (height + shape_.before[0] + shape_.after[0]) * (width + shape_.before[1] + shape_.after[1]);
+    return out[1] > 0 && out[2] > 0 && channels * around < (int64_t{1} << 30);
+}
+
+void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y,
+                      bool last_in, bool last_out, int threads, const float* known, float* found) const {
     Plan p;
-    p.height = height, p.width = width, p.last = last, p.threads = threads;
+    std::mutex merging;
+    p.merging = &merging;
+    p.height = height, p.width = width, p.last_in = last_in, p.last_out = last_out, p.threads = threads;
     p.out_height = size(0, height), p.out_width = size(1, width);
     ConvolutionShape shape = shape_;
     if (shape.kernel[0] * shape.kernel[1] * shape.stride[0] * shape.stride[1] == 1 &&
@@ -116,10 +129,11 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     if (images * p.pixels() == 0) return;
     p.image = Image(shape, p.height, p.width);
     if (p.image.bytes > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("convolution: an image is too large");
-    const std::vector<int32_t> columns = p.image.columns(shape, form_->chunks, form_->even_odd);
-    p.columns = columns.data();
+    const std::shared_ptr<const Columns> columns = columns_of(p.image);
+    p.columns = columns->places.data();
     const int64_t chunk = std::clamp<int64_t>(kImageBytes / p.image.bytes, 1, images);
-    p.parts = chunk >= threads ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
+    const bool whole = chunk >= threads || shape.channels * p.height * p.width < kSmallImage;
+    p.parts = whole ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
     thread_local Buffer<int8_t> planes;
     thread_local Buffer<float> numbers;
     p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
@@ -128,7 +142,9 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     const int64_t in = shape.channels * p.height * p.width, out = weight_->rows * p.pixels();
     for (int64_t i = 0; i < images; i += chunk) {
         const int64_t count = std::min(chunk, images - i);
-        range(p, x + i * in, count);
+        range(p, x + i * in, count, known == nullptr ? nullptr : known + 3 * i);
+        p.found = found == nullptr ? nullptr : found + 3 * i;
+        if (p.found != nullptr) std::fill_n(p.found, 3 * count, 0.0f);
         lay_out(p, x + i * in, count);
         ConvolutionEnd own = end;
         if (end.added != nullptr) own.added += i * out;
@@ -136,16 +152,24 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     }
 }
 
-void Convolution::range(const Plan& p, const float* x, int64_t images) const {
+std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image& image) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (columns_ == nullptr || columns_->plane != image.plane || columns_->row != image.row)
+        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, form_->chunks, form_->even_odd)});
+    return columns_;
+}
+
+void Convolution::range(const Plan& p, const float* x, int64_t images, const float* known) const {
     const int64_t size = shape_.channels * p.height * p.width;
     auto task = [&](int64_t t) {
         const int64_t part = t % p.parts, from = size * part / p.parts, end = size * (part + 1) / p.parts;
         kernels_->range(x + t / p.parts * size + from, end - from, p.range + 2 * t, p.range + 2 * t + 1);
     };
-    parallel_for(p.threads, images * p.parts, task);
+    if (known == nullptr) parallel_for(p.threads, images * p.parts, task);
     for (int64_t i = 0; i < images; ++i) {
         float low = 0, high = 0, odd = 0;
-        for (int part = 0; part < p.parts; ++part) {
+        if (known != nullptr) low = known[3 * i], high = known[3 * i + 1], odd = known[3 * i + 2];
+        for (int part = 0; known == nullptr && part < p.parts; ++part) {
             const float* r = p.range + 2 * (i * p.parts + part);
             low = std::min(low, r[0]), high = std::max(high, r[1]), odd += r[0] - r[0];
         }
@@ -163,7 +187,7 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
         const float scale = p.scale[i], inverse = scale > 1e-30f ? 1 / scale : 0.0f, zero = p.zero[i];
         const float* from = x + i * shape_.channels * p.height * p.width;
         int8_t* to = p.planes + i * image.bytes;
-        if (p.last) {  // shared out by rows
+        if (p.last_in) {  // shared out by rows
             int8_t* codes = room.grow(p.width * shape_.channels + Image::kBeyond);
             for (int64_t y = image.height * part / p.parts; y < image.height * (part + 1) / p.parts; ++y) {
                 if (!image.used(y)) continue;
@@ -194,16 +218,43 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
     parallel_for(p.threads, images * p.parts, task);
 }
 
+// The split with which the last thread is done first. Tiles together share the work of unpacking codes, tasks that share rows each lay
+// out the same tiles.
+Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (shares_.pixels == pixels && shares_.threads == threads) return shares_;
+    const int64_t tiles = (pixels + kPixels - 1) / kPixels, own = weight_->rows / shape_.groups;
+    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (form_->chunks * 64 * kPixels);
+    Shares best;
+    best.pixels = pixels, best.threads = threads;
+    if (threads == 1) {
+        best.together = std::clamp<int64_t>(most, 1, 16);
+        return shares_ = best;
+    }
+    double least = std::numeric_limits<double>::infinity();
+    for (int64_t rows = 1; rows <= std::min<int64_t>(panels, 4 * threads); ++rows)
+        for (int64_t together = std::clamp<int64_t>(std::min(most, tiles), 1, 16); together >= 1; --together) {
+            const int64_t whole = tiles / together, over = pixels - whole * together * kPixels;
+            const double share = static_cast<double>((panels + rows - 1) / rows) / static_cast<double>(panels);
+            const auto time = [&](double of) {
+                return of * share + std::ceil(of) * kLayTime / static_cast<double>(own) + kUnpackTime * share;
+            };
+            // Whole tasks in turn, and what is left over at the end to who is free.
+            const int64_t tasks = whole * rows * shape_.groups, turns = tasks / threads, beside = tasks % threads;
+            const double one = time(static_cast<double>(together)), rest = over > 0 ? time(static_cast<double>(over) / kPixels) : 0;
+            const int64_t rests = over > 0 ? rows * shape_.groups : 0, free = beside > 0 ? threads - beside : threads;
+            const double late = rest * static_cast<double>((rests + free - 1) / free);
+            const double total = static_cast<double>(turns) * one + (beside > 0 ? std::max(one, late) : late);
+            if (total < least * 0.99) least = total, best.together = together, best.rows = rows;
+        }
+    return shares_ = best;
+}
+
 void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& after, float* y) const {
     const int64_t pixels = images * p.pixels(), tiles = (pixels + kPixels - 1) / kPixels, groups = shape_.groups;
     const int64_t own = weight_->rows / groups, panels = (own + kUnpacked - 1) / kUnpacked;
-    // Tiles together share the work of unpacking codes.
-    int64_t together = std::clamp<int64_t>(kTileBytes / (form_->chunks * 64 * kPixels), 1, 16);
-    together = std::clamp<int64_t>(tiles * groups / (p.threads * kTilesPerThread), 1, together);
-    const int64_t across = (tiles + together - 1) / together;
-    // Few pixels: the rows are shared out too.
-    const int64_t shares =
-        std::clamp<int64_t>(p.threads == 1 ? 1 : p.threads * kTilesPerThread / std::max<int64_t>(1, across * groups), 1, panels);
+    const Shares split = shares_of(pixels, p.threads);
+    const int64_t together = split.together, shares = split.rows, across = (tiles + together - 1) / together;
     auto one = [&](int64_t t) {
         const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
         const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
@@ -225,56 +276,55 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     thread_local Room room;
     const int64_t chunks = form_->chunks, groups = form_->groups, size = chunks * 64 * kPixels;
     const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
-    const bool adds = after.added != nullptr;
+    const bool adds = after.added != nullptr, later = adds && p.last_out;
     constexpr float kAny = std::numeric_limits<float>::infinity();
+    const int64_t here = (end - 1) / p.pixels() - first / p.pixels() + 1;  // images
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
     uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
-    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * tiles * kPixels + 2 * kUnpacked * kPixels);
-    float *zeros = scales + kUnpacked * groups, *step = zeros + kUnpacked * groups, *shift = step + tiles * kPixels;
-    float *found = shift + tiles * kPixels, *done = found + kUnpacked * kPixels;
+    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels + 3 * here);
+    float *zeros = scales + kUnpacked * groups, *found = zeros + kUnpacked * groups, *done = found + kUnpacked * kPixels;
+    float* ends = done + kUnpacked * kPixels;
+    std::fill_n(ends, 3 * here, 0.0f);
 
     const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
         p.image.patches(planes, p.columns, chunks * 16, from, count, p.out_height, p.out_width, x + t * size);
         kernels_->sums(*form_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
-        for (int64_t i = 0; i < kPixels; ++i) {
-            const int64_t image = (from + std::min(i, count - 1)) / p.pixels();
-            step[t * kPixels + i] = p.scale[image], shift[t * kPixels + i] = p.zero[image];
-        }
     }
     for (int64_t r = row; r < row_end; r += kUnpacked) {
         const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
         unpack(*leaf_, *form_, r, rows, codes, scales, zeros);
+        ConvolutionRow one[kUnpacked];
+        for (int i = 0; i < rows; ++i)
+            one[i] = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
+                      after.bias == nullptr ? 0.0f : after.bias[r + i], later ? -kAny : after.least, later ? kAny : after.most};
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
             kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
-            for (int i = 0; i < rows; ++i) {
-                const ConvolutionRow one = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],
-                                            after.bias == nullptr ? 0.0f : after.bias[r + i], adds ? -kAny : after.least,
-                                            adds ? kAny : after.most};
-                const auto finish = [&](int64_t at, int64_t n, float* to) {
-                    kernels_->finish(found + i * kPixels + at, step + t * kPixels + at, shift + t * kPixels + at, one, n, to);
-                };
-                if (p.last) {
-                    finish(0, count, done + i * kPixels);
-                    continue;
-                }
-                for (int64_t at = 0; at < count;) {  // image by image
-                    const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
-                    const int64_t n = std::min(count - at, p.pixels() - pixel);
-                    const int64_t to = (image * out_rows + r + i) * p.pixels() + pixel;
-                    finish(at, n, y + to);
-                    if (adds) kernels_->add(y + to, after.added + to, n, after.least, after.most);
-                    at += n;
-                }
+            for (int64_t at = 0; at < count;) {  // image by image
+                const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
+                const int64_t n = std::min(count - at, p.pixels() - pixel), to = (image * out_rows + r) * p.pixels() + pixel;
+                float* own = ends + 3 * (image - first / p.pixels());
+                if (p.last_out)
+                    kernels_->finish(found + at, p.scale[image], p.zero[image], one, rows, nullptr, kPixels, n, done + at, own);
+                else
+                    kernels_->finish(found + at, p.scale[image], p.zero[image], one, rows, adds ? after.added + to : nullptr, p.pixels(), n,
+                                     y + to, own);
+                at += n;
             }
-            if (!p.last) continue;
+            if (!p.last_out) continue;
             kernels_->turn(done, rows, static_cast<int>(count), y + from * out_rows + r, out_rows);
             for (int64_t i = from; adds && i < from + count; ++i)
                 kernels_->add(y + i * out_rows + r, after.added + i * out_rows + r, rows, after.least, after.most);
         }
+    }
+    if (p.found == nullptr) return;
+    std::lock_guard<std::mutex> lock(*p.merging);
+    for (int64_t i = 0; i < here; ++i) {
+        float* own = p.found + 3 * (first / p.pixels() + i);
+        own[0] = std::min(own[0], ends[3 * i]), own[1] = std::max(own[1], ends[3 * i + 1]), own[2] += ends[3 * i + 2];
     }
 }
 

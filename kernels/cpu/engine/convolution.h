@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "leaves.h"
@@ -40,13 +42,19 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
-    // y = (x - shift * by) * scale * gain + bias between its bounds, over pixels.
-    void (*finish)(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count, float* y);
+    // y = (x - shift * by) * scale * gain + bias + added between its bounds, for some rows and pixels of one image. x: [rows][64]; y and
+    // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity.
+    void (*finish)(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added, int64_t stride,
+                   int64_t count, float* y, float* extremes);
     // y = y + added between bounds.
     void (*add)(float* y, const float* added, int64_t count, float least, float most);
     // y[p][r] = x[r][p].
     void (*turn)(const float* x, int rows, int pixels, float* y, int64_t stride);
+    // The largest of some rows (one at least) at each place, NaN where there is one.
+    void (*largest)(const float* const* rows, int64_t row_count, int64_t count, float* y);
 };
+// Those of the instruction set in use, or null.
+const ConvolutionKernels* convolution_kernels();
 #if NSTF_X86
 const ConvolutionKernels& convolution_avx512();
 const ConvolutionKernels& convolution_avx2_vnni();
@@ -58,21 +66,28 @@ const ConvolutionKernels& convolution_neon_dot();
 #endif
 #endif
 
+struct Image;
+
 class Convolution {
   public:
     // weight: [out, channels / groups * kernel]. Throws std::invalid_argument for a weight without bytes (`byte_rows`), or of another
     // width.
     Convolution(Shared weight, const ConvolutionShape& shape);
 
-    // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y alike, [out] channels.
-    void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last,
-             int threads) const;
+    // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y, with `out` channels, and
+    // what is added so too.
+    // known: of each image three extremes, as `finish` has them, or null; found: room for those of the results, or null, where channels
+    // come first.
+    void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last_in,
+             bool last_out, int threads, const float* known = nullptr, float* found = nullptr) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
+    // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
+    bool sizes(int64_t channels, int64_t height, int64_t width, int64_t* out) const;
 
   private:
     struct Plan;
-    void range(const Plan& p, const float* x, int64_t images) const;
+    void range(const Plan& p, const float* x, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,
@@ -83,7 +98,22 @@ class Convolution {
     const ByteRows* form_;
     const ConvolutionKernels* kernels_;
     ConvolutionShape shape_;
+    // Where the columns of a row are in images of one size, as the last call left it.
+    struct Columns {
+        int64_t plane, row;
+        std::vector<int32_t> places;
+    };
+    std::shared_ptr<const Columns> columns_of(const Image& image) const;
     std::vector<float> row_sums_;  // of the weight, as the bytes give it
+    // How `tiles` shares out so many pixels among some threads, as the last call did.
+    struct Shares {
+        int64_t pixels = 0, together = 1, rows = 1;  // tiles of a task; tasks that share the rows of a group
+        int threads = 0;
+    };
+    Shares shares_of(int64_t pixels, int threads) const;
+    mutable std::mutex mutex_;     // of `columns_` and `shares_`
+    mutable std::shared_ptr<const Columns> columns_;
+    mutable Shares shares_;
 };
 
 }  // namespace nstf::engine

@@ -151,11 +151,45 @@ static inline float between(float v, float least, float most) {
     return v > most ? most : v;
 }
 
-static void convolution_finish(const float* x, const float* scale, const float* shift, const ConvolutionRow& row, int64_t count,
-                               float* y) {
-    const ConvolutionRow r = row;
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = between((x[i] - shift[i] * r.by) * scale[i] * r.gain + r.bias, r.least, r.most);
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+// One row; with ADDS something is added.
+template <bool ADDS>
+static NSTF_INLINE void finish_row(const float* x, float by, float more, const ConvolutionRow& row, const float* added, int64_t count,
+                                   float* y, Lanes* ends, float* rest) {
+    const Lanes least = Lanes{} + row.least, most = Lanes{} + row.most, times = Lanes{} + by, plus = Lanes{} + more;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Lanes v = *reinterpret_cast<const Lanes*>(x + i) * times + plus;
+        if (ADDS) v += *reinterpret_cast<const Lanes*>(added + i);
+        v = v < least ? least : v;
+        v = v > most ? most : v;
+        *reinterpret_cast<Lanes*>(y + i) = v;
+        ends[0] = v < ends[0] ? v : ends[0];
+        ends[1] = v > ends[1] ? v : ends[1];
+        ends[2] += v - v;
+    }
+    for (; i < count; ++i) {
+        float v = x[i] * by + more;
+        if (ADDS) v += added[i];
+        y[i] = v = between(v, row.least, row.most);
+        rest[0] = v < rest[0] ? v : rest[0], rest[1] = v > rest[1] ? v : rest[1], rest[2] += v - v;
+    }
+}
+
+static void convolution_finish(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added,
+                               int64_t stride, int64_t count, float* y, float* extremes) {
+    Lanes ends[3] = {Lanes{} + extremes[0], Lanes{} + extremes[1], Lanes{} + extremes[2]};
+    for (int r = 0; r < count_rows; ++r, x += kPixels, y += stride) {
+        const float by = scale * rows[r].gain, more = rows[r].bias - shift * rows[r].by * by;
+        if (added == nullptr) finish_row<false>(x, by, more, rows[r], nullptr, count, y, ends, extremes);
+        else finish_row<true>(x, by, more, rows[r], added + r * stride, count, y, ends, extremes);
+    }
+    for (int i = 0; i < LANES; ++i) {
+        extremes[0] = ends[0][i] < extremes[0] ? ends[0][i] : extremes[0];
+        extremes[1] = ends[1][i] > extremes[1] ? ends[1][i] : extremes[1];
+        extremes[2] += ends[2][i];
+    }
 }
 
 static void convolution_add(float* y, const float* added, int64_t count, float least, float most) {
@@ -174,5 +208,17 @@ static void convolution_turn(const float* x, int rows, int pixels, float* y, int
         }
 }
 
+static inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+
+static void convolution_largest(const float* const* rows, int64_t row_count, int64_t count, float* y) {
+    const float* first = rows[0];
+    for (int64_t r = 1; r < row_count || r == 1; r += 2) {  // two more at a time
+        const float *a = rows[std::min(r, row_count - 1)], *b = rows[std::min(r + 1, row_count - 1)];
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) y[i] = larger(larger(first[i], a[i]), b[i]);
+        first = y;
+    }
+}
+
 static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range, convolution_quantise,
-                                                convolution_finish, convolution_add,  convolution_turn};
+                                                convolution_finish, convolution_add,  convolution_turn,  convolution_largest};

@@ -50,6 +50,23 @@ struct Image {
             std::memcpy(to + before[1], codes, static_cast<size_t>(columns));
             return;
         }
+#if NSTF_X86
+        if (phases == 2) {
+            // The first column that comes is of the odd phase where there is an odd number of columns before it.
+            const int64_t odd = before[1] % 2;
+            int8_t *even_line = to + odd * phase + first_of(odd), *odd_line = to + (1 - odd) * phase + first_of(1 - odd);
+            int64_t x = 0;
+            for (; x + 32 <= columns; x += 32, even_line += 16, odd_line += 16) {
+                const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + x));
+                const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + x + 16));
+                const __m128i low = _mm_set1_epi16(0xff);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(even_line), _mm_packus_epi16(_mm_and_si128(a, low), _mm_and_si128(b, low)));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(odd_line), _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8)));
+            }
+            for (; x < columns; ++x) *(x % 2 == 0 ? even_line : odd_line)++ = codes[x];
+            return;
+        }
+#endif
         for (int64_t p = 0; p < phases; ++p) {
             const int64_t first = first_of(p);
             int8_t* line = to + p * phase + first;

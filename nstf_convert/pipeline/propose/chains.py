@@ -1,42 +1,78 @@
 """Decompositions of convolutions that take fewer multiplications than the dense weight, whatever their bytes.
 
 Where a plan bounds time, what structure gains is time: a low rank (a kernel with fewer outputs, then 1x1) and Tucker-2 (1x1,
-a smaller kernel, 1x1) at stated shares of the dense weight's multiplications, with factors of few and of many bits. The
-planner weighs their loss, bytes and measured seconds against those of codes alone.
+a smaller kernel, 1x1) at stated shares of the dense weight's multiplications. The planner weighs their loss, bytes and
+measured seconds against those of codes alone.
+
+What cannot win is not made. A form at a share of the multiplications must lose less than mixing the erased tensor with the
+whole one at that share would, and Tucker less than the low rank of as many multiplications: what a low rank loses is known
+from one spectrum, what Tucker loses at least from two (nstf.decomposers.bounds).
 """
 
 import math
 
 from nstf.kernels.formats.tree import Shape
-from nstf.proposals import Recipe
+from nstf.proposals import Recipe, Signature
 from nstf_convert.pipeline.propose.units import Unit
 
-# Shares of the dense weight's multiplications.
-SHARES = (0.55, 0.35)
+# Shares of the dense weight's multiplications: on a trained ResNet-18 most kernels of 256 outputs took Tucker's small ones.
+SHARES = (0.55, 0.35, 0.2, 0.1)
+TUCKER_SHARES = (0.35, 0.15, 0.1, 0.05)
+# One scale a row: sums of small groups are scaled so often that it takes time.
 FACTORS = (
-    Recipe("int_grid", {"bits": 6, "group": 64, "symmetric": True, "scale_bits": 8}),
+    Recipe("int_grid", {"bits": 6, "group": 0, "symmetric": True, "scale_bits": 16}),
     Recipe("int_grid", {"bits": 4, "group": 64, "symmetric": True, "scale_bits": 8}),
 )
-# Tucker's bases are found in turns, which takes minutes for larger weights; and so at one share, with one kind of factor.
+# Low ranks of this share and above have factors of both kinds: of fewer numbers the bytes hardly count.
+SEVERAL_FACTORS = 0.35
+# Tucker's bases are found in turns, which takes minutes for larger weights: theirs are those of the unfoldings.
 LARGEST_TUCKER = 1 << 20
 # A chain has two or three convolutions to start and its results to write: smaller weights gain nothing.
 SMALLEST = 1 << 14
 
 
-def recipes(unit: Unit, allowed: set[str]) -> list[Recipe]:
-    """Chains of a convolution over two axes, of the methods that are allowed."""
+def recipes(unit: Unit, allowed: set[str], known: Signature | None = None) -> list[Recipe]:
+    """Chains of a convolution over two axes, of the methods that are allowed. known: what is learnt about the tensor, which
+    rules some out; without it all are given."""
     shape = unit.inner_shape
     if unit.role != "conv" or len(shape) != 4 or unit.elements < SMALLEST or "int_grid" not in allowed:
         return []
     out = []
-    for share in SHARES:
+    for share in SHARES if "svd" in allowed else ():
         params = parameters("svd", shape, share, unit.stride)
-        if "svd" in allowed and params is not None:
-            out += [Recipe("svd", params, {"factor": factor}) for factor in FACTORS]
-    params = parameters("tucker", shape, SHARES[-1], unit.stride)
-    if "tucker" in allowed and params is not None and unit.elements <= LARGEST_TUCKER:
-        out.append(Recipe("tucker", params, {"factor": FACTORS[0]}))
+        if params is not None and (
+            known is None or _low_rank_loss(known, shape, share) < (1 - share) * known.signal
+        ):
+            factors = FACTORS if share >= SEVERAL_FACTORS else FACTORS[:1]
+            out += [Recipe("svd", params, {"factor": factor}) for factor in factors]
+    for share in TUCKER_SHARES if "tucker" in allowed else ():
+        params = parameters("tucker", shape, share, unit.stride)
+        if params is None or (known is not None and not _tucker_may_win(known, shape, params, share)):
+            continue
+        if unit.elements > LARGEST_TUCKER or share < TUCKER_SHARES[0]:
+            params = {**params, "iterations": 0}
+        recipe = Recipe("tucker", params, {"factor": FACTORS[0]})
+        if recipe not in out:
+            out.append(recipe)
     return out
+
+
+def _low_rank_loss(known: Signature, shape: Shape, share: float) -> float:
+    """What the low rank with that share of the multiplications loses, but for the rounding of its factors."""
+    known.matrix.sharpen()
+    out, width = shape[0], math.prod(shape[1:])
+    return known.matrix.left_out(int(share * out * width / (out + width)))
+
+
+def _tucker_may_win(known: Signature, shape: Shape, params: dict[str, object], share: float) -> bool:
+    """Whether Tucker-2 of these ranks may lose less than the low rank of as many multiplications."""
+    view, ranks = (*shape[:2], math.prod(shape[2:])), params["ranks"]
+    assert isinstance(ranks, list)
+    sides = [known.unfolding(view, (axis,)) for axis in (0, 1)]
+    for side in sides:
+        side.sharpen()
+    least = max(side.left_out(rank) for side, rank in zip(sides, ranks, strict=False))
+    return least < min(_low_rank_loss(known, shape, share), (1 - share) * known.signal)
 
 
 def parameters(

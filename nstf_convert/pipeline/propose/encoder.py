@@ -183,10 +183,32 @@ class Encoder:
         out += [self._candidate(unit, data, v, exact=True) for data, v in made]
         if self._timed and not self._few:
             known = [c.recipe for c in out]
-            for r in chains.recipes(unit, allowed):
-                if r not in known:
-                    out.append(self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True))
+            out += [
+                self._candidate(unit, r, v, exact=True)
+                for r, v in self._chains(unit, allowed)
+                if _recipe(r) not in known
+            ]
         return out
+
+    def _chains(self, unit: Unit, allowed: set[str]) -> list[tuple[dict[str, Any], float]]:
+        """Chains of a convolution, with measured losses."""
+        if unit.role != "conv":
+            return []
+        methods = sorted(allowed)
+        key = self._key(
+            "chains",
+            unit,
+            methods=methods,
+            versions=versions(methods),
+            shares=chains.SHARES,
+            tucker=chains.TUCKER_SHARES,
+        )
+        found = self._work.find_metadata(key)
+        if found is None:
+            wanted = chains.recipes(unit, allowed, self._learnt(unit))
+            found = {"made": [[r.to_json(), self.encode(unit, r).loss] for r in wanted]}
+            self._work.put(key, {}, found)
+        return [(r, v) for r, v in found["made"]]
 
     def expected(self, unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
         """What forms of one method are expected to lose beside each other: all inputs count alike, rows as they do. Says by

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from nstf.analyzers.signatures import Signature
 from nstf.kernels.convolution import Geometry, multiplications
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import ext
+from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.propose import chains
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
 from nstf_convert.pipeline.propose.units import Unit
@@ -63,13 +65,34 @@ def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(
 ) -> None:
     found = chains.recipes(unit(*shape, stride=stride), {"svd", "tucker", "int_grid"})
     methods = {r.method for r in found}
-    tucker = shape[2:] == (3, 3) and math.prod(shape) <= chains.LARGEST_TUCKER
+    tucker = shape[2:] == (3, 3)
     assert methods == ({"svd", "tucker"} if tucker else {"svd"})
     for recipe in found:
         share = multiplications(tree_of(recipe, shape, 1), shape, stride) / math.prod(shape)
         # Ranks are multiples of 8, which is much of a small weight.
-        assert any(abs(s - share) < 0.09 for s in chains.SHARES), (recipe, share)
+        assert any(abs(s - share) < 0.09 for s in (*chains.SHARES, *chains.TUCKER_SHARES)), (recipe, share)
+        assert share < 0.7
     assert chains.recipes(unit(*shape), {"tucker", "svd"}) == []
+
+
+def test_chains_that_spectra_rule_out_are_not_made() -> None:
+    """Orthonormal rows have nothing that a low rank could leave out cheaply; channels of few directions suit both."""
+    allowed, shape = {"svd", "tucker", "int_grid"}, (64, 64, 3, 3)
+    torch.manual_seed(0)
+    flat = torch.linalg.qr(torch.randn(576, 64))[0].T.reshape(shape).contiguous()
+    few = torch.einsum("ar,brij->abij", torch.randn(64, 8), torch.randn(64, 8, 3, 3))
+    few = few + 1e-3 * torch.randn(shape)
+
+    def methods(weight: torch.Tensor) -> set[tuple[str, float]]:
+        known = Signature(weight, Stats(), 1, "conv")
+        made = chains.recipes(unit(*shape), allowed, known)
+        shares = [multiplications(tree_of(r, shape, 1), shape) / math.prod(shape) for r in made]
+        return {(r.method, round(s, 1)) for r, s in zip(made, shares, strict=True)}
+
+    assert not any(method == "svd" for method, _ in methods(flat))
+    assert ("svd", 0.1) in methods(few)
+    # A low rank of 8 loses next to nothing there; the inputs have no few directions, which Tucker would need.
+    assert not any(method == "tucker" for method, _ in methods(few))
 
 
 def test_a_layer_is_measured_once_and_found_by_the_next_conversion(monkeypatch, tmp_path) -> None:

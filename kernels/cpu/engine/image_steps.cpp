@@ -1,0 +1,212 @@
+#include "image_steps.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "../parallel.h"
+#include "buffer.h"
+
+namespace nstf::engine {
+namespace {
+
+// Bytes of all values of the images that are worked on together.
+constexpr int64_t kBatchBytes = 32 << 20;
+
+int64_t count_of(const ImageSteps::Size& s) { return s[0] * s[1] * s[2]; }
+
+// Rows of windows: first over the rows, then over the columns of the row that this leaves.
+struct Pool {
+    const ConvolutionKernels* kernels;
+    int64_t height, width, out_height, out_width;
+    const int64_t *kernel, *stride, *before;
+
+    void row(const float* x, int64_t y, const float** lines, float* room, float* out) const {
+        const int64_t first = std::max<int64_t>(y * stride[0] - before[0], 0), end = std::min(y * stride[0] - before[0] + kernel[0], height);
+        constexpr float kLeast = -std::numeric_limits<float>::infinity();
+        std::fill_n(room, before[1], kLeast);
+        std::fill_n(room + before[1] + width, before[1], kLeast);
+        for (int64_t r = first; r < end; ++r) lines[r - first] = x + r * width;
+        kernels->largest(lines, end - first, width, room + before[1]);
+        // Of all windows; every so many are kept.
+        for (int64_t k = 0; k < kernel[1]; ++k) lines[k] = room + k;
+        float* found = room + padded();
+        kernels->largest(lines, kernel[1], (out_width - 1) * stride[1] + 1, found);
+        if (stride[1] == 2)
+            for (int64_t o = 0; o < out_width; ++o) out[o] = found[2 * o];
+        else
+            for (int64_t o = 0; o < out_width; ++o) out[o] = found[o * stride[1]];
+    }
+    int64_t padded() const { return width + 2 * before[1]; }
+};
+
+void pool(const Pool& p, const float* x, int64_t planes, float* y, int threads) {
+    const int64_t rows = planes * p.out_height, shares = std::clamp<int64_t>(rows, 1, 4 * threads);
+    auto task = [&](int64_t t) {
+        thread_local Buffer<float> room;
+        float* line = room.grow(2 * p.padded());
+        std::vector<const float*> lines(static_cast<size_t>(std::max(p.kernel[0], p.kernel[1])));
+        for (int64_t r = rows * t / shares; r < rows * (t + 1) / shares; ++r) {
+            const int64_t plane = r / p.out_height;
+            p.row(x + plane * p.height * p.width, r % p.out_height, lines.data(), line, y + r * p.out_width);
+        }
+    };
+    parallel_for(threads, shares, task);
+}
+
+// [images][rows][columns] to [images][columns][rows].
+void turn(const ConvolutionKernels* kernels, const float* x, int64_t images, int64_t rows, int64_t columns, float* y, int threads) {
+    const int64_t tiles = (columns + kPixels - 1) / kPixels;
+    auto task = [&](int64_t t) {
+        thread_local Buffer<float> room;
+        const int64_t image = t / tiles, first = t % tiles * kPixels, count = std::min<int64_t>(kPixels, columns - first);
+        float* lines = room.grow(kUnpacked * kPixels);
+        for (int64_t r = 0; r < rows; r += kUnpacked) {
+            const int64_t some = std::min<int64_t>(kUnpacked, rows - r);
+            for (int64_t i = 0; i < some; ++i)
+                std::copy_n(x + (image * rows + r + i) * columns + first, count, lines + i * kPixels);
+            kernels->turn(lines, static_cast<int>(some), static_cast<int>(count), y + (image * columns + first) * rows + r, rows);
+        }
+    };
+    parallel_for(threads, images * tiles, task);
+}
+
+// Gain and bias of the products.
+void scaled(const Normalisation& n, int64_t rows, float* gain, float* bias) {
+    for (int64_t r = 0; r < rows; ++r) {
+        gain[r] = 1 / std::sqrt(n.variance[r] + n.eps);
+        if (n.gain != nullptr) gain[r] *= n.gain[r];
+        const float mean = n.own == nullptr ? n.mean[r] : n.mean[r] - n.own[r];
+        bias[r] = (n.bias == nullptr ? 0.0f : n.bias[r]) - mean * gain[r];
+    }
+}
+
+}  // namespace
+
+void ImageSteps::push(const Step& step) {
+    const int before = values_;
+    if (step.from < 0 || step.from >= before || step.to < 1 || step.to > before || step.added < -1 || step.added >= before ||
+        step.to == step.from || step.to == step.added)
+        throw std::invalid_argument("image steps: no such value");
+    values_ = std::max(values_, step.to + 1);
+    steps_.push_back(step);
+}
+
+void ImageSteps::add(const Convolution& convolution, int from, int to, int added, float least, float most) {
+    push({&convolution, from, to, added, least, most, {0, 0}, {0, 0}, {0, 0}});
+}
+
+void ImageSteps::add_pool(int from, int to, const int64_t kernel[2], const int64_t stride[2], const int64_t before[2]) {
+    constexpr int64_t most = 1 << 24;
+    for (int i = 0; i < 2; ++i)
+        if (kernel[i] < 1 || stride[i] < 1 || before[i] < 0 || kernel[i] > most || stride[i] > most || 2 * before[i] > kernel[i])
+            throw std::invalid_argument("image steps: a size is out of range");
+    push({nullptr, from, to, -1, 0, 0, {kernel[0], kernel[1]}, {stride[0], stride[1]}, {before[0], before[1]}});
+}
+
+bool ImageSteps::size_of(const Step& step, const Size& in, Size* out) {
+    if (step.convolution != nullptr) return step.convolution->sizes(in[0], in[1], in[2], out->data());
+    *out = in;
+    for (int i = 0; i < 2; ++i) {
+        const int64_t room = in[static_cast<size_t>(i + 1)] + 2 * step.before[i] - step.kernel[i];
+        if (room < 0) return false;
+        (*out)[static_cast<size_t>(i + 1)] = room / step.stride[i] + 1;
+    }
+    return true;
+}
+
+bool ImageSteps::all_sizes(Size in, std::vector<Size>* found) const {
+    std::vector<Size> now(static_cast<size_t>(values_), Size{0, 0, 0});
+    now[0] = in;
+    for (const Step& step : steps_) {
+        Size out;
+        if (!size_of(step, now[static_cast<size_t>(step.from)], &out) || count_of(out) == 0) return false;
+        if (step.added >= 0 && now[static_cast<size_t>(step.added)] != out) return false;
+        now[static_cast<size_t>(step.to)] = out;
+        found->push_back(out);
+    }
+    return !steps_.empty() && convolution_kernels() != nullptr;
+}
+
+bool ImageSteps::sizes(Size in, Size* out) const {
+    std::vector<Size> found;
+    if (!all_sizes(in, &found)) return false;
+    *out = found.back();
+    return true;
+}
+
+void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<Normalisation>& norms, float* y, bool last,
+                     int threads) const {
+    std::vector<Size> sizes;
+    if (!all_sizes(in, &sizes)) throw std::invalid_argument("image steps: images of another size");
+    // The room of each value, for one image.
+    std::vector<int64_t> room(static_cast<size_t>(values_), 0);
+    int64_t numbers = 0, whole = 0, convolutions = 0;
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        int64_t& one = room[static_cast<size_t>(steps_[i].to)];
+        one = std::max(one, count_of(sizes[i]));
+        if (steps_[i].convolution != nullptr) numbers += 2 * sizes[i][0], ++convolutions;
+    }
+    if (convolutions != static_cast<int64_t>(norms.size())) throw std::invalid_argument("image steps: another number of convolutions");
+    for (int64_t one : room) whole += one;
+    const int64_t together = std::clamp<int64_t>(kBatchBytes / (4 * std::max<int64_t>(1, whole)), 1, std::max<int64_t>(1, images));
+    thread_local std::vector<Buffer<float>> kept;
+    thread_local Buffer<float> scales;
+    if (kept.size() < room.size()) kept.resize(room.size());
+    float* scale = scales.grow(numbers);
+    std::vector<const float*> gains, biases;
+    size_t next = 0;
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        if (steps_[i].convolution == nullptr) continue;
+        const Normalisation& norm = norms[next++];
+        const int64_t rows = sizes[i][0];
+        if (norm.mean != nullptr) scaled(norm, rows, scale, scale + rows);
+        gains.push_back(norm.mean == nullptr ? nullptr : scale);
+        biases.push_back(norm.mean == nullptr ? norm.own : scale + rows);
+        scale += 2 * rows;
+    }
+    const ConvolutionKernels* kernels = convolution_kernels();
+    for (int64_t first = 0; first < images; first += together) {
+        const int64_t count = std::min(together, images - first);
+        std::vector<const float*> values(room.size(), nullptr);
+        std::vector<Size> shapes(room.size(), in);
+        const float* given = x + first * count_of(in);
+        float* result = y + first * count_of(sizes.back());
+        // Inside, channels come first. Convolutions read them last as well; for others the image is turned.
+        bool turned = false;
+        for (const Step& step : steps_) turned = turned || (last && (step.added == 0 || (step.from == 0 && step.convolution == nullptr)));
+        if (turned) {
+            float* own = kept[0].grow_raw(count * count_of(in));
+            turn(kernels, given, count, in[1] * in[2], in[0], own, threads);
+            given = own;
+        }
+        values[0] = given;
+        next = 0;
+        // What convolutions found of the values that they made: the next ones need not look.
+        std::vector<float> extremes(room.size() * static_cast<size_t>(3 * count));
+        std::vector<bool> seen(room.size(), false);
+        const auto of = [&](size_t value) { return extremes.data() + value * static_cast<size_t>(3 * count); };
+        for (size_t i = 0; i < steps_.size(); ++i) {
+            const Step& step = steps_[i];
+            const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
+            const Size &before = shapes[from], &made = sizes[i];
+            const bool done = i + 1 == steps_.size() && !last;
+            float* out = done ? result : kept[to].grow_raw(count * room[to]);
+            if (step.convolution != nullptr) {
+                const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
+                step.convolution->run(values[from], count, before[1], before[2],
+                                      {gains[next], biases[next], added, step.least, step.most}, out, last && !turned && from == 0, false,
+                                      threads, seen[from] ? of(from) : nullptr, of(to));
+                ++next;
+            } else {
+                pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from],
+                     count * before[0], out, threads);
+            }
+            values[to] = out, shapes[to] = made, seen[to] = step.convolution != nullptr;
+            if (i + 1 == steps_.size() && last) turn(kernels, out, count, made[0], made[1] * made[2], result, threads);
+        }
+    }
+}
+
+}  // namespace nstf::engine

@@ -1,0 +1,178 @@
+"""Steps that the extension runs in one call give what they give one by one."""
+
+import copy
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fused_cases import Block, both, encoded, near
+
+from nstf.kernels.cpu import convolution as cpu
+from nstf.runtime.fused import Fused, fuse
+from nstf.runtime.fused_run import Run
+from nstf.runtime.parameter import EncodedParameter
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="the extension was not built")
+
+
+def runs_of(module: nn.Module) -> list[Run]:
+    parts = [m for m in module.modules() if isinstance(m, Fused)]
+    return [s for m in parts for s in m.__dict__["_fused_plan"].steps if isinstance(s, Run)]
+
+
+def stem(pool: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 5, 2, 3), nn.BatchNorm2d(12), nn.ReLU(), pool, Block(12, 12), Block(12, 20, 2)
+    )
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d((2, 3), (1, 3), (0, 1)), nn.MaxPool2d(1), nn.MaxPool2d(4, 3, 2)],
+)
+def test_a_network_is_one_call(tiny: ModuleType, pool: nn.Module, layout: torch.memory_format) -> None:
+    plain, made = both(tiny, stem(pool))
+    assert fuse(made) == 6
+    (run,) = runs_of(made)
+    before = torch.get_num_threads()
+    for count, side in ((1, 47), (5, 30), (0, 30)):
+        x = torch.randn(count, 3, side, side + 5).contiguous(memory_format=layout)
+        with torch.no_grad():
+            wanted, found = plain(x), made(x)
+            assert found.shape == wanted.shape and near(found, wanted)
+            assert found.stride() == wanted.stride()
+            for i in range(count):  # images do not see each other
+                assert torch.equal(made(x[i : i + 1])[0], found[i])
+            torch.set_num_threads(3)
+            assert torch.equal(made(x), found)
+            torch.set_num_threads(before)
+    assert all(m is not None for m in run.made.values()) and run.made
+
+
+def test_many_images_are_worked_on_some_at_a_time(tiny: ModuleType) -> None:
+    plain, made = both(tiny, nn.Sequential(Block(3, 8), Block(8, 8)))
+    fuse(made)
+    x = torch.randn(40, 3, 160, 150)  # more than 32 MiB lie between the layers
+    with torch.no_grad():
+        assert near(made(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "tucker", "cp"])
+def test_chains_are_part_of_a_run(tiny: ModuleType, kind: str) -> None:
+    trees = {
+        "low_rank": ({"rank": 5}, ("a", "b")),
+        "tucker": ({"ranks": (6, 7, 3, 3), "view": (12, 12, 3, 3)}, ("core", "factor0", "factor1")),
+        "cp": ({"rank": 9, "view": (12, 12, 3, 3)}, ("factor0", "factor1", "factor2", "factor3")),
+    }
+    plain = encoded(tiny, nn.Sequential(Block(12, 12), Block(12, 12)))
+    params, children = trees[kind]
+    tree = tiny.leaf(kind, **params)
+    tree = type(tree)(tree.kind, tree.params, {c: tiny.leaf("int", bits=6, group=0) for c in children})
+    for part in (plain[0].first[0], plain[1].second[0]):
+        stored = tiny.random_encoded(tree, (12, 12, 3, 3), 3)
+        del part._modules["weight_encoded"]
+        part.add_module("weight_encoded", EncodedParameter(stored, torch.float32))
+    made = copy.deepcopy(plain)
+    assert fuse(made) == 4
+    x = torch.randn(2, 12, 11, 9)
+    with torch.no_grad():
+        assert near(made(x), plain(x))
+    (run,) = runs_of(made)
+    # CP's kernels of one channel each are torch's.
+    assert all((m is None) == (kind == "cp") for m in run.made.values())
+
+
+def test_a_pooling_beside_fused_modules_uses_the_same_threads(tiny: ModuleType) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.pool = Block(8, 8), nn.MaxPool2d(3, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pool(self.block(x)) if x.shape[1] == 8 else x
+
+    plain, made = both(tiny, Asking())
+    for _ in range(2):  # fused again it stays so
+        assert fuse(made) == 2 and isinstance(made.pool, Fused) and isinstance(made.pool, nn.MaxPool2d)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 8, 21, 34).contiguous(memory_format=layout)
+        x[0, 1, 2, 3], x[1, 0, 0, 0] = math.nan, -math.inf
+        with torch.no_grad():
+            found, wanted = made.pool(x), plain.pool(x)
+            assert torch.equal(found.isnan(), wanted.isnan()) and found.stride() == wanted.stride()
+            assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+    made.pool.ceil_mode = plain.pool.ceil_mode = True
+    x = torch.randn(2, 8, 20, 34)
+    with torch.no_grad():
+        assert torch.equal(made.pool(x), plain.pool(x))
+        assert torch.equal(made.pool(x[0]), plain.pool(x[0]))  # one image without a batch
+
+
+def test_weights_and_numbers_that_are_changed_count(tiny: ModuleType) -> None:
+    plain, made = both(tiny, nn.Sequential(Block(3, 8, bias=True), Block(8, 8)))
+    fuse(made)
+    x = torch.randn(2, 3, 9, 9)
+
+    def check() -> None:
+        with torch.no_grad():
+            assert near(made(x), plain(x))
+
+    check()
+    for model in (plain, made):
+        model[0].first[0].bias.data = torch.linspace(-1, 1, 16)[::2]  # no numbers beside each other
+    check()
+    norm: Any = made[0].first[1]
+    norm.weight.data = norm.weight.data.double()  # which torch's own refuses
+    check()
+    norm.weight.data = norm.weight.data.float()
+    stored = tiny.random_encoded(tiny.leaf("int", bits=4, group=0), (8, 8, 3, 3), 77)
+    for model in (plain, made):
+        model[1].first[0].weight_encoded = EncodedParameter(stored, torch.float32)
+    fuse(made)
+    check()
+    stored = tiny.random_encoded(tiny.leaf("int", bits=5, group=0), (8, 8, 3, 3), 78)
+    for model in (plain, made):
+        model[1].first[0].weight_encoded.share(stored)
+    check()
+    for model in (plain, made):
+        model[1].first[0].dilation = (2, 2)
+        model[1].first[0].padding = (2, 2)
+        model[1].first[0]._reversed_padding_repeated_twice = [2, 2, 2, 2]
+    check()
+    made[0].first[1].weight.data = torch.ones(3)
+    with pytest.raises(RuntimeError), torch.no_grad():  # as torch refuses it
+        made(x)
+
+
+def test_several_threads_run_one_network(tiny: ModuleType) -> None:
+    plain, made = both(tiny, stem(nn.MaxPool2d(3, 2, 1)))
+    fuse(made)
+    made[1].weight.data = made[1].weight.data.double()  # its values are made anew at each call
+    images = [torch.randn(1, 3, 40 + i, 33) for i in range(4)]
+    with torch.no_grad():
+        wanted = [plain(x) for x in images]
+
+    def work(i: int) -> bool:
+        with torch.no_grad():
+            return all(near(made(images[i]), wanted[i]) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_images_that_do_not_fit_are_refused_as_before(tiny: ModuleType) -> None:
+    plain, made = both(tiny, nn.Sequential(nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.ReLU()))
+    fuse(made)
+    for x in (torch.randn(1, 3, 4, 9), torch.randn(1, 4, 9, 9)):
+        for model in (plain, made):
+            with pytest.raises((RuntimeError, ValueError)), torch.no_grad():
+                model(x)
