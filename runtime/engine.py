@@ -247,10 +247,8 @@ class Engine:
             tokens = array("q", [token])
 
     def _likeliest(self, prompt: array[int], count: int, stop: frozenset[int]) -> Iterator[int]:
-        """The same without a choice of its own: several tokens for each call of the engine, as many as take _RUN_S, since
-        handing one out takes as long as a small model's layer. What was computed after the last one asked for stays in the
-        cache, and `position` says so.
-        """
+        """The same without a choice of its own, several tokens for each call of the engine: handing one out takes as long as
+        a small model's layer."""
         if count <= 0:
             return
         logits = self._run(prompt)
@@ -258,43 +256,61 @@ class Engine:
         if math.isnan(logits[token]):
             raise NstfError(_NAN)
         yield token
-        left, together = count - 1, 1
-        while left and token not in stop:
-            began = time.perf_counter()
-            found, nan = self._go_on(token, min(left, together), stop)
-            took = time.perf_counter() - began
-            yield from found[: len(found) - nan]
-            if nan:
-                raise NstfError(_NAN)
-            token, left = found[-1], left - len(found)
-            together = max(1, min(_RUN_MOST, int(_RUN_S * len(found) / took)))
+        if token in stop:
+            return
+        for start, found in self._runs(token, count - 1, stop):
+            for i, token in enumerate(found):
+                # Whoever leaves here goes on from what was handed out.
+                self.position = start + i + 1
+                yield token
 
     def go_on(self, token: int, count: int, stop: frozenset[int] = frozenset()) -> array[int]:
         """Appends `token` to the sequence and goes on with the likeliest ones: `count` of them, or up to and with one of
-        `stop`, in one call of the engine. The last of them is not in the sequence yet.
+        `stop`. The last of them is not in the sequence yet.
 
         Raises as `forward`, and NstfError when the logits are NaN.
         """
         if count < 1:
             raise UsageError("there are no tokens to run")
         self._check([token], count)
-        found, nan = self._go_on(token, count, stop)
-        if nan:
-            raise NstfError(_NAN)
+        found = array("q")
+        for _, some in self._runs(token, count, stop):
+            found.extend(some)
         return found
 
+    def _runs(self, token: int, count: int, stop: frozenset[int]) -> Iterator[tuple[int, array[int]]]:
+        """The same in pieces of as many tokens as take _RUN_S, between which an interruption is heard, each with the position
+        it began at.
+
+        With an attention plan one by one: its rings and few bits do not go back to a position before.
+        """
+        together = 1
+        while count:
+            start, began = self.position, time.perf_counter()
+            found, nan = self._go_on(token, min(count, together), stop)
+            took = time.perf_counter() - began
+            if found:
+                yield start, found
+                token, count = found[-1], count - len(found)
+            if nan:
+                raise NstfError(_NAN)
+            if token in stop:
+                return
+            if self.plan is None:
+                together = max(1, min(_RUN_MOST, int(_RUN_S * len(found) / took)))
+
     def _go_on(self, token: int, count: int, stop: frozenset[int]) -> tuple[array[int], bool]:
-        """The tokens found, and whether the last one's logits were NaN."""
+        """The tokens found, and whether the logits after them were NaN."""
         found = array("q", bytes(8 * count))
-        threads = self.threads or usual_threads()
+        threads, known = self.threads or usual_threads(), [t for t in stop if 0 <= t < self.vocab]
         try:
             number, nan = self._engine.go_on(
-                token, self.position, count, list(stop), _address(found), threads
+                token, self.position, count, known, _address(found), threads
             )
         except MemoryError as error:
             raise NstfError(f"not enough memory for {self.position + count} tokens") from error
         self.position += number
-        return found[:number], nan
+        return found[: number - nan], nan
 
 
 def may_repack(artifact: Artifact, exact: bool) -> bool:

@@ -144,7 +144,10 @@ def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     if "generation_config.json" in artifact.file_names():
         stated = artifact.object("generation_config.json")
     else:  # as transformers: what the model's config says of a text's end
-        stated = {k: v for k, v in artifact.config().items() if k == "eos_token_id"}
+        config = artifact.config()
+        if "eos_token_id" not in config:  # its class has one
+            raise UnsupportedError(f"{artifact.path}: no generation_config.json inside, and no end of text stated")
+        stated = {"eos_token_id": config["eos_token_id"]}
     settings = check_generation(stated, artifact.path)
     usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT | set(usual) and v is not None)

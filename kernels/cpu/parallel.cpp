@@ -57,14 +57,14 @@ class Pool {
         limit_.store(static_cast<uint32_t>(threads - 1), std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);
         finished_.store(0, std::memory_order_relaxed);
-        state_.store(0, std::memory_order_release);
+        state_.store((generation_.load(std::memory_order_relaxed) + 1) << 32, std::memory_order_release);
         generation_.fetch_add(1, std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst) > 0) {
             std::lock_guard<std::mutex> lock(mutex_);
             wake_.notify_all();
         }
         work(0);
-        const uint32_t joined = state_.fetch_or(kClosed, std::memory_order_acq_rel);
+        const auto joined = static_cast<uint32_t>(state_.fetch_or(kClosed, std::memory_order_acq_rel));
         while (finished_.load(std::memory_order_acquire) != joined) relax();
         if (failure_) {  // nobody else looks at it now
             const std::exception_ptr failure = std::exchange(failure_, nullptr);
@@ -111,10 +111,11 @@ class Pool {
         }
     }
 
-    // Whether worker `me` belongs to the job. Its own share is one of the job's tasks: of few threads the first workers.
-    bool join(int64_t me) {
-        uint32_t state = state_.load(std::memory_order_acquire);
-        while (!(state & kClosed) && me <= limit_.load(std::memory_order_relaxed))
+    // Whether worker `me` belongs to the job that it saw, and not to one that took its place meanwhile. Its own share is one of
+    // the job's tasks: of few threads the first workers.
+    bool join(int64_t me, uint64_t seen) {
+        uint64_t state = state_.load(std::memory_order_acquire);
+        while (state >> 32 == (seen & 0xffffffff) && !(state & kClosed) && me <= limit_.load(std::memory_order_relaxed))
             if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) return true;
         return false;
     }
@@ -138,7 +139,7 @@ class Pool {
                 sleeping_.fetch_sub(1, std::memory_order_seq_cst);
             }
             seen = generation_.load(std::memory_order_acquire);
-            if (join(me)) {
+            if (join(me, seen)) {
                 work(me);
                 if (shares_ && ahead_ != nullptr) {
                     std::fill_n(ahead, kAheads, Ahead{});
@@ -171,7 +172,7 @@ class Pool {
     int workers_ = 0;
     std::atomic<int64_t> next_{0};
     std::atomic<uint32_t> finished_{0};
-    std::atomic<uint32_t> state_{kClosed};  // workers that joined; kClosed when no more may
+    std::atomic<uint64_t> state_{kClosed};  // the job's number and, in the lower half, workers that joined; kClosed when no more may
     // In a cache line of its own: workers read it all the time, the rest is written for every job.
     alignas(64) std::atomic<uint64_t> generation_{0};
     alignas(64) std::atomic<int> sleeping_{0};

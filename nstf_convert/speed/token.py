@@ -180,15 +180,15 @@ def measured_rate(path: Path, target: Target, threads: int) -> float | None:
             engine = Engine(artifact, threads=threads)
             times, clock = [], clock_for(threads)
             prompt = min(PROMPT, engine.context // 2)
-            decoded = min(DECODED, engine.context - prompt) // TOGETHER * TOGETHER
+            decoded = min(DECODED, engine.context - prompt)
             for _ in range(ROUNDS):
                 engine.reset()
                 logits = engine.forward([0] * prompt)
                 token = greedy(logits)
-                for _ in range(0, decoded, TOGETHER):
+                for i in range(0, decoded, TOGETHER):
                     start = clock()
-                    found = engine.go_on(token, TOGETHER)
-                    times.append((clock() - start) / TOGETHER)
+                    found = engine.go_on(token, min(TOGETHER, decoded - i))
+                    times.append((clock() - start) / len(found))
                     token = found[-1]
             return 1.0 / typical(times)
     except (NstfError, OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:

@@ -223,7 +223,7 @@ def check_generation(stated: Config, where: object) -> dict[str, Any]:
             wanted = "true or false"
         if wanted:
             raise CorruptError(
-                f"{where}: its generation_config.json says {key} is {short(value)}, expected {wanted}; "
+                f"{where}: its settings say {key} is {short(value)}, expected {wanted}; "
                 "the file is damaged, fetch or convert it again"
             )
         if key not in _INTEGERS:

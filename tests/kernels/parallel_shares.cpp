@@ -12,7 +12,7 @@
 int main(int argc, char**) {
     const int rounds = argc > 1 ? 300 : 4000;
     static char memory[1 << 14];
-    long wrong = 0, caught = 0, asked = 0;
+    long wrong = 0, caught = 0;
     for (int round = 0; round < rounds; ++round) {
         struct Job {
             std::vector<int> done;
@@ -39,7 +39,7 @@ int main(int argc, char**) {
             for (int d : job.done) wrong += d > 1;
         }
         wrong += job.asked[0] != 0;
-        for (const auto& a : job.asked) wrong += a > 1, asked += a;
+        for (const auto& a : job.asked) wrong += a > 1;
         std::atomic<int64_t> sum{0};
         auto good = [&](int64_t task) { sum += task; };
         nstf::parallel_for(3, 20, good);
@@ -47,6 +47,25 @@ int main(int argc, char**) {
         // Long enough for workers to be asleep in some rounds, and awake in others.
         if (round % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(400));
     }
-    std::printf("%ld %ld %d\n", wrong, caught, asked > 0);
+    // The caller stays in its share until another thread has begun the other one, which is then asked for what it fetches.
+    struct Wait {
+        std::atomic<int> others{0}, asked{0};
+        std::thread::id caller = std::this_thread::get_id();
+    } wait;
+    for (int round = 0; round < 20; ++round) {
+        wait.others = 0;
+        const auto body = [](void* context, int64_t) {
+            Wait& w = *static_cast<Wait*>(context);
+            if (std::this_thread::get_id() != w.caller) {
+                ++w.others;
+                return;
+            }
+            const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+            while (w.others == 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+        };
+        const auto ahead = [](void* context, int64_t, nstf::Ahead*) { ++static_cast<Wait*>(context)->asked; };
+        nstf::parallel_shares(2, 2, body, ahead, &wait);
+    }
+    std::printf("%ld %ld %d\n", wrong, caught, wait.asked.load());
     return wrong != 0;
 }

@@ -35,7 +35,7 @@ def test_several_callers_at_once_get_each_its_own(tmp_path: Path) -> None:
 
 def test_every_share_is_done_once_and_each_worker_asked_for_what_it_fetches(tmp_path: Path) -> None:
     done = subprocess.run([program(tmp_path, main="parallel_shares.cpp")], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "0 800 1\n"), done.stdout + done.stderr
+    assert (done.returncode, done.stdout) == (0, "0 800 20\n"), done.stdout + done.stderr
 
 
 @pytest.mark.slow

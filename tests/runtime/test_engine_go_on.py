@@ -12,6 +12,7 @@ from nstf.errors import NstfError, UsageError
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime import engine as engine_module
 from nstf.runtime.artifact import write_artifact
+from nstf.runtime.attention_plan import AttentionPlan
 from nstf.runtime.engine import Engine, greedy
 
 pytestmark = pytest.mark.skipif(not available(), reason="the extension was not built")
@@ -47,24 +48,46 @@ def test_tokens_of_one_call_are_those_of_a_call_for_each(
     assert engine.position == len(PROMPT) + 40
 
 
-def test_it_ends_with_a_stop_token_and_the_sequence_with_what_was_run(engine: Engine) -> None:
+def test_it_ends_with_a_stop_token_and_the_sequence_with_what_was_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = one_by_one(engine, 60)
-    stop = next(t for t in expected if t != expected[0])
-    end = expected.index(stop) + 1
-    assert list(engine.generate(PROMPT, 60, frozenset({stop}))) == expected[:end]
+    monkeypatch.setattr(engine_module, "_RUN_S", 10.0)
+    # One that is met in the middle of a call, and only there.
+    end = next(i for i in range(6, 60) if expected[i] not in expected[:i]) + 1
+    stop = frozenset({expected[end - 1], 2**70, -5})
+    assert list(engine.generate(PROMPT, 60, stop)) == expected[:end]
     assert engine.position == len(PROMPT) + end - 1
     engine.reset()
     engine.forward(PROMPT)
-    assert list(engine.go_on(expected[0], 59, frozenset({stop}))) == expected[1:end]
+    assert list(engine.go_on(expected[0], 59, stop)) == expected[1:end]
 
 
-def test_a_reader_that_leaves_early_finds_the_position_of_what_was_run(engine: Engine) -> None:
-    expected = one_by_one(engine, 12)
+def test_a_reader_that_leaves_early_goes_on_from_what_it_was_given(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = one_by_one(engine, 40)
+    monkeypatch.setattr(engine_module, "_RUN_S", 10.0)
     tokens = engine.generate(PROMPT, 60)
-    assert [next(tokens) for _ in range(12)] == expected
+    assert [next(tokens) for _ in range(12)] == expected[:12]
     tokens.close()
-    assert len(PROMPT) + 11 <= engine.position <= len(PROMPT) + 60
-    assert list(engine.generate(PROMPT, 12)) == expected
+    assert engine.position == len(PROMPT) + 11
+    assert list(engine.go_on(expected[11], 28)) == expected[12:]
+
+
+def test_with_an_attention_plan_nothing_is_run_that_is_not_asked_for(engine: Engine) -> None:
+    called = []
+
+    class Counting:
+        def go_on(self, token: int, first: int, count: int, *others: Any) -> tuple[int, bool]:
+            called.append(count)
+            return run(token, first, count, *others)
+
+    run, engine.plan = engine._engine.go_on, AttentionPlan(8, ())
+    engine.forward(PROMPT)
+    engine._engine = Counting()
+    assert len(engine.go_on(3, 20)) == 20
+    assert called == [1] * 20
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_run(engine: Engine) -> None:

@@ -15,7 +15,7 @@ import nstf.runtime
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.runtime import engine_text
-from nstf.runtime.artifact import digests, open_artifact
+from nstf.runtime.artifact import digests, open_artifact, write_artifact
 from nstf.runtime.engine import Engine
 
 pytestmark = pytest.mark.skipif(not available(), reason="the CPU engine was not built")
@@ -75,6 +75,10 @@ def test_a_file_without_settings_of_its_own_ends_where_its_config_says(
         assert "".join(engine_text.stream(path, prompt, 20, exact=True)) == expected, prompt
     with open_artifact(path) as artifact:
         assert engine_text._generation(artifact)[0] == {0}
+    stated = {k: v for k, v in tiny.config_json(model).items() if k != "eos_token_id"}
+    write_artifact(path, tiny.encode_model(model), files | {"config.json": json.dumps(stated).encode()}, {})
+    with pytest.raises(UnsupportedError, match="no end of text"):  # transformers' class has one
+        next(engine_text.stream(path, "a time", 3))
 
 
 def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: Path) -> None:

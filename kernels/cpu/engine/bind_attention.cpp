@@ -43,13 +43,19 @@ class LayerAttention {
             static_cast<int64_t>(q.size()) != count * shape_.heads * shape_.size || (decode && count != 1))
             throw std::invalid_argument("attention: arrays of another size");
         cache_.prepare(first, count);
-        for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+        auto store = [&](int64_t h) {
             for (int64_t t = 0; t < count; ++t)
                 cache_.store(0, h, first + t, k.data() + t * wide + h * shape_.size, v.data() + t * wide + h * shape_.size);
             cache_.pack(0, h);
+        };
+        const std::vector<AttendPart> parts{{&cache_, first, count, 0, decode}};
+        auto* to = reinterpret_cast<float*>(out);
+        if (decode) {  // as a model does
+            attention_.run_one(shape_, 0, plan_, parts, q.data(), to, store, std::max(1, threads));
+        } else {
+            for (int64_t h = 0; h < shape_.kv_heads; ++h) store(h);
+            attention_.run(shape_, 0, plan_, parts, q.data(), to, std::max(1, threads));
         }
-        attention_.run(shape_, 0, plan_, {{&cache_, first, count, 0, decode}}, q.data(), reinterpret_cast<float*>(out),
-                       std::max(1, threads));
         cache_.finish();
     }
     void copy(const LayerAttention& from, int64_t positions) {

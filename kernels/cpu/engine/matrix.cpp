@@ -93,7 +93,10 @@ void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t 
                 left -= out[at++].bytes;
             }
         };
-        parallel_shares(threads, threads, body, ahead, &job);
+        // What is too small to be split is not worth a job.
+        bool split = false;
+        for (const Part& p : parts) split = split || share_of(*p.leaf, 1, threads) < p.leaf->places();
+        split ? parallel_shares(threads, threads, body, ahead, &job) : body(&job, 0);
         keys.clear();
         parts.clear();
     };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <stdexcept>
 
 #include "../parallel.h"
@@ -193,7 +194,12 @@ int64_t Model::go_on(int64_t token, int64_t first, int64_t count, const std::vec
     nan = false;
     for (int64_t i = 0; i < count; ++i) {
         float* logits = logits_.grow(shape_.vocab);
-        run(&token, 1, first + i, logits, false, threads);
+        try {
+            run(&token, 1, first + i, logits, false, threads);
+        } catch (const std::bad_alloc&) {  // what was found is not lost: the next call says it
+            if (i == 0) throw;
+            return i;
+        }
         found[i] = token = argmax(logits, shape_.vocab);
         nan = std::isnan(logits[token]);
         if (nan || std::find(stop.begin(), stop.end(), token) != stop.end()) return i + 1;
