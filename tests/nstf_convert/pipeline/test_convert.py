@@ -109,7 +109,9 @@ def test_work_directory_of_another_job_is_refused_with_what_differs(options, cop
         convert(options(work_dir=copied_work, seed=1))
 
 
-def test_whatever_part_of_the_job_differs_the_work_directory_is_refused_and_stays(options, copied_work) -> None:
+def test_whatever_part_of_the_job_differs_the_work_directory_is_refused_and_stays(
+    options, copied_work
+) -> None:
     """Input, texts, versions, device, threads: each of the results depends on them."""
     file = copied_work / "job.json"
     job = json.loads(file.read_text())
