@@ -26,8 +26,15 @@ def test_help_and_completion_come_at_once(words):
     """Half a second of the processor's time; about 0.1 and 0.2 are needed."""
     completion = {"_NSTF_COMPLETE": "complete_bash", "COMP_WORDS": "nstf con", "COMP_CWORD": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", "import nstf_convert.cli as c, sys; sys.argv[0] = 'nstf'; c.main()", *words]
-    done = subprocess.run(command, env=os.environ | ({} if words else completion), capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-c",
+        "import nstf_convert.cli as c, sys; sys.argv[0] = 'nstf'; c.main()",
+        *words,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | ({} if words else completion), capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and ("convert" in done.stdout), done
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
