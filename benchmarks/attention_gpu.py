@@ -36,7 +36,7 @@ from attention_gpu_decode import (
 from torch import Tensor
 
 from nstf.kernels.triton import attention_predict
-from nstf.kernels.triton.attention_prefill import prefill
+from nstf.kernels.triton.attention_prefill import NARROW, prefill
 from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.graph_bench import read_bandwidth
 
@@ -142,9 +142,12 @@ def run_prefill(
     rules = torch.tensor([rule or (0, 1 << 30, 0)] * HEADS, dtype=torch.int32, device="cuda")
     kv = (k[None], v[None])
     arch = arch_of(q.device)
+    narrow = rule is not None and rule[0] + rule[1] <= NARROW
 
     def call() -> Tensor:
-        prefill(q[None], kv, kv, out, members, rules, 0, 0, SCALE, arch, rule is not None, lists, tile)
+        prefill(
+            q[None], kv, kv, out, members, rules, 0, 0, SCALE, arch, rule is not None, lists, tile, narrow
+        )
         return out
 
     return call

@@ -48,6 +48,9 @@ INT4 = leaf("int", bits=4, group=128)
 FORMATS = {
     **{f"int{bits} g128": leaf("int", bits=bits, group=128) for bits in range(2, 9)},
     "int4 g32": leaf("int", bits=4, group=32),
+    # As conversions write them: scales of 8 bits.
+    **{f"int{bits} g64 steps": leaf("int", bits=bits, group=64, scale_bits=8) for bits in (2, 3, 4)},
+    "int4 g32 steps": leaf("int", bits=4, group=32, scale_bits=8),
     "int4 g64 asymmetric": leaf("int", bits=4, group=64, symmetric=False),
     "int8 row": leaf("int", bits=8, group=0),
     "fp8 row": leaf("fp8"),

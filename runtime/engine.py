@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ _log = logging.getLogger("nstf")
 
 KV_CACHES = ("float16", "int8")
 ATTENTION = ("full", "planned")
+_NAN = "the model computes no numbers (NaN) for this text; the file may be broken"
+# Tokens that are made in one call: for so many seconds, and so many at most. A reader sees no difference, and what is made
+# after the last one asked for is not worth mentioning.
+_RUN_S, _RUN_MOST = 0.01, 32
 _PREFIXES = ("", "language_model.", "model.language_model.")
 MATRICES = {
     "q": "self_attn.q_proj",
@@ -177,9 +182,25 @@ class Engine:
         logits = torch.frombuffer(self._run(ids, all_logits), dtype=torch.float32)
         return logits.reshape(-1, self.vocab) if all_logits else logits
 
-    def _run(self, ids: Sequence[int] | Tensor, all_logits: bool = False) -> array[float]:
+    def _run(
+        self, ids: Sequence[int] | Tensor, all_logits: bool = False, room: array[float] | None = None
+    ) -> array[float]:
+        """The logits, in `room` where there is one of their size: an array of a large vocabulary takes as long to make
+        as a small model's layer."""
         tokens = _integers(ids)
         count = len(tokens)
+        self._check(tokens, count)
+        try:
+            logits = room or array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
+            threads = self.threads or usual_threads()
+            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
+        self.position += count
+        return logits
+
+    def _check(self, tokens: Sequence[int], count: int) -> None:
+        """Raises UsageError unless `tokens` exist and `count` fit into the sequence."""
         if count == 0:
             raise UsageError("there are no tokens to run")
         if self.position + count > self.context:
@@ -190,14 +211,6 @@ class Engine:
             raise UsageError(f"a token is outside the vocabulary of {self.vocab}")
         if self.position == 0:
             self._check_unchanged()
-        try:
-            logits = array("f", bytes(4 * self.vocab * (count if all_logits else 1)))
-            threads = self.threads or usual_threads()
-            self._engine.run(_address(tokens), count, self.position, _address(logits), all_logits, threads)
-        except MemoryError as error:
-            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
-        self.position += count
-        return logits
 
     def generate(
         self,
@@ -215,20 +228,73 @@ class Engine:
         self.reset()
         tokens = _integers(ids)
         count = min(max_new_tokens, self.context - len(tokens))
+        if sampler is None and choose is None:
+            yield from self._likeliest(tokens, count, stop)
+            return
+        logits = None
         for i in range(count):
-            logits = self._run(tokens)
+            # Whoever chooses may keep what it was shown.
+            logits = self._run(tokens, room=logits if choose is None else None)
             if sampler is not None:
                 token = sampler.choose(_address(logits), self.vocab)
             elif choose is not None:
                 token = choose(torch.frombuffer(logits, dtype=torch.float32))
-            else:
-                token = ext.argmax_at(_address(logits), self.vocab)
             if math.isnan(logits[token]):
-                raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
+                raise NstfError(_NAN)
             yield token
             if token in stop or i + 1 == count:
                 return
             tokens = array("q", [token])
+
+    def _likeliest(self, prompt: array[int], count: int, stop: frozenset[int]) -> Iterator[int]:
+        """The same without a choice of its own: several tokens for each call of the engine, as many as take _RUN_S, since
+        handing one out takes as long as a small model's layer. What was computed after the last one asked for stays in the
+        cache, and `position` says so.
+        """
+        if count <= 0:
+            return
+        logits = self._run(prompt)
+        token = ext.argmax_at(_address(logits), self.vocab)
+        if math.isnan(logits[token]):
+            raise NstfError(_NAN)
+        yield token
+        left, together = count - 1, 1
+        while left and token not in stop:
+            began = time.perf_counter()
+            found, nan = self._go_on(token, min(left, together), stop)
+            took = time.perf_counter() - began
+            yield from found[: len(found) - nan]
+            if nan:
+                raise NstfError(_NAN)
+            token, left = found[-1], left - len(found)
+            together = max(1, min(_RUN_MOST, int(_RUN_S * len(found) / took)))
+
+    def go_on(self, token: int, count: int, stop: frozenset[int] = frozenset()) -> array[int]:
+        """Appends `token` to the sequence and goes on with the likeliest ones: `count` of them, or up to and with one of
+        `stop`, in one call of the engine. The last of them is not in the sequence yet.
+
+        Raises as `forward`, and NstfError when the logits are NaN.
+        """
+        if count < 1:
+            raise UsageError("there are no tokens to run")
+        self._check([token], count)
+        found, nan = self._go_on(token, count, stop)
+        if nan:
+            raise NstfError(_NAN)
+        return found
+
+    def _go_on(self, token: int, count: int, stop: frozenset[int]) -> tuple[array[int], bool]:
+        """The tokens found, and whether the last one's logits were NaN."""
+        found = array("q", bytes(8 * count))
+        threads = self.threads or usual_threads()
+        try:
+            number, nan = self._engine.go_on(
+                token, self.position, count, list(stop), _address(found), threads
+            )
+        except MemoryError as error:
+            raise NstfError(f"not enough memory for {self.position + count} tokens") from error
+        self.position += number
+        return found[:number], nan
 
 
 def may_repack(artifact: Artifact, exact: bool) -> bool:

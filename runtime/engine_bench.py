@@ -87,8 +87,7 @@ def measure(
             start = time.perf_counter()
             logits = engine.forward(ids)
             middle = time.perf_counter()
-            for _ in range(new):
-                logits = engine.forward([greedy(logits)])
+            engine.go_on(greedy(logits), new)
             prefill.append(prompt / (middle - start))
             decode.append(new / (time.perf_counter() - middle))
         active = torch.get_num_threads()

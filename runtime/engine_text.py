@@ -25,6 +25,7 @@ _NEUTRAL = {
     "model_input_names", "chat_template", "name_or_path", "special_tokens_map_file", "added_tokens_decoder",
     *_SPECIAL_TOKENS,
 }  # fmt: skip
+_NEUTRAL_OFF = {"clean_up_tokenization_spaces"}  # neutral where it is not on
 
 # Settings of a GenerationConfig that do not change which token is the likeliest.
 WITHOUT_EFFECT = frozenset(
@@ -109,7 +110,9 @@ def _tokenizer(artifact: Artifact) -> Any:
     if "tokenizer.json" not in names or "tokenizer_config.json" not in names:
         raise UnsupportedError(f"{artifact.path}: no tokenizer.json with its settings inside")
     settings = artifact.object("tokenizer_config.json")
-    unknown = sorted(set(settings) - _NEUTRAL)
+    unknown = sorted(
+        k for k in set(settings) - _NEUTRAL if k not in _NEUTRAL_OFF or settings[k] not in (None, False)
+    )
     if unknown or settings.get("tokenizer_class") not in _CLASSES:
         what = f"setting {unknown[0]!r}" if unknown else f"class {settings.get('tokenizer_class')!r}"
         raise UnsupportedError(f"{artifact.path}: a tokenizer of {what} is left to transformers")
@@ -138,9 +141,11 @@ def _tokenizer(artifact: Artifact) -> Any:
 
 def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     """The tokens that end a text, and the file's settings of a draw, with transformers' in the place of missing ones."""
-    if "generation_config.json" not in artifact.file_names():
-        raise UnsupportedError(f"{artifact.path}: no generation_config.json inside")
-    settings = check_generation(artifact.object("generation_config.json"), artifact.path)
+    if "generation_config.json" in artifact.file_names():
+        stated = artifact.object("generation_config.json")
+    else:  # as transformers: what the model's config says of a text's end
+        stated = {k: v for k, v in artifact.config().items() if k == "eos_token_id"}
+    settings = check_generation(stated, artifact.path)
     usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT | set(usual) and v is not None)
     if others:

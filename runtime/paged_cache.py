@@ -221,7 +221,7 @@ class LayerCache:
         scale: float,
     ) -> None:
         from nstf.kernels.triton import attention_predict
-        from nstf.kernels.triton.attention_prefill import prefill
+        from nstf.kernels.triton.attention_prefill import NARROW, prefill
 
         forms = pages.forms
         if forms.keys.rotate:
@@ -244,6 +244,7 @@ class LayerCache:
                     scale,
                     self.arch,
                     bands,
+                    narrow=bands and segment.widest <= NARROW,
                 )
         for stride, pairs in segment.sparse:
             members, (thresholds, lengths) = self._pairs[pairs], self._sparse[pairs]

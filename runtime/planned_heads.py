@@ -19,6 +19,7 @@ class Segment:
     banded: tuple[tuple[int, int], ...]
     sparse: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by stride
     masked: bool  # whether a decoding query may see less than everything
+    widest: int = 0  # positions of the sinks and the window of the banded heads, at most
 
     @property
     def places(self) -> tuple[int, int]:
@@ -70,7 +71,11 @@ def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
                 else:
                     dense.append((head, place))
         by_stride = tuple((stride, tuple(pairs)) for stride, pairs in sorted(sparse.items()))
-        segments.append(Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded)))
+        rules = (layer.heads[head].streaming for head, _ in banded)
+        widest = max((rule[0] + rule[1] for rule in rules if rule is not None), default=0)
+        segments.append(
+            Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded), widest)
+        )
     return PlannedHeads(layer, size, tuple(segments))
 
 

@@ -44,7 +44,8 @@ def _launched(segment: Segment) -> tuple[object, ...]:
     """What of a segment decides about its kernels."""
     group = segment.group
     pairs = len(segment.dense), len(segment.banded), tuple((stride, len(p)) for stride, p in segment.sparse)
-    return group.keys, group.values, group.evict, segment.places, len(segment.members), pairs, segment.masked
+    size = segment.places, len(segment.members), segment.widest
+    return group.keys, group.values, group.evict, size, pairs, segment.masked
 
 
 def _segment(
@@ -54,7 +55,7 @@ def _segment(
     from nstf.kernels.triton.attention_decode import decode_specs
     from nstf.kernels.triton.attention_pages import fetch_spec, store_spec
     from nstf.kernels.triton.attention_predict import sums_spec
-    from nstf.kernels.triton.attention_prefill import prefill_spec
+    from nstf.kernels.triton.attention_prefill import NARROW, prefill_spec
 
     pages = _hollow(layer, segment, dtype)
     shape = layer.heads, layer.kv_heads
@@ -67,7 +68,10 @@ def _segment(
     same = not pages.forms.near
     for pairs, bands in ((segment.dense, False), (segment.banded, True)):
         if pairs:
-            yield prefill_spec(dtype, layer.size, batch, len(pairs), 1, False, bands, same, target)
+            narrow = bands and segment.widest <= NARROW
+            yield prefill_spec(
+                dtype, layer.size, batch, len(pairs), 1, False, bands, same, target, narrow=narrow
+            )
     for stride, pairs in segment.sparse:
         yield sums_spec(dtype, layer.size, stride, len(pairs), 1, 1, target)
         yield prefill_spec(dtype, layer.size, 1, len(pairs), 1, True, False, same, target)

@@ -25,7 +25,7 @@ from nstf.kernels.triton.attention_codes import (
     value_channel,
 )
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
-from nstf.kernels.triton.attention_pages import Forms, Pages, place_of
+from nstf.kernels.triton.attention_pages import ALL, Forms, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
@@ -52,6 +52,17 @@ def _visible(scores, place, sinks, floors):
 def _floors(at, windows, lengths):
     """[ROWS]: the last position before each row's window, -1 where its rule does not hold yet."""
     return tl.where(at + 1 < lengths, -1, at - windows)
+
+
+@triton.jit
+def _place(
+    table, line, places, page, sink, ring, offset, head, RECORD: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """`place_of`, without its division where no page stands in a ring."""
+    if RING:
+        return place_of(table, line, places, page, sink, ring, offset, head, RECORD)
+    else:
+        return tl.load(table + line * places + page) + offset + head * (RECORD // 16)
 
 
 @triton.jit
@@ -95,6 +106,7 @@ def decode_kernel(
     ASSEMBLY: tl.constexpr,  # NVIDIA's, for packed numbers
     PDL: tl.constexpr,
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
+    RING: tl.constexpr,  # whether pages stand in a ring
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -121,7 +133,7 @@ def decode_kernel(
     if count > 0:
         this = split // steps
         this = tl.where(this < front, this, first + this - front)
-        place = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+        place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
@@ -147,7 +159,7 @@ def decode_kernel(
         # Where the next step's page lies is known a step ahead.
         next_tile = tl.minimum((unit + active) // steps, far - 1)
         following = tl.where(next_tile < front, next_tile, first + next_tile - front)
-        ahead = place_of(table, line, places, following, sink, ring, offset, head, RECORD)
+        ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
         scores = far_scores(
             queries, words, halves, wide, place, n,
             ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
@@ -185,7 +197,7 @@ def decode_kernel(
             n = unit % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
             this = tl.where(tile < front, tile, first + tile - front)
             known = this * 64 + n <= at
-            here = place_of(table, line, places, this, sink, ring, offset, head, RECORD)
+            here = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
             if K_BITS == 16:
                 from_k = wide + here * 8 + n[:, None] * SIZE
             else:
@@ -292,6 +304,7 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
+        "RING": pages.ring > 1 or pages.sink < ALL,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
 
-A program takes 128 queries of a head, aligned in the sequence, so that its blocks are those of the plan. Key blocks that all
-of its queries see entirely run without a mask; masks are left to the block of the diagonal and the edges of sinks and
-windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a range.
+A program takes 128 queries of a head (of a narrow band 64), aligned in the sequence, so that its blocks are those of the
+plan. Key blocks that all of its queries see entirely run without a mask; masks are left to the block of the diagonal and
+the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a
+range.
 
 Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
 (attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
@@ -20,6 +21,8 @@ from nstf.kernels.triton.launching import launch
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 BLOCK = 128
+# Windows for which fewer queries a program are faster: measured at 1024, not at 4096.
+NARROW = 2048
 LOG2E = 1.4426950408889634
 
 
@@ -107,24 +110,25 @@ def prefill_kernel(
     scale,  # times log2(e)
     KEPT: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,  # keys of an unmasked step: 32, 64 or 128
+    TILE: tl.constexpr,  # keys of an unmasked step: 32, 64 or 128, no more than QUERIES
     LISTS: tl.constexpr,
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits
     EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
+    QUERIES: tl.constexpr,  # of a program: 128, or 64 without lists
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     # Tiles with the most keys first; the heads of a KV head side by side.
     tiles = tl.num_programs(1)
-    tile = start // 128 + tiles - 1 - tl.program_id(1)
+    tile = start // QUERIES + tiles - 1 - tl.program_id(1)
     line = tl.program_id(0) // KEPT
     which = tl.program_id(0) % KEPT
     head = tl.load(members + which * 2)
     kv = tl.load(members + which * 2 + 1)
     d = tl.arange(0, SIZE)
-    m = tl.arange(0, 128)
-    at = tile * 128 + m
+    m = tl.arange(0, QUERIES)
+    at = tile * QUERIES + m
     row = at - start
     here = (row >= 0) & (row < count)
     from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
@@ -140,13 +144,14 @@ def prefill_kernel(
     near_k = near_keys + near_lane
     near_v = near_values + near_lane
 
-    acc = tl.zeros([128, SIZE], tl.float32)
-    total = tl.zeros([128], tl.float32)
-    top = tl.full([128], float("-inf"), tl.float32)
+    acc = tl.zeros([QUERIES, SIZE], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
     n = tl.arange(0, EDGE)
     # The first page that the last loop takes: of pages of 16 bits, the blocks before the diagonal's need no mask.
-    last = tile * 2
-    low = tl.zeros([128], tl.int32)
+    PAGES: tl.constexpr = QUERIES // 64
+    last = tile * PAGES
+    low = tl.zeros([QUERIES], tl.int32)
     lowest = 0  # no query sees a key between the sinks and this
     lower = 0  # where the steps of a window's lower edge begin,
     begin = 0  # and the steps that all queries see
@@ -167,7 +172,7 @@ def prefill_kernel(
         steps = (number - 1 - (tile * 2 - last) // 2) * (128 // TILE)
     else:
         if not SAME:
-            last = tl.maximum(tile * 2 - 2, 0)
+            last = tl.maximum(tile * PAGES - PAGES, 0)
         if BANDS:
             sink = tl.load(rules + head * 3)
             window = tl.load(rules + head * 3 + 1)
@@ -200,11 +205,12 @@ def prefill_kernel(
         far_steps = old_steps
         near_first = last * 64
     else:
-        far_steps = old_steps + tl.maximum(tile * 2 - last, 0) * (64 // EDGE)
-        near_first = tl.maximum(tile * 2 - 1, last) * 64
+        # Of one page of queries, all read the same pages from `far`.
+        far_steps = old_steps + (tl.maximum(tile * PAGES - last, 0) * (64 // EDGE) if PAGES > 1 else 0)
+        near_first = tl.maximum(tile * PAGES - 1, last) * 64
     # A number of steps that the compiler knew would unroll them, and NVIDIA's then lets one matrix instruction wait for the
     # other in all loops of the kernel: 10 % of the time of dense attention.
-    end = tl.minimum(tile * 128 + 128, start + count)
+    end = tl.minimum(tile * QUERIES + QUERIES, start + count)
     for j in range(far_steps + (end - near_first + EDGE - 1) // EDGE):
         is_far = j < far_steps
         from_start = tl.where(
@@ -265,9 +271,11 @@ def prefill_spec(
     same: bool,
     arch: str,
     tile: dict[str, int] | None = None,
+    narrow: bool = False,
 ) -> KernelSpec:
-    """kept: heads of the launch; tiles: of 128 queries. `tile` overrides the choice of keys at a time, warps and stages."""
-    tile = _tile(size, lists, arch) | (tile or {})
+    """kept: heads of the launch; tiles: of its queries. narrow: as in `prefill`. `tile` overrides the choice of keys at a
+    time, warps and so on."""
+    tile = _tile(size, lists, arch, narrow) | (tile or {})
     kind = pointer_type(dtype)
     pointers = ("q", "far_keys", "far_values", "near_keys", "near_values", "out")
     integers = ("members", "rules", "lists", "counts")
@@ -280,6 +288,7 @@ def prefill_spec(
         "BANDS": bands,
         "SAME": same,
         "EDGE": tile["EDGE"],
+        "QUERIES": tile["QUERIES"],
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
@@ -298,20 +307,26 @@ def prefill_spec(
     )
 
 
-def _tile(size: int, lists: bool, arch: str) -> dict[str, int]:
-    """Keys at a time, warps and stages: what compiles without spills and fits local memory.
+def _tile(size: int, lists: bool, arch: str, narrow: bool) -> dict[str, int]:
+    """Queries and keys at a time, warps and stages: what compiles without spills and fits local memory.
 
     Timed on an H200 with heads of 128: 64 keys and three stages for ranges and bands, of lists only what stands here.
+    Narrow bands: 64 queries have fewer masked steps, and the start and the end of one program overlaps the other of its
+    multiprocessor.
     """
     if arch.startswith("sm_"):
+        if size == 128 and narrow:
+            return {"QUERIES": 64, "TILE": 64, "WARPS": 4, "STAGES": 3, "EDGE": 64}
         if size == 128 and not lists:
-            return {"TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64}
-        return {"TILE": 128 if size <= 128 else 64, "WARPS": 8, "STAGES": 2, "EDGE": 64}
+            return {"QUERIES": BLOCK, "TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64}
+        keys = 128 if size <= 128 else 64
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 2, "EDGE": 64}
     if arch.startswith(("gfx11", "gfx12")):
         keys = 16 if size > 64 else 32
-        return {"TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
     lds = architecture(arch).lds_bytes_per_group
     return {
+        "QUERIES": BLOCK,
         "TILE": 64 if size <= 128 or lds > 65536 else 32,
         "WARPS": 4 if size <= 64 else 8,
         "STAGES": 1,
@@ -333,6 +348,7 @@ def prefill(
     bands: bool = False,
     lists: tuple[Tensor, Tensor] | None = None,
     tile: dict[str, int] | None = None,
+    narrow: bool = False,
 ) -> None:
     """Attention of some heads, written into out [batch, count, heads, size].
 
@@ -340,6 +356,7 @@ def prefill(
     [batch, KV, rows, size], row p is position p, of all pages that are read in their stored form; near: those from
     near_start on, a multiple of 64, as they came. For pages of 16 bits both may be the same. members: int32 [kept, 2],
     each head and its KV head in far and near. rules: int32 [heads, 3]; without `bands` they are not looked at.
+    narrow: bands of at most NARROW positions.
     lists: (blocks int32 [kept, tiles, most], counts int32 [kept, tiles]) of batch 1 (attention_predict.py).
     """
     batch, heads, count, size = q.shape
@@ -347,10 +364,13 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    tiles = (start + count - 1) // BLOCK - start // BLOCK + 1
+    each = _tile(size, lists is not None, arch, narrow)["QUERIES"]
+    if tile is not None:
+        each = tile.get("QUERIES", each)
+    tiles = (start + count - 1) // each - start // each + 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
-        far[0].data_ptr() == near[0].data_ptr(), arch, tile,
+        far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow,
     )  # fmt: skip
     blocks, counts = lists or (members, members)
     launch(

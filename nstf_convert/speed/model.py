@@ -12,6 +12,7 @@ lane for GPUs. Where the numbers come from:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from nstf.kernels.formats import Node
 from nstf.kernels.triton.architecture import ARCHITECTURES
@@ -53,6 +54,8 @@ _CYCLES = {
 _INT = {2: 5.3, 3: 7.4, 4: 4.7, 5: 8.0, 6: 8.4, 7: 10.0, 8: 8.0}
 # Small groups and zero points on top of them [h].
 _SMALL_GROUP, _ZEROS = 1.0, 0.8
+# Symmetric integers of matrices of at least so many weights, by kernels/triton/int_bytes.py, and groups of 32 on top [h].
+_LARGE, _BYTES, _SMALLEST_GROUP = 50_000_000, {2: 4.4, 3: 5.9, 4: 5.1}, 0.6
 # Other formats on sm_90 [h].
 _OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 7.5, "sums": 6.8, "trellis": 21.0, "float": 2.0}
 # What AMD's code takes of sm_90's: by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
@@ -70,17 +73,17 @@ def seconds(target: Target, atom: Atom) -> float:
         work = work_of(atom.leaf, family) * weights
         return row.start_s + max(atom.size_bytes / row.bandwidth, work / row.rate)
     card = ARCHITECTURES[target.name]
-    work = work_of(atom.leaf, card.backend) * weights
+    work = work_of(atom.leaf, card.backend, weights) * weights
     read = atom.size_bytes / (_GPU_BANDWIDTH * card.bandwidth)
     return card.launch_s + max(read, work / card.vector_rate)
 
 
-def work_of(leaf: Node, family: str) -> float:
+def work_of(leaf: Node, family: str, weights: int = 0) -> float:
     """What decoding and multiplying one weight takes: cycles of a core on CPUs (`avx2`, `avx512`, `neon`), instructions of a
-    lane on GPUs (`cuda`, `hip`)."""
+    lane on GPUs (`cuda`, `hip`). weights: of the matrix."""
     if family in _CYCLES:
         return _CYCLES[family][_kind(leaf, wide=5)]
-    return _instructions(leaf, family == "hip")
+    return _instructions(leaf, family == "hip", weights)
 
 
 def _kind(leaf: Node, wide: int) -> str:
@@ -92,9 +95,11 @@ def _kind(leaf: Node, wide: int) -> str:
     return {"grid": "grid", "mxfp4": "grid", "shuffle": "shuffle"}.get(leaf.kind, "float")
 
 
-def _instructions(leaf: Node, amd: bool) -> float:
+def _instructions(leaf: Node, amd: bool, weights: int) -> float:
     """Lane instructions of a GPU for a weight."""
     params = leaf.params
+    if leaf.kind == "int" and not amd and weights >= _LARGE and _as_bytes(params):
+        return _BYTES[params.bits] + (_SMALLEST_GROUP if params.group < 64 else 0.0)
     if leaf.kind == "int":
         found = _INT[params.bits]
         found += _SMALL_GROUP if 0 < params.group < 128 else 0.0
@@ -103,3 +108,10 @@ def _instructions(leaf: Node, amd: bool) -> float:
         kind = leaf.kind if leaf.kind in ("mxfp4", "fp8") else _kind(leaf, wide=9)
         found = _OTHER[kind]
     return found * ((_AMD_SHUFFLE if leaf.kind == "shuffle" else _AMD) if amd else 1.0)
+
+
+def _as_bytes(params: Any) -> bool:
+    """Whether int_bytes.py multiplies large matrices of an integer format."""
+    whole_runs = params.group > 0 and params.group % 32 == 0
+    few_bits = params.bits < 4 or (params.bits == 4 and params.group < 128)
+    return bool(params.symmetric and whole_runs and few_bits)

@@ -29,11 +29,14 @@ log = logging.getLogger("nstf")
 
 # Tokens that are in the cache when decoding is timed, and how many are decoded.
 PROMPT, DECODED = 64, 16
+TOGETHER = 4  # of them in one call, as `Engine.generate` does
 ROUNDS = 3
 # A model whose products take longer than this has nothing else worth timing.
 SLOW_SECONDS = 0.25
 # What attention, norms and launches add to the products where nothing was run [a].
 OTHER_SHARE = 0.08
+# The same on GPUs: 0.09 to 0.29 for five formats on an H200 (docs/gpu_speed.md, 8B shape, stacks priced as one matrix) [h].
+GPU_SHARE = 0.2
 _FOUR_BITS = Node("int", integer.Params(bits=4, group=32, symmetric=True, scale_bits=8))
 
 
@@ -54,7 +57,7 @@ class Token:
         if not products_seconds or self._config is None:
             return None
         if not (target.is_cpu and target.here):
-            return 1.0 / (products_seconds * (1 + OTHER_SHARE))
+            return 1.0 / (products_seconds * (1 + _share(target)))
         other = self._beside(target)
         return None if other is None else 1.0 / max(products_seconds + other, 0.5 * products_seconds)
 
@@ -75,7 +78,7 @@ class Token:
     def products(self, target: Target, rate: float) -> float:
         """The seconds that products may take at a rate of tokens a second; the inverse of `rate`."""
         if not (target.is_cpu and target.here):
-            return 1.0 / rate / (1 + OTHER_SHARE)
+            return 1.0 / rate / (1 + _share(target))
         return 1.0 / rate - (self._beside(target) or 0.0)
 
     def _beside(self, target: Target) -> float | None:
@@ -118,6 +121,10 @@ class Token:
     def _at(self, target: Target, shape: tuple[int, int]) -> float:
         at = self._prices.targets.index(target)
         return self._prices.seconds((_FOUR_BITS, shape, 1))[at]
+
+
+def _share(target: Target) -> float:
+    return OTHER_SHARE if target.is_cpu else GPU_SHARE
 
 
 def _head(shape: Mapping[str, Any]) -> tuple[int, int]:
@@ -173,14 +180,16 @@ def measured_rate(path: Path, target: Target, threads: int) -> float | None:
             engine = Engine(artifact, threads=threads)
             times, clock = [], clock_for(threads)
             prompt = min(PROMPT, engine.context // 2)
-            decoded = min(DECODED, engine.context - prompt)
+            decoded = min(DECODED, engine.context - prompt) // TOGETHER * TOGETHER
             for _ in range(ROUNDS):
                 engine.reset()
                 logits = engine.forward([0] * prompt)
-                for _ in range(decoded):
+                token = greedy(logits)
+                for _ in range(0, decoded, TOGETHER):
                     start = clock()
-                    logits = engine.forward([greedy(logits)])
-                    times.append(clock() - start)
+                    found = engine.go_on(token, TOGETHER)
+                    times.append((clock() - start) / TOGETHER)
+                    token = found[-1]
             return 1.0 / typical(times)
     except (NstfError, OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         log.debug("%s: its speed was not measured: %s", path, error)

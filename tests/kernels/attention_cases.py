@@ -46,6 +46,7 @@ DECODE = {
     "2 bits": Decode(300, 1, "2c", "2t"),
     "2 bits the other way": Decode(300, 1, "2t", "2c", size=128),
     "8 bits, rotated": Decode(260, 1, "8tr", "8cr", size=128),
+    "4 bits of 128": Decode(400, 1, "4c", "4t", size=128, dtype="bfloat16"),
     "8 bits of 256": Decode(200, 1, "8t", "8t", size=256),
     "keys alone": Decode(330, 1, "4tr", "16", batch=2),
     "values alone": Decode(330, 1, "16", "4tr"),
@@ -208,6 +209,11 @@ PREFILL = {
     "dense": Prefill((200,)),
     "dense in chunks": Prefill((256, 128, 70), dtype="bfloat16"),
     "bands": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200")),
+    # Narrow ones in tiles of 64 queries, on NVIDIA.
+    "bands of 128 channels": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200"), size=128),
+    "codes and bands of 128": Prefill(
+        (256, 70), ("0 90 0", "70 130 0", "20 50 0", "full"), "4c", "4t", size=128
+    ),
     "a narrow band": Prefill((400,), ("0 1 0", "200 10 0", "64 64 0", "130 200 350")),
     "blocks": Prefill((512, 256, 100), ("0.5/16 0", "0.8/8 300", "full", "0.3/16 0")),
     "blocks and codes": Prefill((256, 70), ("full", "20 50 0", "0.6/16 0", "full"), "4c", "4t"),

@@ -58,8 +58,11 @@ def test_all_interpreted_cases_attend_as_the_reference() -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernels_on_a_gpu_attend_as_the_reference() -> None:
-    check(attention_cases.errors("cuda"))
+@pytest.mark.parametrize(
+    "name", (*attention_cases.DECODE, *(f"prefill: {n}" for n in attention_cases.PREFILL))
+)
+def test_the_kernels_on_a_gpu_attend_as_the_reference(name: str) -> None:
+    check(attention_cases.errors("cuda", [name]))
 
 
 def pages(keys: str, values: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Pages:
@@ -94,9 +97,10 @@ def spec_of(name: str, target: str) -> KernelSpec:
             32,
             256,
             rest[0] == "lists",
-            rest[0] == "bands",
+            rest[0] in ("bands", "narrow"),
             rest[-1] == "same",
             target,
+            narrow=rest[0] == "narrow",
         )
     stored = pages("4c", "4tr", size)
     if kind == "append":
@@ -117,6 +121,8 @@ KERNELS = (
     "prefill dense",
     "prefill bands same",
     "prefill bands",
+    "prefill narrow same",
+    "prefill narrow",
     "prefill lists same",
     "prefill lists",
     "append",

@@ -33,8 +33,13 @@ def test_several_callers_at_once_get_each_its_own(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
+def test_every_share_is_done_once_and_each_worker_asked_for_what_it_fetches(tmp_path: Path) -> None:
+    done = subprocess.run([program(tmp_path, main="parallel_shares.cpp")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0 800 1\n"), done.stdout + done.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("main", ["parallel_throws.cpp", "parallel_callers.cpp"])
+@pytest.mark.parametrize("main", ["parallel_throws.cpp", "parallel_callers.cpp", "parallel_shares.cpp"])
 def test_the_pool_has_no_race_that_thread_sanitizer_finds(tmp_path: Path, main: str) -> None:
     done = subprocess.run([program(tmp_path, "-fsanitize=thread", main=main)], capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-4000:]

@@ -60,6 +60,21 @@ def test_the_text_is_that_of_the_modules(tiny: ModuleType, tmp_path: Path) -> No
         assert "".join(engine_text.stream(path, prompt, 20, exact=True)) == expected, prompt
 
 
+def test_a_file_without_settings_of_its_own_ends_where_its_config_says(tiny: ModuleType, tmp_path: Path) -> None:
+    """As transformers reads it; and a clean-up that is off is none."""
+    model = tiny.new_model("LlamaForCausalLM", vocab_size=300, eos_token_id=0, max_position_embeddings=64)
+    files = byte_level_files()
+    stated = json.loads(files["tokenizer_config.json"]) | {"clean_up_tokenization_spaces": False}
+    files["tokenizer_config.json"] = json.dumps(stated).encode()
+    path = tiny.write(tmp_path, model, files)
+    loaded, tokenizer = nstf.runtime.load(path, engine="off"), nstf.runtime.load_tokenizer(path)
+    for prompt in PROMPTS:
+        expected = "".join(nstf.runtime.stream(loaded, tokenizer, prompt, 20))
+        assert "".join(engine_text.stream(path, prompt, 20, exact=True)) == expected, prompt
+    with open_artifact(path) as artifact:
+        assert engine_text._generation(artifact)[0] == {0}
+
+
 def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: Path) -> None:
     path = written(tiny, tmp_path)
     for code in (
@@ -77,6 +92,7 @@ def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: 
     [
         ({"tokenizer_class": "LlamaTokenizer"}, {}, "class 'LlamaTokenizer'"),
         ({"add_bos_token": True}, {}, "setting 'add_bos_token'"),
+        ({"clean_up_tokenization_spaces": True}, {}, "setting 'clean_up_tokenization_spaces'"),
         ({"pad_token": "<pad>"}, {}, "special tokens"),
         ({}, {"generation_config": b'{"no_repeat_ngram_size": 2}'}, "no_repeat_ngram_size"),
         ({}, {"tokenizer": b"{]"}, r"tokenizer\.json"),

@@ -51,7 +51,7 @@ def test_a_layer_is_sorted_by_storage_and_pattern() -> None:
     ring, rest = layer.segments
     assert ring.members == (0,) and ring.banded == ((0, 0), (1, 0)) and ring.places == (1, 4)
     assert rest.members == (1,) and rest.dense == ((3, 0),) and rest.sparse == ((16, ((2, 0),)),)
-    assert ring.masked and not rest.masked
+    assert ring.masked and not rest.masked and (ring.widest, rest.widest) == (110, 0)
     with pytest.raises(UnsupportedError, match="takes heads of"):
         compiled(plan_of(1, 48).layers[0], 48)
 

@@ -58,8 +58,8 @@ void Attention::arrange(const AttendShape& shape, const std::vector<AttendPart>&
         }
     }
     pieces_.grow(std::max<int64_t>(1, number * (shape.size + 2)));
-    // The longest first.
-    std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+    // The longest first; the pieces of one token are equal but for the last.
+    if (parts.size() > 1 || !parts[0].alone) std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
         return a.tokens * a.heads * (a.last - a.first) > b.tokens * b.heads * (b.last - b.first);
     });
 }

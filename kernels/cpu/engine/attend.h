@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "../parallel.h"
 #include "page_cache.h"
 
 namespace nstf::engine {
@@ -24,6 +25,25 @@ class Attention {
     // q, out: [row][heads * size]; keys and values of the parts have been stored. plan: empty for dense attention.
     void run(const AttendShape& shape, size_t layer, const LayerPlan& plan, const std::vector<AttendPart>& parts, const float* q,
              float* out, int threads);
+    // The same of one token, which is alone. ready(head): brings the queries, keys and values of a key head into place; called
+    // once for each, by the thread that reads them first.
+    template <class F>
+    void run_one(const AttendShape& shape, size_t layer, const LayerPlan& plan, const std::vector<AttendPart>& parts, const float* q,
+                 float* out, F& ready, int threads) {
+        parts_ = parts.data();
+        arrange(shape, parts);
+        // A key head's queries make one task where its context is not cut into pieces.
+        const bool together = splits_.empty() && static_cast<int64_t>(tasks_.size()) == shape.kv_heads;
+        blocks_.clear();
+        auto one = [&](int64_t i) {
+            const Task& task = tasks_[static_cast<size_t>(i)];
+            if (together) ready(task.head / (shape.heads / shape.kv_heads));
+            work(task, shape, layer, plan, parts[0], q, out);
+        };
+        for (int64_t h = 0; h < shape.kv_heads && !together; ++h) ready(h);
+        parallel_for(threads, static_cast<int64_t>(tasks_.size()), one);
+        for (const Split& split : splits_) merge(split, shape, out);
+    }
 
   private:
     struct Task {  // of tokens token.. of a part and heads head.. that share a key head

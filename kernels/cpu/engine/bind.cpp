@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -203,6 +204,14 @@ class Engine {
             model_.run(reinterpret_cast<const int64_t*>(ids), count, first, reinterpret_cast<float*>(logits), all, limited(threads));
         });
     }
+    // found: int64 [count]. Returns how many tokens, and whether the last one's logits were NaN.
+    std::pair<int64_t, bool> go_on(int64_t token, int64_t first, int64_t count, const std::vector<int64_t>& stop, uintptr_t found, int threads) {
+        std::pair<int64_t, bool> done{0, false};
+        locked([&] {
+            done.first = model_.go_on(token, first, count, stop, reinterpret_cast<int64_t*>(found), done.second, limited(threads));
+        });
+        return done;
+    }
     // parts: (sequence, first position, tokens, whether of a prompt, whether logits are wanted).
     void step(uintptr_t ids, const std::vector<std::tuple<int64_t, int64_t, int64_t, bool, bool>>& parts, uintptr_t logits,
               int64_t least, int threads) {
@@ -342,6 +351,8 @@ void bind_engine(nb::module_& m) {
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
+        .def("go_on", &Engine::go_on, "token"_a, "first"_a, "count"_a, "stop"_a, "found"_a, "threads"_a,
+             "Runs a token and goes on with the likeliest ones: (tokens found, whether the last one's logits are NaN).")
         .def("step", &Engine::step, "ids"_a, "parts"_a, "logits"_a, "least"_a, "threads"_a)
         .def("set_sequences", &Engine::set_sequences, "count"_a)
         .def("copy", &Engine::copy, "source"_a, "target"_a, "positions"_a)

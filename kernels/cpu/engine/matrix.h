@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../parallel.h"
 #include "buffer.h"
 
 namespace nstf::engine {
@@ -68,6 +69,8 @@ class Leaf : public Matrix {
     // Ranges of places start at multiples of this.
     virtual int64_t unit() const { return 1; }
     virtual void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const = 0;
+    // Where the codes of places first..end-1 lie, for who fetches them ahead; nothing where they do not lie together.
+    virtual Ahead codes(int64_t first, int64_t end) const { return static_cast<void>(first), static_cast<void>(end), Ahead{}; }
 
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override;
 
@@ -85,7 +88,8 @@ constexpr int kUnpacked = 32;
 using Shared = std::shared_ptr<Matrix>;
 
 // Several matrices with the same activations, in one parallel region where all are leaves. y[i]: [batch, stride[i]].
+// next: the matrices that are multiplied after these: threads that have nothing else to do fetch the beginnings of their shares.
 void multiply_all(const std::vector<Matrix*>& matrices, const float* x, int64_t batch, const std::vector<float*>& y,
-                  const std::vector<int64_t>& strides, int threads);
+                  const std::vector<int64_t>& strides, int threads, const std::vector<Matrix*>& next = {});
 
 }  // namespace nstf::engine

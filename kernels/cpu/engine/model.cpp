@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "../parallel.h"
+#include "argmax.h"
 #include "ops_table.h"
 
 namespace nstf::engine {
@@ -40,6 +41,7 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
     fits(embedding_, s.vocab, s.hidden);
     fits(head_, s.vocab, s.hidden);
     require(static_cast<int64_t>(final_norm_.size()) == s.hidden, "engine: the last norm has another size");
+    only_head_ = {head_.get()};
     set_sequences(1);
 }
 
@@ -123,6 +125,8 @@ void Model::add_layer(Layer layer) {
     sized(layer.v_bias, s.kv_heads * s.head_size);
     check(layer.plan);
     for (const HeadPlan& head : layer.plan.heads) blocks_ |= head.pattern == HeadPlan::kSparse;
+    layer.qkv = {layer.q.get(), layer.k.get(), layer.v.get()}, layer.gate_up = {layer.gate.get(), layer.up.get()};
+    layer.only_o = {layer.o.get()}, layer.only_down = {layer.down.get()};
     layers_.push_back(std::move(layer));
     for (PageCache& c : caches_) c.add_layer(layers_.back().plan.groups);
 }
@@ -162,7 +166,7 @@ void Model::ready(const int64_t* ids, int64_t count) const {
 
 void Model::heads(const float* normed, int64_t count, float* logits, int threads) {
     const Shape& s = shape_;
-    head_->multiply(normed, count, logits, s.vocab, threads);
+    multiply_all(only_head_, normed, count, {logits}, {s.vocab}, threads, layers_.front().qkv);
     if (s.logit_cap > 0)
         for (int64_t i = 0; i < count * s.vocab; ++i) logits[i] = s.logit_cap * std::tanh(logits[i] / s.logit_cap);
 }
@@ -183,6 +187,18 @@ void Model::run(const int64_t* ids, int64_t count, int64_t first, float* logits,
             ops().rms_norm(x_.data() + t * s.hidden, final_norm_.data(), s.hidden, s.epsilon, normed + t * s.hidden);
         heads(normed + from * s.hidden, now - from, all ? logits + (done - now) * s.vocab : logits, threads);
     }
+}
+
+int64_t Model::go_on(int64_t token, int64_t first, int64_t count, const std::vector<int64_t>& stop, int64_t* found, bool& nan, int threads) {
+    nan = false;
+    for (int64_t i = 0; i < count; ++i) {
+        float* logits = logits_.grow(shape_.vocab);
+        run(&token, 1, first + i, logits, false, threads);
+        found[i] = token = argmax(logits, shape_.vocab);
+        nan = std::isnan(logits[token]);
+        if (nan || std::find(stop.begin(), stop.end(), token) != stop.end()) return i + 1;
+    }
+    return count;
 }
 
 void Model::step(const int64_t* ids, const std::vector<Part>& parts, float* logits, int64_t least, int threads) {
@@ -227,7 +243,7 @@ void Model::chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t co
     std::fill(x + t * s.hidden, x + count * s.hidden, 0.0f);
     for (size_t i = 0; i < layers_.size(); ++i) {
         attention(layers_[i], i, parts, count, threads);
-        feed_forward(layers_[i], count, threads);
+        feed_forward(layers_[i], i, count, threads);
     }
     for (const Part& p : parts) cache(p.sequence).finish();
 }
@@ -241,7 +257,7 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
     float *mixed = mixed_.grow(kTogether * q_size), *out = out_.grow(kTogether * s.hidden);
     for (int64_t t = 0; t < count; ++t)
         op.rms_norm(x + t * s.hidden, layer.attention_norm.data(), s.hidden, s.epsilon, normed + t * s.hidden);
-    multiply_all({layer.q.get(), layer.k.get(), layer.v.get()}, normed, count, {q, k, v}, {q_size, kv_size, kv_size}, threads);
+    multiply_all(layer.qkv, normed, count, {q, k, v}, {q_size, kv_size, kv_size}, threads, layer.only_o);
     add_bias(q, layer.q_bias, count);
     add_bias(k, layer.k_bias, count);
     add_bias(v, layer.v_bias, count);
@@ -254,19 +270,16 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
         whole.push_back({&cache(p.sequence), p.first, p.count, static_cast<int64_t>(part_of.size()), p.count == 1 && !p.prompt});
         part_of.insert(part_of.end(), static_cast<size_t>(p.count), static_cast<int64_t>(whole.size()) - 1);
     }
-    auto turn = [&](int64_t t) {
+    auto one = [&](int64_t t, float* head, const std::vector<float>& norm) {
         const AttendPart& p = whole[static_cast<size_t>(part_of[static_cast<size_t>(t)])];
         const int64_t at = p.first + t - p.row;
-        const float *cosine = cosines_[rotation].data() + at * half, *sine = sines_[rotation].data() + at * half;
-        auto one = [&](float* head, const std::vector<float>& norm) {
-            if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
-            op.rope(head, cosine, sine, s.head_size);
-        };
-        for (int64_t h = 0; h < s.heads; ++h) one(q + t * q_size + h * s.head_size, layer.q_norm);
-        for (int64_t h = 0; h < s.kv_heads; ++h) one(k + t * kv_size + h * s.head_size, layer.k_norm);
+        if (!norm.empty()) op.rms_norm(head, norm.data(), s.head_size, s.epsilon, head);
+        op.rope(head, cosines_[rotation].data() + at * half, sines_[rotation].data() + at * half, s.head_size);
     };
-    const auto rows = static_cast<int64_t>(part_of.size());
-    parallel_for(rows < 8 ? 1 : threads, rows, turn);
+    auto turn = [&](int64_t t) {
+        for (int64_t h = 0; h < s.heads; ++h) one(t, q + t * q_size + h * s.head_size, layer.q_norm);
+        for (int64_t h = 0; h < s.kv_heads; ++h) one(t, k + t * kv_size + h * s.head_size, layer.k_norm);
+    };
     auto store = [&](int64_t i) {  // of one part and head
         const AttendPart& p = whole[static_cast<size_t>(i / s.kv_heads)];
         const int64_t h = i % s.kv_heads;
@@ -276,10 +289,24 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
         }
         p.cache->pack(index, h);
     };
-    parallel_for(rows < 8 ? 1 : threads, static_cast<int64_t>(whole.size()) * s.kv_heads, store);
-    attention_.run({s.heads, s.kv_heads, s.head_size, layer.window, s.score_scale}, index, layer.plan, whole, q, mixed, threads);
+    const AttendShape shape{s.heads, s.kv_heads, s.head_size, layer.window, s.score_scale};
+    if (whole.size() == 1 && whole[0].alone) {
+        // A token's work is spread by key heads: what belongs to one is turned, stored and read by one thread.
+        auto ready = [&](int64_t h) {
+            const int64_t group = s.heads / s.kv_heads;
+            for (int64_t g = h * group; g < (h + 1) * group; ++g) one(0, q + g * s.head_size, layer.q_norm);
+            one(0, k + h * s.head_size, layer.k_norm);
+            store(h);
+        };
+        attention_.run_one(shape, index, layer.plan, whole, q, mixed, ready, threads);
+    } else {
+        const auto rows = static_cast<int64_t>(part_of.size());
+        parallel_for(rows < 8 ? 1 : threads, rows, turn);
+        parallel_for(rows < 8 ? 1 : threads, static_cast<int64_t>(whole.size()) * s.kv_heads, store);
+        attention_.run(shape, index, layer.plan, whole, q, mixed, threads);
+    }
 
-    layer.o->multiply(mixed, count, out, s.hidden, threads);
+    multiply_all(layer.only_o, mixed, count, {out}, {s.hidden}, threads, layer.gate_up);
     add_bias(out, layer.o_bias, count);
     for (int64_t t = 0; t < count; ++t) {
         float* row = out + t * s.hidden;
@@ -288,17 +315,17 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
     }
 }
 
-void Model::feed_forward(const Layer& layer, int64_t count, int threads) {
+void Model::feed_forward(const Layer& layer, size_t index, int64_t count, int threads) {
     const Shape& s = shape_;
     const Ops& op = ops();
     float *x = x_.data(), *normed = normed_.data(), *out = out_.data();
     float *gate = gate_.grow(kTogether * s.ffn), *up = up_.grow(kTogether * s.ffn);
     for (int64_t t = 0; t < count; ++t)
         op.rms_norm(x + t * s.hidden, layer.ffn_norm.data(), s.hidden, s.epsilon, normed + t * s.hidden);
-    multiply_all({layer.gate.get(), layer.up.get()}, normed, count, {gate, up}, {s.ffn, s.ffn}, threads);
+    multiply_all(layer.gate_up, normed, count, {gate, up}, {s.ffn, s.ffn}, threads, layer.only_down);
     auto task = [&](int64_t t) { op.gated(gate + t * s.ffn, up + t * s.ffn, s.ffn, s.gelu); };
     parallel_for(count > 1 ? threads : 1, count, task);
-    layer.down->multiply(gate, count, out, s.hidden, threads);
+    multiply_all(layer.only_down, gate, count, {out}, {s.hidden}, threads, after(index));
     for (int64_t t = 0; t < count; ++t) {
         float* row = out + t * s.hidden;
         if (!layer.ffn_out_norm.empty()) op.rms_norm(row, layer.ffn_out_norm.data(), s.hidden, s.epsilon, row);

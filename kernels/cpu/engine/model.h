@@ -16,6 +16,7 @@ struct Shape {
 
 struct Layer {
     Shared q, k, v, o, gate, up, down;
+    std::vector<Matrix*> qkv, gate_up, only_o, only_down;  // those that are multiplied together
     // Norms of what goes into attention and into the feed-forward, of what comes out of each (Gemma), and of each head's query
     // and key (Qwen 3, Gemma); empty where the model has none.
     std::vector<float> attention_norm, ffn_norm, attention_out_norm, ffn_out_norm, q_norm, k_norm;
@@ -41,6 +42,9 @@ class Model {
 
     // Runs tokens at positions first.. and fills the logits of the last one, [vocab], or of all, [count, vocab].
     void run(const int64_t* ids, int64_t count, int64_t first, float* logits, bool all, int threads);
+    // Runs a token at position first and goes on with the likeliest one, `count` tokens or up to and with one of `stop`. Fills
+    // `found` with them; returns how many. After one whose logits are NaN it ends, too; `nan` says so.
+    int64_t go_on(int64_t token, int64_t first, int64_t count, const std::vector<int64_t>& stop, int64_t* found, bool& nan, int threads);
     // Runs parts of different sequences in one pass over the weights, 128 tokens together at most; ids side by side. Fills a
     // row of logits for each part that wants them. The rows of a product are at least `least`: where that is 4, every product
     // is done by the kernels for several rows, and numbers of a sequence do not depend on what runs beside it.
@@ -66,20 +70,23 @@ class Model {
     // count: rows of the products, those of the parts and padding.
     void chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t count, int threads);
     void attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads);
-    void feed_forward(const Layer& layer, int64_t count, int threads);
+    void feed_forward(const Layer& layer, size_t index, int64_t count, int threads);
     void heads(const float* normed, int64_t count, float* logits, int threads);
+    // What follows layer `index` in a token: the next one's matrices, or the head.
+    const std::vector<Matrix*>& after(size_t index) const { return index + 1 < layers_.size() ? layers_[index + 1].qkv : only_head_; }
 
     Shape shape_;
     Shared embedding_, head_;
     std::vector<float> final_norm_;
     std::vector<Layer> layers_;
+    std::vector<Matrix*> only_head_;
     std::vector<std::vector<float>> frequencies_, cosines_, sines_;  // the tables: [positions][head_size / 2]
     int64_t turned_ = 0;  // positions the tables have angles for
     bool blocks_ = false;  // whether a head computes chosen blocks only, so that prompts are cut at whole blocks
     std::vector<PageCache> caches_;  // of each sequence
     Attention attention_;
     Buffer<float> padded_;
-    Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_;
+    Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_, logits_;
 };
 
 }  // namespace nstf::engine

@@ -15,6 +15,9 @@ class PackedExact : public Leaf {
     void reserve(const float* x, int64_t, Input& in) const override { in.x = x; }
     void prepare(const float*, int64_t, int64_t, Input&) const override {}
     int64_t unit() const override { return 2; }
+    Ahead codes(int64_t first, int64_t end) const override {
+        return {view_.w.codes + first * view_.w.row_bytes, (end - first) * view_.w.row_bytes};
+    }
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         PackedMatrix w = view_.w;
         w.rows = end - first;

@@ -68,6 +68,9 @@ class PackedInt8 : public Leaf {
         prepare_input<Codes::EVEN_ODD>(x, cols, first, end, in);
     }
 
+    Ahead codes(int64_t first, int64_t end) const override {
+        return {w_.codes + first * w_.row_bytes, (end - first) * w_.row_bytes};
+    }
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         Room& room = Room::mine(*this);
         if (batch >= kSeveral) {

@@ -26,6 +26,9 @@ class PanelInt8 : public Leaf {
         }
     }
 
+    Ahead codes(int64_t first, int64_t end) const override {
+        return {m_.codes.data() + first / kPanel * m_.panel_bytes(), (end - first + kPanel - 1) / kPanel * m_.panel_bytes()};
+    }
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         for (int64_t r = first; r < end; r += kPanel) panel(in, batch, r, y + r, stride);
     }

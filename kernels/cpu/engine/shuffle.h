@@ -65,6 +65,10 @@ class Shuffle : public Leaf {
     uintptr_t key() const override { return 1; }
     int64_t unit() const override { return kGroupRows; }
     std::string kernel() const override { return "shuffle float32"; }
+    Ahead codes(int64_t first, int64_t end) const override {
+        const uint8_t* from = stored_.group(first / kGroupRows);
+        return {from, stored_.group((end + kGroupRows - 1) / kGroupRows) - from};
+    }
     void reserve(const float* x, int64_t, Input& in) const override { in.x = x; }
     void prepare(const float*, int64_t, int64_t, Input&) const override {}
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override;

@@ -32,6 +32,10 @@ class Dense : public Leaf {
             ops().products(in.x, batch, cols, room.data(), count, cols, y + r, stride);
         }
     }
+    Ahead codes(int64_t first, int64_t end) const override {
+        const int64_t row_bytes = cols * (type_ == Number::kFloat ? 4 : 2);
+        return {static_cast<const uint8_t*>(values_) + first * row_bytes, (end - first) * row_bytes};
+    }
     void decode(int64_t row, float* out) const override { decode_rows(row, 1, out); }
     void decode_rows(int64_t first, int64_t count, float* out) const override {
         const int64_t size = count * cols;
@@ -133,6 +137,7 @@ class RotatedLeaf : public Leaf {
     }
     int64_t places() const override { return leaf_->places(); }
     int64_t unit() const override { return leaf_->unit(); }
+    Ahead codes(int64_t first, int64_t end) const override { return leaf_->codes(first, end); }
     void run(const Input& in, int64_t batch, int64_t first, int64_t end, float* y, int64_t stride) const override {
         leaf_->run(in, batch, first, end, y, stride);
     }

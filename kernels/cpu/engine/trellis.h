@@ -42,6 +42,10 @@ class Trellis : public Leaf {
     int64_t places() const override { return places_; }
     int64_t unit() const override { return kSide; }
     std::string kernel() const override { return "trellis float32"; }
+    Ahead codes(int64_t first, int64_t end) const override {  // of the section that the first place is in
+        const Tiles row = tiles(first);
+        return {row.codes, std::min<int64_t>(row.end - row.codes, (end - first) / kSide * across_ * row.bytes())};
+    }
 
     void reserve(const float*, int64_t batch, Input& in) const override {
         in.batch = batch;

@@ -176,10 +176,13 @@ def test_models_know_every_target_and_rank_formats_as_measured(name) -> None:
 def test_the_model_of_the_h200_agrees_with_what_was_measured() -> None:
     shape, target = (28672, 8192), targets.Target("sm_90", "", False)
     # Microseconds of docs/gpu_speed.md, 28672 x 8192, one row.
-    for bits, micro in {2: 40.4, 3: 55.3, 4: 36.0, 5: 59.6, 6: 62.2, 7: 73.5, 8: 60.6}.items():
-        tree = Node("int", integer.Params(bits=bits, group=128))
-        predicted = Prices([target], 1, 1 << 20).seconds((tree, shape, 1))[0]
-        assert predicted == pytest.approx(1e-6 * micro, rel=0.1), bits
+    wide = {4: 36.0, 5: 59.6, 6: 62.2, 7: 73.5, 8: 60.6}
+    steps = {2: 33.4, 3: 44.5, 4: 38.6}
+    cases = {integer.Params(bits=bits, group=128): micro for bits, micro in wide.items()}
+    cases |= {integer.Params(bits=bits, group=64, scale_bits=8): micro for bits, micro in steps.items()}
+    for params, micro in cases.items():
+        predicted = Prices([target], 1, 1 << 20).seconds((Node("int", params), shape, 1))[0]
+        assert predicted == pytest.approx(1e-6 * micro, rel=0.1), params
 
 
 def test_targets_hold_their_own_formats() -> None:
