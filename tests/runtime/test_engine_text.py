@@ -60,7 +60,9 @@ def test_the_text_is_that_of_the_modules(tiny: ModuleType, tmp_path: Path) -> No
         assert "".join(engine_text.stream(path, prompt, 20, exact=True)) == expected, prompt
 
 
-def test_a_file_without_settings_of_its_own_ends_where_its_config_says(tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_file_without_settings_of_its_own_ends_where_its_config_says(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
     """As transformers reads it; and a clean-up that is off is none."""
     model = tiny.new_model("LlamaForCausalLM", vocab_size=300, eos_token_id=0, max_position_embeddings=64)
     files = byte_level_files()
