@@ -279,8 +279,8 @@ class Engine:
         return found
 
     def _runs(self, token: int, count: int, stop: frozenset[int]) -> Iterator[tuple[int, array[int]]]:
-        """The same in pieces of as many tokens as take _RUN_S, between which an interruption is heard, each with the position
-        it began at.
+        """The same in pieces of as many tokens as take _RUN_S, each with the position it began at; between them an
+        interruption is heard.
 
         With an attention plan one by one: its rings and few bits do not go back to a position before.
         """
@@ -304,9 +304,7 @@ class Engine:
         found = array("q", bytes(8 * count))
         threads, known = self.threads or usual_threads(), [t for t in stop if 0 <= t < self.vocab]
         try:
-            number, nan = self._engine.go_on(
-                token, self.position, count, known, _address(found), threads
-            )
+            number, nan = self._engine.go_on(token, self.position, count, known, _address(found), threads)
         except MemoryError as error:
             raise NstfError(f"not enough memory for {self.position + count} tokens") from error
         self.position += number

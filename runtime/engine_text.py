@@ -146,7 +146,9 @@ def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     else:  # as transformers: what the model's config says of a text's end
         config = artifact.config()
         if "eos_token_id" not in config:  # its class has one
-            raise UnsupportedError(f"{artifact.path}: no generation_config.json inside, and no end of text stated")
+            raise UnsupportedError(
+                f"{artifact.path}: no generation_config.json inside, and no end of text stated"
+            )
         stated = {"eos_token_id": config["eos_token_id"]}
     settings = check_generation(stated, artifact.path)
     usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -4,6 +4,7 @@ The Lagrangian relaxation (Shoham and Gersho 1988) gives the optimum over the co
 an integer program over the options near it spends the last bytes exactly.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -138,7 +139,7 @@ def _exact(
         shape=(len(units), len(variables)),
     )
     scale = max(float(losses.sum()), 1e-300)
-    with silent_stdout():
+    with contained_highs():
         result = milp(
             losses / scale * len(variables),
             constraints=[
@@ -161,8 +162,26 @@ def _exact(
 
 
 @contextmanager
-def silent_stdout() -> Iterator[None]:
-    """Sends what C++ code prints to nowhere: HiGHS leaves debugging lines on stdout, where results belong."""
+def contained_highs() -> Iterator[None]:
+    """HiGHS leaves nothing behind but its result: no lines on stdout, where results belong, and no threads."""
+    try:
+        with _silent_stdout():
+            yield
+    finally:
+        _end_threads()
+
+
+def _end_threads() -> None:
+    """HiGHS keeps its threads for the next program, where a forked process, which has none of them, waits without end."""
+    with contextlib.suppress(ImportError, AttributeError):  # scipy makes no promise of it
+        from scipy.optimize._highspy import _core
+
+        _core._Highs.resetGlobalScheduler(True)
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Sends what C++ code prints to nowhere."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)

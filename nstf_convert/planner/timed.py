@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nstf_convert.planner.allocation import NODES, TooSlow, silent_stdout
+from nstf_convert.planner.allocation import NODES, TooSlow, contained_highs
 from nstf_convert.planner.hull import Option
 
 Array = NDArray[np.float64]
@@ -169,7 +169,7 @@ def _program(
     rows, options = np.array([u for u, _ in at]), np.array([i for _, i in at])
     ones = coo_matrix((np.ones(len(at)), (rows, range(len(at)))), shape=(len(choice), len(at)))
     losses = table.loss[rows, options]
-    with silent_stdout():
+    with contained_highs():
         result = milp(
             losses / max(float(losses.sum()), 1e-300) * len(at),
             constraints=[

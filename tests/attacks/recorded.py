@@ -121,10 +121,13 @@ def samples() -> ModuleType:
     return made
 
 
-def make_inputs(folder: Path) -> None:
-    """A model of one layer and a text; and an artifact without a tokenizer, since GGUF has no form for that of the model."""
+def make_inputs(folder: Path, **shape: Any) -> None:
+    """A model of one layer and a text; and an artifact without a tokenizer, since GGUF has no form for that of the model.
+
+    shape: what is otherwise with the model, as make_llama takes it.
+    """
     made = samples()
-    made.make_llama(folder / "model", layers=1)
+    made.make_llama(folder / "model", **{"layers": 1, **shape})
     rng = random.Random(0)
     (folder / "text.txt").write_text(" ".join(rng.choice(made.WORDS) for _ in range(1500)))
     write_artifact(folder / "plain.nstf", tensors(), {"config.json": json.dumps(LLAMA).encode()})

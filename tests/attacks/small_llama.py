@@ -14,11 +14,11 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tensors() -> dict[str, EncodedTensor]:
-    """The tensors of LLAMA, dense, of random values."""
+def tensors(layers: int = 1) -> dict[str, EncodedTensor]:
+    """The tensors of LLAMA with so many layers, dense, of random values."""
     from nstf.runtime.skeleton import build_skeleton, parameter_names
 
-    model = build_skeleton(LLAMA)
+    model = build_skeleton(LLAMA | {"num_hidden_layers": layers})
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     tree = Node("dense", dense.Params("float32"))

@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import faults
@@ -22,7 +24,10 @@ from recorded import (
     Recorded,
     check_state,
     files_of,
+    make_inputs,
     place,
+    prepare,
+    record,
     resume,
     resume_from,
     seconds_left,
@@ -60,6 +65,28 @@ def test_a_resume_from_every_state_that_a_kill_can_leave_gives_the_same_bytes(
     found = recorded(name)
     count = resume_from(runner, found, in_memory / "again", states(found).values())
     print(f"{name}: {len(found.events)} calls, resumed from all {count} states")
+
+
+# Other files than those of COMMANDS: more of them, with biases, and without a copy in float32.
+SHAPES: dict[str, dict[str, Any]] = {
+    "two layers, untied": {"layers": 2, "tie_word_embeddings": False},
+    "biases, wider": {"attention_bias": True, "mlp_bias": True, "hidden_size": 96, "num_key_value_heads": 1},
+    "float32": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_resume_from_every_state_of_models_of_other_shapes_gives_the_same_bytes(
+    runner: faults.Runner, in_memory: Path, shape: str
+) -> None:
+    command, inputs = COMMANDS["whole"], in_memory / "inputs"
+    make_inputs(inputs, **SHAPES[shape])
+    prepare(in_memory / "warm", inputs, command)
+    assert runner.ask(folder=str(in_memory / "warm"), words=command.words, warm=True)["code"] == 0
+    found = record(runner, in_memory / "whole", inputs, command)
+    count = resume_from(runner, found, in_memory / "again", states(found).values())
+    print(f"{shape}: {len(found.events)} calls, resumed from all {count} states")
 
 
 def power_loss(of: Recorded, tries: int, seed: int) -> int:

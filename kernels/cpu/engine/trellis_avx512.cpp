@@ -77,7 +77,9 @@ class TrellisInt8 : public Trellis {
                 const int32_t size = _mm512_reduce_max_epi32(_mm512_castps_si512(_mm512_abs_ps(v)));
                 const float top = _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(size)));
                 const float scale = top / 127 + (top - top), inverse = top > 1e-30f ? 127 / top : 0;
-                const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
+                // NaN becomes the least integer, two of which have no sum; the scale is NaN then, whatever the codes are.
+                const __m512i q = _mm512_max_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))),
+                                                   _mm512_set1_epi32(-128));
                 in.scales.data()[b * across_ + t] = scale / 148;
                 total += static_cast<double>(scale / 148) * _mm512_reduce_add_epi32(q);
                 const __m256i words = _mm512_cvtepi32_epi16(_mm512_and_si512(q, _mm512_set1_epi32(255)));

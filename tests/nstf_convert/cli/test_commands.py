@@ -1,4 +1,6 @@
 import json
+import os
+import resource
 import subprocess
 import sys
 
@@ -17,6 +19,25 @@ def test_the_command_line_does_not_import_torch():
     code = f"import sys, nstf_convert.cli as c; c.run(['--help']); print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [["--help"], []])
+def test_help_and_completion_come_at_once(words):
+    """Half a second of the processor's time; about 0.1 and 0.2 are needed."""
+    completion = {"_NSTF_COMPLETE": "complete_bash", "COMP_WORDS": "nstf con", "COMP_CWORD": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [
+        sys.executable,
+        "-c",
+        "import nstf_convert.cli as c, sys; sys.argv[0] = 'nstf'; c.main()",
+        *words,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | ({} if words else completion), capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and ("convert" in done.stdout), done
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -44,26 +44,26 @@ def small(tmp_path_factory) -> Small:
     return Small(folder, text)
 
 
-def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> None:
-    """Saves a Llama of some layers, 64 wide, and a word-level tokenizer."""
+def make_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2, **changes: Any) -> None:
+    """Saves a Llama of some layers, 64 wide, and a word-level tokenizer. changes: of the config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS) + 2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.25,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    config = {
+        "vocab_size": len(WORDS) + 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.25,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    LlamaForCausalLM(LlamaConfig(**config | changes)).to(dtype).save_pretrained(folder)
     vocabulary = {"<unk>": 0, "<end>": 1} | {word: i + 2 for i, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -109,6 +109,22 @@ def test_work_directory_of_another_job_is_refused_with_what_differs(options, cop
         convert(options(work_dir=copied_work, seed=1))
 
 
+def test_whatever_part_of_the_job_differs_the_work_directory_is_refused_and_stays(
+    options, copied_work
+) -> None:
+    """Input, texts, versions, device, threads: each of the results depends on them."""
+    file = copied_work / "job.json"
+    job = json.loads(file.read_text())
+    parts = [part for part in job if part != "names"]
+    assert len(parts) >= 12
+    for part in parts:
+        file.write_text(json.dumps(job | {part: "another"}))
+        with pytest.raises(UsageError, match=rf'{part}(:| was "another", now )'):
+            convert(options(work_dir=copied_work))
+    file.write_text(json.dumps(job))
+    convert(options(work_dir=copied_work))
+
+
 def test_default_work_directory_is_removed_after_success(quick) -> None:
     assert sorted(p.name for p in quick.result.output.parent.iterdir()) == ["out.nstf"]
 

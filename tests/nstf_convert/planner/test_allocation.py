@@ -1,7 +1,9 @@
 """The allocator against exhaustive search, and its promises."""
 
 import itertools
+import os
 import random
+import signal
 
 import pytest
 
@@ -75,6 +77,22 @@ def test_pareto_and_hull_drop_what_no_budget_wants() -> None:
     ]
     assert pareto(options) == [0, 1, 2, 5]
     assert lower_hull(options) == [0, 2, 5]
+
+
+def test_a_forked_process_plans_where_its_parent_has(monkeypatch) -> None:
+    """With more than two processors HiGHS keeps threads, for which a forked process waited without end."""
+    units = _units(1, 60, 8)
+    budget = int(1.5 * sum(min(o.size_bytes for o in u) for u in units))
+    from scipy.optimize import _milp
+
+    plain = _milp._highs_wrapper
+    monkeypatch.setattr(_milp, "_highs_wrapper", lambda *a: plain(*a[:-1], {**a[-1], "threads": 4}))
+    found = allocate(units, budget)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(int(allocate(units, budget) != found))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_same_input_gives_the_same_choice() -> None:
