@@ -93,7 +93,7 @@ sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavi
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
 	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py \
 	    tests/runtime/test_engine_batch.py tests/runtime/test_engine_go_on.py tests/runtime/test_engine_threads.py \
-	    tests/runtime/test_token_sampler.py \
+	    tests/runtime/test_token_sampler.py tests/runtime/test_fused.py tests/runtime/test_fused_run.py \
 	    tests/quantizers/test_shuffle.py \
 	    tests/integrations/serve/test_scheduler.py
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
