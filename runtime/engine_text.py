@@ -141,16 +141,17 @@ def _tokenizer(artifact: Artifact) -> Any:
 
 def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
     """The tokens that end a text, and the file's settings of a draw, with transformers' in the place of missing ones."""
-    if "generation_config.json" in artifact.file_names():
-        stated = artifact.object("generation_config.json")
+    source = "generation_config.json"
+    if source in artifact.file_names():
+        stated = artifact.object(source)
     else:  # as transformers: what the model's config says of a text's end
-        config = artifact.config()
+        config, source = artifact.config(), "config.json"
         if "eos_token_id" not in config:  # its class has one
             raise UnsupportedError(
                 f"{artifact.path}: no generation_config.json inside, and no end of text stated"
             )
         stated = {"eos_token_id": config["eos_token_id"]}
-    settings = check_generation(stated, artifact.path)
+    settings = check_generation(stated, artifact.path, source)
     usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT | set(usual) and v is not None)
     if others:

@@ -201,10 +201,10 @@ def _is_whole(value: Any) -> bool:
     return type(value) in (int, float) and -1 <= value <= _LONGEST and value == int(value)
 
 
-def check_generation(stated: Config, where: object) -> dict[str, Any]:
-    """The settings that say something: whole numbers as such, none that are off.
+def check_generation(stated: Config, where: object, source: str = "generation_config.json") -> dict[str, Any]:
+    """The settings that say something: whole numbers as such, none that are off. source: the file inside that states them.
 
-    Raises CorruptError for a generation_config.json with values of another type than `generate` can use.
+    Raises CorruptError for values of another type than `generate` can use.
     """
     found: dict[str, Any] = {}
     for key, value in stated.items():
@@ -223,7 +223,7 @@ def check_generation(stated: Config, where: object) -> dict[str, Any]:
             wanted = "true or false"
         if wanted:
             raise CorruptError(
-                f"{where}: its settings say {key} is {short(value)}, expected {wanted}; "
+                f"{where}: its {source} says {key} is {short(value)}, expected {wanted}; "
                 "the file is damaged, fetch or convert it again"
             )
         if key not in _INTEGERS:

@@ -142,7 +142,7 @@ def test_a_generation_config_of_wrong_types_is_refused_at_load(
     made: Callable[..., Path], key: str, value: Any
 ) -> None:
     path = made(LLAMA, generation_config=json.dumps({key: value}).encode())
-    with pytest.raises(CorruptError, match=f"settings say {key} is .*, expected"):
+    with pytest.raises(CorruptError, match=f"generation_config.json says {key} is .*, expected"):
         load(path)
 
 

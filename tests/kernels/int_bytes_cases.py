@@ -34,12 +34,11 @@ class Case(NamedTuple):
 CASES = [
     # Groups within a run of words, across words, and across the chunks of a warp; scales in steps and as numbers.
     *(
-        Case(bits, group, (40, 1024), scale, 2)
-        for bits in (2, 3, 4)
-        for group, scale in ((32, 8), (64, 8), (128, 16))
+        Case(bits, group, (24, 1024), scale, 2)
+        for bits, group, scale in ((2, 32, 8), (2, 128, 16), (3, 64, 8), (3, 32, 8), (4, 128, 16), (4, 64, 8))
     ),
     # Rows and columns that fill nothing, several blocks of rows for a program, whole warps beyond the last column.
-    *(Case(bits, 64, (57, 1000), 8, 1, "bfloat16", 2) for bits in (2, 3, 4)),
+    *(Case(bits, 64, (41, 1000), 8, 1, "bfloat16", 2) for bits in (2, 3, 4)),
     Case(2, 128, (20, 2600), 8, 2, "bfloat16", 4),
     Case(3, 256, (33, 2000), 16, 2, "bfloat16", 3),
     Case(4, 96, (33, 328), 8, 2, "float16", 3),
