@@ -8,7 +8,7 @@ from pathlib import Path
 
 STATM = Path("/proc/self/statm")
 # What a thread may leave in the heap, freed and unfit for its next sizes, before it is returned.
-KEPT_BYTES = 384 << 20
+KEPT_BYTES = 192 << 20
 _lowest = 0
 _looking = threading.Lock()
 
