@@ -158,6 +158,7 @@ def engine_trellis(
     top: Any,
     quantiles: Any,
     exact: bool,
+    copy_threads: int = 0,
 ) -> EngineMatrix: ...
 def engine_shuffle(
     rows: int,
@@ -169,6 +170,7 @@ def engine_shuffle(
     scale: Any,
     top: Any,
     exact: bool,
+    copy_threads: int = 0,
 ) -> EngineMatrix: ...
 def engine_dense(rows: int, cols: int, values: Any, type: str) -> EngineMatrix: ...
 def engine_low_rank(a: EngineMatrix, b: EngineMatrix) -> EngineMatrix: ...

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 _PACKED = ("fp8", "grid", "int", "mxfp4")
 _DENSE = ("float32", "float16", "bfloat16")
 _CHAINS = ("cp", "tensor_train", "tucker")
-# Files up to this size have their integers and grids repacked into panels (kernels/cpu/engine/panel_int8.h): copies in
-# memory of the process, where pages of a mapped file are shared between processes and given back when memory is short.
+# Files up to this size have their integers and grids repacked into panels (kernels/cpu/engine/panel_int8.h) and their path
+# and shuffle codes copied, all into large pages (large_pages.h): copies in memory of the process, where pages of a mapped
+# file are shared between processes and given back when memory is short.
 PANEL_BYTES = 512 << 20
 # Threads that repack: memory is as fast with these.
 PANEL_THREADS = 8
@@ -64,9 +65,10 @@ def compile_matrix(
 
     exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them. way: how a
     CP, Tucker or tensor train is multiplied: `steps` (through its factors) or `decoded` (once, now); by the counted work
-    when empty. panels: threads that repack integers and grids into panels, where the instruction set has some: a copy of the
-    same size, which is multiplied about twice as fast from the caches; 0: all is read as it is stored. panel_source: the
-    same tensor in other arrays, which what is repacked is read from and which are not kept.
+    when empty. panels: threads that repack integers and grids into panels, where the instruction set has some, and copy path
+    codes and shuffle codes as they are: copies of the same size in large pages, of which panels are multiplied about twice as
+    fast from the caches; 0: all is read as it is stored. panel_source: the same tensor in other arrays, which what is copied
+    is read from and which are not kept.
     Raises ValueError for a tensor that is no matrix.
     """
     if len(encoded.shape) != 2:
@@ -94,9 +96,9 @@ def compile_matrix(
             if short is not None:
                 return ext.engine_reshaped(short, rows, cols)
         if kind == "trellis":
-            return _trellis(encoded, exact)
+            return _trellis(panel_source or encoded, exact, panels)
         if kind == "shuffle":
-            return _shuffle(encoded, exact)
+            return _shuffle(panel_source or encoded, exact, panels)
         if kind == "rotated":
             return _rotated(child("x"), params)
         if kind == "low_rank":
@@ -201,7 +203,7 @@ def _short_rows(encoded: EncodedTensor) -> Any:
     return ext.engine_packed(leaf, True)
 
 
-def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
+def _trellis(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
     params, arrays = encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
     return ext.engine_trellis(
@@ -216,10 +218,11 @@ def _trellis(encoded: EncodedTensor, exact: bool) -> Any:
         stored_bits(arrays["scale_super"]),
         trellis.quantiles() if max(params.quarter_bits) > trellis.MOST_SUMMED else None,
         exact,
+        copy_threads,
     )
 
 
-def _shuffle(encoded: EncodedTensor, exact: bool) -> Any:
+def _shuffle(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
     params, arrays = encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
     return ext.engine_shuffle(
@@ -232,6 +235,7 @@ def _shuffle(encoded: EncodedTensor, exact: bool) -> Any:
         stored_bits(arrays["scale_codes" if params.scale_bits == 8 else "scale"]),
         stored_bits(arrays["scale_super"]),
         exact,
+        copy_threads,
     )
 
 

@@ -37,7 +37,7 @@ uint64_t read_words(const uint64_t* data, int64_t words, int threads) {
 double read_bandwidth(int64_t size, int threads, int passes) {
     if (size < 4096 || threads < 1 || passes < 1) throw std::invalid_argument("read_bandwidth: sizes out of range");
     nb::gil_scoped_release release;
-    Buffer<uint64_t> data(size / 8);
+    Buffer<uint64_t, LargePages> data(size / 8);
     double best = 0;
     for (int pass = 0; pass < passes; ++pass) {
         const auto start = std::chrono::steady_clock::now();

@@ -61,34 +61,67 @@ Held packed(nb::object linear, bool exact, int panel_threads) {
     return {made ? made : packed_exact(*view), {linear}};
 }
 
-// scale: uint8 or float16's bits [rows]; top: the value they are relative to.
+// Codes as they are, or a copy of them in large pages, which then lives as long as the matrix.
+class Codes {
+  public:
+    // copy_threads: who copies; 0 for no copy.
+    Codes(const Bytes& stored, int copy_threads) : stored_(stored) {
+        if (copy_threads <= 0) return;
+        const auto size = static_cast<int64_t>(stored.size());
+        copy_ = std::make_shared<Copy>();
+        nb::gil_scoped_release release;
+        uint8_t* const to = copy_->bytes.grow_raw(size);
+        auto task = [&](int64_t i) { std::copy_n(stored.data() + i * kShare, std::min(kShare, size - i * kShare), to + i * kShare); };
+        parallel_for(copy_threads, (size + kShare - 1) / kShare, task);
+    }
+    const uint8_t* data() const { return copy_ ? copy_->bytes.data() : stored_.data(); }
+    Held held(Shared made) && {
+        if (!copy_) return {std::move(made), {nb::cast(stored_)}};
+        copy_->matrix = std::move(made);
+        Matrix* const matrix = copy_->matrix.get();
+        return {Shared(std::move(copy_), matrix), {}};
+    }
+
+  private:
+    static constexpr int64_t kShare = 1 << 18;
+    struct Copy {
+        Buffer<uint8_t, LargePages> bytes;
+        Shared matrix;
+    };
+    const Bytes& stored_;
+    std::shared_ptr<Copy> copy_;
+};
+
+// scale: uint8 or float16's bits [rows]; top: the value they are relative to; copy_threads: as Codes takes them.
 Held make_trellis(int64_t rows, int64_t cols, std::vector<int> quarter_bits, std::vector<int64_t> section_rows, Bytes codes,
                   std::optional<Bytes> numbers, int number_bits, Stored scale, Floats top, std::optional<Floats> quantiles,
-                  bool exact) {
+                  bool exact, int copy_threads) {
     if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2) ||
         (quantiles && quantiles->size() != 4096))
         throw std::invalid_argument("trellis: scales or quantiles of another size");
-    StoredTrellis stored{rows, cols, std::move(quarter_bits), std::move(section_rows), codes.data(),
+    Codes kept(codes, copy_threads);
+    StoredTrellis stored{rows, cols, std::move(quarter_bits), std::move(section_rows), kept.data(),
                          static_cast<int64_t>(codes.size()), numbers ? numbers->data() : nullptr,
                          numbers ? static_cast<int64_t>(numbers->size()) : 0, number_bits,
                          quantiles ? quantiles->data() : nullptr};
     std::vector<float> scales = scale.itemsize() == 1
                                     ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
                                     : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
-    return {trellis(rows, cols, sections(stored), std::move(scales), exact), {nb::cast(codes)}};
+    return std::move(kept).held(trellis(rows, cols, sections(stored), std::move(scales), exact));
 }
 
 // tables: uint8 [phases, 2, 16]; step: what a level is worth at scale 1; scale and top as of a trellis.
 Held make_shuffle(int64_t rows, int64_t cols, int quarter_bits, Bytes codes, Bytes tables, float step, Stored scale, Floats top,
-                  bool exact) {
+                  bool exact, int copy_threads) {
     if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2))
         throw std::invalid_argument("shuffle: scales of another size");
     std::vector<float> scales = scale.itemsize() == 1
                                     ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
                                     : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
     for (float& s : scales) s *= step;
-    StoredShuffle stored{rows, cols, quarter_bits, codes.data(), {tables.data(), tables.data() + tables.size()}, std::move(scales)};
-    return {shuffle(std::move(stored), static_cast<int64_t>(codes.size()), exact), {nb::cast(codes)}};
+    Codes kept(codes, copy_threads);
+    StoredShuffle stored{rows, cols, quarter_bits, kept.data(), {tables.data(), tables.data() + tables.size()}, std::move(scales)};
+    return std::move(kept).held(shuffle(std::move(stored), static_cast<int64_t>(codes.size()), exact));
 }
 
 Held make_dense(int64_t rows, int64_t cols, Stored values, const std::string& type) {
@@ -351,9 +384,9 @@ void bind_engine(nb::module_& m) {
         .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
     m.def("engine_packed", &packed, "linear"_a, "exact"_a, "panel_threads"_a = 0);
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
-          "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a);
+          "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a, "copy_threads"_a = 0);
     m.def("engine_shuffle", &make_shuffle, "rows"_a, "cols"_a, "quarter_bits"_a, "codes"_a, "tables"_a, "step"_a, "scale"_a,
-          "top"_a, "exact"_a);
+          "top"_a, "exact"_a, "copy_threads"_a = 0);
     m.def("engine_dense", &make_dense, "rows"_a, "cols"_a, "values"_a, "type"_a);
     m.def("engine_low_rank", [](const Held& a, const Held& b) { return pair(a, b, low_rank); });
     m.def("engine_sum", [](const Held& a, const Held& b) { return pair(a, b, sum); });

@@ -8,9 +8,21 @@
 #include <utility>
 #include <vector>
 
+#include "large_pages.h"
+
 namespace nstf::engine {
 
-template <class T>
+// Where a Buffer takes its memory if nothing is said; large_pages.h has another place.
+struct Heap {
+    static void* take(size_t bytes) {
+        void* found = std::aligned_alloc(64, bytes);
+        if (found == nullptr) throw std::bad_alloc();
+        return found;
+    }
+    static void give(void* memory) { std::free(memory); }
+};
+
+template <class T, class Memory = Heap>
 class Buffer {
   public:
     Buffer() = default;
@@ -22,7 +34,7 @@ class Buffer {
         std::swap(data_, other.data_), std::swap(size_, other.size_);
         return *this;
     }
-    ~Buffer() { std::free(data_); }
+    ~Buffer() { Memory::give(data_); }
 
     // At least `count` elements; what was there is lost when it grows, and new memory is zero.
     T* grow(int64_t count) {
@@ -32,9 +44,8 @@ class Buffer {
     // The same with new memory as it comes, for who writes all of it, perhaps by several threads.
     T* grow_raw(int64_t count) {
         if (count > size_) {
-            void* fresh = std::aligned_alloc(64, bytes_of(count));
-            if (fresh == nullptr) throw std::bad_alloc();
-            std::free(data_);
+            void* fresh = Memory::take(bytes_of(count));
+            Memory::give(data_);
             data_ = static_cast<T*>(fresh);
             size_ = count;
         }

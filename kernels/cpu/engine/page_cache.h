@@ -39,7 +39,7 @@ class Arena {
     int64_t held() const { return held_; }
 
   private:
-    std::vector<Buffer<uint8_t>> pieces_;
+    std::vector<Buffer<uint8_t, LargePages>> pieces_;
     int64_t at_ = 0, used_ = 0, held_ = 0;
     std::map<int64_t, std::vector<uint8_t*>> free_;
 };

@@ -98,7 +98,7 @@ struct PanelMatrix {
     float centre;
     alignas(16) uint8_t table[16] = {};
     float levels[16] = {};  // the table before it was rounded
-    Buffer<uint8_t> codes, scales, zero_points;
+    Buffer<uint8_t, LargePages> codes, scales, zero_points;
     std::vector<float> steps;       // of a row: what its scales are multiplied by
     std::vector<int32_t> group_of;  // where the scales of a block are
 

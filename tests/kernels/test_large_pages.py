@@ -1,0 +1,114 @@
+"""Copies of codes in large pages (kernels/cpu/engine/large_pages.h): the same numbers, memory that comes back."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nstf.kernels.cpu import ext
+from nstf.kernels.cpu.engine_matrix import available, compile_matrix, matmul
+from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.formats.tree import format_of
+
+pytestmark = pytest.mark.skipif(not available(), reason="the engine was not built")
+
+TREES = {
+    "int4": ("int", {"bits": 4, "group": 32, "scale_bits": 8}),
+    "grid": ("grid", {"group": 32, "scale_bits": 8}),
+    "trellis": ("trellis", {"quarter_bits": (8,)}),
+    "shuffle": ("shuffle", {"quarter_bits": 16}),
+}
+STATUS = Path("/proc/self/status")
+
+
+def encoded(samples: ModuleType, name: str, rows: int, cols: int) -> EncodedTensor:
+    kind, params = TREES[name]
+    return samples.random_encoded(Node(kind, format_of(kind).Params(**params), {}), (rows, cols), 1)
+
+
+def address_space() -> int:
+    """Bytes of the process's address space."""
+    line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmSize"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_copy_gives_the_same_numbers_and_needs_its_source_no_more(samples: ModuleType, name: str) -> None:
+    stored = encoded(samples, name, 192, 512)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
+    wanted = matmul(x, compile_matrix(stored), 2)
+    source = EncodedTensor(stored.tree, stored.shape, {k: a.clone() for k, a in stored.arrays.items()})
+    copy = compile_matrix(stored, panels=2, panel_source=source)
+    if not copy.kernel.startswith("panels") and name in ("int4", "grid"):
+        pytest.skip("no panels for this instruction set: nothing is copied")
+    once = matmul(x, copy, 2)
+    for array in source.arrays.values():
+        array.zero_()
+    del source
+    gc.collect()
+    assert torch.equal(matmul(x, copy, 2), once)
+    assert (once - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+    if name in ("trellis", "shuffle"):
+        assert torch.equal(once, wanted)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="no /proc here")
+def test_memory_comes_back_when_the_last_matrix_of_a_chunk_goes(samples: ModuleType) -> None:
+    """Chunks are of 32 MiB; each of these matrices is 1 MiB, so that 80 fill three."""
+    stored = encoded(samples, "shuffle", 1024, 2048)
+    held = [compile_matrix(stored, panels=1) for _ in range(80)]
+    full = address_space()
+    kept = held[::40]
+    held.clear()
+    gc.collect()
+    some = address_space()
+    x = torch.randn(1, 2048, generator=torch.Generator().manual_seed(0))
+    assert all(torch.equal(matmul(x, m, 1), matmul(x, kept[0], 1)) for m in kept)
+    kept.clear()
+    gc.collect()
+    assert some < full - (30 << 20), "the chunk of which nothing is in use is still there"
+    assert address_space() < some - (60 << 20)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="no /proc here")
+def test_a_thousand_matrices_after_each_other_take_no_more_than_a_few(samples: ModuleType) -> None:
+    stored = encoded(samples, "shuffle", 256, 512)
+    compile_matrix(stored, panels=1)
+    before = address_space()
+    for _ in range(1000):
+        compile_matrix(stored, panels=1)
+    assert address_space() < before + (34 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+def test_little_address_space_is_a_memory_error_and_nothing_worse() -> None:
+    """Also where a chunk has no room but the block itself has."""
+    script = (
+        "import resource, torch\n"
+        "from nstf.kernels.cpu import ext\n"
+        "line = next(x for x in open('/proc/self/status') if x.startswith('VmSize'))\n"
+        "now = int(line.split()[1]) * 1024\n"
+        "codes = bytearray(8 << 20)\n"
+        "def made():\n"
+        "    scale = torch.zeros(4096, dtype=torch.uint8)\n"
+        "    return ext.engine_shuffle(4096, 4096, 16, codes, TABLES, 1.0, scale, torch.ones(1), False, 1)\n"
+        "from nstf.kernels.formats import shuffle\n"
+        "TABLES = bytearray.fromhex(shuffle.TABLES[16])\n"
+        "made()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + (24 << 20),) * 2)\n"
+        "one = made()\n"
+        "try:\n"
+        "    rest = [made() for _ in range(8)]\n"
+        "except MemoryError:\n"
+        "    print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr[-2000:]
+
+
+def test_reading_bandwidth_is_that_of_the_same_pages() -> None:
+    assert ext.read_bandwidth(1 << 20, 1) > 1e8
