@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.digests import Verifying
+from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
