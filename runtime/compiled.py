@@ -1,6 +1,5 @@
 """Which matrices of an artifact run as GPU kernels, and the side file of kernels compiled ahead for them."""
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nstf.errors import CorruptError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.rows import expert
 from nstf.runtime.artifact import Artifact
@@ -61,10 +61,10 @@ def _ties_head(artifact: Artifact) -> bool:
     if "config.json" not in artifact.file_names():
         return True
     try:
-        config = json.loads(artifact.file("config.json"))
-    except ValueError:
+        config = artifact.object("config.json")
+    except CorruptError:
         return True
-    return not isinstance(config, dict) or config.get("tie_word_embeddings", True) is not False
+    return config.get("tie_word_embeddings", True) is not False
 
 
 def side_path(artifact: str | os.PathLike[str], target: str) -> Path:

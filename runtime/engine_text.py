@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.runtime.artifact.config import check_generation
 from nstf.runtime.artifact.digests import Verifying
+from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
@@ -125,11 +125,9 @@ def _tokenizer(artifact: Artifact) -> Any:
     added = tokenizer.get_added_tokens_decoder()
     special = [t.content for t in added.values() if t.special]
     stated = settings.get("added_tokens_decoder") or {}
-    same = all(
-        number.isdecimal()
-        and int(number) in added
-        and (token.get("content"), token.get("special"))
-        == (added[int(number)].content, added[int(number)].special)
+    known = {str(number): (token.content, token.special) for number, token in added.items()}
+    same = isinstance(stated, dict) and all(
+        isinstance(token, dict) and known.get(number) == (token.get("content"), token.get("special"))
         for number, token in stated.items()
     )
     if not same or any(settings.get(k) is not None and settings[k] not in special for k in _SPECIAL_TOKENS):

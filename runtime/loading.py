@@ -24,7 +24,8 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
-from nstf.runtime.artifact.config import check_generation, limits_of
+from nstf.runtime.artifact.config import limits_of
+from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.header import check_nesting, corrupt, short
 from nstf.runtime.citizen import make_citizen
 from nstf.runtime.compiled import use_compiled
@@ -46,8 +47,11 @@ _log = logging.getLogger("nstf")
 _ATTENTION = ("full", "planned")
 _ENGINE = ("auto", "exact", "off")
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
-# Of a tokenizer or a processor, whose keys become arguments of a class; the others are vocabularies, with words for keys.
-_SETTINGS = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+# Of all files of a tokenizer together, unpacked: they are in memory, and in a temporary folder, at the same time.
+MAX_TOKENIZER_BYTES = 1 << 29
+# Of a tokenizer or a processor, whose keys become arguments of a class (so do all of the last, over the files that were
+# found); the others are vocabularies, with words for keys.
+_SETTINGS, _SPECIAL_TOKENS = "_config.json", "special_tokens_map.json"
 
 
 def load(
@@ -222,6 +226,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
+        if (size := sum(artifact.manifest.files[name].size for name in names)) > MAX_TOKENIZER_BYTES:
+            raise corrupt(path, f"its tokenizer's files unpack to {size} bytes, above {MAX_TOKENIZER_BYTES}")
         files = {name: artifact.file(name) for name in names}
         if "config.json" in artifact.file_names():
             # transformers makes the model's config to find the tokenizer's class: a label for each of num_labels, say.
@@ -237,7 +243,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
-                Path(folder, name).write_bytes(_without_code(content) if name in _SETTINGS else content)
+                Path(folder, name).write_bytes(_without_code(name, content))
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
@@ -250,19 +256,24 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             ) from error
 
 
-def _without_code(content: bytes) -> bytes:
-    """Settings without the keys that lead to code or to another file; what is no JSON as it is, for its reader to refuse."""
+def _without_code(name: str, content: bytes) -> bytes:
+    """A tokenizer's file, where it holds settings without those that lead to code or to another file; what is no JSON as it
+    is, for its reader to refuse."""
+    if not name.endswith(_SETTINGS) and name != _SPECIAL_TOKENS:
+        return content
     try:
         check_nesting(content, "the settings")
-        found = json.loads(content)
+        found = json.loads(content.decode("utf-8-sig"))
     except ValueError:
         return content
+    if name == _SPECIAL_TOKENS and isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     return json.dumps(_stripped(found)).encode()
 
 
 def _stripped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _stripped(v) for k, v in value.items() if not leads_away(k)}
+        return {k: _stripped(v) for k, v in value.items() if not leads_away(k, v)}
     return [_stripped(v) for v in value] if isinstance(value, list) else value
 
 
@@ -432,8 +443,9 @@ def _set_generation_config(model: Any, artifact: Artifact) -> None:
         return
     from transformers import GenerationConfig
 
-    stated = check_generation(artifact.object("generation_config.json"), artifact.path)
+    vocab = getattr(model.config, "vocab_size", None)
+    stated = check_generation(artifact.object("generation_config.json"), artifact.path, vocab=vocab)
     try:
         model.generation_config = GenerationConfig.from_dict(stated)
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise CorruptError(f"{artifact.path}: its generation_config.json cannot be used ({error})") from error

@@ -112,9 +112,17 @@ def harmless(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def leads_away(key: str) -> bool:
+# Of settings of tokenizers: how keys end that name files or folders, and keys whose text is taken for a file's name. The
+# arguments by place (`init_inputs`) are what a slow tokenizer of long ago was made with: files too.
+_FILE_ENDINGS = ("_file", "_files", "_path", "_dir", "_spm", "mecab_option")
+_FILE_TEXTS = ("vocab", "merges")
+
+
+def leads_away(key: str, value: object = None) -> bool:
     """Whether a setting of a tokenizer leads to code, to a repository or to another file; `__type` marks an added token."""
-    return (key.startswith("_") and key != "__type") or key in _IGNORED_KEYS or key.endswith("_file")
+    if (key.startswith("_") and key != "__type") or key in _IGNORED_KEYS or key.endswith(_FILE_ENDINGS):
+        return True
+    return key == "init_inputs" or (key in _FILE_TEXTS and isinstance(value, str))
 
 
 def _names_a_place(value: object) -> bool:

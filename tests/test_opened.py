@@ -39,7 +39,7 @@ def test_a_tensor_is_decoded_as_loading_decodes_it_and_outlives_the_file() -> No
 def test_files_inside_are_read_and_a_config_that_is_none_is_corrupt() -> None:
     with nstf.open(V1) as file:
         assert file.files == ["config.json", "raw.bin"] and len(file.read("config.json")) == 204
-        with pytest.raises(CorruptError, match=r"config\.json inside is not JSON"):
+        with pytest.raises(CorruptError, match=r"its config\.json is not JSON"):
             _ = file.config
         with pytest.raises(UsageError, match="no file 'x' inside"):
             file.read("x")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Lock
@@ -95,7 +94,7 @@ class Prompts:
         found: list[Any] = [getattr(self.own, "eos_token_id", None)]
         for name in ("generation_config.json", "config.json"):
             if name in artifact.file_names():
-                end = json.loads(artifact.file(name)).get("eos_token_id")
+                end = artifact.object(name).get("eos_token_id")
                 found += end if isinstance(end, list) else [end]
         return frozenset(t for t in found if type(t) is int)
 

@@ -64,12 +64,13 @@ def open_file(path: Path) -> Checkpoint:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         entries: dict[str, Entry] = {}
+        held: dict[str, bytes] = {}
         for found in initialisers(data):
             if not found.name or found.name in entries:
                 raise CorruptError(
                     f"{path}: an initialiser is without a name or twice there: {found.name[:80]!r}"
                 )
-            entries[found.name] = _entry(data, found, path, files)
+            entries[found.name] = _entry(data, found, path, files, held)
         return Checkpoint(
             path,
             _source(entries, data, files),
@@ -85,7 +86,9 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def _entry(data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, BinaryIO]) -> Entry:
+def _entry(
+    data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, BinaryIO], held: dict[str, bytes]
+) -> Entry:
     where = f"{path}: initialiser {found.name[:80]!r}"
     if found.data_type not in DTYPES:
         raise UnsupportedError(
@@ -101,7 +104,7 @@ def _entry(data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, Bi
     info = TensorInfo.of(found.dims, DTYPES[found.data_type])
     if found.external is not None:
         return _external(found.external, info, path, where, files)
-    return Entry(info, path, _embedded(data, found, info, where))
+    return Entry(info, path, _embedded(data, found, info, where, held))
 
 
 def _external(
@@ -133,9 +136,9 @@ def _number(value: str, where: str) -> int:
 
 
 def _embedded(
-    data: mmap.mmap, found: Initialiser, info: TensorInfo, where: str
+    data: mmap.mmap, found: Initialiser, info: TensorInfo, where: str, held: dict[str, bytes]
 ) -> Callable[[int, int], bytes]:
-    """A loader of the bytes stored in the file itself.
+    """A loader of the bytes stored in the file itself. held: what was decoded last in this file.
 
     Raises CorruptError when there are too few or too many.
     """
@@ -159,7 +162,14 @@ def _embedded(
         raise CorruptError(
             f"{where} has too little data for its shape {list(info.shape)}; the file is damaged"
         )
-    return lambda start, count: _decoded(data, spans, info, where)[start : start + count]
+
+    def load(start: int, count: int) -> bytes:
+        if where not in held:  # asked for piece by piece: decoded once, and one at a time is kept
+            held.clear()
+            held[where] = _decoded(data, spans, info, where)
+        return held[where][start : start + count]
+
+    return load
 
 
 def _slice(data: mmap.mmap, spans: list[Span], start: int, count: int) -> bytes:
@@ -171,7 +181,8 @@ def _slice(data: mmap.mmap, spans: list[Span], start: int, count: int) -> bytes:
 def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -> bytes:
     """Values stored as varints (int32_data also holds the bits of 16- and 8-bit floats) in torch's layout."""
     try:
-        values = [value for span in spans for value in varints(data, span)]
+        mask = (1 << 8 * torch_dtype(info.dtype).itemsize) - 1
+        values = np.fromiter((v & mask for span in spans for v in varints(data, span)), dtype=np.uint64)
     except WireError as error:
         raise CorruptError(f"{where}: {error}; the file is damaged, download it again") from error
     width = torch_dtype(info.dtype).itemsize
@@ -179,8 +190,7 @@ def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -
         raise CorruptError(
             f"{where} has {len(values)} values for its shape {list(info.shape)}; the file is damaged"
         )
-    mask = (1 << 8 * width) - 1
-    return np.array([v & mask for v in values], dtype=np.uint64).astype(f"<u{width}").tobytes()
+    return values.astype(f"<u{width}").tobytes()
 
 
 def _source(entries: dict[str, Entry], data: mmap.mmap, files: dict[Path, BinaryIO]) -> Source:

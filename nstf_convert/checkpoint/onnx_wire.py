@@ -7,10 +7,14 @@ against the message it lies in. Field numbers are those of onnx.proto (onnx 1.19
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_DIMS = 16
 MAX_EXTERNAL_ENTRIES = 16
+MAX_TENSORS = 1 << 18
+# Of the data of all tensors. Writers store a tensor's values in one; each costs 100 bytes of memory, and 3 of the file.
+MAX_PIECES = 1 << 18
 
 
 class WireError(ValueError):
@@ -82,27 +86,34 @@ def initialisers(data: mmap.mmap) -> Iterator[Initialiser]:
     ]
     if len(graphs) != 1:
         raise WireError(f"{len(graphs)} graphs, expected one")
+    tensors = pieces = 0
     for number, kind, _, span in fields(data, graphs[0]):
         if (number, kind) == (5, BYTES):
-            yield _tensor(data, span)
+            found = _tensor(data, span, MAX_PIECES - pieces)
+            tensors, pieces = tensors + 1, pieces + sum(map(len, found.data.values()))
+            if tensors > MAX_TENSORS:
+                raise WireError(f"more than {MAX_TENSORS} initialisers")
+            yield found
         elif number == 15:
             raise WireError("sparse initialisers, which are not supported")
 
 
-def _tensor(data: mmap.mmap, span: Span) -> Initialiser:
+def _tensor(data: mmap.mmap, span: Span, most_pieces: int) -> Initialiser:
     name, data_type, external = "", 0, {}
     dims: list[int] = []
     values: dict[int, list[Span]] = {}
     outside = False
     for number, kind, value, part in fields(data, span):
         if number == 1:
-            dims += [value] if kind == VARINT else list(varints(data, part))
+            dims += [value] if kind == VARINT else islice(varints(data, part), MAX_DIMS + 1)
         elif (number, kind) == (2, VARINT):
             data_type = value
         elif (number, kind) == (8, BYTES):
             name = text(data, part)
         elif number in (4, 5, 7, 10, 11) or (number, kind) == (9, BYTES):
-            values.setdefault(number, []).append(part)
+            if len(part):
+                values.setdefault(number, []).append(part)
+                most_pieces -= 1
         elif (number, kind) == (13, BYTES):
             key, entry = _entry(data, part)
             external[key] = entry
@@ -110,6 +121,8 @@ def _tensor(data: mmap.mmap, span: Span) -> Initialiser:
             outside = value == 1
         if len(dims) > MAX_DIMS or len(external) > MAX_EXTERNAL_ENTRIES:
             raise WireError(f"tensor {name[:60]!r} has too many dimensions or entries")
+        if most_pieces < 0:
+            raise WireError(f"data in more than {MAX_PIECES} pieces, up to tensor {name[:60]!r}")
     return Initialiser(name, data_type, tuple(dims), values, external if outside else None)
 
 

@@ -55,7 +55,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 def _generation(settings: Any, path: Path) -> dict[str, Any]:
     """Generation settings that a loaded model can use: better refused here than after the conversion."""
-    from nstf.runtime.artifact.config import check_generation
+    from nstf.runtime.artifact.generation import check_generation
 
     if not isinstance(settings, dict):
         raise CorruptError(f"{path} is not a JSON object; download the checkpoint again")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, UnsupportedError
+from nstf.runtime.artifact.header import SAFETENSORS_NAMES
 from nstf_convert.checkpoint.paths import member, open_regular
 from nstf_convert.checkpoint.safetensors_dir import read_index
 from nstf_convert.checkpoint.source import Source, TensorInfo
@@ -82,11 +83,28 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(data, dict) or not data:
         raise UnsupportedError(f"{path} does not hold a state dict; save the model's `state_dict()`")
     for name, tensor in data.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
             raise UnsupportedError(
                 f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`"
             )
+        size = tensor.numel() * tensor.itemsize
+        if size > (
+            stored := tensor.untyped_storage().nbytes()
+        ):  # strides of 0: a few bytes would become any size
+            raise UnsupportedError(
+                f"{path}: {name[:80]!r} repeats {stored} bytes to {size}; save its tensors contiguous"
+            )
     return dict(data)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is values in memory and nothing else. torch reads bytes of quantised tensors beyond their end (2.13)."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and str(tensor.dtype).removeprefix("torch.") in SAFETENSORS_NAMES
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _source(tensors: dict[str, tuple[Tensor, Path]]) -> Source:

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from nstf import __version__
-from nstf.errors import NstfError
+from nstf.errors import NstfError, UnsupportedError
 from nstf_convert.cli.output import clean, setup_logging
 from nstf_convert.cli.schema import GroupedCommand, with_flags
 
@@ -99,6 +99,10 @@ def common_options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every stage.")] = False,
 ) -> None:
     """Takes the options that have already been acted on, so that they are in the help."""
+
+
+# What torch says on the CPU of a token beyond an embedding.
+_NO_ROW = "index out of range in self"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -186,6 +190,10 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
     if isinstance(error, OSError):
         return 1, _os_error(error)
+    if isinstance(error, IndexError) and str(error) == _NO_ROW:
+        return UnsupportedError.exit_code, (
+            "a token of the text has no row in the model's table: its tokenizer is that of another model; fetch both again"
+        )
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
 
 

@@ -7,7 +7,6 @@ scheme holds is written dense, in the folder's dtype, and so are embedding table
 would round them.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -244,5 +243,5 @@ def _fused_notes(schemes: dict[str, Scheme]) -> tuple[str, ...]:
 def _check(artifact: Artifact) -> None:
     if "config.json" not in artifact.file_names():
         raise UnsupportedError(f"{artifact.path} has no config.json: --to compressed-tensors writes models")
-    if json.loads(artifact.file("config.json")).get("quantization_config"):
+    if artifact.object("config.json").get("quantization_config"):
         raise UnsupportedError(f"{artifact.path}: its config names a quantisation already: use --to hf")

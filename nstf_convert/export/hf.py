@@ -70,7 +70,7 @@ def copy_files(artifact: Artifact, folder: Path, config: dict[str, Any]) -> None
     for name in artifact.file_names():
         content = artifact.file(name)
         if name == "config.json" and config:
-            changed: dict[str, Any] = json.loads(content)
+            changed = artifact.object(name)
             if "dtype" in config:
                 changed.pop("torch_dtype", None)
             content = json.dumps({**changed, **config}, indent=2, sort_keys=True).encode() + b"\n"

@@ -1,6 +1,5 @@
 """The two things that are compared: artifacts or original models, read tensor by tensor through one interface."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ class Side:
             found: Mapping[str, Any] | None = self._source.config
             return found
         names = self.artifact.file_names()
-        return dict(json.loads(self.artifact.file("config.json"))) if "config.json" in names else None
+        return self.artifact.object("config.json") if "config.json" in names else None
 
     def tensors(self) -> dict[str, str]:
         """Every tensor's name, and the one it is stored under: another one where weights are tied."""

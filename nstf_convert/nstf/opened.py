@@ -11,7 +11,6 @@ Opening reads the header alone and imports neither torch nor transformers; only 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -20,8 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-from nstf.errors import CorruptError
 
 if TYPE_CHECKING:
     import torch
@@ -99,15 +96,7 @@ class File:
         """The model's config.json; empty when the file holds none. Raises CorruptError when it is not JSON."""
         if "config.json" not in self.files:
             return {}
-        try:
-            found = json.loads(self.read("config.json"))
-        except ValueError as error:
-            raise CorruptError(
-                f"{self.path}: the config.json inside is not JSON; convert it again"
-            ) from error
-        if not isinstance(found, dict):
-            raise CorruptError(f"{self.path}: the config.json inside is not an object; convert it again")
-        return found
+        return self._artifact.object("config.json")
 
     @property
     def provenance(self) -> Mapping[str, Any]:

@@ -105,7 +105,8 @@ def parse_object(raw: bytes, where: object, name: str) -> dict[str, Any]:
         raise corrupt(where, f"its {name} has {len(raw)} bytes, above {MAX_BYTES}")
     try:
         check_nesting(raw, f"its {name} is not JSON: it")
-        found = json.loads(raw)
+        # As text: json.loads would take bytes for UTF-16 where they look so, whose brackets are not those counted above.
+        found = json.loads(raw.decode("utf-8-sig"))
     except HeaderError as error:
         raise corrupt(where, error) from error
     except (ValueError, RecursionError) as error:
@@ -179,55 +180,3 @@ def _check_labels(value: Any, where: object, key: str) -> None:
         )
     if value is not None and not isinstance(value, Mapping):
         raise CorruptError(f"{where}: its config.json has a {key} that is no object")
-
-
-# Of a generation_config.json: what the runtime, and transformers behind it, would stumble over in the middle of a text.
-_INTEGERS = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size num_beam_groups num_assistant_tokens prompt_lookup_num_tokens".split()
-)
-_NUMBERS = frozenset(
-    "temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
-    "length_penalty diversity_penalty guidance_scale penalty_alpha max_time".split()
-)
-_SWITCHES = frozenset(
-    "do_sample use_cache renormalize_logits output_scores output_attentions output_hidden_states".split()
-)
-_LONGEST = 1 << 40
-
-
-def _is_whole(value: Any) -> bool:
-    """A whole number within reason; -1 stands for "off" in some files, and 50.0 for 50."""
-    return type(value) in (int, float) and -1 <= value <= _LONGEST and value == int(value)
-
-
-def check_generation(stated: Config, where: object, source: str = "generation_config.json") -> dict[str, Any]:
-    """The settings that say something: whole numbers as such, none that are off. source: the file inside that states them.
-
-    Raises CorruptError for values of another type than `generate` can use.
-    """
-    found: dict[str, Any] = {}
-    for key, value in stated.items():
-        if value is None:
-            continue
-        wanted = ""
-        if key.endswith(("_token_id", "_tokens_id")):
-            tokens = value if isinstance(value, list) else [value]
-            if not tokens or any(type(t) is not int or not -1 <= t <= MAX_INTEGER for t in tokens):
-                wanted = "a token, or a list of tokens"
-        elif key in _INTEGERS and not _is_whole(value):
-            wanted = "a whole number"
-        elif key in _NUMBERS and (type(value) not in (int, float) or not abs(value) < math.inf):
-            wanted = "a number"
-        elif key in _SWITCHES and type(value) is not bool:
-            wanted = "true or false"
-        if wanted:
-            raise CorruptError(
-                f"{where}: its {source} says {key} is {short(value)}, expected {wanted}; "
-                "the file is damaged, fetch or convert it again"
-            )
-        if key not in _INTEGERS:
-            found[key] = value
-        elif value >= 0:
-            found[key] = int(value)
-    return found

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -70,6 +71,9 @@ class Artifact:
         self, path: Path, manifest: Manifest, entries: dict[str, TensorEntry], mapping: mmap.mmap
     ) -> None:
         self.path = path
+        self._place = path  # wherever the process goes
+        with suppress(OSError):  # it may be in a folder that was removed
+            self._place = path.absolute()
         self.manifest = manifest
         self.entries = entries
         self.size_bytes = len(mapping)
@@ -170,7 +174,7 @@ class Artifact:
         if self.state is None:
             return
         try:
-            now = file_state(self.path.stat())
+            now = file_state(self._place.stat())
         except OSError:
             return
         if now != self.state and now[:2] == self.state[:2]:
@@ -186,13 +190,14 @@ class Artifact:
         if self.state is None:
             return None
         try:
-            with self.path.open("rb") as file:
+            with self._place.open("rb") as file:
                 if file_state(os.fstat(file.fileno())) != self.state:
                     return None
                 mapping = _mapped(file)
         except OSError:
             return None
-        opened = Artifact(self.path, self.manifest, self.entries, mapping)
+        opened = Artifact(self._place, self.manifest, self.entries, mapping)
+        opened.path = self.path
         opened.state = self.state
         return opened
 
@@ -247,9 +252,9 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
             opened.state = file_state(os.fstat(file.fileno())) if mapped else None
     except OSError as error:
         raise NstfError(f"{path}: cannot be mapped ({error.strerror}); check file and disk") from error
-    if not mapped:  # what was read is what was checked: the file may have changed between the two
-        if mapping[8 : 8 + len(raw)] != raw:
-            raise corrupt(path, "the file changed while it was opened")
+    # What is used is what was checked: another file may have come to this name between the two.
+    if mapping[8 : 8 + len(raw)] != raw:
+        raise corrupt(path, "the file changed while it was opened")
     if verify:
         from nstf.runtime.artifact.digests import verify_opened
 

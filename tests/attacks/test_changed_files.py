@@ -142,3 +142,40 @@ def test_a_model_that_computes_no_numbers_says_so(tmp_path: Path, engine: str, t
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
     with pytest.raises(NstfError, match="no numbers"):
         list(stream(load(path, engine=engine), tokenizer, "a a", 4, temperature))
+
+
+def test_a_change_is_noticed_from_another_folder(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The name was looked up from wherever the process was by then, and what was not there was taken for removed.
+    path = made(LLAMA, generation_config=b"{}")
+    monkeypatch.chdir(path.parent)
+    engine, held = Engine.open(path.name), load_tensors(path.name)
+    monkeypatch.chdir("/")
+    list(engine.generate([1, 2], 2))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(NstfError, match="changed since it was opened"):
+        list(engine.generate([1, 2], 2))
+    with pytest.raises(NstfError, match="changed since it was opened"):
+        held[next(iter(held))]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_that_takes_the_place_of_one_that_is_being_opened_is_refused(
+    made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    """The header that was checked, and the arrays of another file of the same size: of a second conversion."""
+    from nstf.runtime.artifact import reader
+
+    path = made(LLAMA)
+    other, before = bytearray(path.read_bytes()), reader.parse_structure
+    other[40] ^= 1
+
+    def replaced(*words: Any) -> Any:
+        path.with_name("new").write_bytes(other)
+        path.with_name("new").replace(path)
+        return before(*words)
+
+    monkeypatch.setattr(reader, "parse_structure", replaced)
+    with pytest.raises(CorruptError, match="changed while it was opened"):
+        open_artifact(path, mapped=mapped)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,63 @@ def test_truncations_and_random_changes_give_an_error_or_tensors(tmp_path: Path)
             refused += 1
             assert "\n" not in str(error)
     assert refused > len(raw)
+
+
+def message(number: int, content: bytes) -> bytes:
+    """A field of bytes, as protobuf writes it."""
+    length, at = b"", len(content)
+    while at > 127:
+        length, at = length + bytes([at & 127 | 128]), at >> 7
+    return bytes([number << 3 | 2]) + length + bytes([at]) + content
+
+
+def handmade(*tensors: bytes) -> bytes:
+    return message(7, b"".join(message(5, tensor) for tensor in tensors))
+
+
+HEAD = bytes([1 << 3, 4, 2 << 3, 2]) + message(8, b"w")  # four values of uint8
+
+
+def test_data_in_empty_pieces_takes_no_memory(tmp_path: Path) -> None:
+    # Each took a hundred bytes, and two of the file.
+    path = tmp_path / "m.onnx"
+    path.write_bytes(handmade(HEAD + message(9, b"abcd") + message(9, b"") * 200_000))
+    tracemalloc.start()
+    with open_checkpoint(path) as checkpoint:
+        peak = tracemalloc.get_traced_memory()[1]
+        assert checkpoint.get("w").tolist() == list(b"abcd")
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("what", ["pieces", "pieces of several", "dimensions", "initialisers"])
+def test_parts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    from nstf_convert.checkpoint import onnx_wire
+
+    monkeypatch.setattr(onnx_wire, "MAX_TENSORS", 100)
+    named = [HEAD.replace(b"w", bytes([i])) for i in range(1, 103)]
+    content = {
+        "pieces": handmade(HEAD + message(9, b"a") * 101),
+        "pieces of several": handmade(*(tensor + message(9, b"a") * 4 for tensor in named[:26])),
+        "dimensions": handmade(HEAD + message(1, b"\1" * 100_000)),
+        "initialisers": handmade(*(tensor + message(9, b"abcd") for tensor in named[:101])),
+    }
+    (tmp_path / "m.onnx").write_bytes(content[what])
+    monkeypatch.setattr(onnx_wire, "MAX_PIECES", 10_000 if what == "initialisers" else 100)
+    with pytest.raises(CorruptError, match=what.partition(" ")[0]):
+        open_checkpoint(tmp_path / "m.onnx")
+
+
+def test_values_that_are_asked_for_in_pieces_are_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nstf_convert.checkpoint import onnx, source
+
+    decoded, before = [], onnx._decoded
+    monkeypatch.setattr(source, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(onnx, "_decoded", lambda *words: decoded.append(1) or before(*words))
+    values = helper.make_tensor("w", TensorProto.INT32, [1000], list(range(1000)))
+    with open_checkpoint(save(tmp_path / "m.onnx", [values])) as checkpoint:
+        checkpoint.fingerprint()
+        assert checkpoint.get("w").tolist() == list(range(1000))
+    assert len(decoded) == 1

@@ -105,6 +105,30 @@ def test_anything_but_a_state_dict_is_unsupported(tmp_path: Path, data: Any) -> 
         open_checkpoint(tmp_path)
 
 
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Tensors that `weights_only` lets through and that are no values in memory."""
+    whole = torch.zeros(4, 4)
+    conjugate = torch.zeros(4, dtype=torch.complex64).conj()
+    return {
+        "quantised": torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8),
+        "meta": torch.zeros(4, device="meta"),
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
+        "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        "repeated": torch.zeros(1).expand(1 << 45),
+        "repeated rows": torch.zeros(1, 8).expand(1 << 20, 8),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", odd_tensors())
+def test_tensors_that_are_no_values_in_memory_are_unsupported(tmp_path: Path, name: str) -> None:
+    # Reading a quantised one ended the process (SIGSEGV); one of strides 0 became any size.
+    torch.save({"w": odd_tensors()[name]}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"'w' (is not a dense tensor|repeats [0-9]+ bytes)"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("length", [0, 1, 50, 500, -1, -100])
 def test_a_truncated_file_is_corrupt(bin_folder: Path, length: int) -> None:
     path = bin_folder / "pytorch_model.bin"

@@ -1,0 +1,135 @@
+"""The settings of a generation_config.json inside an artifact, as far as they can be used.
+
+transformers looks at most of them when the first token is chosen, and raises errors of its own there; some it allocates by
+(a cache for each of `num_beams`). So each is checked when the file is loaded.
+"""
+
+import math
+from typing import Any
+
+from nstf.errors import CorruptError
+from nstf.runtime.artifact.config import MAX_INTEGER, Config
+from nstf.runtime.artifact.header import short
+
+_LONGEST = 1 << 40
+# Sequences that are decoded side by side, each with a cache of its own.
+MAX_BEAMS = 1_024
+# Whole numbers: the most that may stand there. -1 stands for "off" in some files, and 50.0 for 50.
+_INTEGERS = dict.fromkeys(
+    "max_length max_new_tokens min_length min_new_tokens top_k no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "num_assistant_tokens prompt_lookup_num_tokens prefill_chunk_size".split(),
+    _LONGEST,
+) | dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), MAX_BEAMS)
+# Numbers: the range of each. What is beyond float64 is an integer of hundreds of digits.
+_ANY = (-1e300, 1e300)
+_NUMBERS = {
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "guidance_scale", "penalty_alpha", "max_time"), _ANY),
+    **dict.fromkeys(("length_penalty", "diversity_penalty"), _ANY),
+    **dict.fromkeys(
+        ("temperature", "top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"), (0, 1e300)
+    ),
+    **dict.fromkeys(("min_p", "top_h"), (0, 1)),
+}
+# Off where they are 0 (or, of whole numbers, below).
+_ABOVE_ZERO = frozenset(
+    "temperature top_p typical_p top_h repetition_penalty encoder_repetition_penalty num_beams num_return_sequences "
+    "num_beam_groups prefill_chunk_size".split()
+)
+_SWITCHES = frozenset(
+    "do_sample use_cache renormalize_logits remove_invalid_values return_dict_in_generate output_scores output_logits "
+    "output_attentions output_hidden_states".split()
+)
+# transformers decodes by code from its hub for these, which is never run; and what it sets for itself.
+_LEFT_OUT = frozenset("constraints dola_layers force_words_ids is_assistant penalty_alpha".split())
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and -1 <= value <= MAX_INTEGER
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= 1e300
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_token(t) for t in value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(_are_tokens(word) and word for word in value)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and _are_tokens(pair[0]) and pair[0] and _is_number(pair[1])
+        for pair in value
+    )
+
+
+def _is_decay(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_token(value[0]) and _is_number(value[1])
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(t, str) for t in value))
+
+
+# Settings with a form of their own; an empty list says nothing.
+_FORMS = {
+    "suppress_tokens": (_are_tokens, "a list of tokens"),
+    "begin_suppress_tokens": (_are_tokens, "a list of tokens"),
+    "bad_words_ids": (_are_words, "a list of lists of tokens"),
+    "sequence_bias": (_is_bias, "a list of pairs, of tokens and a number"),
+    "exponential_decay_length_penalty": (_is_decay, "a whole number and a number"),
+    "stop_strings": (_are_texts, "a text, or a list of texts"),
+}
+
+
+def check_generation(
+    stated: Config, where: object, source: str = "generation_config.json", vocab: int | None = None
+) -> dict[str, Any]:
+    """The settings that say something: whole numbers as such, none that are off, none that need foreign code.
+
+    source: the file inside that states them. vocab: tokens of the model, where they are known: those that a text is forced
+    to begin or end with must be among them. Raises CorruptError for values that `generate` cannot use.
+    """
+    found: dict[str, Any] = {}
+    for key, value in stated.items():
+        if value is None or key in _LEFT_OUT:
+            continue
+        if wanted := _wanted(key, value, vocab):
+            raise CorruptError(
+                f"{where}: its {source} says {key} is {short(value)}, expected {wanted}; "
+                "the file is damaged, fetch or convert it again"
+            )
+        if key in _FORMS and value == []:
+            continue
+        if key in _ABOVE_ZERO and value <= 0:
+            if key == "temperature":  # the likeliest token, that is
+                found["do_sample"] = False
+        elif key not in _INTEGERS:
+            found.setdefault(key, value)
+        elif value >= 0:
+            found[key] = int(value)
+    return found
+
+
+def _wanted(key: str, value: Any, vocab: int | None) -> str:
+    """What should stand there instead; "" where the value will do."""
+    if key.endswith(("_token_id", "_tokens_id")):
+        tokens = value if isinstance(value, list) else [value]
+        most = MAX_INTEGER if vocab is None or not key.startswith("forced_") else vocab - 1
+        good = bool(tokens) and all(_is_token(t) and t <= most for t in tokens)
+        return "" if good else "a token, or a list of tokens"
+    if key in _INTEGERS:
+        good = type(value) in (int, float) and -1 <= value <= _INTEGERS[key] and value == int(value)
+        return "" if good else f"a whole number up to {_INTEGERS[key]}"
+    if key in _NUMBERS:
+        low, high = _NUMBERS[key]
+        if type(value) not in (int, float) or not abs(value) < math.inf:
+            return "a number"
+        return "" if low <= value <= high else f"a number from {low:g} to {high:g}"
+    if key in _SWITCHES:
+        return "" if type(value) is bool else "true or false"
+    good_form, form = _FORMS.get(key, (None, ""))
+    return "" if good_form is None or good_form(value) else form

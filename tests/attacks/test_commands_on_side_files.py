@@ -1,0 +1,86 @@
+"""Every command that reads the side files of an artifact answers damaged ones with one line and an exit code of its own."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_llama import LLAMA, tensors
+
+from nstf.runtime.artifact import write_artifact
+from nstf_convert.cli import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model" / "tokenizer.json"
+GOOD: dict[str, Any] = {
+    "config": LLAMA,
+    "tokenizer": EXAMPLE.read_bytes(),
+    "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    "generation_config": {"eos_token_id": 2},
+}
+DEEP = b'{"a":' * 3000 + b"1" + b"}" * 3000
+DAMAGES: dict[str, dict[str, Any]] = {
+    "config, a list": {"config": []},
+    "config, nested deeply": {"config": DEEP},
+    "config, sizes of another model": {"config": {"model_type": "llama"}},
+    "config, words for numbers": {"config": {**LLAMA, "rms_norm_eps": "x", "max_position_embeddings": "y"}},
+    "tokenizer, a list": {"tokenizer": []},
+    "tokenizer, nested deeply": {"tokenizer": DEEP},
+    "tokenizer, not JSON": {"tokenizer": b"{"},
+    "tokenizer, numbers for parts": {"tokenizer": {"model": 5}},
+    "settings, a list": {"tokenizer_config": []},
+    "generation, nested deeply": {"generation_config": DEEP},
+}
+COMMANDS = [
+    ["inspect", "m.nstf"],
+    ["generate", "m.nstf", "hello", "--max-new-tokens", "2"],
+    *(["export", "m.nstf", "--to", to, "-o", "out", "--allow-loss"]
+      for to in ("hf", "transformers", "compressed-tensors", "gguf", "onnx")),
+    ["diff", "m.nstf", "m.nstf"],
+    ["eval", "m.nstf", "--reference", "m.nstf", "--dataset", "text.txt", "--seq-len", "16", "--windows", "2"],
+    ["bench", "m.nstf", "--prompt", "8", "--tokens", "2", "--repetitions", "1"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_side_files_are_one_line_from_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("good morrow, my lord, what news from court today? " * 100)
+    stated = {**GOOD, **DAMAGES[damage]}
+    files = {f"{k}.json": v if isinstance(v, bytes) else json.dumps(v).encode() for k, v in stated.items()}
+    write_artifact("m.nstf", tensors(), files)
+    for words in COMMANDS:
+        code = run(words)
+        said = capsys.readouterr().err
+        # Another exception than ours is said with "run again with --debug for the traceback".
+        assert code in (0, 2, 4, 5, 6) and "traceback" not in said.lower(), (words, code, said)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("good morrow, my lord, what news from court today? " * 100)
+    (tmp_path / "tasks.jsonl").write_text('{"context": "good", "choices": [" a", " morrow"], "answer": 0}\n')
+    files = {f"{k}.json": v if isinstance(v, bytes) else json.dumps(v).encode() for k, v in GOOD.items()}
+    write_artifact("m.nstf", tensors(), files)
+    assert run(["export", "m.nstf", "-o", "model"]) == 0
+    text = ["--dataset", "text.txt", "--seq-len", "16"]
+    for words in (
+        ["generate", "m.nstf", "good morrow my lord", "--max-new-tokens", "2"],
+        ["eval", "m.nstf", "--tasks", "tasks.jsonl"],
+        ["eval", "m.nstf", "--reference", "m.nstf", *text, "--windows", "2"],
+        ["calibrate", "model", "-o", "calibration.safetensors", *text, "--samples", "4"],
+        ["convert", "model", "-o", "out.nstf", "--budget", "0.6", *text, "--samples", "4"],
+    ):
+        code = run(words)
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert (code in (2, 6)) and ("no row" in said or "outside the vocabulary" in said), (
+            words,
+            code,
+            said,
+        )
