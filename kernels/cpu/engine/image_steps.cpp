@@ -11,8 +11,8 @@
 namespace nstf::engine {
 namespace {
 
-// Bytes of all values of the images that are worked on together.
-constexpr int64_t kBatchBytes = 32 << 20;
+// Bytes of all values of the images that one thread works on together, where that is more than one: what a second cache holds.
+constexpr int64_t kBatchBytes = 2 << 20;
 
 int64_t count_of(const ImageSteps::Size& s) { return s[0] * s[1] * s[2]; }
 
@@ -179,21 +179,20 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
     }
     const int64_t each = threads > 1 ? images / threads : 0, size_in = count_of(in), size_out = count_of(call.sizes.back());
     if (each > 0) {
-        auto share = [&](int64_t t) { some(call, x + t * each * size_in, each, y + t * each * size_out, 1, kBatchBytes / threads); };
+        auto share = [&](int64_t t) { some(call, x + t * each * size_in, each, y + t * each * size_out, 1); };
         parallel_blocks(threads, threads, share);
     }
     const int64_t done = each * threads;
-    if (done < images) some(call, x + done * size_in, images - done, y + done * size_out, threads, kBatchBytes);
+    if (done < images) some(call, x + done * size_in, images - done, y + done * size_out, threads);
 }
 
-// bytes: of all values of the images that are worked on together, where that is more than one.
-void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y, int threads, int64_t bytes) const {
+void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y, int threads) const {
     const std::vector<int64_t>& room = call.room;
     const Size in = call.in;
     const bool last = call.last;
     int64_t whole = 0;
     for (int64_t one : room) whole += one;
-    const int64_t together = std::clamp<int64_t>(bytes / (4 * std::max<int64_t>(1, whole)), 1, images);
+    const int64_t together = std::clamp<int64_t>(kBatchBytes / (4 * std::max<int64_t>(1, whole)), 1, images);
     thread_local std::vector<Buffer<float>> kept;
     if (kept.size() < room.size()) kept.resize(room.size());
     const ConvolutionKernels* kernels = convolution_kernels();

@@ -48,7 +48,7 @@ class ImageSteps {
         std::vector<const float*> gains, biases;
         bool last;
     };
-    void some(const Call& call, const float* x, int64_t images, float* y, int threads, int64_t bytes) const;
+    void some(const Call& call, const float* x, int64_t images, float* y, int threads) const;
     bool all_sizes(Size in, std::vector<Size>* found) const;
     static bool size_of(const Step& step, const Size& in, Size* out);
     void push(const Step& step);
