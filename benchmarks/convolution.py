@@ -182,8 +182,8 @@ def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
 def times(
     folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool, batch: int = 1
 ) -> list[dict[str, Any]]:
-    """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224, some at a time. ms: of a picture, the
-    middle of these batches, each the least of some rounds. losses: right answers and KLD as well, of 48 x 48 as for `alike`."""
+    """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224, `batch` at a time. ms: of a picture,
+    the middle of the batches, each the least of some rounds. losses: right answers and KLD, of 48 x 48 as for `alike`."""
     from convolution_forms import enlarged
     from transformers import ResNetForImageClassification
 
