@@ -48,11 +48,14 @@ ROUNDS = 9
 
 
 def in_turn(ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Seconds of each way: the least of some rounds, in which they take turns."""
+    """Seconds of each way: the least of some rounds, in which they take turns. Each has a call before the one that is timed:
+    torch's threads look for work for milliseconds after its own, on the cores that the next way wants, and whoever runs one
+    model finds its weights in the caches."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
+            way()
             start = clock()
             way()
             times[name].append(clock() - start)
@@ -177,10 +180,10 @@ def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def times(
-    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool
+    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool, batch: int = 1
 ) -> list[dict[str, Any]]:
-    """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224 one by one. ms: the middle of the
-    pictures, each the least of some rounds. losses: right answers and KLD as well, of 48 x 48 as for `alike`."""
+    """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224, `batch` at a time. ms: of a picture,
+    the middle of the batches, each the least of some rounds. losses: right answers and KLD, of 48 x 48 as for `alike`."""
     from convolution_forms import enlarged
     from transformers import ResNetForImageClassification
 
@@ -197,12 +200,12 @@ def times(
     found: dict[str, list[float]] = {n: [] for n in models}
     with torch.inference_mode():
         logits = {n: logits_of(m) for n, m in models.items()} if losses else {}
-        for picture in Pictures(test=True).draw(pictures, TEST_SEED)[0]:
-            large = enlarged(picture[None], LARGE_SIZE)
+        for some in Pictures(test=True).draw(pictures, TEST_SEED)[0].split(batch):
+            large = enlarged(some, LARGE_SIZE)
             given = {n: large if m is last else large.contiguous() for n, m in models.items()}
             ways = {n: lambda m=m, x=given[n]: m(pixel_values=x) for n, m in models.items()}  # type: ignore[misc]
             for name, seconds in in_turn(ways, rounds=3).items():
-                found[name].append(seconds)
+                found[name].append(seconds / len(some))
     middle = {n: statistics.median(v) for n, v in found.items()}
     best = min(middle["float32"], middle["float32 channels first"])
     rows = [
@@ -301,7 +304,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="*", help="of `times`: what `alike --save` left")
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch", type=int, default=0, help="of training (32) or of `layers` (1)")
+    parser.add_argument("--batch", type=int, default=0, help="of training (32), of `layers` and `times` (1)")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.15, 0.1, 0.07))
     parser.add_argument(
@@ -349,7 +352,7 @@ def main() -> None:
         convolution_prices.measure(model, args.threads).write(args.json)
         return
     if args.what == "times":
-        rows = times(args.model, args.files, args.threads, args.pictures, not args.no_losses)
+        rows = times(args.model, args.files, args.threads, args.pictures, not args.no_losses, args.batch or 1)
     elif args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":

@@ -19,7 +19,7 @@ struct Heap {
         if (found == nullptr) throw std::bad_alloc();
         return found;
     }
-    static void give(void* memory) { std::free(memory); }
+    static void give(void* memory, size_t) { std::free(memory); }
 };
 
 template <class T, class Memory = Heap>
@@ -34,7 +34,7 @@ class Buffer {
         std::swap(data_, other.data_), std::swap(size_, other.size_);
         return *this;
     }
-    ~Buffer() { Memory::give(data_); }
+    ~Buffer() { Memory::give(data_, bytes_of(size_)); }
 
     // At least `count` elements; what was there is lost when it grows, and new memory is zero.
     T* grow(int64_t count) {
@@ -45,7 +45,7 @@ class Buffer {
     T* grow_raw(int64_t count) {
         if (count > size_) {
             void* fresh = Memory::take(bytes_of(count));
-            Memory::give(data_);
+            Memory::give(data_, bytes_of(size_));
             data_ = static_cast<T*>(fresh);
             size_ = count;
         }

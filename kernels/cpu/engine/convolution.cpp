@@ -6,7 +6,7 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../parallel.h"
+#include "blocks.h"
 #include "patches.h"
 
 namespace nstf::engine {
@@ -48,6 +48,31 @@ const ConvolutionKernels* convolution_kernels() {
     }
 }
 
+void extremes(const float* x, int64_t images, int64_t lines, int64_t length, int threads, float* found) {
+    const ConvolutionKernels* kernels = convolution_kernels();
+    const int64_t parts = images >= threads || lines * length < kSmallImage ? 1 : std::min<int64_t>(threads, length);
+    thread_local Buffer<float> room;
+    float* ends = room.grow(3 * images * parts);
+    auto task = [&](int64_t t) {
+        const int64_t part = t % parts, from = length * part / parts, end = length * (part + 1) / parts;
+        float *own = ends + 3 * t, low, high;
+        std::fill_n(own, 3, 0.0f);
+        for (int64_t line = 0; line < lines; ++line) {
+            // A single part is all lines in a row.
+            const int64_t count = parts == 1 ? lines * length : end - from;
+            kernels->range(x + (t / parts * lines + line) * length + from, count, &low, &high);
+            own[0] = std::min(own[0], low), own[1] = std::max(own[1], high), own[2] += low - low;
+            if (parts == 1) break;
+        }
+    };
+    parallel_blocks(threads, images * parts, task);
+    std::fill_n(found, 3 * images, 0.0f);
+    for (int64_t t = 0; t < images * parts; ++t) {
+        float *to = found + t / parts * 3, *own = ends + 3 * t;
+        to[0] = std::min(to[0], own[0]), to[1] = std::max(to[1], own[1]), to[2] += own[2];
+    }
+}
+
 // One call: how its images lie, and what all of its tasks read.
 struct Convolution::Plan {
     Image image;
@@ -55,8 +80,9 @@ struct Convolution::Plan {
     bool last_in, last_out;         // whether channels are last
     int threads;
     int8_t* planes;             // rounded images
-    float *range, *scale, *zero;  // by image: [parts][2]; step; the code that stands for zero
+    float *scale, *zero;        // by image: step; the code that stands for zero
     int parts;                  // that an image's rounding is shared out in
+    bool by_pixels;             // whether these are parts of the image, and not of its channels
     float* found;               // by image of the results: three extremes, or null
     std::mutex* merging;        // of `found`
     const int32_t* columns;     // of a group's first channel: where each column of a row is, or -1
@@ -137,12 +163,15 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     thread_local Buffer<int8_t> planes;
     thread_local Buffer<float> numbers;
     p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
-    p.range = numbers.grow(chunk * (2 * p.parts + 2));
-    p.scale = p.range + chunk * 2 * p.parts, p.zero = p.scale + chunk;
+    float* ends = numbers.grow(5 * chunk);
+    p.scale = ends + 3 * chunk, p.zero = p.scale + chunk;
     const int64_t in = shape.channels * p.height * p.width, out = weight_->rows * p.pixels();
     for (int64_t i = 0; i < images; i += chunk) {
         const int64_t count = std::min(chunk, images - i);
-        range(p, x + i * in, count, known == nullptr ? nullptr : known + 3 * i);
+        const int64_t lines = last_in ? 1 : shape.channels;
+        if (known == nullptr) extremes(x + i * in, count, lines, in / lines, threads, ends);
+        scales(p, count, known == nullptr ? ends : known + 3 * i);
+        p.by_pixels = p.parts > 1 && shares_of(count * p.pixels(), threads).rows == 1;
         p.found = found == nullptr ? nullptr : found + 3 * i;
         if (p.found != nullptr) std::fill_n(p.found, 3 * count, 0.0f);
         lay_out(p, x + i * in, count);
@@ -159,20 +188,9 @@ std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image&
     return columns_;
 }
 
-void Convolution::range(const Plan& p, const float* x, int64_t images, const float* known) const {
-    const int64_t size = shape_.channels * p.height * p.width;
-    auto task = [&](int64_t t) {
-        const int64_t part = t % p.parts, from = size * part / p.parts, end = size * (part + 1) / p.parts;
-        kernels_->range(x + t / p.parts * size + from, end - from, p.range + 2 * t, p.range + 2 * t + 1);
-    };
-    if (known == nullptr) parallel_for(p.threads, images * p.parts, task);
+void Convolution::scales(const Plan& p, int64_t images, const float* known) const {
     for (int64_t i = 0; i < images; ++i) {
-        float low = 0, high = 0, odd = 0;
-        if (known != nullptr) low = known[3 * i], high = known[3 * i + 1], odd = known[3 * i + 2];
-        for (int part = 0; known == nullptr && part < p.parts; ++part) {
-            const float* r = p.range + 2 * (i * p.parts + part);
-            low = std::min(low, r[0]), high = std::max(high, r[1]), odd += r[0] - r[0];
-        }
+        const float low = known[3 * i], high = known[3 * i + 1], odd = known[3 * i + 2];
         // 252 and not 254 steps, so that neither end is rounded beyond a byte. NaN and infinities make the image's results NaN.
         p.scale[i] = std::isnan(odd) ? std::numeric_limits<float>::quiet_NaN() : high / 252 - low / 252;
         p.zero[i] = p.scale[i] > 1e-30f ? std::nearbyint(-126 - low / p.scale[i]) : 0.0f;
@@ -198,24 +216,34 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
             }
             return;
         }
-        int8_t* codes = room.grow(p.height * p.width);
-        for (int64_t c = shape_.channels * part / p.parts; c < shape_.channels * (part + 1) / p.parts; ++c) {
-            const bool whole = image.phases == 1 && image.row == p.width;  // as the image itself
-            kernels_->quantise(from + c * p.height * p.width, p.height * p.width, inverse, zero,
-                               whole ? to + c * image.plane + image.before[0] * image.row : codes);
-            for (int64_t y = 0; y < image.height; ++y) {
+        // Shared out as the tiles are: by rows, or by columns of a single one; else by channels.
+        const int64_t c0 = p.by_pixels ? 0 : shape_.channels * part / p.parts;
+        const int64_t c1 = p.by_pixels ? shape_.channels : shape_.channels * (part + 1) / p.parts;
+        const bool whole = image.phases == 1 && image.row == p.width;  // as the image itself
+        if (p.by_pixels && whole && image.height == 1) {
+            const int64_t first = p.width * part / p.parts, count = p.width * (part + 1) / p.parts - first;
+            for (int64_t c = 0; c < c1; ++c)
+                kernels_->quantise(from + c * p.width + first, count, inverse, zero, to + c * image.plane + first);
+            return;
+        }
+        const int64_t y0 = p.by_pixels ? image.height * part / p.parts : 0;
+        const int64_t y1 = p.by_pixels ? image.height * (part + 1) / p.parts : image.height;
+        const int64_t r0 = std::clamp<int64_t>(y0 - image.before[0], 0, p.height);
+        const int64_t r1 = std::clamp<int64_t>(y1 - image.before[0], 0, p.height);
+        int8_t* codes = room.grow((r1 - r0) * p.width);
+        for (int64_t c = c0; c < c1; ++c) {
+            kernels_->quantise(from + (c * p.height + r0) * p.width, (r1 - r0) * p.width, inverse, zero,
+                               whole ? to + c * image.plane + (image.before[0] + r0) * image.row : codes);
+            for (int64_t y = y0; y < y1; ++y) {
                 if (!image.used(y)) continue;
                 int8_t* line = to + c * image.plane + y * image.row;
                 const int64_t row = y - image.before[0];
-                if (row < 0 || row >= p.height) {
-                    std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.row));
-                    continue;
-                }
-                if (!whole) image.spread(codes + row * p.width, p.width, static_cast<int8_t>(zero), line);
+                if (row < 0 || row >= p.height) std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.row));
+                else if (!whole) image.spread(codes + (row - r0) * p.width, p.width, static_cast<int8_t>(zero), line);
             }
         }
     };
-    parallel_for(p.threads, images * p.parts, task);
+    parallel_blocks(p.threads, images * p.parts, task);
 }
 
 // The split with which the last thread is done first. Tiles together share the work of unpacking codes, tasks that share rows each lay
@@ -261,7 +289,7 @@ void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& aft
         task(p, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
              after, y);
     };
-    parallel_for(p.threads, across * groups * shares, one);
+    parallel_blocks(p.threads, across * groups * shares, one);
 }
 
 // Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.

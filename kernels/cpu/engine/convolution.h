@@ -66,6 +66,10 @@ const ConvolutionKernels& convolution_neon_dot();
 #endif
 #endif
 
+// Of each image the three extremes that `finish` has: the least and largest value, zero among them, and NaN where there is one or an
+// infinity. x: [images][lines][length]; threads share out the length.
+void extremes(const float* x, int64_t images, int64_t lines, int64_t length, int threads, float* found);
+
 struct Image;
 
 class Convolution {
@@ -87,7 +91,7 @@ class Convolution {
 
   private:
     struct Plan;
-    void range(const Plan& p, const float* x, int64_t images, const float* known) const;
+    void scales(const Plan& p, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,

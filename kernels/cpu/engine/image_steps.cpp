@@ -5,54 +5,70 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../parallel.h"
+#include "blocks.h"
 #include "buffer.h"
 
 namespace nstf::engine {
 namespace {
 
-// Bytes of all values of the images that are worked on together.
-constexpr int64_t kBatchBytes = 32 << 20;
+// Bytes of all values of the images that one thread works on together, where that is more than one: what a second cache holds.
+constexpr int64_t kBatchBytes = 2 << 20;
 
 int64_t count_of(const ImageSteps::Size& s) { return s[0] * s[1] * s[2]; }
 
-// Rows of windows: first over the rows, then over the columns of the row that this leaves.
+// Windows of one plane: first over the rows, then over the columns of the rows that this leaves.
 struct Pool {
+    // Rows of the result at a time: what was just written is not read at once.
+    static constexpr int64_t kTogether = 8;
+
     const ConvolutionKernels* kernels;
     int64_t height, width, out_height, out_width;
     const int64_t *kernel, *stride, *before;
 
-    void row(const float* x, int64_t y, const float** lines, float* room, float* out) const {
-        const int64_t first = std::max<int64_t>(y * stride[0] - before[0], 0), end = std::min(y * stride[0] - before[0] + kernel[0], height);
+    // Rows y0..y1 - 1 of a result. lines: room for as many addresses as a window has rows or columns; room: `floats()`.
+    void rows(const float* x, int64_t y0, int64_t y1, const float** lines, float* room, float* out) const {
         constexpr float kLeast = -std::numeric_limits<float>::infinity();
-        std::fill_n(room, before[1], kLeast);
-        std::fill_n(room + before[1] + width, before[1], kLeast);
-        for (int64_t r = first; r < end; ++r) lines[r - first] = x + r * width;
-        kernels->largest(lines, end - first, width, room + before[1]);
-        // Of all windows; every so many are kept.
-        for (int64_t k = 0; k < kernel[1]; ++k) lines[k] = room + k;
-        float* found = room + padded();
-        kernels->largest(lines, kernel[1], (out_width - 1) * stride[1] + 1, found);
-        if (stride[1] == 2)
-            for (int64_t o = 0; o < out_width; ++o) out[o] = found[2 * o];
-        else
-            for (int64_t o = 0; o < out_width; ++o) out[o] = found[o * stride[1]];
+        for (int64_t y = y0; y < y1; ++y) {
+            const int64_t first = std::max<int64_t>(y * stride[0] - before[0], 0);
+            const int64_t end = std::min(y * stride[0] - before[0] + kernel[0], height);
+            float* line = room + (y - y0) * padded();
+            std::fill_n(line, before[1], kLeast);
+            std::fill_n(line + before[1] + width, before[1], kLeast);
+            for (int64_t r = first; r < end; ++r) lines[r - first] = x + r * width;
+            kernels->largest(lines, end - first, width, line + before[1]);
+        }
+        float* found = room + kTogether * padded();
+        for (int64_t y = y0; y < y1; ++y) {  // of all windows
+            for (int64_t k = 0; k < kernel[1]; ++k) lines[k] = room + (y - y0) * padded() + k;
+            kernels->largest(lines, kernel[1], (out_width - 1) * stride[1] + 1, found + (y - y0) * padded());
+        }
+        for (int64_t y = y0; y < y1; ++y) {  // of which every so many are kept
+            const float* of = found + (y - y0) * padded();
+            float* to = out + y * out_width;
+            if (stride[1] == 2)
+                for (int64_t o = 0; o < out_width; ++o) to[o] = of[2 * o];
+            else
+                for (int64_t o = 0; o < out_width; ++o) to[o] = of[o * stride[1]];
+        }
     }
     int64_t padded() const { return width + 2 * before[1]; }
+    int64_t floats() const { return 2 * kTogether * padded(); }
 };
 
-void pool(const Pool& p, const float* x, int64_t planes, float* y, int threads) {
-    const int64_t rows = planes * p.out_height, shares = std::clamp<int64_t>(rows, 1, 4 * threads);
+void pool(const Pool& p, const float* x, int64_t images, int64_t channels, float* y, int threads) {
+    // Shared out by rows, as a convolution's pixels are.
+    const int64_t parts = images >= threads ? 1 : std::min<int64_t>(p.out_height, 2 * threads);
     auto task = [&](int64_t t) {
         thread_local Buffer<float> room;
-        float* line = room.grow(2 * p.padded());
+        float* own = room.grow(p.floats());
         std::vector<const float*> lines(static_cast<size_t>(std::max(p.kernel[0], p.kernel[1])));
-        for (int64_t r = rows * t / shares; r < rows * (t + 1) / shares; ++r) {
-            const int64_t plane = r / p.out_height;
-            p.row(x + plane * p.height * p.width, r % p.out_height, lines.data(), line, y + r * p.out_width);
-        }
+        const int64_t first = p.out_height * (t % parts) / parts, end = p.out_height * (t % parts + 1) / parts;
+        for (int64_t plane = t / parts * channels; plane < (t / parts + 1) * channels; ++plane)
+            for (int64_t r = first; r < end; r += Pool::kTogether)
+                p.rows(x + plane * p.height * p.width, r, std::min(end, r + Pool::kTogether), lines.data(), own,
+                       y + plane * p.out_height * p.out_width);
     };
-    parallel_for(threads, shares, task);
+    parallel_blocks(threads, images * parts, task);
 }
 
 // [images][rows][columns] to [images][columns][rows].
@@ -69,14 +85,15 @@ void turn(const ConvolutionKernels* kernels, const float* x, int64_t images, int
             kernels->turn(lines, static_cast<int>(some), static_cast<int>(count), y + (image * columns + first) * rows + r, rows);
         }
     };
-    parallel_for(threads, images * tiles, task);
+    parallel_blocks(threads, images * tiles, task);
 }
 
 // Gain and bias of the products.
 void scaled(const Normalisation& n, int64_t rows, float* gain, float* bias) {
+    for (int64_t r = 0; r < rows; ++r) gain[r] = 1 / std::sqrt(n.variance[r] + n.eps);
+    if (n.gain != nullptr)
+        for (int64_t r = 0; r < rows; ++r) gain[r] *= n.gain[r];
     for (int64_t r = 0; r < rows; ++r) {
-        gain[r] = 1 / std::sqrt(n.variance[r] + n.eps);
-        if (n.gain != nullptr) gain[r] *= n.gain[r];
         const float mean = n.own == nullptr ? n.mean[r] : n.mean[r] - n.own[r];
         bias[r] = (n.bias == nullptr ? 0.0f : n.bias[r]) - mean * gain[r];
     }
@@ -138,41 +155,53 @@ bool ImageSteps::sizes(Size in, Size* out) const {
 
 void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<Normalisation>& norms, float* y, bool last,
                      int threads) const {
-    std::vector<Size> sizes;
-    if (!all_sizes(in, &sizes)) throw std::invalid_argument("image steps: images of another size");
-    // The room of each value, for one image.
-    std::vector<int64_t> room(static_cast<size_t>(values_), 0);
-    int64_t numbers = 0, whole = 0, convolutions = 0;
+    Call call{in, {}, std::vector<int64_t>(static_cast<size_t>(values_), 0), {}, {}, last};
+    if (!all_sizes(in, &call.sizes)) throw std::invalid_argument("image steps: images of another size");
+    int64_t numbers = 0;
+    size_t convolutions = 0;
     for (size_t i = 0; i < steps_.size(); ++i) {
-        int64_t& one = room[static_cast<size_t>(steps_[i].to)];
-        one = std::max(one, count_of(sizes[i]));
-        if (steps_[i].convolution != nullptr) numbers += 2 * sizes[i][0], ++convolutions;
+        int64_t& one = call.room[static_cast<size_t>(steps_[i].to)];
+        one = std::max(one, count_of(call.sizes[i]));
+        if (steps_[i].convolution != nullptr) numbers += 2 * call.sizes[i][0], ++convolutions;
     }
-    if (convolutions != static_cast<int64_t>(norms.size())) throw std::invalid_argument("image steps: another number of convolutions");
-    for (int64_t one : room) whole += one;
-    const int64_t together = std::clamp<int64_t>(kBatchBytes / (4 * std::max<int64_t>(1, whole)), 1, std::max<int64_t>(1, images));
-    thread_local std::vector<Buffer<float>> kept;
+    if (convolutions != norms.size()) throw std::invalid_argument("image steps: another number of convolutions");
     thread_local Buffer<float> scales;
-    if (kept.size() < room.size()) kept.resize(room.size());
     float* scale = scales.grow(numbers);
-    std::vector<const float*> gains, biases;
     size_t next = 0;
     for (size_t i = 0; i < steps_.size(); ++i) {
         if (steps_[i].convolution == nullptr) continue;
         const Normalisation& norm = norms[next++];
-        const int64_t rows = sizes[i][0];
+        const int64_t rows = call.sizes[i][0];
         if (norm.mean != nullptr) scaled(norm, rows, scale, scale + rows);
-        gains.push_back(norm.mean == nullptr ? nullptr : scale);
-        biases.push_back(norm.mean == nullptr ? norm.own : scale + rows);
+        call.gains.push_back(norm.mean == nullptr ? nullptr : scale);
+        call.biases.push_back(norm.mean == nullptr ? norm.own : scale + rows);
         scale += 2 * rows;
     }
+    const int64_t each = threads > 1 ? images / threads : 0, size_in = count_of(in), size_out = count_of(call.sizes.back());
+    if (each > 0) {
+        auto share = [&](int64_t t) { some(call, x + t * each * size_in, each, y + t * each * size_out, 1); };
+        parallel_blocks(threads, threads, share);
+    }
+    const int64_t done = each * threads;
+    if (done < images) some(call, x + done * size_in, images - done, y + done * size_out, threads);
+}
+
+void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y, int threads) const {
+    const std::vector<int64_t>& room = call.room;
+    const Size in = call.in;
+    const bool last = call.last;
+    int64_t whole = 0;
+    for (int64_t one : room) whole += one;
+    const int64_t together = std::clamp<int64_t>(kBatchBytes / (4 * std::max<int64_t>(1, whole)), 1, images);
+    thread_local std::vector<Buffer<float>> kept;
+    if (kept.size() < room.size()) kept.resize(room.size());
     const ConvolutionKernels* kernels = convolution_kernels();
     for (int64_t first = 0; first < images; first += together) {
         const int64_t count = std::min(together, images - first);
         std::vector<const float*> values(room.size(), nullptr);
         std::vector<Size> shapes(room.size(), in);
         const float* given = x + first * count_of(in);
-        float* result = y + first * count_of(sizes.back());
+        float* result = y + first * count_of(call.sizes.back());
         // Inside, channels come first. Convolutions read them last as well; for others the image is turned.
         bool turned = false;
         for (const Step& step : steps_) turned = turned || (last && (step.added == 0 || (step.from == 0 && step.convolution == nullptr)));
@@ -182,26 +211,32 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
             given = own;
         }
         values[0] = given;
-        next = 0;
+        size_t next = 0;
         // What convolutions found of the values that they made: the next ones need not look.
-        std::vector<float> extremes(room.size() * static_cast<size_t>(3 * count));
+        std::vector<float> ends(room.size() * static_cast<size_t>(3 * count));
         std::vector<bool> seen(room.size(), false);
-        const auto of = [&](size_t value) { return extremes.data() + value * static_cast<size_t>(3 * count); };
+        const auto of = [&](size_t value) { return ends.data() + value * static_cast<size_t>(3 * count); };
         for (size_t i = 0; i < steps_.size(); ++i) {
             const Step& step = steps_[i];
             const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
-            const Size &before = shapes[from], &made = sizes[i];
+            const Size &before = shapes[from], &made = call.sizes[i];
             const bool done = i + 1 == steps_.size() && !last;
             float* out = done ? result : kept[to].grow_raw(count * room[to]);
             if (step.convolution != nullptr) {
+                const bool channels_last = last && !turned && from == 0;
+                if (!seen[from]) {
+                    const int64_t lines = channels_last ? 1 : before[0];
+                    extremes(values[from], count, lines, count_of(before) / lines, threads, of(from));
+                    seen[from] = true;
+                }
                 const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
                 step.convolution->run(values[from], count, before[1], before[2],
-                                      {gains[next], biases[next], added, step.least, step.most}, out, last && !turned && from == 0, false,
-                                      threads, seen[from] ? of(from) : nullptr, of(to));
+                                      {call.gains[next], call.biases[next], added, step.least, step.most}, out, channels_last, false,
+                                      threads, of(from), of(to));
                 ++next;
             } else {
-                pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from],
-                     count * before[0], out, threads);
+                pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from], count,
+                     before[0], out, threads);
             }
             values[to] = out, shapes[to] = made, seen[to] = step.convolution != nullptr;
             if (i + 1 == steps_.size() && last) turn(kernels, out, count, made[0], made[1] * made[2], result, threads);

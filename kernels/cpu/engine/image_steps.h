@@ -29,7 +29,8 @@ class ImageSteps {
 
     // The result's size for images of this one; false where they do not fit.
     bool sizes(Size in, Size* out) const;
-    // x: images as for `Convolution`; y alike. norms: one for each convolution, in order.
+    // x: images as for `Convolution`; y alike. norms: one for each convolution, in order. Of several images each thread takes as many
+    // through all steps, without waiting for the others; those that are left over are shared out step by step.
     void run(const float* x, int64_t images, Size in, const std::vector<Normalisation>& norms, float* y, bool last, int threads) const;
 
   private:
@@ -39,6 +40,15 @@ class ImageSteps {
         float least, most;
         int64_t kernel[2], stride[2], before[2];
     };
+    // What all images of a call have in common. room: of each value, for one image; gains, biases: of each convolution, or null.
+    struct Call {
+        Size in;
+        std::vector<Size> sizes;  // of what each step makes
+        std::vector<int64_t> room;
+        std::vector<const float*> gains, biases;
+        bool last;
+    };
+    void some(const Call& call, const float* x, int64_t images, float* y, int threads) const;
     bool all_sizes(Size in, std::vector<Size>* found) const;
     static bool size_of(const Step& step, const Size& in, Size* out);
     void push(const Step& step);

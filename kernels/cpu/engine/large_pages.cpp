@@ -17,6 +17,7 @@
 #endif
 #if !defined(NSTF_LARGE_PAGES) && defined(__linux__)
 #define NSTF_LARGE_PAGES 1
+#include <pthread.h>
 #include <sys/mman.h>
 #endif
 
@@ -54,7 +55,7 @@ class Chunks {
     }
 
     // Whether the memory was taken here.
-    bool give(void* memory) noexcept {
+    bool give(void* memory, size_t bytes) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
         auto* const block = static_cast<uint8_t*>(memory);
         auto found = chunks_.upper_bound(block);
@@ -65,11 +66,24 @@ class Chunks {
             if (current_ == found->first) current_ = nullptr;
             munmap(found->first, found->second.bytes);
             chunks_.erase(found);
+            return true;
         }
+        give_pages(block, bytes);
         return true;
     }
 
+    // Held while the process forks, so that the child finds the chunks whole.
+    void lock() { mutex_.lock(); }
+    void unlock() { mutex_.unlock(); }
+
   private:
+    // The whole pages of a block among others go back to the system at once: what lives longer would hold them.
+    static void give_pages(uint8_t* block, size_t bytes) {
+        const auto begin = (reinterpret_cast<uintptr_t>(block) + kPage - 1) / kPage * kPage;
+        const auto end = (reinterpret_cast<uintptr_t>(block) + bytes) / kPage * kPage;
+        if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+    }
+
     // A new chunk for at least `bytes`, or nullptr. Where address space is short it is no larger than it must be.
     uint8_t* map(size_t bytes) {
         const size_t least = (bytes + kPage - 1) / kPage * kPage;
@@ -100,7 +114,11 @@ class Chunks {
 
 // Never destroyed: matrices may be freed after the destructors of static objects have run.
 Chunks& chunks() {
-    static Chunks* const all = new Chunks;
+    static Chunks* const all = [] {
+        auto* const made = new Chunks;
+        pthread_atfork([] { chunks().lock(); }, [] { chunks().unlock(); }, [] { chunks().unlock(); });
+        return made;
+    }();
     return *all;
 }
 
@@ -115,8 +133,8 @@ void* take_large(size_t bytes) {
     return found;
 }
 
-void give_large(void* memory) noexcept {
-    if (memory != nullptr && !chunks().give(memory)) std::free(memory);
+void give_large(void* memory, size_t bytes) noexcept {
+    if (memory != nullptr && !chunks().give(memory, bytes)) std::free(memory);
 }
 
 #else
@@ -128,7 +146,7 @@ void* take_large(size_t bytes) {
     return found;
 }
 
-void give_large(void* memory) noexcept { std::free(memory); }
+void give_large(void* memory, size_t) noexcept { std::free(memory); }
 
 #endif
 

@@ -6,14 +6,15 @@
 
 namespace nstf::engine {
 
-// `bytes` of memory, aligned to 64; new pages are zero, those that were given back before need not be. Throws std::bad_alloc.
+// `bytes` of memory, aligned to 64, of any content. Throws std::bad_alloc.
 void* take_large(size_t bytes);
-void give_large(void* memory) noexcept;
+// bytes: as many as were taken.
+void give_large(void* memory, size_t bytes) noexcept;
 
 // Where a Buffer takes its memory.
 struct LargePages {
     static void* take(size_t bytes) { return take_large(bytes); }
-    static void give(void* memory) { give_large(memory); }
+    static void give(void* memory, size_t bytes) { give_large(memory, bytes); }
 };
 
 }  // namespace nstf::engine

@@ -11,7 +11,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.division import Divisions
-from nstf_convert.pipeline.allocate.timing import Timing
+from nstf_convert.pipeline.allocate.timing import PLAIN, Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve import rival
@@ -239,7 +239,8 @@ class Run:
         plan takes any. last_steps: what the mix went through (None: `encoded`).
 
         Expected losses know how much directions matter from the calibration alone; a decomposition leaves whole directions
-        out, and what seemed to matter least there is what a sample says least about.
+        out, and what seemed to matter least there is what a sample says least about. A plan that is not as fast as `speed`
+        asks is no rival: the mix then has to lose no more than the single format that its bound was made from.
         """
         if not any(r.family == "decomposed" for r in mix.planned.mix.values()):
             return mix
@@ -249,11 +250,24 @@ class Run:
                 planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
         except BudgetError:
             return mix  # nothing else is small enough
-        plain = (last_steps or self.encoded)(replace(planned, label="mix without decompositions"))
+        steps = last_steps or self.encoded
+        if not self.fast_enough(planned.mix, budget_bytes):
+            single = self._yardstick(budget_bytes)
+            if single is not None and steps(single).score >= mix.score:
+                return mix
+        plain = steps(replace(planned, label="mix without decompositions"))
         if plain.score < mix.score:
             self.plain_only = True
             return plain
         return mix
+
+    def _yardstick(self, budget_bytes: int) -> Planned | None:
+        """The single format that files which are to be fast lose no more than; None where another preference bounds time."""
+        if self.timing is None or self.timing.prefer != "speed":
+            return None
+        with self.session.stages.stage("plan"):
+            found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
+        return next((p for p in found if all(r.method in PLAIN for r in p.mix.values())), None)
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""

@@ -88,6 +88,27 @@ def test_structure_that_measures_worse_is_left_to_no_later_plan(fake: Fake) -> N
     assert len(fake.table.candidates["w"]) == 2  # the report still has them
 
 
+@pytest.mark.parametrize(("single_score", "kept"), [(3.0, True), (1.5, False)])
+def test_a_plain_file_that_is_too_slow_is_no_rival_of_a_fast_one(
+    fake: Fake, monkeypatch: Any, single_score: float, kept: bool
+) -> None:
+    """Under `speed` structure may lose as much as the single format of the bound, which here is slower than all."""
+    fake.table = Table({"w": [PLAIN, low_rank(1, 1.0, exact=True)]})
+    mix = fake.measure(fake.plan(1000))
+    single = Planned({"w": Recipe("int_grid", {"bits": 3})}, 6.0, 80, "uniform int3")
+    monkeypatch.setattr(plans, "uniforms", lambda *_: [single])
+    monkeypatch.setattr(Run, "fast_enough", lambda *_: False)
+    fake.timing = SimpleNamespace(prefer="speed", bounds_time=False)  # type: ignore[assignment]
+
+    def steps(planned: Planned) -> Trial:
+        trial = fake.measure(planned)
+        score = single_score if planned is single else trial.score
+        return Trial(planned, SimpleNamespace(score=score))  # type: ignore[arg-type]
+
+    found = fake.structure_that_pays(mix, 1000, steps)
+    assert (found is mix) == kept and fake.plain_only != kept
+
+
 @pytest.mark.parametrize("plain_only", [False, True])
 def test_single_steps_of_the_search_bring_no_decomposition_back(fake: Fake, plain_only: bool) -> None:
     larger = Candidate(Recipe("svd", {"rank": 9}), TREE, 110, 1.0, exact=True)
