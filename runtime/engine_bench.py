@@ -13,7 +13,7 @@ from nstf.errors import UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import compile_matrix
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.engine import Engine, greedy
+from nstf.runtime.engine import Engine, greedy, may_repack
 from nstf.runtime.engine_attention import int8_bytes
 from nstf.runtime.kv_formats import cache_bytes, dense_group_bytes
 
@@ -120,7 +120,9 @@ def compute_seconds(artifact: Artifact, engine: Engine, threads: int) -> float:
 
 def _seconds(artifact: Artifact, name: str, kernel: str, exact: bool, threads: int) -> float:
     """The fastest product of a matrix and one row of activations by the engine's kernel for it."""
-    matrix = compile_matrix(artifact.views(name), exact, panels=int("panels int8" in kernel))
+    # As the engine has it: repacked, or copied into large pages, or as it is stored.
+    copied = "panels int8" in kernel or may_repack(artifact, exact)
+    matrix = compile_matrix(artifact.views(name), exact, panels=int(copied))
     x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     y, best = torch.empty(1, matrix.shape[0]), math.inf
     end = time.perf_counter() + 0.05

@@ -19,6 +19,7 @@
 #define NSTF_LARGE_PAGES 1
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace nstf::engine {
@@ -77,10 +78,11 @@ class Chunks {
     void unlock() { mutex_.unlock(); }
 
   private:
-    // The whole pages of a block among others go back to the system at once: what lives longer would hold them.
+    // A block's pages go back to the system at once, those of 4 KiB at its ends too: what lives longer would hold them.
     static void give_pages(uint8_t* block, size_t bytes) {
-        const auto begin = (reinterpret_cast<uintptr_t>(block) + kPage - 1) / kPage * kPage;
-        const auto end = (reinterpret_cast<uintptr_t>(block) + bytes) / kPage * kPage;
+        static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+        const auto begin = (reinterpret_cast<uintptr_t>(block) + page - 1) / page * page;
+        const auto end = (reinterpret_cast<uintptr_t>(block) + bytes) / page * page;
         if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
     }
 

@@ -206,11 +206,13 @@ def test_targets_hold_their_own_formats() -> None:
 
 def test_names_of_targets() -> None:
     with pytest.raises(
-        UsageError, match="unknown target 'gfx12': choose from cpu, avx2, avx512, neon, gfx90a"
+        UsageError, match="unknown target 'gfx12': choose from cpu, avx2, avx2-vnni, avx512, neon, gfx90a"
     ):
         targets.parse(["cpu", "gfx12"], False)
     assert [t.name for t in targets.parse([], False)] == ["cpu"]
     assert [t.name for t in targets.parse(["sm_90", "avx2", "sm_90"], False)] == ["sm_90", "avx2"]
+    # What every processor with AVX2 runs, also where this one has AVX-VNNI.
+    assert targets.parse(["avx2"], False)[0].isa == "avx2"
     other = "neon" if not available() or "avx2" in ext.isas() else "avx2"
     assert not targets.parse([other], False)[0].here
     assert (
