@@ -18,7 +18,15 @@ from torch import Tensor
 from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf_convert.checkpoint.base import Checkpoint
 from nstf_convert.checkpoint.naming import plain_plan
-from nstf_convert.checkpoint.onnx_wire import Initialiser, Span, WireError, initialisers, varints
+from nstf_convert.checkpoint.onnx_wire import (
+    Initialiser,
+    Run,
+    Span,
+    WireError,
+    initialisers,
+    joined,
+    varints,
+)
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all
 from nstf_convert.checkpoint.source import Source, TensorInfo, torch_dtype
 
@@ -46,6 +54,13 @@ FLOAT, INT32, INT64, RAW, DOUBLE, UINT64 = 4, 5, 7, 9, 10, 11
 MAX_NUMEL = 1 << 40
 
 
+@dataclass
+class Held:
+    """What was decoded last in a file: (name of the initialiser, its bytes), replaced as one."""
+
+    last: tuple[str, bytes] | None = None
+
+
 @dataclass(frozen=True)
 class Entry:
     """Where one initialiser is; `load(start, length)` gives a part of its bytes in torch's layout."""
@@ -62,9 +77,9 @@ def open_file(path: Path) -> Checkpoint:
         if os.fstat(file.fileno()).st_size == 0:
             raise CorruptError(f"{path} is empty; download it again")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    held = Held()
     try:
         entries: dict[str, Entry] = {}
-        held: dict[str, bytes] = {}
         for found in initialisers(data):
             if not found.name or found.name in entries:
                 raise CorruptError(
@@ -73,22 +88,20 @@ def open_file(path: Path) -> Checkpoint:
             entries[found.name] = _entry(data, found, path, files, held)
         return Checkpoint(
             path,
-            _source(entries, data, files),
+            _source(entries, data, files, held),
             plain_plan({n: e.info for n, e in entries.items()}),
             None,
             dict,
         )
     except WireError as error:
-        _close(data, files)
+        _close(data, files, held)
         raise CorruptError(f"{path} cannot be read as ONNX: {error}; download it again") from error
     except NstfError:
-        _close(data, files)
+        _close(data, files, held)
         raise
 
 
-def _entry(
-    data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, BinaryIO], held: dict[str, bytes]
-) -> Entry:
+def _entry(data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, BinaryIO], held: Held) -> Entry:
     where = f"{path}: initialiser {found.name[:80]!r}"
     if found.data_type not in DTYPES:
         raise UnsupportedError(
@@ -136,7 +149,7 @@ def _number(value: str, where: str) -> int:
 
 
 def _embedded(
-    data: mmap.mmap, found: Initialiser, info: TensorInfo, where: str, held: dict[str, bytes]
+    data: mmap.mmap, found: Initialiser, info: TensorInfo, where: str, held: Held
 ) -> Callable[[int, int], bytes]:
     """A loader of the bytes stored in the file itself. held: what was decoded last in this file.
 
@@ -155,7 +168,9 @@ def _embedded(
                 f"{where} has {sum(len(s) for s in spans)} bytes of data, expected {info.size_bytes} for "
                 f"{info.dtype}"
             )
-        return partial(_slice, data, spans)
+        if len(spans) == 1 and not isinstance(spans[0], Run):
+            return partial(_slice, data, spans[0])
+        return partial(_kept, held, found.name, lambda: joined(data, spans))
     # Only the count is known to be plausible here (a varint takes 1 to 10 bytes); the rest is checked when
     # it is read.
     if not info.size_bytes // torch_dtype(info.dtype).itemsize <= sum(len(s) for s in spans):
@@ -163,19 +178,20 @@ def _embedded(
             f"{where} has too little data for its shape {list(info.shape)}; the file is damaged"
         )
 
-    def load(start: int, count: int) -> bytes:
-        if where not in held:  # asked for piece by piece: decoded once, and one at a time is kept
-            held.clear()
-            held[where] = _decoded(data, spans, info, where)
-        return held[where][start : start + count]
-
-    return load
+    return partial(_kept, held, found.name, lambda: _decoded(data, spans, info, where))
 
 
-def _slice(data: mmap.mmap, spans: list[Span], start: int, count: int) -> bytes:
-    if len(spans) == 1:
-        return data[spans[0].start + start : spans[0].start + start + count]
-    return b"".join(data[s.start : s.end] for s in spans)[start : start + count]
+def _kept(held: Held, name: str, decoded: Callable[[], bytes], start: int, count: int) -> bytes:
+    """A part of an initialiser's bytes: asked for piece by piece, it is decoded once, and one at a time is kept."""
+    last = held.last
+    if last is None or last[0] != name:
+        last = held.last = None  # before the next is decoded: both may be large
+        held.last = last = (name, decoded())
+    return last[1][start : start + count]
+
+
+def _slice(data: mmap.mmap, span: Span, start: int, count: int) -> bytes:
+    return data[span.start + start : span.start + start + count]
 
 
 def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -> bytes:
@@ -193,7 +209,7 @@ def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -
     return values.astype(f"<u{width}").tobytes()
 
 
-def _source(entries: dict[str, Entry], data: mmap.mmap, files: dict[Path, BinaryIO]) -> Source:
+def _source(entries: dict[str, Entry], data: mmap.mmap, files: dict[Path, BinaryIO], held: Held) -> Source:
     def read(name: str) -> Tensor:
         info = entries[name].info
         if info.size_bytes == 0:
@@ -209,11 +225,12 @@ def _source(entries: dict[str, Entry], data: mmap.mmap, files: dict[Path, Binary
         read=read,
         read_bytes=lambda name, start, length: entries[name].load(start, length),
         describe=lambda name: str(entries[name].path),
-        close=lambda: _close(data, files),
+        close=lambda: _close(data, files, held),
     )
 
 
-def _close(data: mmap.mmap, files: dict[Path, BinaryIO]) -> None:
+def _close(data: mmap.mmap, files: dict[Path, BinaryIO], held: Held) -> None:
+    held.last = None
     data.close()
     for file in files.values():
         file.close()

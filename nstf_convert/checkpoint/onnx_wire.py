@@ -14,6 +14,7 @@ MAX_DIMS = 16
 MAX_EXTERNAL_ENTRIES = 16
 MAX_TENSORS = 1 << 18
 # Of the data of all tensors. Writers store a tensor's values in one; each costs 100 bytes of memory, and 3 of the file.
+# Values that are not packed, a field each, are one piece as long as they follow each other.
 MAX_PIECES = 1 << 18
 
 
@@ -33,10 +34,20 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Run(Span):
+    """Fields of one value each that follow each other, their keys between them. Its length is that of the values."""
+
+    value_bytes: int
+
+    def __len__(self) -> int:
+        return self.value_bytes
+
+
+@dataclass(frozen=True)
 class Initialiser:
     """One TensorProto: where its values are, not the values.
 
-    data: field number -> spans (4 float, 5 int32, 7 int64, 9 raw, 10 double, 11 uint64).
+    data: field number -> spans (4 float, 5 int32, 7 int64, 9 raw, 10 double, 11 uint64); runs where it is not packed.
     """
 
     name: str
@@ -102,7 +113,7 @@ def _tensor(data: mmap.mmap, span: Span, most_pieces: int) -> Initialiser:
     name, data_type, external = "", 0, {}
     dims: list[int] = []
     values: dict[int, list[Span]] = {}
-    outside = False
+    outside, before = False, span.start
     for number, kind, value, part in fields(data, span):
         if number == 1:
             dims += [value] if kind == VARINT else islice(varints(data, part), MAX_DIMS + 1)
@@ -112,8 +123,7 @@ def _tensor(data: mmap.mmap, span: Span, most_pieces: int) -> Initialiser:
             name = text(data, part)
         elif number in (4, 5, 7, 10, 11) or (number, kind) == (9, BYTES):
             if len(part):
-                values.setdefault(number, []).append(part)
-                most_pieces -= 1
+                most_pieces -= _add(values.setdefault(number, []), kind, Span(before, part.end), part)
         elif (number, kind) == (13, BYTES):
             key, entry = _entry(data, part)
             external[key] = entry
@@ -123,11 +133,39 @@ def _tensor(data: mmap.mmap, span: Span, most_pieces: int) -> Initialiser:
             raise WireError(f"tensor {name[:60]!r} has too many dimensions or entries")
         if most_pieces < 0:
             raise WireError(f"data in more than {MAX_PIECES} pieces, up to tensor {name[:60]!r}")
+        before = part.end
     return Initialiser(name, data_type, tuple(dims), values, external if outside else None)
 
 
+def _add(spans: list[Span], kind: int, field: Span, payload: Span) -> int:
+    """Adds a field's payload to a tensor's data; returns by how many pieces that is more."""
+    if kind == BYTES:
+        spans.append(payload)
+        return 1
+    last = spans[-1] if spans else None
+    if isinstance(last, Run) and last.end == field.start:
+        spans[-1] = Run(last.start, field.end, last.value_bytes + len(payload))
+        return 0
+    spans.append(Run(field.start, field.end, len(payload)))
+    return 1
+
+
+def joined(data: mmap.mmap, spans: list[Span]) -> bytes:
+    """The bytes of all values."""
+    found = bytearray()
+    for span in spans:
+        parts = (part for _, _, _, part in fields(data, span)) if isinstance(span, Run) else (span,)
+        for part in parts:
+            found += data[part.start : part.end]
+    return bytes(found)
+
+
 def varints(data: mmap.mmap, span: Span) -> Iterator[int]:
-    """The numbers of a packed field."""
+    """The numbers of a packed field, or of a run of fields."""
+    if isinstance(span, Run):
+        for _, _, _, part in fields(data, span):
+            yield from varints(data, part)
+        return
     at = span.start
     while at < span.end:
         value, at = varint(data, at, span.end)

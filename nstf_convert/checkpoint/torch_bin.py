@@ -19,6 +19,8 @@ from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
+# Bytes that expanded tensors of a file may take beyond the file's own.
+MOST_REPEATED = 64 << 20
 
 
 def has_weights(folder: Path) -> bool:
@@ -74,7 +76,9 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CorruptError(
             f"{path} cannot be read as PyTorch weights ({text[:120]}); download it again"
         ) from error
-    return _tensors(data, path)
+    tensors = _tensors(data, path)
+    _check_repeats(tensors, path)
+    return tensors
 
 
 def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
@@ -87,14 +91,25 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
             raise UnsupportedError(
                 f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`"
             )
-        size = tensor.numel() * tensor.itemsize
-        if size > (
-            stored := tensor.untyped_storage().nbytes()
-        ):  # strides of 0: a few bytes would become any size
+        if (dtype := str(tensor.dtype).removeprefix("torch.")) not in SAFETENSORS_NAMES:
             raise UnsupportedError(
-                f"{path}: {name[:80]!r} repeats {stored} bytes to {size}; save its tensors contiguous"
+                f"{path}: {name[:80]!r} has the type {dtype}, which is not supported; save it as another, or leave it out"
             )
     return dict(data)
+
+
+def _check_repeats(tensors: dict[str, Tensor], path: Path) -> None:
+    """Strides of 0 make any size of a few bytes: a mask or a scalar may, a file of nothing else may not."""
+    most = path.stat().st_size + MOST_REPEATED
+    total = 0
+    for name, tensor in tensors.items():
+        size, stored = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+        total += size if size > stored else 0
+        if total > most:
+            raise UnsupportedError(
+                f"{path}: {name[:80]!r} repeats {stored} bytes to {size}, with others to {total}; save its tensors "
+                "contiguous"
+            )
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -102,7 +117,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and str(tensor.dtype).removeprefix("torch.") in SAFETENSORS_NAMES
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 

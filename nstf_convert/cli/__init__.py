@@ -29,6 +29,8 @@ EPILOG = (
     "chat and serve take --json (results as JSON)."
 )
 RESUMABLE = ("calibrate", "plan", "convert")
+# Commands whose tokens are a tokenizer's.
+OF_TEXT = ("generate", "chat", "eval", "calibrate", "convert")
 # What takes less memory in the other commands.
 _LESS_MEMORY = {
     "eval": "a shorter --seq-len",
@@ -190,9 +192,9 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
     if isinstance(error, OSError):
         return 1, _os_error(error)
-    if isinstance(error, IndexError) and str(error) == _NO_ROW:
+    if isinstance(error, IndexError) and str(error) == _NO_ROW and any(w in OF_TEXT for w in words[:1]):
         return UnsupportedError.exit_code, (
-            "a token of the text has no row in the model's table: its tokenizer is that of another model; fetch both again"
+            f"{clean(error)}: perhaps the tokenizer makes tokens beyond the model's vocabulary; fetch both again"
         )
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
 

@@ -6,13 +6,11 @@ entry in `TARGETS` and `_write`, its way to be loaded in `card.py`, and a test w
 
 import importlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import UsageError
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf_convert.export import writing
 from nstf_convert.export.plan import ExportPlan
@@ -51,21 +49,7 @@ def plan(artifact: Artifact, request: Request) -> ExportPlan:
     module = _module(request)
     if request.source is not None:
         return module.plan(artifact, request.dtype, request.source)  # type: ignore[no-any-return]
-    with _as_stated(artifact, request.target):
-        return module.plan(artifact, request.dtype)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _as_stated(artifact: Artifact, target: str) -> Iterator[None]:
-    """Says in one line that the target's file cannot be made of what the side files say: they are a stranger's, and are
-    read for it key by key. Raises UnsupportedError."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise UnsupportedError(
-            f"{artifact.path}: --to {target} cannot write what its config.json and tokenizer say "
-            f"({type(error).__name__}: {str(error)[:200]}); fetch or convert it again"
-        ) from error
+    return module.plan(artifact, request.dtype)  # type: ignore[no-any-return]
 
 
 def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPlan, Files]:
@@ -102,8 +86,7 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
 def _write(artifact: Artifact, found: ExportPlan, request: Request, folder: Path, stem: str) -> None:
     module = _module(request)
     if request.target in SINGLE:
-        with _as_stated(artifact, request.target):
-            module.write(artifact, found, folder, stem)
+        module.write(artifact, found, folder, stem)
     elif request.target == "transformers":
         module.write(artifact, found, folder, request.shard_bytes)
     else:

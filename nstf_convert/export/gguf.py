@@ -13,7 +13,7 @@ from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.export import gguf_blocks as blocks
 from nstf_convert.export import gguf_names as names
 from nstf_convert.export import gguf_vocab
-from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.plan import ExportPlan, Item, as_stated, without_attention_plan
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
 
@@ -21,6 +21,8 @@ from nstf_convert.pipeline.propose.recipe import describe
 def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     """What a GGUF of `artifact` holds. dtype: of what no type holds exactly, None for float16. Raises UnsupportedError."""
     config, _, placed = _layout(artifact)
+    with as_stated(artifact, "gguf"):
+        vocab_size = int(config["vocab_size"])
     items = []
     for place in placed:
         encoded = artifact.encoded(place.source)
@@ -37,7 +39,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
             )
         )
     # Tokens are stored as text, with a merge each: about 40 bytes a token.
-    other = 65536 + 40 * int(config["vocab_size"])
+    other = 65536 + 40 * vocab_size
     return ExportPlan("gguf", tuple(items), other, without_attention_plan(artifact, "llama.cpp"))
 
 
@@ -50,18 +52,21 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     writer.add_name(stem)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(plan))
-    factors = names.write_metadata(writer, name, config)
+    with as_stated(artifact, "gguf"):
+        factors = names.write_metadata(writer, name, config)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as side:
         for file in artifact.file_names():
             (Path(side) / file).write_bytes(artifact.file(file))
-        gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))
+        with as_stated(artifact, "gguf"):
+            gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))
     types = {item.name: item.there for item in plan.items}
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for place in placed:
         _announce(writer, place, artifact.record(place.source).shape, types[place.name])
     writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    with as_stated(artifact, "gguf"):  # numbers beyond their type are noticed here
+        writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors)
@@ -84,12 +89,22 @@ def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]
         raise UnsupportedError(f"{artifact.path} has no config.json: --to gguf writes language models")
     from nstf.runtime.engine_config import completed
 
-    stated = artifact.config()
-    name, architecture = names.architecture_of(stated)
-    config = dict(completed(stated))  # older files say rope_scaling and rope_theta
+    with as_stated(artifact, "gguf"):
+        stated = artifact.config()
+        name, architecture = names.architecture_of(stated)
+        config = dict(completed(stated))  # older files say rope_scaling and rope_theta
     # A tied head is left out: llama.cpp takes the table, as transformers does.
     stored = [n for n in artifact.names() if not (n == "lm_head.weight" and artifact.stored_name(n) != n)]
-    return config, name, names.placed(name, architecture, config, stored)
+    with as_stated(artifact, "gguf"):
+        placed = names.placed(name, architecture, config, stored)
+    for place in placed:
+        shape = artifact.record(place.source).shape
+        if not shape or place.heads < 0 or (place.heads and shape[0] % (2 * place.heads)):
+            raise UnsupportedError(
+                f"{artifact.path}: tensor {place.source!r} of shape {list(shape)} does not fit the heads that its "
+                "config.json states; fetch or convert it again"
+            )
+    return config, name, placed
 
 
 def _announce(writer: Any, place: names.Placed, shape: tuple[int, ...], kind: str) -> None:

@@ -8,7 +8,7 @@ from nstf.runtime.artifact import Artifact
 from nstf_convert.export import onnx_graph
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.hf import copy_files, files_bytes
-from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.plan import ExportPlan, Item, as_stated, without_attention_plan
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
 
@@ -17,7 +17,10 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     """What the model holds: everything exactly, what has no blocks of 2, 4 or 8 bits in float32. Raises UnsupportedError."""
     if dtype not in (None, "float32"):
         raise UsageError(f"--to onnx decodes to float32: leave --dtype {dtype} out")
-    onnx_graph.check(_config(artifact))
+    config = _config(artifact)
+    with as_stated(artifact, "onnx"):
+        onnx_graph.check(config)
+        rotary_bytes = onnx_graph.rotary_bytes(config)
     items = []
     for name in _names(artifact):
         encoded = artifact.encoded(name)
@@ -29,7 +32,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
         items.append(Item(name, (name,), describe(encoded.tree), there, kind, here, size))
     notes = without_attention_plan(artifact, "ONNX Runtime")
     # Beside the tokenizer: the graph, about a megabyte, and the rotary tables.
-    other = files_bytes(artifact) + (1 << 20) + onnx_graph.rotary_bytes(_config(artifact))
+    other = files_bytes(artifact) + (1 << 20) + rotary_bytes
     return ExportPlan("onnx", tuple(items), other, notes)
 
 
@@ -39,11 +42,25 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     copy_files(artifact, folder, {})
     side = weights.SideFile(folder / f"{stem}.onnx.data")
 
+    names = set(_names(artifact))
+
     def get(name: str) -> EncodedTensor:
-        return artifact.encoded(name)
+        if name not in names:
+            raise UnsupportedError(
+                f"{artifact.path} has no {name!r}, which its config.json asks for; fetch or convert it again"
+            )
+        encoded = artifact.encoded(name)
+        if len(encoded.shape) != (1 if name.endswith((".bias", "norm.weight")) else 2):
+            raise UnsupportedError(
+                f"{artifact.path}: {name!r} has the shape {list(encoded.shape)}, which is not that of its place; fetch or "
+                "convert it again"
+            )
+        return encoded
 
     try:
-        model = onnx_graph.Graph(config, side, get, set(_names(artifact))).build()
+        with as_stated(artifact, "onnx"):
+            graph = onnx_graph.Graph(config, side, get, names)
+        model = graph.build()
     finally:
         side.close()
     (folder / f"{stem}.onnx").write_bytes(model.SerializeToString())
@@ -61,9 +78,10 @@ def _config(artifact: Artifact) -> dict[str, object]:
         )
     from nstf.runtime.engine_config import completed
 
-    stated = artifact.config()
-    # Older files say rope_scaling and rope_theta. Types that are not written are refused by `check`.
-    return dict(completed(stated) if stated.get("model_type") in onnx_graph.MODEL_TYPES else stated)
+    with as_stated(artifact, "onnx"):
+        stated = artifact.config()
+        # Older files say rope_scaling and rope_theta. Types that are not written are refused by `check`.
+        return dict(completed(stated) if stated.get("model_type") in onnx_graph.MODEL_TYPES else stated)
 
 
 def _names(artifact: Artifact) -> list[str]:

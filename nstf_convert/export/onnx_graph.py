@@ -50,7 +50,7 @@ def rotary_bytes(config: Mapping[str, Any]) -> int:
 
 
 class Graph:
-    """Nodes and initialisers of one model. get: the encoded tensor of a name; tied: the head is the table."""
+    """Nodes and initialisers of one model. get: the encoded tensor of a name. Only the constructor reads the config."""
 
     def __init__(self, config: Mapping[str, Any], side: weights.SideFile, get: Any, names: set[str]) -> None:
         self.config, self._side, self._get, self._names = config, side, get, names
@@ -59,6 +59,9 @@ class Graph:
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.head_dim = head_dim(config)
+        self.layers, self.vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        self.eps = float(config["rms_norm_eps"])
+        self.rotary = self._rotary()
         self._table: tuple[EncodedTensor, Any] | None = None
 
     def build(self) -> Any:
@@ -68,10 +71,10 @@ class Graph:
 
         self._constants()
         x = self._embedding()
-        for layer in range(int(self.config["num_hidden_layers"])):
+        for layer in range(self.layers):
             x = self._layer(layer, x)
         self._head(self._norm("model.norm", x))
-        layers = range(int(self.config["num_hidden_layers"]))
+        layers = range(self.layers)
         past = ["batch", self.kv_heads, "past", self.head_dim]
         present = ["batch", self.kv_heads, "total", self.head_dim]
         sides = [(i, side) for i in layers for side in ("key", "value")]
@@ -81,7 +84,7 @@ class Graph:
             value("attention_mask", whole, ["batch", "total"]),
         ]
         inputs += [value(f"past_key_values.{i}.{s}", real, past) for i, s in sides]
-        outputs = [value("logits", real, ["batch", "sequence", int(self.config["vocab_size"])])]
+        outputs = [value("logits", real, ["batch", "sequence", self.vocab])]
         outputs += [value(f"present.{i}.{s}", real, present) for i, s in sides]
         graph = helper.make_graph(self.nodes, "nstf", inputs, outputs, self._side.initialisers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
@@ -98,11 +101,11 @@ class Graph:
     def _constants(self) -> None:
         """Rotary tables and small numbers; lengths from the mask."""
         add = self._side.add
-        add("eps", np.array([self.config["rms_norm_eps"]], np.float32))
+        add("eps", np.array([self.eps], np.float32))
         add("one", np.array([1], np.int64))
         add("axis_last", np.array([-1], np.int64))
         add("axis_length", np.array([1], np.int64))
-        cos, sin = self._rotary()
+        cos, sin = self.rotary
         add("cos_cache", cos)
         add("sin_cache", sin)
         total = self._node("ReduceSum", ["attention_mask", "axis_length"], "mask_sum", keepdims=0)

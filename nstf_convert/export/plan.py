@@ -6,12 +6,25 @@ rounded  decoded and rounded to a floating type that was asked for: only `--to h
 lossy    other values: a scale or a decoded weight that the target's types round. Refused without --allow-loss
 """
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact import Artifact
+
+# What reading a stranger's JSON key by key raises.
+_MISREAD = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 KINDS = ("exact", "widened", "rounded", "lossy")
 
@@ -76,6 +89,19 @@ class ExportPlan:
             f"would be rounded to {first.there}): --allow-loss writes them so, --dtype float32 keeps their values in more "
             f"bytes, and a file of nstf convert --for {self.target} has no such tensors"
         )
+
+
+@contextmanager
+def as_stated(artifact: Artifact, target: str) -> Iterator[None]:
+    """Around what reads config.json and the tokenizer, and nothing else: they are a stranger's, and an error there is one
+    of theirs. Raises UnsupportedError."""
+    try:
+        yield
+    except _MISREAD as error:
+        raise UnsupportedError(
+            f"{artifact.path}: target {target!r} cannot be written of what its config.json and tokenizer say "
+            f"({type(error).__name__}: {str(error)[:200]}); fetch or convert it again"
+        ) from error
 
 
 def without_attention_plan(artifact: Artifact, target: str) -> tuple[str, ...]:

@@ -79,8 +79,62 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_said(
     ):
         code = run(words)
         said = capsys.readouterr().err.splitlines()[-1]
-        assert (code in (2, 6)) and ("no row" in said or "outside the vocabulary" in said), (
+        assert (code in (2, 6)) and (
+            "beyond the model's vocabulary" in said or "outside the vocabulary" in said
+        ), (
             words,
             code,
             said,
         )
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "said"),
+    [
+        ("gguf", {"num_hidden_layers": "x"}, "target 'gguf' cannot be written of what its config.json"),
+        ("gguf", {"head_dim": -4}, "target 'gguf' cannot be written of what its config.json"),
+        ("gguf", {"num_attention_heads": 7}, "does not fit the heads"),
+        ("onnx", {"rms_norm_eps": "x"}, "target 'onnx' cannot be written of what its config.json"),
+        ("onnx", {"num_hidden_layers": 40}, "which its config.json asks for"),
+    ],
+)
+def test_an_export_says_that_the_config_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, change: dict[str, Any], said: str
+) -> None:
+    files = {"config.json": json.dumps({**LLAMA, **change}).encode()}
+    write_artifact(tmp_path / "m.nstf", tensors(), files)
+    code = run(
+        ["export", str(tmp_path / "m.nstf"), "--to", target, "-o", str(tmp_path / "out"), "--allow-loss"]
+    )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 6 and said in error and "--to" not in error, error
+
+
+@pytest.mark.parametrize("part", ["type_of", "pack", "kind_of", "dense"])
+def test_a_mistake_of_ours_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    from nstf_convert import export
+    from nstf_convert.export import gguf_blocks, onnx_weights
+
+    def fails(*_: Any) -> None:
+        raise KeyError("ours")
+
+    target, module = ("gguf", gguf_blocks) if part in ("type_of", "pack") else ("onnx", onnx_weights)
+    monkeypatch.setattr(module, part, fails)
+    files = {"config.json": json.dumps(LLAMA).encode()}
+    write_artifact(tmp_path / "m.nstf", tensors(), files)
+    request = export.Request(target, tmp_path / "out", allow_loss=True)
+    with pytest.raises(KeyError, match="ours"):
+        export.export(tmp_path / "m.nstf", request)
+
+
+def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
+    from nstf_convert.cli import _explain
+
+    error = IndexError("index out of range in self")
+    code, said = _explain(error, ["eval", "m.nstf"])
+    assert code == 6 and "perhaps the tokenizer" in said
+    for command in ("export", "profile", "diff"):
+        code, said = _explain(error, [command, "m.nstf"])
+        assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")

@@ -323,3 +323,96 @@ def test_values_that_are_asked_for_in_pieces_are_decoded_once(
         checkpoint.fingerprint()
         assert checkpoint.get("w").tolist() == list(range(1000))
     assert len(decoded) == 1
+
+
+@pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.FLOAT16])
+def test_names_that_begin_alike_have_values_of_their_own(tmp_path: Path, kind: int) -> None:
+    begin = "/model/encoder/" + "layers.0/" * 10
+    values = {f"{begin}query/weight": [1, 2, 3, 4], f"{begin}key/weight": [5, 6, 7, 8]}
+    tensors = [helper.make_tensor(name, kind, [4], numbers) for name, numbers in values.items()]
+    assert len(begin) > 80 and all(t.int64_data or t.int32_data for t in tensors)
+    with open_checkpoint(save(tmp_path / "m.onnx", tensors)) as checkpoint:
+        for name in [*values, *values]:
+            assert checkpoint.get(name).tolist() == values[name]
+
+
+def test_what_was_decoded_goes_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.checkpoint import onnx
+
+    held = onnx.Held()
+    monkeypatch.setattr(onnx, "Held", lambda: held)
+    tensor = helper.make_tensor("w", TensorProto.INT64, [3], [1, 2, 3])
+    with open_checkpoint(save(tmp_path / "m.onnx", [tensor])) as checkpoint:
+        checkpoint.get("w")
+        assert held.last is not None and held.last[0] == "w"
+    assert held.last is None
+
+
+def number(value: int) -> bytes:
+    """A varint."""
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
+
+
+def unpacked(count: int) -> dict[str, tuple[bytes, list[float]]]:
+    """Tensors whose values are a field each, which protobuf allows: (message, values)."""
+    whole = [(-1) ** i * i * 1000 for i in range(count)]
+    real = [i / 2 for i in range(count)]
+
+    def head(kind: int, name: bytes) -> bytes:
+        return bytes([1 << 3]) + number(count) + bytes([2 << 3, kind]) + message(8, name)
+
+    return {
+        "int32": (
+            head(TensorProto.INT32, b"int32")
+            + b"".join(bytes([5 << 3]) + number(v % (1 << 64)) for v in whole),
+            [float(v) for v in whole],
+        ),
+        "float": (
+            head(TensorProto.FLOAT, b"float")
+            + b"".join(bytes([4 << 3 | 5]) + np.float32(v).tobytes() for v in real),
+            real,
+        ),
+        "double": (
+            head(TensorProto.DOUBLE, b"double")
+            + b"".join(bytes([10 << 3 | 1]) + np.float64(v).tobytes() for v in real),
+            real,
+        ),
+    }
+
+
+def test_values_that_are_not_packed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.checkpoint import onnx_wire, source
+
+    monkeypatch.setattr(onnx_wire, "MAX_PIECES", 10)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 64)
+    tensors = unpacked(1000)
+    (tmp_path / "m.onnx").write_bytes(handmade(*(content for content, _ in tensors.values())))
+    with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+        for name, (_, values) in tensors.items():
+            assert checkpoint.get(name).tolist() == values
+        checkpoint.fingerprint()
+
+
+def test_values_that_are_not_packed_take_no_memory_before_they_are_read(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(handmade(unpacked(300_000)["int32"][0]))
+    tracemalloc.start()
+    with open_checkpoint(tmp_path / "m.onnx"):
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_values_between_other_fields_are_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.checkpoint import onnx_wire
+
+    head = HEAD.replace(bytes([1 << 3, 4]), bytes([1 << 3, 101]))
+    between = bytes([5 << 3, 7]) + message(12, b"a text")
+    (tmp_path / "m.onnx").write_bytes(handmade(head + between * 101))
+    with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+        assert checkpoint.get("w").tolist() == [7] * 101
+    monkeypatch.setattr(onnx_wire, "MAX_PIECES", 100)
+    with pytest.raises(CorruptError, match="more than 100 pieces"):
+        open_checkpoint(tmp_path / "m.onnx")

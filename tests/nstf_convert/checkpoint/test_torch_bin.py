@@ -116,7 +116,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "negative": conjugate.imag,
         "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
         "repeated": torch.zeros(1).expand(1 << 45),
-        "repeated rows": torch.zeros(1, 8).expand(1 << 20, 8),
+        "repeated rows": torch.zeros(1, 8).expand(1 << 22, 8),
     }
 
 
@@ -126,6 +126,37 @@ def test_tensors_that_are_no_values_in_memory_are_unsupported(tmp_path: Path, na
     # Reading a quantised one ended the process (SIGSEGV); one of strides 0 became any size.
     torch.save({"w": odd_tensors()[name]}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match=r"'w' (is not a dense tensor|repeats [0-9]+ bytes)"):
+        open_checkpoint(tmp_path)
+
+
+def test_small_expanded_buffers_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "mask": torch.ones(1, 1, 4, 4).tril().expand(2, 1, 4, 4),
+        "scalar": torch.tensor(1.5).expand(4),
+        "weight": torch.arange(6.0).reshape(2, 3),
+    }
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name, tensor in tensors.items():
+            assert torch.equal(checkpoint.get(name), tensor)
+        checkpoint.fingerprint()
+
+
+def test_expanded_buffers_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf_convert.checkpoint import torch_bin
+
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({str(i): torch.tensor(1.0).expand(10_000) for i in range(8)}, path)
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 320_000 - path.stat().st_size)
+    open_checkpoint(tmp_path).close()
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 319_999 - path.stat().st_size)
+    with pytest.raises(UnsupportedError, match=r"repeats 4 bytes to 40000, with others to 320000"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"'w' has the type complex128, which is not supported"):
         open_checkpoint(tmp_path)
 
 
