@@ -462,7 +462,11 @@ def _set_generation_config(model: Any, artifact: Artifact) -> None:
 
 
 def _vocabulary(model: Any) -> int | None:
-    """How many tokens a model has scores for: Idefics has some beside its `vocab_size`. None where that is not stated."""
-    stated = getattr(model.config, "vocab_size", None)
+    """How many tokens a model has scores for, at most; None where its config does not say.
+
+    Idefics has some beside its `vocab_size`, and Marian may have others for what it writes than for what it reads.
+    """
+    names = ("vocab_size", "decoder_vocab_size", "tgt_vocab_size")
+    stated = [n for name in names if type(n := getattr(model.config, name, None)) is int]
     more = getattr(model.config, "additional_vocab_size", None)
-    return stated + (more if type(more) is int else 0) if type(stated) is int else None
+    return max(stated) + (more if type(more) is int else 0) if stated else None

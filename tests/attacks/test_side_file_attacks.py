@@ -41,7 +41,8 @@ def file_with(path: Path, **files: Any) -> Path:
      ("sequence_bias", {"a": 1}), ("sequence_bias", 5), ("exponential_decay_length_penalty", 5), ("stop_strings", 5),
      ("bad_words_ids", [[64]]), ("bad_words_ids", [[-1]]), ("sequence_bias", [[[64], 1.0]]),
      ("sequence_bias", [[[-1], 1.0]]), ("length_penalty", 1e300), ("length_penalty", -26), ("max_matching_ngram_size", "x"),
-     ("exponential_decay_length_penalty", [0, 1e200]), ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1)],
+     ("exponential_decay_length_penalty", [0, 1e200]),
+     ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1)],
 )  # fmt: skip
 def test_generation_settings_that_cannot_be_used_are_refused_at_load(
     made: Callable[..., Path], key: str, value: Any
@@ -115,8 +116,11 @@ def test_tokens_beside_the_vocabulary_may_be_forbidden() -> None:
     # Idefics has scores for 2 tokens beside its vocab_size, and its own settings forbid them.
     from nstf.runtime.loading import _vocabulary
 
-    assert _vocabulary(SimpleNamespace(config=SimpleNamespace(vocab_size=64, additional_vocab_size=2))) == 66
-    assert _vocabulary(SimpleNamespace(config=SimpleNamespace())) is None
+    def of(**stated: int) -> int | None:
+        return _vocabulary(SimpleNamespace(config=SimpleNamespace(**stated)))
+
+    assert of(vocab_size=64, additional_vocab_size=2) == of(vocab_size=32, decoder_vocab_size=66) == 66
+    assert of() is None
 
 
 def test_no_memory_is_not_the_files_fault(made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
