@@ -66,9 +66,9 @@ def compile_matrix(
     exact: float32 activations throughout; otherwise int8 where the processor has fast instructions for them. way: how a
     CP, Tucker or tensor train is multiplied: `steps` (through its factors) or `decoded` (once, now); by the counted work
     when empty. panels: threads that repack integers and grids into panels, where the instruction set has some, and copy path
-    codes and shuffle codes as they are: copies of the same size in large pages, of which panels are multiplied about twice as
-    fast from the caches; 0: all is read as it is stored. panel_source: the same tensor in other arrays, which what is copied
-    is read from and which are not kept.
+    codes and shuffle codes as they are: copies of the same size in large pages, of which panels are multiplied about twice
+    as fast from the caches; 0: all is read as it is stored. panel_source: the same tensor in other arrays, which what is
+    copied is read from and which are not kept.
     Raises ValueError for a tensor that is no matrix.
     """
     if len(encoded.shape) != 2:
