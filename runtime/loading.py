@@ -37,7 +37,7 @@ from nstf.runtime.fused import choose_products
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import Ranks, join, local_device
-from nstf.runtime.skeleton import build_skeleton, harmless, leads_away, tied_aliases
+from nstf.runtime.skeleton import ARGUMENTS_OF, build_skeleton, harmless, leads_away, tied_aliases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -243,7 +243,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
-                Path(folder, name).write_bytes(_without_code(name, content))
+                Path(folder, name).write_bytes(_without_code(name, content, where))
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
@@ -256,25 +256,32 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             ) from error
 
 
-def _without_code(name: str, content: bytes) -> bytes:
-    """A tokenizer's file, where it holds settings without those that lead to code or to another file; what is no JSON as it
-    is, for its reader to refuse."""
+def _without_code(name: str, content: bytes, where: str) -> bytes:
+    """A tokenizer's file, where it holds settings without those that lead to code or to another file.
+
+    Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
+    """
     if not name.endswith(_SETTINGS) and name != _SPECIAL_TOKENS:
         return content
     try:
-        check_nesting(content, "the settings")
+        check_nesting(content, "the text")
         found = json.loads(content.decode("utf-8-sig"))
-    except ValueError:
-        return content
+    except ValueError as error:
+        raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
         found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     return json.dumps(_stripped(found)).encode()
 
 
-def _stripped(value: Any) -> Any:
+def _stripped(value: Any, arguments: bool = True) -> Any:
+    """arguments: whether the keys of a dictionary become arguments of a class, not words or tokens."""
     if isinstance(value, dict):
-        return {k: _stripped(v) for k, v in value.items() if not leads_away(k, v)}
-    return [_stripped(v) for v in value] if isinstance(value, list) else value
+        return {
+            k: _stripped(v, k.endswith(ARGUMENTS_OF))
+            for k, v in value.items()
+            if not leads_away(k, v, arguments)
+        }
+    return [_stripped(v, False) for v in value] if isinstance(value, list) else value
 
 
 def load_tensors(
@@ -443,9 +450,23 @@ def _set_generation_config(model: Any, artifact: Artifact) -> None:
         return
     from transformers import GenerationConfig
 
-    vocab = getattr(model.config, "vocab_size", None)
-    stated = check_generation(artifact.object("generation_config.json"), artifact.path, vocab=vocab)
+    stated = check_generation(
+        artifact.object("generation_config.json"), artifact.path, vocab=_vocabulary(model)
+    )
     try:
         model.generation_config = GenerationConfig.from_dict(stated)
+    except MemoryError:  # not the file's fault
+        raise
     except Exception as error:
         raise CorruptError(f"{artifact.path}: its generation_config.json cannot be used ({error})") from error
+
+
+def _vocabulary(model: Any) -> int | None:
+    """How many tokens a model has scores for, at most; None where its config does not say.
+
+    Idefics has some beside its `vocab_size`, and Marian may have others for what it writes than for what it reads.
+    """
+    names = ("vocab_size", "decoder_vocab_size", "tgt_vocab_size")
+    stated = [n for name in names if type(n := getattr(model.config, name, None)) is int]
+    more = getattr(model.config, "additional_vocab_size", None)
+    return max(stated) + (more if type(more) is int else 0) if stated else None

@@ -114,15 +114,23 @@ def harmless(value: Any, depth: int = 0) -> Any:
 
 # Of settings of tokenizers: how keys end that name files or folders, and keys whose text is taken for a file's name. The
 # arguments by place (`init_inputs`) are what a slow tokenizer of long ago was made with: files too.
-_FILE_ENDINGS = ("_file", "_files", "_path", "_dir", "_spm", "mecab_option")
+_FILE_ENDINGS = ("_files", "_path", "_dir", "_spm", "mecab_option")
 _FILE_TEXTS = ("vocab", "merges")
+# How keys end whose dictionaries hold arguments, too: of a library that a tokenizer calls, of a part of a processor.
+ARGUMENTS_OF = ("_kwargs", "_processor", "_extractor", "tokenizer")
 
 
-def leads_away(key: str, value: object = None) -> bool:
-    """Whether a setting of a tokenizer leads to code, to a repository or to another file; `__type` marks an added token."""
-    if (key.startswith("_") and key != "__type") or key in _IGNORED_KEYS or key.endswith(_FILE_ENDINGS):
+def leads_away(key: str, value: object = None, argument: bool = True) -> bool:
+    """Whether a setting of a tokenizer leads to code, to a repository or to another file; `__type` marks an added token.
+
+    argument: whether the key becomes an argument of a class; words and tokens are keys of other dictionaries.
+    """
+    if (key.startswith("_") and key != "__type") or key in _IGNORED_KEYS or key.endswith("_file"):
         return True
-    return key == "init_inputs" or (key in _FILE_TEXTS and isinstance(value, str))
+    if not argument:
+        return False
+    texts = key in _FILE_TEXTS and isinstance(value, str)
+    return texts or key == "init_inputs" or key.endswith(_FILE_ENDINGS)
 
 
 def _names_a_place(value: object) -> bool:

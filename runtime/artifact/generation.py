@@ -4,12 +4,16 @@ transformers looks at most of them when the first token is chosen, and raises er
 (a cache for each of `num_beams`). So each is checked when the file is loaded.
 """
 
+import logging
 import math
+from functools import lru_cache
 from typing import Any
 
 from nstf.errors import CorruptError
 from nstf.runtime.artifact.config import MAX_INTEGER, Config
 from nstf.runtime.artifact.header import short
+
+_log = logging.getLogger("nstf")
 
 _LONGEST = 1 << 40
 # Sequences that are decoded side by side, each with a cache of its own.
@@ -17,14 +21,14 @@ MAX_BEAMS = 1_024
 # Whole numbers: the most that may stand there. -1 stands for "off" in some files, and 50.0 for 50.
 _INTEGERS = dict.fromkeys(
     "max_length max_new_tokens min_length min_new_tokens top_k no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "num_assistant_tokens prompt_lookup_num_tokens prefill_chunk_size".split(),
+    "num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size prefill_chunk_size".split(),
     _LONGEST,
-) | dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), MAX_BEAMS)
+) | dict.fromkeys(("num_beams", "num_return_sequences"), MAX_BEAMS)
 # Numbers: the range of each. What is beyond float64 is an integer of hundreds of digits.
 _ANY = (-1e300, 1e300)
 _NUMBERS = {
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "guidance_scale", "penalty_alpha", "max_time"), _ANY),
-    **dict.fromkeys(("length_penalty", "diversity_penalty"), _ANY),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "guidance_scale", "max_time"), _ANY),
+    "length_penalty": (-25, 25),  # a power of the text's length, which is a float64 for the longest
     **dict.fromkeys(
         ("temperature", "top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"), (0, 1e300)
     ),
@@ -33,14 +37,16 @@ _NUMBERS = {
 # Off where they are 0 (or, of whole numbers, below).
 _ABOVE_ZERO = frozenset(
     "temperature top_p typical_p top_h repetition_penalty encoder_repetition_penalty num_beams num_return_sequences "
-    "num_beam_groups prefill_chunk_size".split()
+    "prefill_chunk_size prompt_lookup_num_tokens max_matching_ngram_size".split()
 )
 _SWITCHES = frozenset(
     "do_sample use_cache renormalize_logits remove_invalid_values return_dict_in_generate output_scores output_logits "
     "output_attentions output_hidden_states".split()
 )
 # transformers decodes by code from its hub for these, which is never run; and what it sets for itself.
-_LEFT_OUT = frozenset("constraints dola_layers force_words_ids is_assistant penalty_alpha".split())
+_LEFT_OUT = frozenset(
+    "constraints diversity_penalty dola_layers force_words_ids is_assistant num_beam_groups penalty_alpha".split()
+)
 
 
 def _is_token(value: Any) -> bool:
@@ -56,18 +62,27 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _are_words(value: Any) -> bool:
-    return isinstance(value, list) and all(_are_tokens(word) and word for word in value)
+    """Lists of tokens that a model has, whose scores are looked up: none is below 0."""
+    return isinstance(value, list) and all(_are_tokens(word) and word and min(word) >= 0 for word in value)
 
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and _are_tokens(pair[0]) and pair[0] and _is_number(pair[1])
+        isinstance(pair, list) and len(pair) == 2 and _are_words(pair[:1]) and _is_number(pair[1])
         for pair in value
     )
 
 
+def _largest_token(key: str, value: Any) -> int:
+    """Of the words in `bad_words_ids` and `sequence_bias`, each of its own form; -1 for other settings."""
+    words = value if key == "bad_words_ids" else [pair[0] for pair in value] if key == "sequence_bias" else []
+    return max(map(max, words), default=-1)
+
+
 def _is_decay(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_token(value[0]) and _is_number(value[1])
+    """From which token on, and a factor whose powers change the score of the text's end."""
+    good = isinstance(value, list) and len(value) == 2 and _is_token(value[0]) and _is_number(value[1])
+    return good and abs(value[1]) <= 100
 
 
 def _are_texts(value: Any) -> bool:
@@ -80,7 +95,7 @@ _FORMS = {
     "begin_suppress_tokens": (_are_tokens, "a list of tokens"),
     "bad_words_ids": (_are_words, "a list of lists of tokens"),
     "sequence_bias": (_is_bias, "a list of pairs, of tokens and a number"),
-    "exponential_decay_length_penalty": (_is_decay, "a whole number and a number"),
+    "exponential_decay_length_penalty": (_is_decay, "a whole number and a number up to 100"),
     "stop_strings": (_are_texts, "a text, or a list of texts"),
 }
 
@@ -91,27 +106,73 @@ def check_generation(
     """The settings that say something: whole numbers as such, none that are off, none that need foreign code.
 
     source: the file inside that states them. vocab: tokens of the model, where they are known: those that a text is forced
-    to begin or end with must be among them. Raises CorruptError for values that `generate` cannot use.
+    to begin or end with, and those of words with a bias, must be among them. What changes a text and is left out is named
+    in one warning. Raises CorruptError for values that `generate` cannot use.
     """
     found: dict[str, Any] = {}
+    left_out = []
     for key, value in stated.items():
-        if value is None or key in _LEFT_OUT:
+        if value is None:
+            continue
+        if key in _LEFT_OUT:
+            if _says_something(key, value, stated):
+                left_out.append(key)
             continue
         if wanted := _wanted(key, value, vocab):
             raise CorruptError(
                 f"{where}: its {source} says {key} is {short(value)}, expected {wanted}; "
                 "the file is damaged, fetch or convert it again"
             )
-        if key in _FORMS and value == []:
+        if key in _FORMS and value in ([], ""):
+            continue
+        if key == "exponential_decay_length_penalty" and not _has_end(stated, vocab):
+            left_out.append(key)
             continue
         if key in _ABOVE_ZERO and value <= 0:
             if key == "temperature":  # the likeliest token, that is
                 found["do_sample"] = False
         elif key not in _INTEGERS:
-            found.setdefault(key, value)
+            # As a whole number its power of the length would be one of hundreds of digits.
+            found.setdefault(key, float(value) if key == "length_penalty" else value)
         elif value >= 0:
             found[key] = int(value)
+    if found.get("do_sample") is False and found.get("num_beams", 1) == 1 and _draws_nothing(stated):
+        if found.pop("num_return_sequences", 1) > 1:  # one and the same text, that often
+            left_out.append("num_return_sequences")
+    if left_out:
+        _warn_once(
+            f"{where}: its {source} says {', '.join(sorted(left_out))}: left out, the model decodes without"
+        )
     return found
+
+
+def _says_something(key: str, value: Any, stated: Config) -> bool:
+    """Whether a setting that is left out would have changed a text; files of older versions state all, most of them off."""
+    groups = stated.get("num_beam_groups")
+    if key in ("num_beam_groups", "diversity_penalty"):
+        return groups not in (None, 0, 1) and bool(value)
+    if key == "penalty_alpha":  # draws, and the likeliest token alone, know nothing of it
+        return bool(value) and stated.get("do_sample") is not True and stated.get("top_k") not in (0, 1)
+    return key != "is_assistant" and bool(value)
+
+
+def _has_end(stated: Config, vocab: int | None) -> bool:
+    """Whether there is a token whose score can be raised to end a text."""
+    end = stated.get("eos_token_id")
+    tokens = end if isinstance(end, list) else [end]
+    most = MAX_INTEGER if vocab is None else vocab - 1
+    return all(type(t) is int and 0 <= t <= most for t in tokens)
+
+
+def _draws_nothing(stated: Config) -> bool:
+    temperature = stated.get("temperature")
+    return temperature is not None and temperature <= 0
+
+
+@lru_cache(maxsize=256)
+def _warn_once(message: str) -> None:
+    """A file is looked at more than once on its way to a text: by the engine, and by transformers where that has to."""
+    _log.warning("%s", message)
 
 
 def _wanted(key: str, value: Any, vocab: int | None) -> str:
@@ -132,4 +193,6 @@ def _wanted(key: str, value: Any, vocab: int | None) -> str:
     if key in _SWITCHES:
         return "" if type(value) is bool else "true or false"
     good_form, form = _FORMS.get(key, (None, ""))
-    return "" if good_form is None or good_form(value) else form
+    if good_form is not None and value != [] and not good_form(value):
+        return form
+    return "" if vocab is None or _largest_token(key, value) < vocab else f"tokens up to {vocab - 1}"

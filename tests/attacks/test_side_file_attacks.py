@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ def file_with(path: Path, **files: Any) -> Path:
      ("num_beams", 10**9), ("num_return_sequences", 10**6), ("bad_words_ids", "x"), ("bad_words_ids", [[]]),
      ("suppress_tokens", "x"), ("begin_suppress_tokens", "x"), ("forced_eos_token_id", 64), ("forced_bos_token_id", 10**9),
      ("sequence_bias", {"a": 1}), ("sequence_bias", 5), ("exponential_decay_length_penalty", 5), ("stop_strings", 5),
+     ("bad_words_ids", [[64]]), ("bad_words_ids", [[-1]]), ("sequence_bias", [[[64], 1.0]]),
+     ("sequence_bias", [[[-1], 1.0]]), ("length_penalty", 1e300), ("length_penalty", -26), ("max_matching_ngram_size", "x"),
+     ("exponential_decay_length_penalty", [0, 1e200]),
      ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1)],
 )  # fmt: skip
 def test_generation_settings_that_cannot_be_used_are_refused_at_load(
@@ -54,6 +58,12 @@ def test_generation_settings_that_cannot_be_used_are_refused_at_load(
     [{"temperature": 0}, {"temperature": 0, "do_sample": True}, {"top_p": 0}, {"typical_p": 0}, {"repetition_penalty": 0},
      {"num_beams": 0}, {"num_return_sequences": -1}, {"bad_words_ids": []}, {"suppress_tokens": []},
      {"prefill_chunk_size": 0}, {"prefill_chunk_size": -1}, {"dola_layers": "low"}, {"penalty_alpha": 0.5},
+     {"num_beam_groups": 2, "num_beams": 2, "diversity_penalty": 0.5}, {"exponential_decay_length_penalty": [1, 1.1]},
+     {"exponential_decay_length_penalty": []}, {"exponential_decay_length_penalty": [1, 1.1], "eos_token_id": 99},
+     {"exponential_decay_length_penalty": [1, 1.1], "eos_token_id": 2}, {"bad_words_ids": [[63]]},
+     {"temperature": 0, "num_return_sequences": 3}, {"stop_strings": ""}, {"stop_strings": []},
+     {"max_matching_ngram_size": 0, "prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 0},
+     {"length_penalty": 25, "num_beams": 2}, {"length_penalty": -25, "num_beams": 2},
      {"force_words_ids": [[1]]}, {"is_assistant": "x"}, {"sequence_bias": [[[1], 1.5]]}, {"suppress_tokens": [10**6]}],
 )  # fmt: skip
 def test_generation_settings_that_say_off_or_need_foreign_code_leave_a_model_that_generates(
@@ -66,6 +76,67 @@ def test_generation_settings_that_say_off_or_need_foreign_code_leave_a_model_tha
 def test_a_temperature_of_0_takes_the_likeliest_token(made: Callable[..., Path]) -> None:
     model: Any = load(made(LLAMA, generation_config=b'{"do_sample": true, "temperature": 0}'))
     assert model.generation_config.do_sample is False
+
+
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+     ({"dola_layers": "low", "constraints": [1]}, "constraints, dola_layers"),
+     ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "diversity_penalty, num_beam_groups"),
+     ({"exponential_decay_length_penalty": [1, 1.1]}, "exponential_decay_length_penalty"),
+     ({"temperature": 0, "num_return_sequences": 3}, "num_return_sequences"),
+     # What transformers wrote for settings that are off.
+     ({"num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": None, "constraints": None}, ""),
+     ({"temperature": 0, "num_beams": 3, "num_return_sequences": 3}, ""), ({"is_assistant": False}, "")],
+)  # fmt: skip
+def test_generation_settings_that_are_left_out_are_named(
+    made: Callable[..., Path], caplog: pytest.LogCaptureFixture, stated: dict[str, Any], named: str
+) -> None:
+    path = made(LLAMA, generation_config=json.dumps(stated).encode())
+    with caplog.at_level("WARNING", "nstf"):
+        load(path)
+    said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(said) == bool(named) and (not named or f"says {named}" in said[0])
+
+
+def test_settings_that_transformers_writes_are_accepted(made: Callable[..., Path]) -> None:
+    from transformers import GenerationConfig
+
+    stated = GenerationConfig(
+        eos_token_id=2, bad_words_ids=[[63]], num_beams=2, length_penalty=0.8, max_length=9
+    )
+    for full in (stated.to_json_string(use_diff=False), stated.to_json_string()):
+        model: Any = load(made(LLAMA, generation_config=full.encode()))
+        assert (
+            model.generation_config.bad_words_ids == [[63]] and model.generation_config.length_penalty == 0.8
+        )
+
+
+def test_tokens_beside_the_vocabulary_may_be_forbidden() -> None:
+    # Idefics has scores for 2 tokens beside its vocab_size, and its own settings forbid them.
+    from nstf.runtime.loading import _vocabulary
+
+    def of(**stated: int) -> int | None:
+        return _vocabulary(SimpleNamespace(config=SimpleNamespace(**stated)))
+
+    assert of(vocab_size=64, additional_vocab_size=2) == of(vocab_size=32, decoder_vocab_size=66) == 66
+    assert of() is None
+
+
+def test_no_memory_is_not_the_files_fault(made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GenerationConfig
+
+    original = GenerationConfig.from_dict
+
+    def full(stated: dict[str, Any], **others: Any) -> Any:
+        if "max_time" in stated:  # these, and not those that the model has from its config
+            raise MemoryError
+        return original(stated, **others)
+
+    path = made(LLAMA, generation_config=b'{"eos_token_id": 2, "max_time": 9}')
+    monkeypatch.setattr(GenerationConfig, "from_dict", full)
+    with pytest.raises(NstfError, match="not enough memory"):
+        load(path)
 
 
 @pytest.mark.parametrize("decoder", [[1], {"0": "x"}, {"0": None}, {"9" * 5000: {"content": "x"}}, 5])
@@ -93,30 +164,67 @@ def test_json_in_utf_16_does_not_hide_its_brackets() -> None:
     assert parse_object('\ufeff{"a": "\u0122"}'.encode(), "m.nstf", "config.json") == {"a": "\u0122"}
 
 
-@pytest.mark.parametrize(
-    ("name", "stated"),
-    [("special_tokens_map", {"vocab_file": "secret.json", "merges_file": "secret.txt"}),
-     ("special_tokens_map", {"source_spm": "secret.json", "vocab": "secret.json"}),
-     ("tokenizer_config", {"vocab": "secret.json", "merges": "secret.txt"}),
-     ("tokenizer_config", {"init_inputs": ["secret.json", "secret.txt"]})],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["CTRLTokenizer", "BertTokenizer", "EsmTokenizer", "GPT2Tokenizer"])
-def test_a_tokenizer_is_made_of_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, stated: dict[str, Any]
-) -> None:
-    (tmp_path / "secret.json").write_text('{"S3CR3T": 0, "a": 1, "b": 2, "ab": 3}')
-    (tmp_path / "secret.txt").write_text("#version: 0.2\na b\n")
-    monkeypatch.chdir(tmp_path)
+_FILES = {"vocab_file": "secret.json", "merges_file": "secret.txt"}
+_TEXTS = {"vocab": "secret.json", "merges": "secret.txt"}
+_PLACES = {"init_inputs": ["secret.json", "secret.txt"]}
+
+
+def other_files(folder: Path, kind: str, name: str, stated: dict[str, Any]) -> Path:
+    """An artifact whose tokenizer's file `name` states other files, which lie in `folder`."""
+    (folder / "secret.json").write_text('{"S3CR3T": 0, "a": 1, "b": 2, "ab": 3}')
+    (folder / "secret.txt").write_text("#version: 0.2\na b\n")
     files = {"tokenizer_config": {"tokenizer_class": kind}}
     files[name] = {**files.get(name, {}), **stated}
     content = {f"{k}.json": json.dumps(v).encode() for k, v in files.items()}
-    path = tmp_path / "m.nstf"
-    write_artifact(path, tensors(), {"config.json": json.dumps(LLAMA).encode(), **content})
-    try:
-        known = load_tokenizer(path).get_vocab()
-    except NstfError:
-        return
-    assert not any("S3CR3T" in word for word in known)
+    write_artifact(folder / "m.nstf", tensors(), {"config.json": json.dumps(LLAMA).encode(), **content})
+    return folder / "m.nstf"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stated", "loads"),
+    [("CTRLTokenizer", "special_tokens_map", _FILES, False), ("EsmTokenizer", "special_tokens_map", _FILES, False),
+     ("BertTokenizer", "special_tokens_map", _FILES, True), ("GPT2Tokenizer", "special_tokens_map", _FILES, True),
+     ("BertTokenizer", "special_tokens_map", {"vocab": "secret.json"}, True),
+     ("BertTokenizer", "tokenizer_config", _TEXTS, True), ("GPT2Tokenizer", "tokenizer_config", _TEXTS, True),
+     ("GPT2Tokenizer", "tokenizer_config", _PLACES, True)],
+)  # fmt: skip
+def test_a_tokenizer_is_made_of_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, stated: dict[str, Any], loads: bool
+) -> None:
+    # Each of them is made of secret.json where transformers reads these settings as they are.
+    monkeypatch.chdir(tmp_path)
+    path = other_files(tmp_path, kind, name, stated)
+    if loads:
+        assert not any("S3CR3T" in word for word in load_tokenizer(path).get_vocab())
+    else:
+        with pytest.raises(NstfError, match="cannot build a tokenizer"):
+            load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_settings_of_a_tokenizer_that_are_not_read_here_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # They went to transformers as they were, which reads lists within lists of any depth.
+    monkeypatch.chdir(tmp_path)
+    deep: Any = 1
+    for _ in range(65):
+        deep = [deep]
+    path = other_files(tmp_path, "BertTokenizer", name, {**_FILES, **_TEXTS, "x": deep})
+    with pytest.raises(CorruptError, match=f"its {name}.json is not JSON that can be read"):
+        load_tokenizer(path)
+    for raw in (b"{", b"\xff", b""):
+        with pytest.raises(CorruptError, match=f"its {name}.json"):
+            load_tokenizer(file_with(tmp_path / "m.nstf", **{name: raw}))
+
+
+def test_words_are_no_arguments() -> None:
+    from nstf.runtime.loading import _stripped
+
+    words = {"x_path": 1, "vocab": "a", "init_inputs": 2}
+    assert _stripped({"ids": words, "list": [words], "x_file": 1}) == {"ids": words, "list": [words]}
+    for key in ("mecab_kwargs", "image_processor"):
+        assert _stripped({key: words, "a": {key: {**words, "kept": 1}}}) == {key: {}, "a": {key: {"kept": 1}}}
 
 
 def test_special_tokens_stay(tmp_path: Path) -> None:
