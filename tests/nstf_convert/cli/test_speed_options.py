@@ -10,7 +10,10 @@ from nstf.errors import BudgetError
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--target", "gfx9000"], "unknown target 'gfx9000': choose from cpu, avx2, avx2-vnni, avx512, neon, gfx90a"),
+        (
+            ["--target", "gfx9000"],
+            "unknown target 'gfx9000': choose from cpu, avx2, avx2-vnni, avx512, neon, gfx90a",
+        ),
         (["--target", "avx2,,sm_9"], "unknown target 'sm_9'"),
         (["--prefer", "fast"], "the preference 'fast' is not known: choose balance, size, speed"),
         (["--min-speed", "very"], "--min-speed 'very' is no speed: write 1.5"),
