@@ -17,6 +17,7 @@ one 4-bit matrix with one row of activations against torch's `_weight_int4pack_m
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -156,13 +157,26 @@ def fastest(call: Callable[[], object], times: int = 30) -> float:
     return best
 
 
-def first_token(command: list[str]) -> float:
-    """Seconds from the start of a process to its end, after one token. Python's modules are compiled, as pip leaves them: a
-    process that may not keep what it compiles (PYTHONDONTWRITEBYTECODE) would do so every time."""
+def first_token(command: list[str], echo: str = "") -> float:
+    """Seconds from the start of a process until it has written its first token, after `echo` where it repeats the prompt.
+
+    Python's modules are compiled, as pip leaves them: a process that may not keep what it compiles (PYTHONDONTWRITEBYTECODE)
+    would do so every time.
+    """
     compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    written, seconds = b"", None
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=compiled)
-    return time.perf_counter() - start
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=compiled
+    ) as process:
+        assert process.stdout is not None
+        while more := os.read(process.stdout.fileno(), 1 << 16):
+            written += more
+            if seconds is None and len(written.strip()) > len(echo.encode()):
+                seconds = time.perf_counter() - start
+    if process.returncode or seconds is None or not written.strip().startswith(echo.encode()):
+        raise RuntimeError(f"{shlex.join(command)} wrote no token")
+    return seconds
 
 
 def peak_memory(artifact: Path, prompt: int, threads: int) -> dict[str, int]:
@@ -355,7 +369,9 @@ def start_and_memory(arguments: argparse.Namespace, simple: Path | None) -> dict
     if simple is not None:
         for gguf in arguments.gguf:
             command = [str(simple), "-m", str(gguf), "-n", "1", PROMPT_TEXT]
-            found["first_token"][gguf.name] = statistics.median(first_token(command) for _ in rounds)
+            found["first_token"][gguf.name] = statistics.median(
+                first_token(command, PROMPT_TEXT) for _ in rounds
+            )
     for name, seconds in found["first_token"].items():
         print(f"{name}: first token {seconds:.2f} s after the start of the process")
     return found

@@ -172,7 +172,9 @@ def measure_start(args: argparse.Namespace, work: Work, results: Results) -> Non
     for kind in args.types:
         own = [sys.executable, *cpu_engine.FIRST_TOKEN[""], str(ours(work, kind, isa)), text]
         other = [str(simple), "-m", str(theirs(work, kind)), "-n", "1", text]
-        found = [(cpu_engine.first_token(own), cpu_engine.first_token(other)) for _ in range(args.rounds)]
+        found = [
+            (cpu_engine.first_token(own), cpu_engine.first_token(other, text)) for _ in range(args.rounds)
+        ]
         seconds = (statistics.median(x) for x in zip(*found, strict=True))
         results.put(dict(zip(("nstf", PEER), seconds, strict=True)), "start", kind)
 

@@ -33,13 +33,13 @@ from nstf.kernels.formats import decode
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.digests import Verifying
-from nstf.runtime.attention_plan import AttentionPlan
-from nstf.runtime.engine_attention import int8_plan, layer_plan, read_plan
+from nstf.runtime.copying import Copying
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nstf.runtime.attention_plan import AttentionPlan
     from nstf.runtime.token_sampler import TokenSampler
 
 _log = logging.getLogger("nstf")
@@ -77,12 +77,14 @@ class Engine:
         kv_cache: str = "float16",
         attention: str | AttentionPlan = "full",
         panels: bool | None = None,
+        copy_later: bool = False,
     ) -> None:
         """threads: None for as many as torch uses. kv_cache: what keys and values are kept as, `float16` or `int8`.
         attention: `full`, or `planned` for the artifact's attention plan, which says how they are kept itself; or a plan.
         panels: repack integers and grids, which are multiplied faster then; None: those of files up to 512 MiB that are
         mapped, where this takes the place of the file's pages in memory. Where memory does not suffice, the rest stays as it
         is stored. Panels are made of the file: what was written into the artifact's arrays is only seen with False.
+        copy_later: panels are made while the caller goes on; it calls `finish`, whatever happens, before anything else here.
 
         Raises UnsupportedError for a model the engine does not run as transformers would, UsageError for another kv_cache
         or attention and where there is no plan, CorruptError for a plan that cannot be read.
@@ -100,13 +102,18 @@ class Engine:
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
-        self.plan = None if attention == "full" else read_plan(artifact, self.config, attention)
+        self.plan, plans = _planned(artifact, self.config, kv_cache, attention)
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:
             source = self._panel_source(artifact, panels)
-            matrices = _Matrices(artifact, exact, source, min(threads or usual_threads(), PANEL_THREADS))
-            self._engine, self.kernels = _build(artifact, self.config, matrices, self._layer_plans())
+            matrices = _Matrices(artifact, exact, source)
+            self._engine, self.kernels = _build(artifact, self.config, matrices, plans)
+            self._copying = Copying(
+                matrices.copies, min(threads or usual_threads(), PANEL_THREADS), copy_later
+            )
+            if not copy_later:
+                self._copying.finish()
         except MemoryError as error:
             raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
@@ -141,14 +148,13 @@ class Engine:
             finally:
                 check.wait()  # a damaged file is called that, whatever the engine says of it
 
-    def _layer_plans(self) -> list[dict[str, Any]]:
-        """What each layer is told of its attention; empty for dense attention over float16."""
-        shape = self.config.shape
-        if self.plan is not None:
-            return [layer_plan(layer) for layer in self.plan.layers]
-        if self.kv_cache == "int8":
-            return [int8_plan(shape["kv_heads"])] * int(shape["layers"])
-        return []
+    def finish(self) -> None:
+        """Returns when all panels are made; before, nothing else may be called. Raises NstfError where memory does not
+        suffice."""
+        try:
+            self._copying.finish()
+        except MemoryError as error:
+            raise NstfError("not enough memory to repack the file's codes") from error
 
     @property
     def context(self) -> int:
@@ -316,15 +322,32 @@ def may_repack(artifact: Artifact, exact: bool) -> bool:
     return not exact and artifact.size_bytes <= PANEL_BYTES
 
 
+def _planned(
+    artifact: Artifact, config: EngineConfig, kv_cache: str, attention: str | AttentionPlan
+) -> tuple[AttentionPlan | None, list[dict[str, Any]]]:
+    """The attention plan, and what each layer is told of it: nothing for dense attention over float16, which most files
+    have and which does without these modules."""
+    if attention == "full" and kv_cache == "float16":
+        return None, []
+    from nstf.runtime.engine_attention import int8_plan, layer_plan, read_plan
+
+    if attention == "full":
+        return None, [int8_plan(config.shape["kv_heads"])] * int(config.shape["layers"])
+    plan = read_plan(artifact, config, attention)
+    return plan, [layer_plan(layer) for layer in plan.layers]
+
+
 class _Matrices:
     """A file's matrices for the C++ engine, each made once, and the kernel of every one by tensor name.
 
-    source: where what `threads` threads repack into panels is read from, which is not kept; None for no panels.
+    source: where what is repacked into panels is read from, which is not kept; None for no panels. They may be used once
+    `copies` have run.
     """
 
-    def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None, threads: int) -> None:
+    def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None) -> None:
         self.kernels: dict[str, str] = {}
-        self._artifact, self._exact, self._source, self._threads = artifact, exact, source, threads
+        self.copies = ext.EngineCopies()
+        self._artifact, self._exact, self._source = artifact, exact, source
         self._made: dict[str, Any] = {}
 
     def __call__(self, name: str) -> Any:
@@ -339,7 +362,7 @@ class _Matrices:
         if self._source is not None:
             try:
                 source = self._source.views(name)
-                return compile_matrix(encoded, self._exact, panels=self._threads, panel_source=source)
+                return compile_matrix(encoded, self._exact, panel_source=source, copies=self.copies)
             except MemoryError:
                 self._source = None
                 _log.warning(

@@ -63,9 +63,13 @@ def stream(
     ):
         stop, usual = _generation(artifact)
         settings = Settings(**(usual | dict(sampling or {})))
-        tokenizer = _tokenizer(artifact)
-        engine = Engine(artifact, exact, threads, kv_cache, attention)
-        ids = tokenizer.encode(prompt).ids
+        # The tokenizers library keeps Python for itself while it reads a vocabulary; panels are made meanwhile.
+        engine = Engine(artifact, exact, threads, kv_cache, attention, copy_later=True)
+        try:
+            tokenizer = _tokenizer(artifact)
+            ids = tokenizer.encode(prompt).ids
+        finally:
+            engine.finish()
         if check is not None:
             check.wait()
     if not ids:

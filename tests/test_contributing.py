@@ -45,6 +45,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     for folder, package in PACKAGES.items():
         package.__path__.append(str(tmp_path / "examples" / folder))
     tree._formats.cache_clear()
+    tree._format.cache_clear()
     for package in (nstf.quantizers, nstf.decomposers):
         monkeypatch.setattr(package, "METHODS", package.listed())
     names = {path: "nstf." + path.removesuffix(".py").replace("/", ".") for path in EXAMPLES}
@@ -56,6 +57,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         delattr(sys.modules[parent], child)
         del sys.modules[name]
     tree._formats.cache_clear()
+    tree._format.cache_clear()
     methods._source.cache_clear()
 
 

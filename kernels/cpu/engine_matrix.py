@@ -60,6 +60,7 @@ def compile_matrix(
     way: str = "",
     panels: int = 0,
     panel_source: EncodedTensor | None = None,
+    copies: Any = None,
 ) -> Any:
     """A matrix [rows, cols] as the engine's `EngineMatrix`, which keeps the arrays (tensors or memoryviews) alive.
 
@@ -68,9 +69,22 @@ def compile_matrix(
     when empty. panels: threads that repack integers and grids into panels, where the instruction set has some, and copy path
     codes and shuffle codes as they are: copies of the same size in large pages, of which panels are multiplied about twice
     as fast from the caches; 0: all is read as it is stored. panel_source: the same tensor in other arrays, which what is
-    copied is read from and which are not kept.
+    copied is read from and which are not kept. copies: an `ext.EngineCopies` that what is copied is left to: the matrix may
+    be used once its `run(threads)` has returned, and `panels` counts for nothing then.
     Raises ValueError for a tensor that is no matrix.
     """
+    if copies is not None or not panels:
+        return _compiled(encoded, exact, way, panel_source, copies)
+    copies = ext.EngineCopies()
+    made = _compiled(encoded, exact, way, panel_source, copies)
+    copies.run(panels)
+    return made
+
+
+def _compiled(
+    encoded: EncodedTensor, exact: bool, way: str, panel_source: EncodedTensor | None, copies: Any
+) -> Any:
+    """`compile_matrix` with what is copied left to `copies`; nothing is where that is None."""
     if len(encoded.shape) != 2:
         raise ValueError(f"a tensor of shape {list(encoded.shape)} is no matrix")
     kind, params, arrays = encoded.tree.kind, encoded.tree.params, encoded.arrays
@@ -80,12 +94,12 @@ def compile_matrix(
 
     def child(name: str) -> Any:
         source = None if panel_source is None else child_encoded(panel_source, name)
-        return compile_matrix(child_encoded(encoded, name), exact, way, panels, source)
+        return _compiled(child_encoded(encoded, name), exact, way, source, copies)
 
     if getattr(params, "lead", 1) == 1:
         if kind in _PACKED and _has_whole_blocks(params, cols):
-            if panels and not exact and kind in ("int", "grid"):
-                made = ext.engine_packed(packed(panel_source or encoded), False, panels)
+            if copies is not None and not exact and kind in ("int", "grid"):
+                made = ext.engine_packed(packed(panel_source or encoded), False, copies)
                 if panel_source is None or made.kernel.startswith("panels"):
                     return made
             leaf = packed(encoded)
@@ -96,9 +110,9 @@ def compile_matrix(
             if short is not None:
                 return ext.engine_reshaped(short, rows, cols)
         if kind == "trellis":
-            return _trellis(panel_source or encoded, exact, panels)
+            return _trellis(panel_source or encoded, exact, copies)
         if kind == "shuffle":
-            return _shuffle(panel_source or encoded, exact, panels)
+            return _shuffle(panel_source or encoded, exact, copies)
         if kind == "rotated":
             return _rotated(child("x"), params)
         if kind == "low_rank":
@@ -203,7 +217,7 @@ def _short_rows(encoded: EncodedTensor) -> Any:
     return ext.engine_packed(leaf, True)
 
 
-def _trellis(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
+def _trellis(encoded: EncodedTensor, exact: bool, copies: Any) -> Any:
     params, arrays = encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
     return ext.engine_trellis(
@@ -218,11 +232,11 @@ def _trellis(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
         stored_bits(arrays["scale_super"]),
         trellis.quantiles() if max(params.quarter_bits) > trellis.MOST_SUMMED else None,
         exact,
-        copy_threads,
+        copies,
     )
 
 
-def _shuffle(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
+def _shuffle(encoded: EncodedTensor, exact: bool, copies: Any) -> Any:
     params, arrays = encoded.tree.params, encoded.arrays
     rows, cols = encoded.shape
     return ext.engine_shuffle(
@@ -235,7 +249,7 @@ def _shuffle(encoded: EncodedTensor, exact: bool, copy_threads: int = 0) -> Any:
         stored_bits(arrays["scale_codes" if params.scale_bits == 8 else "scale"]),
         stored_bits(arrays["scale_super"]),
         exact,
-        copy_threads,
+        copies,
     )
 
 

@@ -20,7 +20,7 @@ import math
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -92,16 +92,34 @@ class EncodedTensor:
         return sum(a.numel() * a.element_size() for a in self.arrays.values())
 
 
+# Formats whose file has another name than its kind: `int` would hide Python's own.
+_FILES = {"int": "integer"}
+
+
+def _files() -> list[str]:
+    package = importlib.import_module("nstf.kernels.formats")
+    return [info.name for info in pkgutil.iter_modules(package.__path__)]
+
+
 @cache
 def _formats() -> dict[str, ModuleType]:
     """The formats by kind: every module of this package that names a KIND."""
-    package = importlib.import_module("nstf.kernels.formats")
     found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"nstf.kernels.formats.{info.name}")
+    for name in _files():
+        module = importlib.import_module(f"nstf.kernels.formats.{name}")
         if hasattr(module, "KIND"):
             found[module.KIND] = module
     return found
+
+
+# Not all that was ever asked for: a stranger's file may make up any name.
+@lru_cache(64)
+def _format(kind: str) -> ModuleType | None:
+    """The format of one kind. A file that is named as its kind is imported alone: all together take as long as reading a
+    small model's header."""
+    name = _FILES.get(kind, kind)
+    module = importlib.import_module(f"nstf.kernels.formats.{name}") if name in _files() else None
+    return module if getattr(module, "KIND", None) == kind else _formats().get(kind)
 
 
 def kinds() -> list[str]:
@@ -111,11 +129,12 @@ def kinds() -> list[str]:
 
 def format_of(kind: object) -> ModuleType:
     """The module that defines `kind`. Raises FormatError for a kind this version does not know."""
-    formats = _formats()
-    if not isinstance(kind, str) or kind not in formats:
-        known = ", ".join(sorted(formats))
-        raise UnknownKindError(f"unknown encoding {str(kind)[:60]!r}; this version reads {known}")
-    return formats[kind]
+    found = _format(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise UnknownKindError(
+            f"unknown encoding {str(kind)[:60]!r}; this version reads {', '.join(kinds())}"
+        )
+    return found
 
 
 def join(path: str, name: str) -> str:

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import nstf.runtime
+from nstf.errors import NstfError
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix, panel_threads
 from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.formats.tree import format_of
+from nstf.runtime import copying, engine_text
 from nstf.runtime import engine as engines
-from nstf.runtime import engine_text
 from nstf.runtime.artifact import open_artifact, write_artifact
+from nstf.runtime.copying import Copying
 from nstf.runtime.engine import Engine
 
 pytestmark = pytest.mark.skipif(
@@ -244,3 +246,47 @@ def test_what_is_written_into_a_loaded_model_is_what_its_engine_runs(
             array.copy_(array.flip(0))
     after = check(False)
     assert float((after - before).square().mean().sqrt()) > 0.5 * float(before.std())
+
+
+@pytest.mark.parametrize("name", sorted(NESTED))
+def test_panels_made_in_the_background_are_the_same(tiny: ModuleType, tmp_path: Path, name: str) -> None:
+    path = write(tiny, tmp_path, SMALL, NESTED[name])
+    with open_artifact(path) as artifact:
+        expected = Engine(artifact).forward(ids_of(9))
+        later = Engine(artifact, copy_later=True)
+    later.finish()
+    later.finish()
+    assert torch.equal(later.forward(ids_of(9)), expected)
+
+
+def test_without_a_thread_panels_are_made_where_one_waits(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    path = write(tiny, tmp_path, SMALL, INT8)
+    with open_artifact(path) as artifact:
+        expected = Engine(artifact).forward([3, 4])
+        monkeypatch.setattr(copying._thread, "start_new_thread", refuse)
+        later = Engine(artifact, copy_later=True)
+    later.finish()
+    assert torch.equal(later.forward([3, 4]), expected)
+
+
+def test_what_copying_in_the_background_raises_is_raised_where_one_waits(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Copies:
+        def run(self, threads: int) -> None:
+            raise MemoryError
+
+    monkeypatch.setattr(
+        engines, "Copying", lambda copies, threads, background: Copying(Copies(), threads, background)
+    )
+    with open_artifact(write(tiny, tmp_path, SMALL, INT8)) as artifact:
+        later = Engine(artifact, copy_later=True)
+        with pytest.raises(NstfError, match="not enough memory to repack"):
+            later.finish()
+        with pytest.raises(NstfError, match="not enough memory"):
+            Engine(artifact)

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -47,14 +49,42 @@ std::vector<float> optional(const nb::dict& d, const char* key) {
     return copied(nb::cast<Floats>(d[key]));
 }
 
-Held packed(nb::object linear, bool exact, int panel_threads) {
-    const auto* view = reinterpret_cast<const PackedView*>(nb::cast<uintptr_t>(linear.attr("view")()));
-    if (!exact && panel_threads > 0) {
-        Shared repacked;
+// Copies for matrices that were made, and what they read and write until they are.
+class HeldCopies {
+  public:
+    // target: where task(i) writes, i in [0, tasks); source: what it reads.
+    void add(int64_t tasks, std::function<void(int64_t)> task, std::shared_ptr<void> target, nb::object source) {
+        targets_.push_back(std::move(target));
+        sources_.push_back(std::move(source));
+        copies_.add(tasks, std::move(task));
+    }
+    Shared panels_of(const PackedView& view, nb::object source) {
+        targets_.emplace_back();  // first: nothing may fail once the copies know where the matrix lies
+        sources_.push_back(std::move(source));
+        Shared made = panels(view, copies_);
+        targets_.back() = made;
+        return made;
+    }
+    void run(int threads) {
         {
-            nb::gil_scoped_release release;  // a copy of the whole matrix
-            repacked = panels(*view, panel_threads);
+            nb::gil_scoped_release release;
+            copies_.run(threads);
         }
+        targets_.clear();
+        sources_.clear();
+    }
+
+  private:
+    Copies copies_;
+    std::vector<std::shared_ptr<void>> targets_;
+    std::vector<nb::object> sources_;
+};
+
+// copies: makes panels where there are some; null: none.
+Held packed(nb::object linear, bool exact, HeldCopies* copies) {
+    const auto* view = reinterpret_cast<const PackedView*>(nb::cast<uintptr_t>(linear.attr("view")()));
+    if (!exact && copies != nullptr) {
+        Shared repacked = copies->panels_of(*view, linear);
         if (repacked) return {repacked, {}};
     }
     Shared made = exact ? nullptr : packed_int8(*view);
@@ -64,15 +94,15 @@ Held packed(nb::object linear, bool exact, int panel_threads) {
 // Codes as they are, or a copy of them in large pages, which then lives as long as the matrix.
 class Codes {
   public:
-    // copy_threads: who copies; 0 for no copy.
-    Codes(const Bytes& stored, int copy_threads) : stored_(stored) {
-        if (copy_threads <= 0) return;
+    // copies: bring the codes; null for no copy.
+    Codes(const Bytes& stored, HeldCopies* copies) : stored_(stored) {
+        if (copies == nullptr) return;
         const auto size = static_cast<int64_t>(stored.size());
         copy_ = std::make_shared<Copy>();
-        nb::gil_scoped_release release;
         uint8_t* const to = copy_->bytes.grow_raw(size);
-        auto task = [&](int64_t i) { std::copy_n(stored.data() + i * kShare, std::min(kShare, size - i * kShare), to + i * kShare); };
-        parallel_for(copy_threads, (size + kShare - 1) / kShare, task);
+        const uint8_t* const from = stored.data();
+        const auto task = [=](int64_t i) { std::copy_n(from + i * kShare, std::min(kShare, size - i * kShare), to + i * kShare); };
+        copies->add((size + kShare - 1) / kShare, task, copy_, nb::cast(stored));
     }
     const uint8_t* data() const { return copy_ ? copy_->bytes.data() : stored_.data(); }
     Held held(Shared made) && {
@@ -92,14 +122,14 @@ class Codes {
     std::shared_ptr<Copy> copy_;
 };
 
-// scale: uint8 or float16's bits [rows]; top: the value they are relative to; copy_threads: as Codes takes them.
+// scale: uint8 or float16's bits [rows]; top: the value they are relative to; copies: as Codes takes them.
 Held make_trellis(int64_t rows, int64_t cols, std::vector<int> quarter_bits, std::vector<int64_t> section_rows, Bytes codes,
                   std::optional<Bytes> numbers, int number_bits, Stored scale, Floats top, std::optional<Floats> quantiles,
-                  bool exact, int copy_threads) {
+                  bool exact, HeldCopies* copies) {
     if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2) ||
         (quantiles && quantiles->size() != 4096))
         throw std::invalid_argument("trellis: scales or quantiles of another size");
-    Codes kept(codes, copy_threads);
+    Codes kept(codes, copies);
     StoredTrellis stored{rows, cols, std::move(quarter_bits), std::move(section_rows), kept.data(),
                          static_cast<int64_t>(codes.size()), numbers ? numbers->data() : nullptr,
                          numbers ? static_cast<int64_t>(numbers->size()) : 0, number_bits,
@@ -112,14 +142,14 @@ Held make_trellis(int64_t rows, int64_t cols, std::vector<int> quarter_bits, std
 
 // tables: uint8 [phases, 2, 16]; step: what a level is worth at scale 1; scale and top as of a trellis.
 Held make_shuffle(int64_t rows, int64_t cols, int quarter_bits, Bytes codes, Bytes tables, float step, Stored scale, Floats top,
-                  bool exact, int copy_threads) {
+                  bool exact, HeldCopies* copies) {
     if (top.size() != 1 || static_cast<int64_t>(scale.size()) != rows || (scale.itemsize() != 1 && scale.itemsize() != 2))
         throw std::invalid_argument("shuffle: scales of another size");
     std::vector<float> scales = scale.itemsize() == 1
                                     ? trellis_scales(static_cast<const uint8_t*>(scale.data()), rows, *top.data())
                                     : trellis_scales(static_cast<const uint16_t*>(scale.data()), rows, *top.data());
     for (float& s : scales) s *= step;
-    Codes kept(codes, copy_threads);
+    Codes kept(codes, copies);
     StoredShuffle stored{rows, cols, quarter_bits, kept.data(), {tables.data(), tables.data() + tables.size()}, std::move(scales)};
     return std::move(kept).held(shuffle(std::move(stored), static_cast<int64_t>(codes.size()), exact));
 }
@@ -382,11 +412,12 @@ void bind_engine(nb::module_& m) {
         .def("add_pool", &HeldSteps::add_pool, "source"_a, "to"_a, "kernel"_a, "stride"_a, "before"_a)
         .def("sizes", &HeldSteps::sizes, "channels"_a, "height"_a, "width"_a)
         .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
-    m.def("engine_packed", &packed, "linear"_a, "exact"_a, "panel_threads"_a = 0);
+    nb::class_<HeldCopies>(m, "EngineCopies").def(nb::init<>()).def("run", &HeldCopies::run, "threads"_a);
+    m.def("engine_packed", &packed, "linear"_a, "exact"_a, "copies"_a.none() = nb::none());
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
-          "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a, "copy_threads"_a = 0);
+          "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a, "copies"_a.none() = nb::none());
     m.def("engine_shuffle", &make_shuffle, "rows"_a, "cols"_a, "quarter_bits"_a, "codes"_a, "tables"_a, "step"_a, "scale"_a,
-          "top"_a, "exact"_a, "copy_threads"_a = 0);
+          "top"_a, "exact"_a, "copies"_a.none() = nb::none());
     m.def("engine_dense", &make_dense, "rows"_a, "cols"_a, "values"_a, "type"_a);
     m.def("engine_low_rank", [](const Held& a, const Held& b) { return pair(a, b, low_rank); });
     m.def("engine_sum", [](const Held& a, const Held& b) { return pair(a, b, sum); });

@@ -53,13 +53,13 @@ inline const uint8_t* readable(const uint8_t* p, int64_t bytes, const uint8_t* e
 
 // The leaf of a matrix in one instruction set; each of the files packed_int8_*.cpp holds some.
 using MakeInt8 = Shared (*)(const PackedView&);
-// The same in panels (panel_int8.h), made by some threads, or null.
-using MakePanels = Shared (*)(const PackedView&, int threads);
+// The same in panels (panel_int8.h), whose codes `copies` brings, or null.
+using MakePanels = Shared (*)(const PackedView&, Copies&);
 #if NSTF_X86
-Shared panels_avx512_vbmi(const PackedView&, int threads);
-Shared panels_avx512_vnni(const PackedView&, int threads);
-Shared panels_avx2_vnni(const PackedView&, int threads);
-Shared panels_avx2(const PackedView&, int threads);
+Shared panels_avx512_vbmi(const PackedView&, Copies&);
+Shared panels_avx512_vnni(const PackedView&, Copies&);
+Shared panels_avx2_vnni(const PackedView&, Copies&);
+Shared panels_avx2(const PackedView&, Copies&);
 Shared packed_int8_avx512_vbmi(const PackedView&);
 Shared packed_int8_avx512_vnni(const PackedView&);
 Shared packed_int8_avx2_vnni(const PackedView&);

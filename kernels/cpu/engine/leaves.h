@@ -3,6 +3,7 @@
 
 #include "../isa.h"
 #include "../packed_matrix.h"
+#include "copies.h"
 #include "matrix.h"
 
 namespace nstf::engine {
@@ -14,8 +15,8 @@ bool int8_available();
 Shared packed_exact(const PackedView& view);
 // Packed codes times activations rounded to int8 per 8 (one row) or 32 columns (several). Null when there is no kernel for it.
 Shared packed_int8(const PackedView& view);
-// The same from panels, a copy that some threads make and that needs the view no longer. Null where there are none.
-Shared panels(const PackedView& view, int threads);
+// The same from panels, a copy that needs the view no longer once `copies` have run. Null where there are none.
+Shared panels(const PackedView& view, Copies& copies);
 
 struct TrellisSection {
     const uint8_t* codes;  // [row tiles, column tiles, 8 quarter_bits]

@@ -56,9 +56,9 @@ Shared packed_int8(const PackedView& view) {
     return make(view);
 }
 
-Shared panels(const PackedView& view, int threads) {
+Shared panels(const PackedView& view, Copies& copies) {
     const MakePanels make = panel_maker();
-    return make == nullptr || view.w.code == Code::kFloat8 ? nullptr : make(view, threads);
+    return make == nullptr || view.w.code == Code::kFloat8 ? nullptr : make(view, copies);
 }
 
 }  // namespace nstf::engine

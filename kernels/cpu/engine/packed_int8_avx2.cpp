@@ -23,8 +23,8 @@ constexpr Isa SELF = Isa::kAvx2;
 }  // namespace avx2
 const ConvolutionKernels& convolution_avx2() { return avx2::kConvolution; }
 Shared packed_int8_avx2(const PackedView& view) { return avx2::make(view); }
-Shared panels_avx2(const PackedView& view, int threads) {
-    return avx2::make_panels(view, threads);
+Shared panels_avx2(const PackedView& view, Copies& copies) {
+    return avx2::make_panels(view, copies);
 }
 }  // namespace nstf::engine
 #undef NSTF_VNNI
@@ -45,8 +45,8 @@ constexpr Isa SELF = Isa::kAvx2Vnni;
 }  // namespace avx2_vnni
 const ConvolutionKernels& convolution_avx2_vnni() { return avx2_vnni::kConvolution; }
 Shared packed_int8_avx2_vnni(const PackedView& view) { return avx2_vnni::make(view); }
-Shared panels_avx2_vnni(const PackedView& view, int threads) {
-    return avx2_vnni::make_panels(view, threads);
+Shared panels_avx2_vnni(const PackedView& view, Copies& copies) {
+    return avx2_vnni::make_panels(view, copies);
 }
 }  // namespace nstf::engine
 #undef NSTF_VNNI

@@ -23,8 +23,8 @@ constexpr Isa SELF = Isa::kAvx512Vnni;
 }  // namespace avx512_vnni
 const ConvolutionKernels& convolution_avx512() { return avx512_vnni::kConvolution; }
 Shared packed_int8_avx512_vnni(const PackedView& view) { return avx512_vnni::make(view); }
-Shared panels_avx512_vnni(const PackedView& view, int threads) {
-    return avx512_vnni::make_panels(view, threads);
+Shared panels_avx512_vnni(const PackedView& view, Copies& copies) {
+    return avx512_vnni::make_panels(view, copies);
 }
 }  // namespace nstf::engine
 #undef NSTF_VBMI
@@ -43,8 +43,8 @@ constexpr Isa SELF = Isa::kAvx512Vbmi;
 }  // namespace
 }  // namespace avx512_vbmi
 Shared packed_int8_avx512_vbmi(const PackedView& view) { return avx512_vbmi::make(view); }
-Shared panels_avx512_vbmi(const PackedView& view, int threads) {
-    return avx512_vbmi::make_panels(view, threads);
+Shared panels_avx512_vbmi(const PackedView& view, Copies& copies) {
+    return avx512_vbmi::make_panels(view, copies);
 }
 }  // namespace nstf::engine
 #undef NSTF_VBMI

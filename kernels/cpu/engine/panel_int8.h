@@ -6,7 +6,7 @@
 template <int BITS, bool TABLE>
 class PanelInt8 : public Leaf {
   public:
-    PanelInt8(const PackedView& view, int threads) : Leaf(view.w.rows, view.w.cols), m_(view.w, threads) {}
+    PanelInt8(const PackedView& view, Copies& copies) : Leaf(view.w.rows, view.w.cols), m_(view.w, copies) {}
 
     uintptr_t key() const override { return PANEL_KEY; }
     int64_t unit() const override { return kPanel; }
@@ -252,16 +252,16 @@ class PanelInt8 : public Leaf {
         store_rows<T>(total, r, y + b * stride, stride);
     }
 
-    const PanelMatrix<BITS, TABLE> m_;
+    PanelMatrix<BITS, TABLE> m_;
 };
 
 // Null for scales that are stored in another way.
-inline Shared make_panels(const PackedView& view, int threads) {
+inline Shared make_panels(const PackedView& view, Copies& copies) {
     const PackedMatrix& w = view.w;
     const bool plain = w.scale_kind == Scale::kHalf || w.scale_kind == Scale::kFloat;
     if (w.scale_kind != Scale::kSteps && !(plain && w.groups == 1)) return nullptr;
     const auto with = [&](auto bits, auto table) -> Shared {
-        return std::make_shared<PanelInt8<decltype(bits)::value, decltype(table)::value>>(view, threads);
+        return std::make_shared<PanelInt8<decltype(bits)::value, decltype(table)::value>>(view, copies);
     };
     if (w.code == Code::kTable4 && !uniform(w)) return with(std::integral_constant<int, 4>{}, std::true_type{});
     switch (w.bits) {

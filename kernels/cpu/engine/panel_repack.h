@@ -48,10 +48,11 @@ NSTF_INLINE Bytes panel_word(const Source& block) {
     else return later_word<BITS, K, H, 0>(block, Bytes{});
 }
 
-// The copy. Needs the arrays of the matrix it was made from no longer.
+// The copy. Needs the arrays of the matrix it was made from until `copies` have run.
 template <int BITS, bool TABLE>
 struct PanelMatrix {
-    PanelMatrix(const PackedMatrix& w, int threads)
+    PanelMatrix(const PanelMatrix&) = delete;  // `copies` know where it lies
+    PanelMatrix(const PackedMatrix& w, Copies& copies)
         : rows(w.rows), cols(w.cols), blocks((cols + kChunk - 1) / kChunk * 2), groups(w.groups), has_zeros(w.zeros != nullptr),
           centre(static_cast<float>(TABLE ? 128 : 1 << (BITS - 1))) {
         for (int64_t j = 0; j < blocks; ++j)
@@ -66,8 +67,7 @@ struct PanelMatrix {
         scales.grow_raw(panels * groups * kPanel);
         if (has_zeros) zero_points.grow_raw(panels * groups * kPanel);
         steps.resize(static_cast<size_t>(panels * kPanel));
-        auto task = [&](int64_t p) { repack(w, p); };
-        parallel_for(threads, panels, task);
+        copies.add(panels, [this, w](int64_t p) { repack(w, p); });
     }
 
     int64_t panel_bytes() const { return blocks * BITS * 64; }
