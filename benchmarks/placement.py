@@ -13,9 +13,9 @@ for each shape (hidden x feed-forward) and number of rows:
 Predicted: the products' prices (on a CPU timed in turn through as many bytes as the model has, on a GPU by the planner's
 model) and the machine that `nstf place --measure` finds. On a GPU a second prediction takes products timed alone in a
 captured graph, so that errors of links and of the model can be told apart; on a CPU the first process's time in all-reduces
-is shown beside the predicted one. Measured: the least of the rounds, in which the plans take turns, from the first
-process's start to the last one's end. Norms, rotations and attention are left out on both sides: these are products and
-links.
+is shown beside the predicted one. Measured: the least of the rounds, in which the plans take turns, from the start of the
+last process that has work at once to the last one's end. Norms, rotations and attention are left out on both sides: these
+are products and links.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def least(
             for _ in range(task["times"]):
                 dist.barrier()
                 SUMMING[0] = 0.0
-                seconds = timed(call, place)
+                seconds = timed(call, place, begins=dist.get_rank() == 0 or name.startswith("tensor"))
                 if seconds < best[name]:
                     best[name], summing[name] = seconds, SUMMING[0]
     return best, summing
@@ -178,14 +178,15 @@ def predicted(
         if alone:
             return sum(float(alone[m.name][str(parts)]) for m in found)
         if device.is_cpu:
-            return products.seconds(device, found, parts, rows)
+            seconds = products.seconds(device, found, parts, rows)
+            return products.beside_others(device, seconds, found, parts) if parts > 1 else seconds
         # Every matrix is a launch of its own here.
         return sum(products.seconds(device, [m], parts, rows) for m in found)
 
     out, summing = {"one device": layers * layer(1)}, 0.0
     if ranks > 1:
         summing = layers * 2 * fabric.all_reduce(everyone, width)
-        out[f"tensor {ranks}"] = layers * layer(ranks) / device.together + summing
+        out[f"tensor {ranks}"] = layers * layer(ranks) + summing
         handed = sum(fabric.handed_on((i,), (i + 1,), width) for i in range(ranks - 1))
         out[f"pipeline {ranks}"] = layers * layer(1) + handed
     return {"plans": out, "summing": summing}

@@ -74,7 +74,8 @@ class Layer:
             part = (
                 shard(whole, Span(matrix.axis or 0, rank * size, (rank + 1) * size)) if ranks > 1 else whole
             )
-            arrays = {k: a.to(place) for k, a in part.arrays.items()}
+            # Bytes of its own: a pool is smaller than a large model, and what two matrices share is read once.
+            arrays = {k: a.to(place, copy=True) for k, a in part.arrays.items()}
             self.parts[matrix.name.split(".")[2]] = EncodedTensor(part.tree, part.shape, arrays)
         whole = summed.sum if place.type == "cuda" else timed_sum(summed)
         self.sum: Callable[[Tensor], Tensor] = whole if ranks > 1 else lambda y: y
@@ -120,10 +121,12 @@ def captured(call: Callable[[], object], place: torch.device) -> Callable[[], ob
     return captured_calls(call, 1)
 
 
-def timed(call: Callable[[], object], place: torch.device) -> float:
-    """Seconds from the first process's start to the last one's end, by the clock that all on a host share.
+def timed(call: Callable[[], object], place: torch.device, begins: bool) -> float:
+    """Seconds from the start to the last process's end, by the clock that all on a host share.
 
-    Of each process's own seconds the longest would leave out what others did before it began: of a pipeline, half.
+    begins: whether this process has work at once; the last of those that have starts the clock, since processes leave a
+    barrier up to 60 us apart. Of each process's own seconds the longest would leave out what others did before it began: of
+    a pipeline, half.
     """
     if place.type == "cuda":
         torch.cuda.synchronize()
@@ -131,10 +134,10 @@ def timed(call: Callable[[], object], place: torch.device) -> float:
     call()
     if place.type == "cuda":
         torch.cuda.synchronize()
-    # The latest end, and the earliest start.
-    held = torch.tensor([time.perf_counter(), -start], dtype=torch.float64, device=place)
+    held = torch.tensor([time.perf_counter(), start if begins else 0.0], dtype=torch.float64, device=place)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return float(held.sum().item())
+    end, began = held.tolist()
+    return float(end - began)
 
 
 def own_seconds(call: Callable[[], object]) -> float:

@@ -41,7 +41,7 @@ class Device:
 
     bandwidth: bytes per second of its memory; rates: operations per second by dtype (a multiply-add is two); vector_rate:
     lane instructions per second, which decode weights; launch_s: what starting a kernel takes; together: the share of its
-    speed that is left while all devices of its host work; cost_per_hour: in any unit.
+    bandwidth that is left while all devices of its host work; cost_per_hour: in any unit.
     """
 
     name: str

@@ -137,11 +137,12 @@ class Predictor:
         everyone = [d for group in groups for d in self.devices(group)]
         work = beside = 0.0
         for device in _unlike(everyone):
-            slow = self._slowdown(device, everyone)
-            own = self.products.seconds(device, plain, layout.ranks, rows) if plain else 0.0
-            own += self._experts(device, stacks, layout, rows)
-            work = max(work, own / slow)
-            beside = max(beside, self._beside(device, own, index, layout, rows, prompt) / slow)
+            shared = sum(d.host == device.host for d in everyone) > 1
+            own = self._plain(device, plain, layout.ranks, rows, shared) if plain else 0.0
+            own += self._experts(device, stacks, layout, rows, shared)
+            work = max(work, own)
+            slow = device.together if shared else 1.0
+            beside = max(beside, self._beside(device, own, index, layout, rows, prompt, slow))
         size = rows * self.model.facts.hidden * self.model.facts.activation_bytes
         spread = bool(stacks) and layout.replicas > 1
         reduces = sum(self._is_cut(m, layout) for m in self._enders(matrices)) if layout.ranks > 1 else 0
@@ -165,7 +166,15 @@ class Predictor:
     def _is_cut(matrix: Matrix, layout: Layout) -> bool:
         return matrix.axis is not None or (matrix.kind == "experts" and layout.experts != "none")
 
-    def _experts(self, device: Device, stacks: Sequence[Matrix], layout: Layout, rows: int) -> float:
+    def _plain(
+        self, device: Device, matrices: Sequence[Matrix], ranks: int, rows: int, shared: bool
+    ) -> float:
+        seconds = self.products.seconds(device, matrices, ranks, rows)
+        return self.products.beside_others(device, seconds, matrices, ranks) if shared else seconds
+
+    def _experts(
+        self, device: Device, stacks: Sequence[Matrix], layout: Layout, rows: int, shared: bool
+    ) -> float:
         if not stacks:
             return 0.0
         count, active = stacks[0].shape[0], self.model.facts.active
@@ -174,15 +183,25 @@ class Predictor:
             everyone = rows * layout.replicas
             used = busiest(count, ranks, active, everyone) / (count / ranks)
             each = max(1.0, everyone * active / touched(count, active, everyone))
-            return self.products.seconds(device, _cut(stacks), ranks, rows, used, each)
-        used = touched(count, active, rows) / count
-        each = max(1.0, rows * active / (used * count))
-        return self.products.seconds(device, _cut(stacks), layout.ranks, rows, used, each)
+        else:
+            ranks = layout.ranks
+            used = touched(count, active, rows) / count
+            each = max(1.0, rows * active / (used * count))
+        cut = _cut(stacks)
+        seconds = self.products.seconds(device, cut, ranks, rows, used, each)
+        return self.products.beside_others(device, seconds, cut, ranks, used) if shared else seconds
 
     def _beside(
-        self, device: Device, products: float, index: int, layout: Layout, rows: int, prompt: bool
+        self,
+        device: Device,
+        products: float,
+        index: int,
+        layout: Layout,
+        rows: int,
+        prompt: bool,
+        slow: float,
     ) -> float:
-        """Attention, and small kernels."""
+        """Attention, at the share `slow` of the memory's bandwidth, and small kernels."""
         facts = self.model.facts
         window = facts.windows[index]
         # On average half of a prompt's tokens are before one of them.
@@ -193,7 +212,8 @@ class Predictor:
         flops = pairs * facts.pair_flops[0 if prompt else 1] / ranks
         keys = facts.kv_bytes * (self.load.prompt if prompt else pairs) / min(ranks, facts.kv_ranks)
         attention = max(
-            keys / device.read_rate, flops / device.matrix_rate("float32" if device.is_cpu else "bfloat16")
+            keys / (device.read_rate * slow),
+            flops / device.matrix_rate("float32" if device.is_cpu else "bfloat16"),
         )
         other = _CPU_SHARE * products if device.is_cpu else _LAUNCHES * device.launch_s
         return attention + other
@@ -208,10 +228,6 @@ class Predictor:
         back = max(self.fabric.all_gather(group, size) for group in groups)
         return 2 * self.fabric.all_to_all(everyone, sent) + back
 
-    def _slowdown(self, device: Device, everyone: Sequence[Device]) -> float:
-        """The share of a device's speed that is left beside the others of its host."""
-        return device.together if sum(d.host == device.host for d in everyone) > 1 else 1.0
-
     def ends(self, groups: Sequence[Group], layout: Layout, sequences: int, rows: int) -> tuple[Parts, Parts]:
         """(looking rows up in the table, the head for the last token of every sequence)."""
         facts, group = self.model.facts, groups[0]
@@ -221,7 +237,9 @@ class Predictor:
             return table, Parts()
         everyone = [d for g in groups for d in self.devices(g)]
         work = max(
-            self.products.seconds(d, [self.model.head], layout.ranks, sequences) / self._slowdown(d, everyone)
+            self._plain(
+                d, [self.model.head], layout.ranks, sequences, sum(o.host == d.host for o in everyone) > 1
+            )
             for d in _unlike(everyone)
         )
         gathered = self.fabric.all_gather(group, sequences * facts.vocab * facts.activation_bytes)

@@ -10,7 +10,7 @@ machine's own rates; more rows add what the matrix cores need:
 Up to 64 rows the two follow each other, from some hundreds on decoding hides behind the matrix cores (int4 on an H200,
 docs/gpu_speed.md: within 15 % for 28672 x 8192 at 1 to 4096 rows). Trellis codes are decoded again for every 32 rows beyond
 4, and from 65 rows on written out in 16 bits once. On a CPU `--measure` puts times of the real kernels in the place of this
-model.
+model. Processes of one host read its memory together: none takes less than its bytes at its share of the bandwidth.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ class Products:
                 groups.add(group)
             work += sum(_leaf_seconds(device, leaf, share, each or rows) for leaf in leaves)
         return launches * device.launch_s + work
+
+    def beside_others(
+        self, device: Device, seconds: float, matrices: Sequence[Matrix], parts: int, used: float = 1.0
+    ) -> float:
+        """What `seconds` of such a product become while all devices of the host work: they share its memory's bandwidth, and
+        decoding that is slower than what is left of it is slowed by nothing."""
+        read = sum(used * m.size_bytes / (parts if m.axis is not None else 1) for m in matrices)
+        return max(seconds, read / (device.read_rate * device.together))
 
     def leaves(self, matrix: Matrix) -> tuple[Leaf, ...]:
         """What a matrix is stored as."""
