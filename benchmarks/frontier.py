@@ -9,19 +9,21 @@ run what a processor with no more than that would run. Each round runs all files
 medians over rounds. KLD is that of the weights, expanded to float32, as in quality.py: nats on up to --windows windows
 of 512 tokens of each text.
 
---parts: any of `files`, `kld`, `speed`, `start` (time to the first token of a new process). Files and KLD lie in --cache and
-are not made again: parts can be run one after the other, and a run that was stopped goes on. `speed` and `start` are
-measured anew, since machines have good and bad hours. The table is of all that is there.
+--parts: any of `files`, `kld`, `speed`, `start` (time to the first token of a new process), `equal` (a file of ours that
+loses as much as llama.cpp's Q4_K_M on the text where that takes more bytes, by the losses at the types' bytes, and both
+speeds in turn). Files and KLD lie in --cache and are not made again: parts can be run one after the other, and a run that
+was stopped goes on. Speeds are measured anew, since machines have good and bad hours. The table is of all that is there.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.streamed import StreamedModel
 
 TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
-PARTS = ("files", "kld", "speed", "start")
+PARTS = ("files", "kld", "speed", "start", "equal")
 AVX2 = tuple(f"-DGGML_{name}" for name in ("NATIVE=OFF", "AVX2=ON", "FMA=ON", "F16C=ON", "BMI2=ON"))
 # What `--target` and llama.cpp's build are called for an instruction set of the engine.
 TARGETS = {
@@ -46,6 +48,9 @@ TARGETS = {
     "avx512-vbmi": ("avx512", cpu_engine.WITHOUT_AMX),
 }
 PEER = "llama.cpp"
+# The file of llama.cpp whose loss ours has in the part `equal`, and by how much larger than expected it is made.
+EQUAL_TO = "Q4_K_M"
+SPARE = 1.02
 
 
 def processor() -> str:
@@ -94,17 +99,21 @@ def make_files(args: argparse.Namespace, work: Work) -> None:
     for kind in args.types:
         size = llama_cpp.make(kind, work).size_bytes
         for isa in args.isas:
-            output = ours(work, kind, isa)
-            if not output.exists():
-                quality.nstf(["convert", str(work.model), "--target-size", str(size), "-o", str(output),
-                              "--target", TARGETS[isa][0], "--dataset", str(work.text),
-                              "--calibration", str(work.calibration), "--work-dir", str(work.cache / "work"),
-                              "--threads", str(work.threads), "--report", str(output.with_suffix(".json")),
-                              *args.convert])  # fmt: skip
+            convert(args, work, ours(work, kind, isa), isa, size)
 
 
-def measure_loss(args: argparse.Namespace, work: Work, results: Results) -> None:
-    """KLD of every file on every text."""
+def convert(args: argparse.Namespace, work: Work, output: Path, isa: str, size_bytes: int) -> None:
+    """Our file of so many bytes, unless it is there."""
+    if not output.exists():
+        quality.nstf(["convert", str(work.model), "--target-size", str(size_bytes), "-o", str(output),
+                      "--target", TARGETS[isa][0], "--dataset", str(work.text),
+                      "--calibration", str(work.calibration), "--work-dir", str(work.cache / "work"),
+                      "--threads", str(work.threads), "--report", str(output.with_suffix(".json")),
+                      *args.convert])  # fmt: skip
+
+
+def measure_loss(args: argparse.Namespace, work: Work, results: Results, types: Sequence[str] = ()) -> None:
+    """KLD of every file on every text; of ours of `types` only where these are given."""
     with open_checkpoint(str(work.model)) as original:
         domains = [
             quality.read_domain(text, quality.load_tokenizer(original), args.windows) for text in args.eval
@@ -113,8 +122,8 @@ def measure_loss(args: argparse.Namespace, work: Work, results: Results) -> None
         (work.cache / "reference").mkdir(exist_ok=True)
         with model.holding(model.head):
             reference = quality.Kept(model, work.cache / "reference")
-            for kind in args.types:
-                if not results.get("kld", PEER, kind):
+            for kind in types or args.types:
+                if not types and not results.get("kld", PEER, kind):
                     with tempfile.TemporaryDirectory(dir=work.cache) as folder:
                         expanded = llama_cpp.make(kind, work).expand(Path(folder))
                         with open_checkpoint(str(expanded)) as checkpoint:
@@ -179,6 +188,42 @@ def measure_start(args: argparse.Namespace, work: Work, results: Results) -> Non
         results.put(dict(zip(("nstf", PEER), seconds, strict=True)), "start", kind)
 
 
+def equal_size(losses: Mapping[int, Mapping[str, float]], wanted: Mapping[str, float]) -> int:
+    """Bytes at which no text loses more than wanted. losses: by bytes and text, at two sizes at least; logarithms of losses
+    lie on lines between sizes, and beyond them on those of the nearest two."""
+    sizes, found = sorted(losses), 0.0
+    for text, loss in wanted.items():
+        heights = [math.log(losses[size][text]) for size in sizes]
+        above = [i for i in range(1, len(sizes) - 1) if heights[i] > math.log(loss)]
+        i = above[-1] if above else 0
+        slope = (heights[i + 1] - heights[i]) / (sizes[i + 1] - sizes[i])
+        found = max(found, sizes[i] + (math.log(loss) - heights[i]) / slope)
+    return int(SPARE * found)
+
+
+def measure_equal(args: argparse.Namespace, work: Work, results: Results) -> None:
+    """For each instruction set a file of ours that loses as much as llama.cpp's of EQUAL_TO, and both rates in turn."""
+    for isa in args.isas:
+        target = TARGETS[isa][0]
+        losses = {results.get("bytes", k, target): results.get("kld", target, k) for k in args.types}
+        output = ours(work, "equal", isa)
+        convert(args, work, output, isa, equal_size(losses, results.get("kld", PEER, EQUAL_TO)))
+        measure_loss(argparse.Namespace(**vars(args) | {"isas": [isa]}), work, results, ("equal",))
+        bench, _ = peer_tools(args, isa)
+        ext.use_isa(isa)
+        engine = Engine(open_artifact(output), threads=args.threads)
+        ext.use_isa("")
+        rates: dict[str, list[tuple[float, float]]] = {"nstf": [], PEER: []}
+        for _ in range(args.rounds):
+            rates["nstf"].append(cpu_engine.ours(engine, args.prompt, args.tokens))
+            found = cpu_engine.llama(bench, theirs(work, EQUAL_TO), args.prompt, args.tokens, args.threads)
+            if found is None:
+                raise Unavailable(f"{bench} does not run {theirs(work, EQUAL_TO)} here")
+            rates[PEER].append(found)
+        medians = {n: [statistics.median(x) for x in zip(*r, strict=True)] for n, r in rates.items()}
+        results.put({"bytes": output.stat().st_size, **medians}, "equal", isa)
+
+
 def table(results: Mapping[str, Any]) -> str:
     """The figures as Markdown: a table for each instruction set, ours over llama.cpp's in brackets."""
     lines = []
@@ -207,6 +252,14 @@ def table(results: Mapping[str, Any]) -> str:
                 cells.append("" if a is None or b is None else f"{a:.5f} ({a / b:.2f})")
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+    for isa, found in results.get("equal", {}).items():
+        own, other = found["nstf"], found[PEER]
+        loss = results["kld"][TARGETS[isa][0]]["equal"]
+        shares = ", ".join(f"{loss[d] / results['kld'][PEER][EQUAL_TO][d]:.2f}" for d in sorted(loss))
+        lines.append(
+            f"{EQUAL_TO}'s loss, {isa}: {found['bytes']:,} bytes, {shares} times its KLD, "
+            f"prefill {own[0]:.0f} ({own[0] / other[0]:.2f}), decode {own[1]:.0f} ({own[1] / other[1]:.2f})"
+        )
     for kind, seconds in results.get("start", {}).items():
         ratio = seconds["nstf"] / seconds[PEER]
         lines.append(f"first token, {kind}: {seconds['nstf']:.2f} s, {ratio:.2f} times {PEER}'s")
@@ -265,7 +318,9 @@ def main() -> None:
             sizes = {TARGETS[isa][0]: ours(work, kind, isa).stat().st_size for isa in args.isas}
             sizes[PEER] = theirs(work, kind).stat().st_size
             results.put(results.get("bytes", kind) | sizes, "bytes", kind)
-        for part, measure in (("kld", measure_loss), ("speed", measure_speed), ("start", measure_start)):
+        for part, measure in (
+            ("kld", measure_loss), ("speed", measure_speed), ("start", measure_start), ("equal", measure_equal),
+        ):  # fmt: skip
             if part in args.parts:
                 measure(args, work, results)
     except (Unavailable, FileNotFoundError) as error:
