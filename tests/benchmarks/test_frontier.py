@@ -1,6 +1,7 @@
 """The parts of benchmarks/frontier.py and guard.py that need no other tool."""
 
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,20 @@ def test_a_figure_is_worse_beyond_its_tolerance_only() -> None:
     worse = {n: w for n, _, _, w in guard.compare(kept, {name: 1.09, "0.3 KLD": 1.06, "new decode": 9.0})}
     assert worse == {name: False, "0.3 KLD": True, "new decode": False}
     assert guard.kind().endswith(guard.ext.isa())
+
+
+def test_the_bytes_of_equal_loss_lie_on_lines_of_logarithms() -> None:
+    """Losses that fall by e each million bytes, on the second text twice as large; within, between and beyond the sizes."""
+    frontier = importlib.import_module("frontier")
+    sizes = (10_000_000, 12_000_000, 20_000_000)
+    losses = {s: {"a": math.exp(-s / 1e6), "b": 2 * math.exp(-s / 1e6)} for s in sizes}
+    cases = [
+        ({"a": -11}, 11e6),
+        ({"a": -13}, 13e6),
+        ({"a": -25}, 25e6),
+        ({"a": -9}, 9e6),
+        ({"a": -13, "b": -14}, 14.69e6),
+    ]
+    for wanted, found in cases:
+        size = frontier.equal_size(losses, {text: math.exp(v) for text, v in wanted.items()})
+        assert size == pytest.approx(frontier.SPARE * found, rel=1e-3)
