@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 # Columns of a second moment that a CPU makes at a time: of a symmetric matrix the half above them is enough.
 STRIP = 192
+# Sums of batches that wait to be added, at most, where more of them than workers fit.
+PARTS_BYTES = 16 << 20
 # Rows per convolution call that enter the second moment; positions of one image are highly correlated.
 MAX_CONV_ROWS = 4096
 
@@ -154,9 +156,10 @@ def mean_outer(
 
     total: Tensor | None = None
     mass = 0.0
-    for start in range(0, len(left), workers):
-        # A few at a time: each one's sum takes as much memory as the result.
-        for part, weight in each(one, range(start, min(start + workers, len(left)))):
+    # A few at a time: each one's sum takes as much memory as the result. Of small ones more: no core then waits for another.
+    width = max(workers, PARTS_BYTES // max(1, 4 * left[0].shape[1] * right[0].shape[1])) if len(left) else 1
+    for start in range(0, len(left), width):
+        for part, weight in each(one, range(start, min(start + width, len(left)))):
             total = part if total is None else total.add_(part)
             mass += weight
     if total is None:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class _Cancelled(BaseException):
 
 
 class _Batch:
-    """One batch: the gate it stands at (`at`), the positional arguments of that module, and its result at the end."""
+    """One batch: the gate it stands at (`at`), the positional arguments of that module, and its result at the end. then: is
+    called by the batch's own thread when it stops."""
 
     def __init__(self, run: Callable[[], Any], stopped: "queue.SimpleQueue[_Batch]") -> None:
         self.go = threading.Semaphore(0)
@@ -34,6 +36,7 @@ class _Batch:
         self.error: BaseException | None = None
         self.cancelled = False
         self.done = False
+        self.then: Callable[[_Batch], None] = lambda batch: None
         self.thread = threading.Thread(target=self._main, args=(run,), daemon=True)
 
     def _main(self, run: Callable[[], Any]) -> None:
@@ -47,12 +50,17 @@ class _Batch:
         except BaseException as error:
             self.error = error
         self.done = True
+        self._stop()
+
+    def _stop(self) -> None:
+        # The next one is told first, by this thread: until another has noticed a core would stand still.
+        self.then(self)
         self.stopped.put(self)
 
     def wait(self, gate: int, inputs: tuple[Any, ...]) -> None:
         """Called by the batch's own thread at a gate."""
         self.at, self.inputs = gate, inputs
-        self.stopped.put(self)
+        self._stop()
         self.go.acquire()
         self.inputs = None
         if self.cancelled:
@@ -127,17 +135,28 @@ def run_in_step(
 
 def _resume(batches: Iterable[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int) -> None:
     """Lets each batch run up to its next gate (or its end), `workers` of them at a time, and waits for all."""
-    running = 0
+    waiting = deque(batches)
+    running: list[_Batch] = []
+
+    def begin() -> None:
+        with suppress(IndexError):
+            batch = waiting.popleft()
+            batch.then = followed
+            running.append(batch)
+            batch.go.release()
+
+    def followed(batch: _Batch) -> None:
+        if batch.error is not None:
+            waiting.clear()
+        begin()
+
+    for _ in range(workers):
+        begin()
+    found = 0
     errors = []
-    for batch in batches:
-        if running >= workers:
-            errors.append(stopped.get().error)
-            running -= 1
-        if any(errors):
-            break
-        batch.go.release()
-        running += 1
-    errors += [stopped.get().error for _ in range(running)]
+    while found < len(running):
+        errors.append(stopped.get().error)
+        found += 1
     for error in errors:
         if error is not None:
             raise error

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nstf.errors import UsageError
+from nstf.runtime.imports import uncollected
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import chosen_pairs
 from nstf_convert.cli.output import print_json, print_pairs
@@ -58,7 +59,8 @@ def convert(
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )
-    from nstf_convert import pipeline
+    with uncollected():
+        from nstf_convert import pipeline
 
     result = pipeline.convert(chosen)
     data = dict(result.report)
