@@ -1,6 +1,6 @@
 """The search of shuffle codes on a GPU: the time of a step, and weights a second, of one or two forms of the kernel in turn.
 
-    python benchmarks/shuffle_search.py [--rows 4096 28672] [--bits 3 4] [--cols 64] [--rounds 3] [--other FILE]
+    python benchmarks/shuffle_search.py [--rows 4096 28672] [--bits 3 4] [--cols 64] [--warps 2 4 8] [--other FILE]
 
 FILE: another form of kernels/triton/shuffle_search.py, for instance an older one:
 `git show COMMIT:kernels/triton/shuffle_search.py > FILE`. Then the codes of both are compared too. A step is one symbol of a
@@ -61,9 +61,15 @@ def main() -> None:
     parser.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
     parser.add_argument("--cols", type=int, default=64, help="a multiple of 16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warps", type=int, nargs="+", default=[shuffle_search.WARPS], help="of a program")
     parser.add_argument("--other", type=Path)
     arguments = parser.parse_args()
-    forms = {"this": shuffle_search} | ({"other": other_form(arguments.other)} if arguments.other else {})
+    # (warps of a program, None: as the form has them; the form)
+    forms: dict[str, tuple[int | None, ModuleType]] = {
+        f"{n} warps": (n, shuffle_search) for n in arguments.warps
+    }
+    if arguments.other:
+        forms["other"] = None, other_form(arguments.other)
     for bits in arguments.bits:
         q = round(4 * bits)
         for rows in arguments.rows:
@@ -71,7 +77,9 @@ def main() -> None:
             best: dict[str, float] = {}
             codes: dict[str, list[torch.Tensor]] = {}
             for number in range(arguments.rounds + 1):  # the first one compiles
-                for name, module in forms.items():
+                for name, (warps, module) in forms.items():
+                    if warps is not None:
+                        module.WARPS = warps  # type: ignore[attr-defined]
                     seconds, codes[name] = run(module, given, q)
                     if number:
                         best[name] = min(best.get(name, seconds), seconds)
@@ -81,10 +89,11 @@ def main() -> None:
                 print(
                     f"{bits} bits, {rows} rows, {name}: {1e9 * seconds / steps:.0f} ns a step, {rate:.2f} M weights/s"
                 )
-            if len(codes) == 2:
-                pairs = zip(codes["this"], codes["other"], strict=True)
+            first = next(iter(codes))
+            for name in list(codes)[1:]:
+                pairs = zip(codes[first], codes[name], strict=True)
                 same = torch.stack([(a == b).float().mean() for a, b in pairs]).mean()
-                print(f"  codes alike: {float(same):.4f}")
+                print(f"  codes of {name} and {first} alike: {float(same):.4f}")
 
 
 if __name__ == "__main__":
