@@ -1,5 +1,6 @@
 """`nstf convert`: a checkpoint and a budget in, one measured .nstf file out."""
 
+import gc
 import json as json_module
 import logging
 import os
@@ -62,6 +63,7 @@ def convert(
     with uncollected():
         from nstf_convert import pipeline
 
+        gc.freeze()
     result = pipeline.convert(chosen)
     data = dict(result.report)
     if isinstance(data.get("tool"), dict):

@@ -1,5 +1,6 @@
 """Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
 
+import gc
 import logging
 import math
 import shutil
@@ -99,6 +100,9 @@ class Session:
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
+            # What was imported stays: until the end no garbage is looked for among it.
+            self._opened.callback(gc.unfreeze)
+            gc.freeze()
 
     def _open_work(self) -> None:
         new = not self._folder.exists()
