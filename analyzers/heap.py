@@ -8,7 +8,9 @@ from pathlib import Path
 
 STATM = Path("/proc/self/statm")
 # What a thread may leave in the heap, freed and unfit for its next sizes, before it is returned.
-KEPT_BYTES = 192 << 20
+KEPT_BYTES = 384 << 20
+# Sizes that glibc takes from the system one by one: the largest that it accepts, which it comes to by itself after a while.
+MAPPED_BYTES = 32 << 20
 _lowest = 0
 _looking = threading.Lock()
 
@@ -16,12 +18,15 @@ _looking = threading.Lock()
 def share_one_arena() -> None:
     """Keeps glibc from giving every batch's thread a heap of its own, each of which keeps what was freed in it.
 
-    With 16 batches of a 135 M model that was 1 GiB. Few run at a time, so one heap serves all.
+    With 16 batches of a 135 M model that was 1 GiB. Few run at a time, so one heap serves all. Its end is not returned with
+    every large tensor that is freed there, only to be taken again page by page with the next.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(-8, 1)  # M_ARENA_MAX
+            mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
+            mallopt(-3, MAPPED_BYTES)  # M_MMAP_THRESHOLD, which is fixed from now on
 
 
 def give_back() -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 # Columns of a second moment that a CPU makes at a time: of a symmetric matrix the half above them is enough.
 STRIP = 192
+# Sums of batches that wait to be added, at most, where more of them than workers fit.
+PARTS_BYTES = 16 << 20
 # Rows per convolution call that enter the second moment; positions of one image are highly correlated.
 MAX_CONV_ROWS = 4096
 
@@ -137,6 +139,19 @@ def mean_outer(
     rounding is relative to the difference; product: what multiplies, unless both are the same rows. workers: batches that
     `each`, a `map`, is given at a time.
     """
+    return begun_mean_outer(left, right, weights, workers, difference, product, each)()
+
+
+def begun_mean_outer(
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    workers: int = 1,
+    difference: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = outer,
+    each: Callable[..., Iterable[tuple[Tensor, float]]] = map,
+) -> Callable[[], Tensor]:
+    """What waits for `mean_outer` and gives it back; where the sums are small and `each` has threads these have begun."""
 
     def one(index: int) -> tuple[Tensor, float]:
         x, y = left[index].float(), right[index].float()
@@ -152,16 +167,25 @@ def mean_outer(
         found = second_moment(left_rows) if same else product(left_rows, y * root)
         return found, float(w.sum(dtype=torch.float64))
 
-    total: Tensor | None = None
-    mass = 0.0
-    for start in range(0, len(left), workers):
-        # A few at a time: each one's sum takes as much memory as the result.
-        for part, weight in each(one, range(start, min(start + workers, len(left)))):
-            total = part if total is None else total.add_(part)
-            mass += weight
-    if total is None:
+    if not left:
         raise ValueError("there is no batch to take a moment of")
-    return total.div_(mass) if mass > 0 else total.zero_()
+    # A few at a time: each one's sum takes as much memory as the result. Of small ones more: no core then waits for another.
+    width = max(workers, PARTS_BYTES // max(1, 4 * left[0].shape[1] * right[0].shape[1]))
+    first = each(one, range(min(width, len(left)))) if width > workers else None
+
+    def finish() -> Tensor:
+        total: Tensor | None = None
+        mass = 0.0
+        for start in range(0, len(left), width):
+            end = min(start + width, len(left))
+            for part, weight in first if start == 0 and first is not None else each(one, range(start, end)):
+                total = part if total is None else total.add_(part)
+                mass += weight
+        if total is None:
+            raise RuntimeError("no sum was made")
+        return total.div_(mass) if mass > 0 else total.zero_()
+
+    return finish
 
 
 def second_moment(rows: Tensor, onto: Tensor | None = None) -> Tensor:

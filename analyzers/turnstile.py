@@ -9,7 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class _Cancelled(BaseException):
 
 
 class _Batch:
-    """One batch: the gate it stands at (`at`), the positional arguments of that module, and its result at the end."""
+    """One batch: the gate it stands at (`at`), the positional arguments of that module, and its result at the end. then: is
+    called by the batch's own thread when it stops."""
 
     def __init__(self, run: Callable[[], Any], stopped: "queue.SimpleQueue[_Batch]") -> None:
         self.go = threading.Semaphore(0)
@@ -34,6 +35,7 @@ class _Batch:
         self.error: BaseException | None = None
         self.cancelled = False
         self.done = False
+        self.then: Callable[[_Batch], None] = lambda batch: None
         self.thread = threading.Thread(target=self._main, args=(run,), daemon=True)
 
     def _main(self, run: Callable[[], Any]) -> None:
@@ -47,12 +49,17 @@ class _Batch:
         except BaseException as error:
             self.error = error
         self.done = True
+        self._stop()
+
+    def _stop(self) -> None:
+        # By this thread: until another had noticed, a core would stand still.
+        self.then(self)
         self.stopped.put(self)
 
     def wait(self, gate: int, inputs: tuple[Any, ...]) -> None:
         """Called by the batch's own thread at a gate."""
         self.at, self.inputs = gate, inputs
-        self.stopped.put(self)
+        self._stop()
         self.go.acquire()
         self.inputs = None
         if self.cancelled:
@@ -104,15 +111,21 @@ def run_in_step(
     try:
         for batch in batches:
             batch.thread.start()
+        rest: Callable[[], None] | None = None
         for step in range(len(gates) + 1):
-            _resume([b for b in batches if not b.done and b.at < step], stopped, workers)
+            behind = [b for b in batches if not b.done and b.at < step]
+            if rest is None:
+                _resume(behind, stopped, workers)
+            else:
+                first = [b for b in early if not b.done and b.at < step]
+                _beside(rest, first, [b for b in behind if b not in first], stopped, workers)
             give_back_much(unknown=True)
             if step < len(gates):
                 rest = at_gate(step, [b.inputs if b.at == step and not b.done else None for b in batches])
             else:
                 rest = at_gate(step, [b.result for b in batches])
-            if rest is not None:
-                _beside(rest, [b for b in early if not b.done and b.at <= step], stopped, workers)
+        if rest is not None:
+            rest()
     finally:
         for handle in handles:
             handle.remove()
@@ -125,48 +138,82 @@ def run_in_step(
                 batch.thread.join()
 
 
+class _Round:
+    """Batches on their way to their next gate, a few at a time. A batch that stops lets the next one go itself."""
+
+    def __init__(self, stopped: "queue.SimpleQueue[_Batch]", workers: int) -> None:
+        self._stopped, self._workers = stopped, workers
+        self._waiting: deque[_Batch] = deque()
+        self._lock = threading.Lock()
+        self._begun = self._running = 0
+
+    def more(self, batches: Iterable[_Batch], workers: int | None = None) -> None:
+        """Further batches; workers: how many run at a time from now on."""
+        with self._lock:
+            self._workers = workers or self._workers
+            self._waiting.extend(batches)
+            self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and self._running < self._workers:
+            batch = self._waiting.popleft()
+            batch.then = self._next
+            self._begun, self._running = self._begun + 1, self._running + 1
+            batch.go.release()
+
+    def _next(self, batch: _Batch) -> None:
+        with self._lock:
+            self._running -= 1
+            if batch.error is not None:
+                self._waiting.clear()
+            self._fill()
+
+    def drop(self) -> None:
+        """Batches that have not begun stay where they are."""
+        with self._lock:
+            self._waiting.clear()
+
+    def wait(self) -> None:
+        """Returns when all have stopped. Raises the first error of a batch."""
+        errors: list[BaseException | None] = []
+        while len(errors) < self._begun:  # grows before the one that makes it grow is told
+            errors.append(self._stopped.get().error)
+        for error in errors:
+            if error is not None:
+                raise error
+
+
 def _resume(batches: Iterable[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int) -> None:
     """Lets each batch run up to its next gate (or its end), `workers` of them at a time, and waits for all."""
-    running = 0
-    errors = []
-    for batch in batches:
-        if running >= workers:
-            errors.append(stopped.get().error)
-            running -= 1
-        if any(errors):
-            break
-        batch.go.release()
-        running += 1
-    errors += [stopped.get().error for _ in range(running)]
-    for error in errors:
-        if error is not None:
-            raise error
+    batches_run = _Round(stopped, workers)
+    batches_run.more(batches)
+    batches_run.wait()
 
 
 def _beside(
-    work: Callable[[], None], batches: Sequence[_Batch], stopped: "queue.SimpleQueue[_Batch]", workers: int
+    work: Callable[[], None],
+    early: Sequence[_Batch],
+    others: Sequence[_Batch],
+    stopped: "queue.SimpleQueue[_Batch]",
+    workers: int,
 ) -> None:
-    """Does some work while batches run up to their next gate, one at a time, and the rest of them together when it is done.
+    """Does some work while the batches `early` run up to their next gate, one at a time, and then all that are left.
     Raises the errors of both; those of the work wait for one batch at most."""
-    if workers == 1 or not batches:
+    if workers == 1 or not early:
         work()
-        _resume(batches, stopped, workers)
+        _resume([*early, *others], stopped, workers)
         return
-    waiting = deque(batches)
-    done = threading.Event()
-
-    def one_by_one() -> None:
-        while waiting and not done.is_set():
-            _resume([waiting.popleft()], stopped, 1)
-
-    with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(one_by_one)
-        try:
-            work()
-        finally:
-            done.set()
-    arrived.result()
-    _resume(waiting, stopped, workers)
+    batches = _Round(stopped, 1)
+    batches.more(early)
+    try:
+        work()
+    except BaseException:
+        batches.drop()
+        with suppress(BaseException):  # the work's own error counts
+            batches.wait()
+        raise
+    batches.more(others, workers)
+    batches.wait()
 
 
 def run_layer_by_layer(

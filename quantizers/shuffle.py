@@ -6,7 +6,7 @@ to 4 bits the mean squared error is 0.15 to 0.21 bit above the rate-distortion b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,17 @@ from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
+__all__ = [
+    "Params",
+    "bits",
+    "decode",
+    "encode",
+    "encode_many",
+    "estimate",
+    "estimate_many",
+    "proposals",
+    "tree",
+]
 
 # Only where it is named or the plan counts time: what it gains over `trellis` is speed.
 ON_REQUEST = True
@@ -50,7 +60,8 @@ _MOST = 8.0
 _SHARING = 4
 _LEAST = 2.0**-6  # of the mean of such neighbours: what the others cannot take more of
 _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
-_LARGEST = 1 << 26  # weights that are searched at a time, each of which takes 20 bytes
+_BYTES = 20  # that a weight takes while it is searched
+_LARGEST = 1 << 26  # weights that are searched at a time
 
 
 @dataclass(frozen=True)
@@ -98,36 +109,100 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
     All work is done where the weight is. Raises ValueError on weights or statistics that do not fit.
     """
-    stats = stats or Stats()
-    matrix = matrix_view(weight, params.lead)
-    rows, cols = matrix.shape
-    stats.check(rows, cols)
-    largest = float(torch.stack([part.abs().amax() for part in _parts(matrix)]).max())
-    if not math.isfinite(largest):
-        raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
-    # What the weights are divided by, so that squares neither overflow nor vanish.
-    unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))
-    metric, leaf, q = _metric(stats, params), _leaf(params), params.quarter_bits
-    deviation = torch.cat([_mean_square(part / unit) for part in _parts(matrix)]).sqrt()
-    width = (1 - _growth(metric, q)) ** -0.5
-    scale = form.read_scales(leaf, form.store_scales(leaf, deviation.float() * width))
-    row_weight = torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight
-    row_weight = row_weight.reshape(-1).to(scale)
-    # Rows of a segment share how much each of them counts; of a large table some segments at a time.
-    step = max(1, _LARGEST // (cols * form.SEGMENT)) * form.SEGMENT
-    found, gains = [], []
-    for start in range(0, rows, step):
-        some = slice(start, min(start + step, rows))
-        values = matrix[some].float() / unit
-        if params.block:
-            values = rotated.to_basis(_basis(params), values)
-        padded = torch.nn.functional.pad(values, (0, -cols % BLOCK, 0, -len(values) % form.GROUP))
-        codes, rounded = _search(padded, scale[some], row_weight[some], metric, q)
-        found.append(codes.cpu())
-        gains.append(_refit(padded[: len(values)], rounded[: len(values)], metric))
-    arrays = {"codes": torch.cat(found), **form.store_scales(leaf, (scale * torch.cat(gains)).cpu() * unit)}
-    prefix = "x" if params.block else ""
-    return EncodedTensor(tree(params), tuple(weight.shape), {join(prefix, k): a for k, a in arrays.items()})
+    return encode_many([(weight, params, stats)])[0]
+
+
+def encode_many(
+    items: Sequence[tuple[Tensor, Params, Stats | None]], scratch: int = 1 << 28
+) -> list[EncodedTensor]:
+    """What `encode` gives for each (weight, params, stats), up to the rounding of sums.
+
+    Matrices of one rate and one Hessian are searched under one another: a path is 256 rows of one column, and a GPU goes
+    through columns one after another. scratch: bytes that this may take.
+    """
+    plans = [_Plan(*item) for item in items]
+    together: dict[object, list[_Plan]] = {}
+    for plan in plans:
+        together.setdefault(plan.kind, []).append(plan)
+    for same in together.values():
+        for batch in _batches(same, scratch):
+            _search_batch(batch)
+    return [plan.encoded() for plan in plans]
+
+
+class _Plan:
+    """A matrix that is being encoded. kind: alike in plans that may be searched together."""
+
+    def __init__(self, weight: Tensor, params: Params, stats: Stats | None) -> None:
+        stats = stats or Stats()
+        self.weight, self.params = weight, params
+        self.matrix = matrix = matrix_view(weight, params.lead)
+        rows, cols = matrix.shape
+        stats.check(rows, cols)
+        largest = float(torch.stack([part.abs().amax() for part in _parts(matrix)]).max())
+        if not math.isfinite(largest):
+            raise ValueError(f"{int((~torch.isfinite(matrix)).sum())} weights are NaN or infinite")
+        # What the weights are divided by, so that squares neither overflow nor vanish.
+        self.unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))
+        self.metric, leaf, q = _metric(stats, params), _leaf(params), params.quarter_bits
+        deviation = torch.cat([_mean_square(part / self.unit) for part in _parts(matrix)]).sqrt()
+        width = (1 - _growth(self.metric, q)) ** -0.5
+        self.scale = form.read_scales(leaf, form.store_scales(leaf, deviation.float() * width))
+        row_weight = torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight
+        self.row_weight = row_weight.reshape(-1).to(self.scale)
+        self.kind = (id(self.metric) if self.metric else None, q, params.block, cols, matrix.device)
+        self.codes: list[Tensor] = []
+        self.gains: list[Tensor] = []
+
+    def padded(self, some: slice) -> Tensor:
+        """Some rows in the stored basis, as many as whole groups, of as many columns as whole blocks."""
+        values = self.matrix[some].float() / self.unit
+        if self.params.block:
+            values = rotated.to_basis(_basis(self.params), values)
+        return torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK, 0, -len(values) % form.GROUP))
+
+    def encoded(self) -> EncodedTensor:
+        """The result, once all rows were searched."""
+        scale = (self.scale * torch.cat(self.gains)).cpu() * self.unit
+        arrays = {"codes": torch.cat(self.codes), **form.store_scales(_leaf(self.params), scale)}
+        prefix = "x" if self.params.block else ""
+        return EncodedTensor(
+            tree(self.params), tuple(self.weight.shape), {join(prefix, k): a for k, a in arrays.items()}
+        )
+
+
+def _batches(plans: Sequence[_Plan], scratch: int) -> Iterator[list[tuple[_Plan, slice]]]:
+    """What is searched together: of a large table some segments at a time; of matrices that fit `scratch` several, as long
+    as their rows are whole segments, which share how much each of them counts."""
+    batch: list[tuple[_Plan, slice]] = []
+    taken = 0
+    for plan in plans:
+        rows, cols = plan.matrix.shape
+        step = max(1, _LARGEST // (cols * form.SEGMENT)) * form.SEGMENT
+        for start in range(0, rows, step):
+            size = min(step, rows - start)
+            if batch and (taken % form.SEGMENT or _BYTES * cols * (taken + size) > scratch):
+                yield batch
+                batch, taken = [], 0
+            batch.append((plan, slice(start, start + size)))
+            taken += size
+    yield batch
+
+
+def _search_batch(batch: Sequence[tuple[_Plan, slice]]) -> None:
+    padded = [plan.padded(some) for plan, some in batch]
+    first = batch[0][0]
+    scale = torch.cat([plan.scale[some] for plan, some in batch])
+    row_weight = torch.cat([plan.row_weight[some] for plan, some in batch])
+    values = padded[0] if len(padded) == 1 else torch.cat(padded)
+    codes, rounded = _search(values, scale, row_weight, first.metric, first.params.quarter_bits)
+    at = 0
+    for (plan, some), own in zip(batch, padded, strict=True):
+        groups = slice(at // form.GROUP, (at + len(own)) // form.GROUP)
+        plan.codes.append(codes[groups].cpu())
+        count = some.stop - some.start
+        plan.gains.append(_refit(own[:count], rounded[at : at + count], plan.metric))
+        at += len(own)
 
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:

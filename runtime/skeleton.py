@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.config import Limits
+from nstf.runtime.imports import uncollected
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
 # artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241). And
@@ -51,12 +52,13 @@ def build_skeleton(
     Raises UnsupportedError when transformers does not know the architecture or refuses the config, or when the model would
     be beyond `limits`.
     """
-    import transformers
-
     given: dict[str, Any] = harmless(config)
     stated = given.get("architectures")
     name = architecture or (stated[0] if isinstance(stated, list) and stated else None)
-    model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
+    with uncollected():
+        import transformers
+
+        model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
         with _default_dtype(dtype), _parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():

@@ -1,13 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The search of kernels/torch/shuffle_search.py on a GPU: the same codes, but for the last bits of float sums.
 
-A program (one thread block) owns a segment of 256 rows and rounds its 16 columns one after another. At a step of a path it
-holds all 16 x 16 x 16 ways (newest symbol a, the one before b, the oldest c) and takes the least over c. A way is one
-integer: its cost, c, and the state in which its path stood 16 steps ago. That state comes along for nothing, and shortens
-the way back: first from one block of 16 steps to the one before, then all blocks at a time.
+A program (one thread block) owns a segment of 256 rows and rounds its 16 columns one after another. First it works out what
+every value of every row costs: 256 numbers a row, since with a the newest symbol, b the one before and c the oldest a value
+depends on a ^ c and b, or on a ^ c and a ^ b. Then it goes through the steps of a path: to each of the 256 states (a, b)
+lead 16 ways, one for each z = a ^ c, of which the cheapest is taken. A way is one integer: its cost, c, and the state in
+which its path stood 16 steps ago. That state comes along for nothing, and shortens the way back: first from one block of 16
+steps to the one before, then all blocks at a time.
 
-At 4 bits a weight costs 4096 ways of five instructions. What bounds the time is that steps follow each other: matrices of
-many rows keep more of the GPU busy than those of many columns.
+What bounds the time is that steps follow each other. So the ways of a state are one thread's, states change hands once a
+step, through shared memory, and what a step reads else is loaded a step ahead: matrices of many rows keep more of the GPU
+busy than those of many columns.
 """
 
 from functools import cache
@@ -22,16 +25,15 @@ from nstf.kernels.torch import shuffle_search as reference
 
 STEPS_MOST = 2 * shuffle.RATES[-1]
 BLOCK_STEPS = 16
-# Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19.
-NORMALISE = 8
-_WARPS = 8
+# Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19. By rows that end at a step.
+NORMALISE = {1: 16, 2: 8}
+WARPS = 4
 CONSTANTS = {
     "COLUMNS": reference.BLOCK,
     "SEGMENT": shuffle.SEGMENT,
     "GROUP": shuffle.GROUP,
     "STEPS_MOST": STEPS_MOST,
     "BLOCK_STEPS": BLOCK_STEPS,
-    "NORMALISE": NORMALISE,
     "FARTHEST": reference.FARTHEST,
     "MOST": reference.MOST,
 }
@@ -45,14 +47,17 @@ def _round_columns(
     target,  # f32 [rows, 16]
     weight,  # f32 [rows, 16]
     level,  # f32 [rows]
-    costs,  # f32 [rows]: of a squared error of one level
+    importance,  # f32 [rows]: what a squared error of one level costs
     feedback,  # f32 [16, 16]
-    values,  # f32 [kinds, 16 a, 16 b, 16 c]
+    values,  # f32 [kinds, 256]: of (a ^ c, b), or of (a ^ c, a ^ b) where a row is the second that ends at its step
     kinds,  # i32 [32]: of rows in their group
+    places,  # i32 [32]: the step at which a row of a group ends, after all steps of a path where it is the second one
+    twice,  # i32 [steps]: whether two rows of a group end at a step
     ending,  # i32 [steps, 2]: the rows of a group that end at a step, -1: none
     rounded,  # f32 [rows, 16]
     symbols,  # u8 [rows / 32, steps, 16]
-    scaled,  # f32 [programs, 256]: targets in levels
+    placed,  # f32 [programs, 2, ENDS, path steps]: zeros; the targets in levels and what errors cost, by step
+    costs,  # i32 [programs, ENDS, path steps + 1, 256]: shifted as in a way
     errors,  # f32 [programs, 16, 256]
     oldest,  # u8 [programs, 8 steps, 256]: c of every state
     starts,  # u8 [programs, blocks, 256]: the state at the start of the block
@@ -69,9 +74,10 @@ def _round_columns(
     GROUP: tl.constexpr,
     STEPS_MOST: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
-    NORMALISE: tl.constexpr,
     FARTHEST: tl.constexpr,
     MOST: tl.constexpr,
+    ENDS: tl.constexpr,  # rows that end at a step, at most
+    NORMALISE: tl.constexpr,
 ):
     PATH_STEPS: tl.constexpr = SEGMENT // GROUP * STEPS_MOST
     BLOCKS: tl.constexpr = PATH_STEPS // BLOCK_STEPS
@@ -84,10 +90,11 @@ def _round_columns(
     target += first_row * target_stride
     weight += first_row * weight_stride
     level += first_row
-    costs += first_row
+    importance += first_row
     rounded += first_row * COLUMNS
     symbols += first_row // GROUP * steps * COLUMNS
-    scaled += program * SEGMENT
+    placed += program * (2 * ENDS * PATH_STEPS)
+    costs += program * (ENDS * (PATH_STEPS + 1) * 256)
     errors += program * (COLUMNS * SEGMENT)
     oldest += program * (PATH_STEPS * 256)
     starts += program * (BLOCKS * 256)
@@ -95,44 +102,64 @@ def _round_columns(
 
     own = tl.arange(0, SEGMENT)
     inside = own < count
-    symbol = tl.arange(0, 16)
-    state = symbol[:, None] * 16 + symbol[None, :]  # [newest, the one before]
-    ways = symbol[:, None, None] * 256 + symbol[None, :, None] * 16 + symbol[None, None, :]
-    older = (symbol << 8)[None, None, :]
-    lane = tl.arange(0, LANES)
+    place = own // GROUP * steps + tl.load(places + own % GROUP)
     own_level = tl.load(level + own, inside, 0.0)
+    tl.store(placed + ENDS * PATH_STEPS + place, tl.load(importance + own, inside, 0.0), inside)
+
+    state = tl.arange(0, 256)  # newest symbol, the one before
+    before = (state & 15) << 8
+    z = tl.arange(0, 16)[:, None]
+    first_cost = costs + z * 16 + (state & 15)[None, :]
+    second_cost = costs + (PATH_STEPS + 1) * 256 + z * 16 + ((state >> 4) ^ (state & 15))[None, :]
+    # Where the path of a way stood: (b, a ^ z).
+    way = tl.arange(0, 4096)
+    origin = ((way & 15) << 4) | (((way >> 4) & 15) ^ (way >> 8))
+    block_step = tl.arange(0, BLOCK_STEPS)
+    lane = tl.arange(0, LANES)
 
     for column in range(COLUMNS):
         wanted = tl.load(target + own * target_stride + column, inside, 0.0)
         for i in range(column):
             wanted += tl.load(errors + i * SEGMENT + own) * tl.load(feedback + i * feedback_stride + column)
         x = tl.where(own_level > 0, wanted / tl.where(own_level > 0, own_level, 1.0), 0.0)
-        tl.store(scaled + own, tl.minimum(tl.maximum(x, low), high))
+        tl.store(placed + place, tl.minimum(tl.maximum(x, low), high), inside)
+        tl.debug_barrier()
+        for n in tl.static_range(ENDS):
+            for i in range(blocks):
+                at = i * BLOCK_STEPS + block_step
+                there = at < path_steps
+                row = tl.load(ending + at % steps * 2 + n)
+                kind = tl.load(kinds + row, row >= 0, 0)
+                value = tl.load(values + kind[:, None] * 256 + state[None, :])
+                d = tl.load(placed + n * PATH_STEPS + at, there, 0.0)[:, None] - value
+                price = tl.load(placed + (ENDS + n) * PATH_STEPS + at, there, 0.0)[:, None]
+                cost = tl.minimum(d * d * price, FARTHEST).to(tl.int32) << 12
+                tl.store(costs + (n * (PATH_STEPS + 1) + at[:, None]) * 256 + state[None, :], cost)
         tl.debug_barrier()
 
-        paths = tl.where(state == 0, 0, MOST << 12) | state  # [b, c]: cost, 4 bits of nothing, state
+        paths = tl.where(state == 0, 0, MOST << 12) | before | state
+        step = 0
+        first = tl.load(first_cost)
+        if ENDS == 2:
+            second = tl.load(second_cost, tl.load(twice) > 0, 0)
         for t in range(path_steps):
-            group = t // steps
-            step = t - group * steps
-            key = paths[None, :, :] + older + tl.zeros([16, 16, 16], tl.int32)
-            for n in tl.static_range(2):
-                row = tl.load(ending + step * 2 + n)
-                if row >= 0:
-                    at = group * GROUP + row
-                    d = tl.load(scaled + at) - tl.load(values + tl.load(kinds + row) * 4096 + ways)
-                    cost = tl.minimum(d * d * tl.load(costs + at), FARTHEST)
-                    key += cost.to(tl.int32) << 12
-            best = tl.min(key, 2)  # [a, b], which become b and c
+            ways = tl.reshape(tl.gather(paths, origin, 0), [16, 256]) + first
+            first = tl.load(first_cost + (t + 1) * 256)
+            if ENDS == 2:
+                ways += second
+                step = tl.where(step == steps - 1, 0, step + 1)
+                second = tl.load(second_cost + (t + 1) * 256, tl.load(twice + step) > 0, 0)
+            best = tl.min(ways, 0)  # of [a, b], which become b and c
             tl.store(oldest + t * 256 + state, ((best >> 8) & 15).to(tl.uint8))
-            paths = best & ~0xF00
+            paths = (best & ~0xF00) | before
             if t % NORMALISE == NORMALISE - 1:
-                paths -= (tl.min(tl.min(paths, 1), 0) >> 12) << 12
+                paths -= (tl.min(paths, 0) >> 12) << 12
             if t % BLOCK_STEPS == BLOCK_STEPS - 1 or t == path_steps - 1:
                 tl.store(starts + t // BLOCK_STEPS * 256 + state, (paths & 255).to(tl.uint8))
                 paths = (paths & ~255) | state
         # Of equally cheap ends the one of the lowest older symbol, then the lowest newest one.
-        end = ((paths >> 12) << 8) | (symbol[None, :] * 16 + symbol[:, None])
-        end = tl.min(tl.min(end, 1), 0) & 255
+        end = ((paths >> 12) << 8) | ((state & 15) << 4) | (state >> 4)
+        end = tl.min(end, 0) & 255
         at_end = (end & 15) * 16 + (end >> 4)
         tl.debug_barrier()
         for i in range(blocks):
@@ -149,12 +176,14 @@ def _round_columns(
             own_group = at_step // steps
             own_step = at_step - own_group * steps
             tl.store(symbols + at_step * COLUMNS + column, (now >> 4).to(tl.uint8), there)
-            for n in tl.static_range(2):
+            a, b = now >> 4, now & 15
+            for n in tl.static_range(ENDS):
                 own_row = tl.load(ending + own_step * 2 + n, there, -1)
                 ends = there & (own_row >= 0)
                 own_at = own_group * GROUP + own_row
                 kind = tl.load(kinds + own_row, ends, 0)
-                value = tl.load(values + kind * 4096 + now * 16 + c, ends, 0.0)
+                entry = (a ^ c) * 16 + (b if n == 0 else a ^ b)
+                value = tl.load(values + kind * 256 + entry, ends, 0.0)
                 value = value * tl.load(level + own_at, ends, 0.0)
                 tl.store(rounded + own_at * COLUMNS + column, value, ends)
                 lost = tl.load(weight + own_at * weight_stride + column, ends, 0.0) - value
@@ -190,10 +219,13 @@ def round_columns(
         feedback,
         form.values,
         form.kinds,
+        form.places,
+        form.twice,
         form.ending,
         rounded,
         symbols,
-        target.new_empty(programs, shuffle.SEGMENT),
+        target.new_zeros(programs, 2, form.ends, path_steps),
+        symbols.new_empty(programs, form.ends, path_steps + 1, 256, dtype=torch.int32),
         target.new_empty(programs, reference.BLOCK, shuffle.SEGMENT),
         symbols.new_empty(programs, path_steps, 256),
         symbols.new_empty(programs, path_steps // BLOCK_STEPS, 256),
@@ -206,7 +238,9 @@ def round_columns(
         weight.stride(0),
         feedback.stride(0),
         **CONSTANTS,
-        num_warps=_WARPS,
+        ENDS=form.ends,
+        NORMALISE=NORMALISE[form.ends],
+        num_warps=WARPS,
     )
     return rounded, symbols[..., ::2] | symbols[..., 1::2] << 4
 
@@ -216,13 +250,20 @@ class _Form:
 
     def __init__(self, quarter_bits: int, device: torch.device) -> None:
         rows = reference.row_values(quarter_bits, reference.float_tables(quarter_bits))  # [32, a, c, b]
-        distinct, kinds = torch.unique(rows.transpose(2, 3).flatten(1), dim=0, return_inverse=True)
-        end, second = shuffle.ends(quarter_bits)
+        end, second = (torch.tensor(t).long() for t in shuffle.ends(quarter_bits))
+        # With c = 0 these are the first rows' values at (a, b), the second ones' at (a, a ^ b).
+        high, low = torch.arange(256) // 16, torch.arange(256) % 16
+        entries = torch.stack(
+            [rows[r, high, 0, high ^ low if second[r] else low] for r in range(shuffle.GROUP)]
+        )
+        distinct, kinds = torch.unique(entries, dim=0, return_inverse=True)
         ending = torch.full((2 * quarter_bits, 2), -1, dtype=torch.int32)
-        for row, (step, twice) in enumerate(zip(end, second, strict=True)):
-            ending[step, int(twice)] = row
+        ending[end, second] = torch.arange(shuffle.GROUP, dtype=torch.int32)
         self.values = distinct.contiguous().to(device)
         self.kinds = kinds.int().to(device)
+        self.ends = 2 if bool(second.any()) else 1
+        self.places = (end + second * (shuffle.SEGMENT // shuffle.GROUP * STEPS_MOST)).int().to(device)
+        self.twice = (ending[:, 1] >= 0).int().to(device)
         self.ending = ending.to(device)
         self.low, self.high = float(rows.min()), float(rows.max())
 

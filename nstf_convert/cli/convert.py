@@ -1,5 +1,6 @@
 """`nstf convert`: a checkpoint and a budget in, one measured .nstf file out."""
 
+import gc
 import json as json_module
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from nstf.errors import UsageError
+from nstf.runtime.imports import uncollected
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import chosen_pairs
 from nstf_convert.cli.output import print_json, print_pairs
@@ -58,8 +60,10 @@ def convert(
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )
-    from nstf_convert import pipeline
+    with uncollected():
+        from nstf_convert import pipeline
 
+        gc.freeze()
     result = pipeline.convert(chosen)
     data = dict(result.report)
     if isinstance(data.get("tool"), dict):

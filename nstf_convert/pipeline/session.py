@@ -1,5 +1,6 @@
 """Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
 
+import gc
 import logging
 import math
 import shutil
@@ -16,6 +17,7 @@ from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import trellis
 from nstf.kernels.trellis_encode import warm_up
+from nstf.runtime.imports import uncollected
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.options import ConvertOptions
@@ -93,11 +95,14 @@ class Session:
     def _open_model(self) -> None:
         if not self.helper:
             self.compile_ahead()
-        with self.stages.stage("open"):
+        with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
+            # What was imported stays: until the end no garbage is looked for among it.
+            self._opened.callback(gc.unfreeze)
+            gc.freeze()
 
     def _open_work(self) -> None:
         new = not self._folder.exists()

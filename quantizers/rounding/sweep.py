@@ -51,7 +51,11 @@ class Rounded:
 
     def decode(self, levels: Levels) -> Tensor:
         """The values, float32 [rows, cols]."""
-        cols, group = self.codes.shape[1], self.grid.group
+        rows, cols = self.codes.shape
+        group = self.grid.group
+        if self.grid.scale.shape[1] * group == cols:  # whole groups: no copies of the scales
+            points = levels.points_of(self.codes.float().reshape(rows, -1, group), self.grid.zero[:, :, None])
+            return points.mul_(self.grid.scale[:, :, None]).reshape(rows, cols)
         points = levels.points_of(self.codes.float(), per_column(self.grid.zero, group, cols))
         return points * per_column(self.grid.scale, group, cols)
 

@@ -61,10 +61,13 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tup
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("ends", [1, 2])
 @pytest.mark.parametrize(
     "target", ["sm_90", "gfx942", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gfx90a", "gfx1100"))]
 )
-def test_the_kernel_compiles_for(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for(
+    target: str, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,14 +77,16 @@ def test_the_kernel_compiles_for(target: str, tmp_path: Path, monkeypatch: pytes
     types = dict.fromkeys(("symbols", "oldest", "starts"), "*u8") | dict.fromkeys(
         ("kinds", "ending", "stops"), "*i32"
     )
+    types |= dict.fromkeys(("costs", "places", "twice"), "*i32")
     types |= dict.fromkeys(("rows", "steps", "target_stride", "weight_stride", "feedback_stride"), "i32")
     types |= {"low": "fp32", "high": "fp32"}
     signature = {p.name: "constexpr" if p.is_constexpr else types.get(p.name, "*fp32") for p in kernel.params}
-    source = ASTSource(kernel, signature, constexprs=on_gpu.CONSTANTS)
+    constants = on_gpu.CONSTANTS | {"ENDS": ends, "NORMALISE": on_gpu.NORMALISE[ends]}
+    source = ASTSource(kernel, signature, constexprs=constants)
     nvidia = target.startswith("sm_")
     lanes = 64 if target.startswith("gfx9") else 32
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, lanes)
-    made = triton.compile(source, target=gpu, options={"num_warps": 8})
+    made = triton.compile(source, target=gpu, options={"num_warps": on_gpu.WARPS})
     assert len(made.asm["cubin" if nvidia else "hsaco"]) > 1000
 
 

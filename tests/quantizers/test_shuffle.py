@@ -105,3 +105,33 @@ def test_rows_that_matter_more_lose_less():
 def test_parameters_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=r"must be|rounding"):
         shuffle.Params(**bad)
+
+
+@compiled
+@pytest.mark.parametrize("scratch", [1 << 28, 1])
+def test_matrices_of_one_hessian_are_encoded_together_as_alone(monkeypatch, scratch):
+    stats = Stats(correlated_hessian(64))
+    calls = []
+
+    def counted(target, *given):
+        calls.append(len(target))
+        return search(target, *given)
+
+    search = shuffle.round_columns
+    monkeypatch.setattr(shuffle, "round_columns", counted)
+    # The third has rows beside whole segments: nothing goes under it.
+    items = [
+        (
+            normal(rows, 64, seed=rows),
+            shuffle.Params(q, rounding="ldlq", block=32),
+            stats.for_rows(torch.ones(rows)),
+        )
+        for rows, q in ((256, 12), (512, 12), (40, 12), (256, 12), (256, 9))
+    ]
+    together = shuffle.encode_many(items, scratch)
+    assert calls[::4] == ([256 + 512 + 64, 256, 256] if scratch > 1 else [256, 512, 64, 256, 256])
+    for item, found in zip(items, together, strict=True):
+        alone = shuffle.encode(*item)
+        assert found.tree == alone.tree and found.shape == alone.shape
+        lost, expected = (loss(item[0], decode(e), stats) for e in (found, alone))
+        assert lost == pytest.approx(expected, rel=0.02)

@@ -313,7 +313,7 @@ class _Pass:
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
         if not self.corrected:
-            return [moments(Rows(rows, weights=weights), self.workers, self.each)]
+            return moments([Rows(rows, weights=weights)], self.workers, self.each)
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
         if group.norm is not None:
@@ -322,8 +322,8 @@ class _Pass:
         kept = max(1, round(len(rows) * HELD_OUT))
         fit, held_out = data.part(slice(None, -kept)), data.part(slice(-kept, None))
         if not fit.rows:
-            return [moments(data, self.workers, self.each)]
-        return [moments(part, self.workers, self.each) for part in (fit, held_out)]
+            return moments([data], self.workers, self.each)
+        return moments([fit, held_out], self.workers, self.each)
 
     def _shrinkage(self, group: Group) -> float:
         """As much as the calibration's Hessian of that input was shrunk."""

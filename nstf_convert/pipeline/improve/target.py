@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.analyzers.moments import mean_outer
+from nstf.analyzers.moments import begun_mean_outer
 from nstf_convert.pipeline.products import outer
 
 # Of a weight that are solved for at a time: rows at least, and elements. In float64 each takes several copies.
@@ -54,21 +54,29 @@ class Rows:
         return Rows(self.rows[batches], self.originals[batches], self.lag[batches], weights)
 
 
-def moments(data: Rows, workers: int, each: Callable[..., Iterable[Any]] = map) -> Moments:
-    """The second moments of some batches, so many at a time by `each`, a `map`."""
-    hessian = mean_outer(data.rows, data.rows, data.weights, workers, each=each)
+def moments(parts: Sequence[Rows], workers: int, each: Callable[..., Iterable[Any]] = map) -> list[Moments]:
+    """The second moments of each set of batches, so many at a time by `each`, a `map`."""
+    found = [_begun(data, workers, each) for data in parts]
+    return [finish() for finish in found]
+
+
+def _begun(data: Rows, workers: int, each: Callable[..., Iterable[Any]]) -> Callable[[], Moments]:
+    given: dict[str, Any] = {"weights": data.weights, "workers": workers, "each": each}
+    hessian = begun_mean_outer(data.rows, data.rows, **given)
     shift = stream = None
     if data.originals:
-        shift = mean_outer(
-            data.originals, data.rows, data.weights, workers, difference=True, product=outer, each=each
-        )
+        shift = begun_mean_outer(data.originals, data.rows, difference=True, product=outer, **given)
     if data.lag:
-        stream = mean_outer(data.lag, data.rows, data.weights, workers, product=outer, each=each)
-    if data.weights is None:
-        mass = float(sum(r.shape[0] for r in data.rows))
-    else:
-        mass = sum(float(w.sum(dtype=torch.float64)) for w in data.weights)
-    return Moments(hessian, shift, stream, mass)
+        stream = begun_mean_outer(data.lag, data.rows, product=outer, **given)
+
+    def finish() -> Moments:
+        if data.weights is None:
+            mass = float(sum(r.shape[0] for r in data.rows))
+        else:
+            mass = sum(float(w.sum(dtype=torch.float64)) for w in data.weights)
+        return Moments(hessian(), shift and shift(), stream and stream(), mass)
+
+    return finish
 
 
 def joined(a: Moments, b: Moments) -> Moments:
