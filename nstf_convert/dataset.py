@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import NstfError, UsageError
+from nstf.runtime import tokenizing
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -251,13 +252,13 @@ def _pieces(text: str, size: int) -> Iterator[str]:
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lambda text: list(tokenizing.encode(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text; a lone end token (T5's) is left out."""
-    core = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    full = list(tokenizer("a")["input_ids"])
+    core = list(tokenizing.encode(tokenizer, "a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizing.encode(tokenizer, "a")["input_ids"])
     for at in range(len(full) - len(core) + 1):
         if full[at : at + len(core)] == core:
             prefix, suffix = full[:at], full[at + len(core) :]

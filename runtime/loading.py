@@ -38,6 +38,7 @@ from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import ARGUMENTS_OF, build_skeleton, harmless, leads_away, tied_aliases
+from nstf.runtime.tokenizing import is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -245,8 +246,16 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             for name, content in files.items():
                 Path(folder, name).write_bytes(_without_code(name, content, where))
         try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
+            made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _check_settings(made)
+            return made
+        except MemoryError as error:
+            raise NstfError(
+                f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
+            ) from error
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             if fault := disk_fault(error):
                 raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]
@@ -254,6 +263,13 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
+
+
+def _check_settings(tokenizer: Any) -> None:
+    """Raises ValueError for a setting that every call would stumble over."""
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if type(longest) not in (int, float):
+        raise ValueError(f"model_max_length is {short(longest)}, expected a number")
 
 
 def _without_code(name: str, content: bytes, where: str) -> bytes:
