@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nstf.errors import NstfError, UsageError
 from nstf.runtime import tokenizing
+from nstf_convert.checkpoint.paths import exists
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -118,7 +119,7 @@ def tokenise_windows(
 def _located(path: str | Path) -> Path:
     """The local path of a dataset; a hub name is downloaded. Raises UsageError."""
     local = Path(path).expanduser()
-    if local.exists():
+    if exists(local):
         return local
     from nstf_convert.checkpoint.hub import download_dataset, is_hub_name
 

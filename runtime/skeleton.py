@@ -59,8 +59,8 @@ def build_skeleton(
     model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
-        with _default_dtype(dtype), _parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
-            with _no_hub_kernels():
+        with _default_dtype(dtype), parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
+            with no_hub_kernels():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -213,7 +213,7 @@ def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
 
 
 @contextmanager
-def _parameters_on_meta(limits: Limits | None) -> Iterator[None]:
+def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
     """Every parameter assigned to a module inside this context moves to the meta device at once."""
     original = nn.Module.register_parameter
     made = 0
@@ -304,7 +304,7 @@ def _small_buffers(limits: Limits | None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _no_hub_kernels() -> Iterator[None]:
+def no_hub_kernels() -> Iterator[None]:
     """Constructors (RWKV, YOSO, MRA) fetch CUDA code from the hub where they can; each does without where that fails."""
     from transformers.integrations import hub_kernels
 

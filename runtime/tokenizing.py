@@ -21,7 +21,7 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Raises UnsupportedError, which begins with `what`, for any exception of the libraries inside, and NstfError where memory
+    """Raises UnsupportedError, which begins with `what`, for any exception of the libraries inside, NstfError where memory
     ends; ours, and those that end the process, pass."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""A tokenizer.json that its library reads, and fails at later: with panics of Rust, which are no Exceptions, or plain ones."""
+"""A tokenizer.json that its library reads, and fails at later: with plain errors, or panics, which are no Exceptions."""
 
 import copy
 import json

@@ -121,13 +121,17 @@ class TensorFile:
         self.path = path
         self._given = 0
         try:
+            if not path.is_file():  # opening a pipe would wait for ever
+                raise ValueError("it is no regular file")
             self._file = self._open()
             sealed = json.loads((self._file.metadata() or {})["nstf"])
             self.metadata: dict[str, Any] = sealed["metadata"]
             self._digests: dict[str, str] = sealed["digests"]
+            if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
+                raise ValueError("its metadata is no object")
             kept = {"metadata": self.metadata, "digests": self._digests, "entries": _entries(path)}
             whole = sealed["seal"] == _seal(kept)
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise CorruptError(
                 f"{path} is not a file nstf wrote ({error}): delete it and run again"
             ) from error
