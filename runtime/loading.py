@@ -277,16 +277,46 @@ def _without_code(name: str, content: bytes, where: str) -> bytes:
 
     Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
     """
-    if not name.endswith(_SETTINGS) and name != _SPECIAL_TOKENS:
+    if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
         return content
     try:
         check_nesting(content, "the text")
         found = json.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
+    if isinstance(found, dict) and name != _SPECIAL_TOKENS:
+        _check_class(found.get("tokenizer_class"), name, where)
+    if name == "config.json":
+        return content
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
         found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     return json.dumps(_stripped(found)).encode()
+
+
+def _check_class(stated: object, source: str, where: str) -> None:
+    """Raises UnsupportedError for a class that is none of a tokenizer or a processor: transformers would make of the files
+    whatever of its own objects has that name, a model say. One that it lacks is left to it."""
+    if not isinstance(stated, str):
+        return
+    import transformers as library
+
+    bases = (
+        library.PreTrainedTokenizerBase,
+        library.ProcessorMixin,
+        library.FeatureExtractionMixin,
+        library.ImageProcessingMixin,
+    )
+    for name in (stated, stated.removesuffix("Fast"), f"{stated}Fast"):
+        try:
+            found = getattr(library, name, None)
+        except (ImportError, RuntimeError):
+            continue
+        dummy = "requires_backends" in vars(found or object) or hasattr(found, "_backends")
+        if found is None or dummy or (isinstance(found, type) and issubclass(found, bases)):
+            continue
+        raise UnsupportedError(
+            f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"
+        )
 
 
 def _stripped(value: Any, arguments: bool = True) -> Any:

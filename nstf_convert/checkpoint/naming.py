@@ -167,9 +167,12 @@ def _refuse_absurd(config: Mapping[str, Any], tensor_count: int, where: str) -> 
             _refuse_absurd(value, tensor_count, where)
         elif COUNTS.search(key):
             numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
-            if any(v > limit for v in numbers):
+            largest = (
+                sum(numbers) if key.endswith(("depths", "repeats", "blocks")) else max(numbers, default=0)
+            )
+            if largest > limit:
                 raise CorruptError(
-                    f"{where}: config.json says {key} is {max(numbers)}, but the file has {tensor_count} tensors"
+                    f"{where}: config.json says {key} is {largest}, but the file has {tensor_count} tensors"
                 )
 
 

@@ -287,14 +287,17 @@ def _first_problem(
 
 
 def _text_config(config: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     from nstf.runtime.skeleton import harmless
 
     settings = harmless(config)
     kind = settings.pop("model_type", None)
     try:
-        return AutoConfig.for_model(str(kind), **settings).get_text_config()
+        found = AutoConfig.for_model(str(kind), **settings).get_text_config()
+        if not isinstance(found, PreTrainedConfig):
+            raise TypeError("its config of the text is none")
+        return found
     except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
         raise UnsupportedError(
             f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"

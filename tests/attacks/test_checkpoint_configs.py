@@ -19,7 +19,7 @@ from nstf_convert.checkpoint import open_checkpoint
 ABSURD: dict[str, dict[str, Any]] = {
     # Each kept the reader busy for minutes, with memory to match.
     "labels": {**LLAMA, "num_labels": 10**6},
-    "codebooks": {"model_type": "musicgen_decoder", "num_codebooks": 3 * 10**6},
+    "codebooks": {"model_type": "musicgen_decoder", "architectures": ["MusicgenForCausalLM"], "num_codebooks": 3 * 10**6},
     "stages": {"model_type": "swin", "depths": [512] * 2000, "num_heads": [1] * 2000},
     "convolutions": {"model_type": "wav2vec2", **dict.fromkeys(("conv_dim", "conv_stride", "conv_kernel"), [8] * 10**5)},
     "blocks": {"model_type": "funnel", "block_sizes": [10**6] * 3},

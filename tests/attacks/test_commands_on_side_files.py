@@ -138,3 +138,24 @@ def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
     for command in ("export", "profile", "diff"):
         code, said = _explain(error, [command, "m.nstf"])
         assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")
+
+
+def test_a_card_holds_no_code_and_no_lines_of_a_stranger() -> None:
+    """`architectures` became part of the Python that people copy from an export's card, and of what the command printed."""
+    from types import SimpleNamespace
+
+    from nstf_convert.export import card
+    from nstf_convert.export.plan import ExportPlan
+
+    evil = "X\nimport os\nos.system('x')\n"
+    facts = {"tool": evil, "license": "mit\nextra: 1", "base_model": "a/b\nextra: 2"}
+    report = {"accuracy": {"final": {"mean_kl\n# Evil": 0.1}}}
+    artifact: Any = SimpleNamespace(manifest=SimpleNamespace(provenance=facts, report=report))
+    for stated in ([evil], [5], 5, {"0": 1}, [], ["\x1b[31mX"]):
+        config = {"architectures": stated, "model_type": evil}
+        text = card.card(artifact, ExportPlan("hf", ()), config, "model", "nstf export")
+        assert "from transformers import AutoModel\n" in text
+        assert not any(
+            line.startswith(("import os", "os.", "extra:", "# Evil")) for line in text.splitlines()
+        )
+    assert card.class_name({"architectures": ["LlamaForCausalLM"]}) == "LlamaForCausalLM"

@@ -234,6 +234,19 @@ def test_settings_of_a_tokenizer_that_are_not_read_here_are_refused(
             load_tokenizer(file_with(tmp_path / "m.nstf", **{name: raw}))
 
 
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "AutoModelForCausalLM", "GenerationConfig", "pipeline", "LlamaConfig"]
+)
+def test_a_tokenizer_is_made_by_no_other_class(tmp_path: Path, name: str) -> None:
+    # transformers made a model of the files, or whatever else of its own has the name, and that was the tokenizer.
+    for files in (
+        {"tokenizer_config": {"tokenizer_class": name}},
+        {"config": {**LLAMA, "tokenizer_class": name}, "tokenizer_config": {}},
+    ):
+        with pytest.raises(NstfError, match=f"names '{name}', which is no class of a tokenizer"):
+            load_tokenizer(file_with(tmp_path / "m.nstf", **files))
+
+
 def test_words_are_no_arguments() -> None:
     from nstf.runtime.loading import _stripped
 
