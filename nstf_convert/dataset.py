@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.runtime import tokenizing
 from nstf_convert.checkpoint.paths import exists
 
@@ -222,6 +222,10 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
                 if value is not None:
                     yield _text_of({column: value}, column, str(file))
     except (pyarrow.ArrowException, OSError) as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"not enough memory to read the dataset {file}; free some, or raise its limit"
+            ) from error
         text = " ".join(str(error).split())[:120]
         raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
@@ -115,7 +115,7 @@ def _enough_memory(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if out_of_memory(error):
             raise NstfError(
                 f"{os.fspath(path)}: not enough memory to load it; free some, or raise its limit"
             ) from error
@@ -249,13 +249,13 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _check_settings(made)
             return made
-        except MemoryError as error:
-            raise NstfError(
-                f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
-            ) from error
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
+            if out_of_memory(error):
+                raise NstfError(
+                    f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
+                ) from error
             if fault := disk_fault(error):
                 raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nstf.errors import UnsupportedError
+from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
@@ -63,6 +63,10 @@ def build_skeleton(
             with no_hub_kernels():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"not enough memory to build {model_class.__name__}; free some, or raise its limit"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config: "

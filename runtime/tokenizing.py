@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nstf.errors import NstfError, UnsupportedError
+from nstf.errors import NstfError, UnsupportedError, out_of_memory
 
 
 def is_panic(error: BaseException) -> bool:
@@ -27,11 +27,11 @@ def foreign_errors(what: str) -> Iterator[None]:
         yield
     except NstfError:
         raise
-    except MemoryError as error:
-        raise NstfError(f"{what}: not enough memory; free some, or raise its limit") from error
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
+        if out_of_memory(error):
+            raise NstfError(f"{what}: not enough memory; free some, or raise its limit") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedError(f"{what}: {reason}") from error
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits, check_config, limits_of_shapes
 from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
@@ -152,6 +152,10 @@ def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) 
     except ImportError:
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"{where}: not enough memory for its model; free some, or raise its limit"
+            ) from error
         # Any exception type: config classes and models check their values in many ways.
         text = " ".join(str(error).split())[:200]
         raise CorruptError(

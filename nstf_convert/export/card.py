@@ -51,7 +51,8 @@ def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: 
     for kind, total in plan.totals().items():
         lines.append(f"| {kind} | {total['tensors']} | {total['bytes_here']} | {total['bytes_there']} |")
     lines += ["", *_meaning(plan), *_loss(artifact, plan)]
-    return "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip() + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()  # names of files may be of other bytes
 
 
 def _base(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:

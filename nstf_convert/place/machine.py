@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
-from nstf.runtime.artifact.header import short
 
 VERSION = 1
 MOST_DEVICES = 4096
@@ -352,7 +351,7 @@ def _number(
     """A finite number of an entry: positive, or at least `least`."""
     found = entry.get(key)
     if not isinstance(found, int | float) or not _finite(found):
-        raise UsageError(f"{where}: {key!r} must be a number, not {short(found, 40)}")
+        raise UsageError(f"{where}: {key!r} must be a number, not {str(found)[:40]!r}")
     if (found <= 0 if least is None else found < least) or found > most or (whole and found != int(found)):
         low = "above 0" if least is None else f"at least {least:g}"
         high = "" if most == math.inf else f", at most {most:g}"

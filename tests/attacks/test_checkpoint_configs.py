@@ -199,3 +199,38 @@ def test_metadata_of_a_calibration_that_is_none_is_one_line(tmp_path: Path, stat
     _written(tmp_path / "c.safetensors", {"__metadata__": {"nstf": stated}}, b"")
     with pytest.raises(CorruptError, match="is not a file nstf wrote"):
         TensorFile(tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_no_memory_is_not_the_fault_of_the_file(
+    checkpoint: Callable[[dict[str, Any]], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    """It was a damaged checkpoint (exit code 5) or an unknown kind of model (6)."""
+    import torch
+    import transformers
+
+    from nstf.runtime import load
+    from nstf.runtime.artifact import write_artifact
+    from nstf_convert.checkpoint import torch_bin
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise error
+
+    folder, path = checkpoint(LLAMA), tmp_path / "m.nstf"
+    write_artifact(path, tensors(), {"config.json": json.dumps(LLAMA).encode()})
+    torch.save({"a": torch.zeros(2)}, tmp_path / "m.bin")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", full)
+    monkeypatch.setattr(torch, "load", full)
+    for way in (
+        lambda: load(path),
+        lambda: open_checkpoint(str(folder)),
+        lambda: torch_bin.open_file(tmp_path / "m.bin"),
+    ):
+        with pytest.raises(NstfError, match="not enough memory") as raised:
+            way()
+        assert raised.value.exit_code == 1
