@@ -34,7 +34,7 @@ def check_destination(output: Path, overwrite: bool) -> None:
     if not taken:
         return
     if not overwrite:
-        raise UsageError(f"the output {output} exists: give a new or empty folder, or allow `overwrite`")
+        raise UsageError(f"the output {output} exists: give a new or empty folder, or `overwrite`")
     # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
     if output.is_dir() and not _is_export(output):
         raise UsageError(f"the output {output} is a folder that is no export of nstf: give another output")
@@ -84,9 +84,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             files = [f for f in sorted(partial.iterdir()) if f.name != UNFINISHED]
             taken = [f.name for f in files if output.with_name(f.name).exists()]
             if taken and not overwrite:
-                raise UsageError(
-                    f"{output.with_name(taken[0])} exists: give another output, or allow `overwrite`"
-                )
+                raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
             _sync(partial)
             for file in sorted(files, key=lambda f: f.name == output.name):
                 file.replace(output.with_name(file.name))
