@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import NstfError, UsageError, out_of_memory
+from nstf.runtime import tokenizing
+from nstf_convert.checkpoint.paths import exists
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -117,7 +119,7 @@ def tokenise_windows(
 def _located(path: str | Path) -> Path:
     """The local path of a dataset; a hub name is downloaded. Raises UsageError."""
     local = Path(path).expanduser()
-    if local.exists():
+    if exists(local):
         return local
     from nstf_convert.checkpoint.hub import download_dataset, is_hub_name
 
@@ -220,6 +222,10 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
                 if value is not None:
                     yield _text_of({column: value}, column, str(file))
     except (pyarrow.ArrowException, OSError) as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"not enough memory to read the dataset {file}; free some, or raise its limit"
+            ) from error
         text = " ".join(str(error).split())[:120]
         raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
 
@@ -251,13 +257,13 @@ def _pieces(text: str, size: int) -> Iterator[str]:
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lambda text: list(tokenizing.encode(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text; a lone end token (T5's) is left out."""
-    core = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    full = list(tokenizer("a")["input_ids"])
+    core = list(tokenizing.encode(tokenizer, "a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizing.encode(tokenizer, "a")["input_ids"])
     for at in range(len(full) - len(core) + 1):
         if full[at : at + len(core)] == core:
             prefix, suffix = full[:at], full[at + len(core) :]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError
+from nstf.runtime.artifact.config import Limits, limits_of
 from nstf_convert.device_weights import DeviceWeights
 
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
@@ -31,6 +32,9 @@ Source = Callable[[str], Tensor]
 class _Checkpoint(Protocol):
     config: dict[str, Any] | None
     ties: Mapping[str, str]
+
+    @property
+    def limits(self) -> Limits: ...
 
     def get(self, name: str) -> Tensor: ...
 
@@ -49,11 +53,13 @@ class StreamedModel:
         device: torch.device | None = None,
         resident_bytes: int = 0,
         held: Collection[str] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """`config`: the Hugging Face config. `source`: parameter name -> tensor. `ties`: alias -> stored name.
         `lazy`: fetch nothing before the first forward, not even small tensors. `device`: where it runs (None: the
         CPU); `resident_bytes`: weights that may stay there between two uses. `held`: the names that the source has (None:
         all that the model has); buffers that are not among them stay as the model's code makes them: `missing_buffers`.
+        `limits`: what a stranger's tensors allow the model to be made of.
 
         Raises CorruptError when a tensor does not have the shape its parameter has, and where `held` lacks the mean or the
         variance of a normalisation.
@@ -61,7 +67,7 @@ class StreamedModel:
         from nstf.runtime.skeleton import build_skeleton
 
         self.config = config
-        self.module: Any = build_skeleton(config)
+        self.module: Any = build_skeleton(config, limits=limits)
         self.device = device or torch.device("cpu")
         self._ties = dict(ties or {})
         self._names = self._stored_names()
@@ -84,14 +90,25 @@ class StreamedModel:
         """The original model, read lazily from its checkpoint."""
         if checkpoint.config is None:
             raise ValueError("the checkpoint has no config: its model cannot be run")
-        return cls(checkpoint.config, checkpoint.get, checkpoint.ties, held=checkpoint.names())
+        return cls(
+            checkpoint.config,
+            checkpoint.get,
+            checkpoint.ties,
+            held=checkpoint.names(),
+            limits=checkpoint.limits,
+        )
 
     @classmethod
     def from_artifact(cls, artifact: Any) -> "StreamedModel":
         """The model of an open artifact, decoded module by module."""
         from nstf.kernels.formats import decode
 
-        return cls(artifact.config(), lambda name: decode(artifact.encoded(name)), held=artifact.names())
+        return cls(
+            artifact.config(),
+            lambda name: decode(artifact.encoded(name)),
+            held=artifact.names(),
+            limits=limits_of(artifact.manifest),
+        )
 
     def stored_name(self, parameter: str) -> str:
         """The checkpoint's name of a parameter: the same, or the one it is tied to."""

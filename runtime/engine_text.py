@@ -16,6 +16,7 @@ from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
+from nstf.runtime.tokenizing import foreign_errors
 
 # Classes of transformers that take tokenizer.json as it is, and the settings that change nothing then.
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -67,7 +68,8 @@ def stream(
         engine = Engine(artifact, exact, threads, kv_cache, attention, copy_later=True)
         try:
             tokenizer = _tokenizer(artifact)
-            ids = tokenizer.encode(prompt).ids
+            with foreign_errors(f"{artifact.path}: its tokenizer cannot encode this text"):
+                ids = tokenizer.encode(prompt).ids
         finally:
             engine.finish()
         if check is not None:
@@ -92,7 +94,7 @@ def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     printed = 0
     for token in tokens:
         line.append(token)
-        text = tokenizer.decode(line, skip_special_tokens=True)
+        text = _decoded(tokenizer, line)
         if text.endswith("\n"):
             if text[printed:]:
                 yield text[printed:]
@@ -103,9 +105,14 @@ def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
         if certain > printed and "\ufffd" not in text[printed:certain]:
             yield text[printed:certain]
             printed = certain
-    rest = tokenizer.decode(line, skip_special_tokens=True)[printed:]
+    rest = _decoded(tokenizer, line)[printed:]
     if rest:
         yield rest
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    with foreign_errors("the model's tokenizer cannot decode its tokens"):
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def _tokenizer(artifact: Artifact) -> Any:
@@ -122,10 +129,9 @@ def _tokenizer(artifact: Artifact) -> Any:
         raise UnsupportedError(f"{artifact.path}: a tokenizer of {what} is left to transformers")
     from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_buffer(artifact.file("tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
-        raise UnsupportedError(f"{artifact.path}: its tokenizer.json cannot be read ({error})") from error
+    content = artifact.file("tokenizer.json")
+    with foreign_errors(f"{artifact.path}: its tokenizer.json cannot be read"):
+        tokenizer = Tokenizer.from_buffer(content)
     added = tokenizer.get_added_tokens_decoder()
     special = [t.content for t in added.values() if t.special]
     stated = settings.get("added_tokens_decoder") or {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
+from nstf.runtime.tokenizing import Decoder, apply_template, encode
 
 _log = logging.getLogger("nstf")
 
@@ -75,10 +76,10 @@ def stream(
                 torch.manual_seed(seed)
                 model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options)
         except _Left:
-            streamer.end()
+            streamer.abandon()
         except BaseException as error:
             failure.put(error)
-            streamer.end()
+            streamer.abandon()
 
     thread = Thread(target=work, daemon=True)
     thread.start()
@@ -131,13 +132,20 @@ def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
                 raise _Left
             super().put(value)
 
+        def abandon(self) -> None:
+            """Ends the text, whatever failed: perhaps decoding itself, without which the caller would wait for ever."""
+            try:
+                self.end()
+            except BaseException:
+                self.text_queue.put(self.stop_signal)
+
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             certain = cut.feed(text)
             super().on_finalized_text(certain + cut.rest() if stream_end else certain, stream_end)
             if cut.ended and not stream_end:
                 raise _Left
 
-    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return Streamer(Decoder(tokenizer), skip_prompt=True, skip_special_tokens=True)
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
@@ -146,10 +154,10 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this tokenizer has no chat template: give it a plain text")
         message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        text = apply_template(tokenizer, message)
+        ids: Tensor = encode(tokenizer, text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        ids = encode(tokenizer, prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:
         raise UsageError("the prompt has no tokens; give a text to continue")
     return ids.to(torch.int64)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode, dense
 from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
@@ -38,6 +38,7 @@ from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import ARGUMENTS_OF, build_skeleton, harmless, leads_away, tied_aliases
+from nstf.runtime.tokenizing import is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +115,7 @@ def _enough_memory(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if out_of_memory(error):
             raise NstfError(
                 f"{os.fspath(path)}: not enough memory to load it; free some, or raise its limit"
             ) from error
@@ -245,8 +246,16 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             for name, content in files.items():
                 Path(folder, name).write_bytes(_without_code(name, content, where))
         try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
+            made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _check_settings(made)
+            return made
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            if out_of_memory(error):
+                raise NstfError(
+                    f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
+                ) from error
             if fault := disk_fault(error):
                 raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]
@@ -256,21 +265,58 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             ) from error
 
 
+def _check_settings(tokenizer: Any) -> None:
+    """Raises ValueError for a setting that every call would stumble over."""
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if type(longest) not in (int, float):
+        raise ValueError(f"model_max_length is {short(longest)}, expected a number")
+
+
 def _without_code(name: str, content: bytes, where: str) -> bytes:
     """A tokenizer's file, where it holds settings without those that lead to code or to another file.
 
     Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
     """
-    if not name.endswith(_SETTINGS) and name != _SPECIAL_TOKENS:
+    if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
         return content
     try:
         check_nesting(content, "the text")
         found = json.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
+    if isinstance(found, dict) and name != _SPECIAL_TOKENS:
+        _check_class(found.get("tokenizer_class"), name, where)
+    if name == "config.json":
+        return content
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
         found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     return json.dumps(_stripped(found)).encode()
+
+
+def _check_class(stated: object, source: str, where: str) -> None:
+    """Raises UnsupportedError for a class that is none of a tokenizer or a processor: transformers would make of the files
+    whatever of its own objects has that name, a model say. One that it lacks is left to it."""
+    if not isinstance(stated, str):
+        return
+    import transformers as library
+
+    bases = (
+        library.PreTrainedTokenizerBase,
+        library.ProcessorMixin,
+        library.FeatureExtractionMixin,
+        library.ImageProcessingMixin,
+    )
+    for name in (stated, stated.removesuffix("Fast"), f"{stated}Fast"):
+        try:
+            found = getattr(library, name, None)
+        except (ImportError, RuntimeError):
+            continue
+        dummy = "requires_backends" in vars(found or object) or hasattr(found, "_backends")
+        if found is None or dummy or (isinstance(found, type) and issubclass(found, bases)):
+            continue
+        raise UnsupportedError(
+            f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"
+        )
 
 
 def _stripped(value: Any, arguments: bool = True) -> Any:

@@ -1,6 +1,5 @@
 """The encoded tensors of a folder of `nstf export --to transformers`, mapped: a rank reads the bytes of its part."""
 
-import json
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,25 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError
+from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, array_specs
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.formats.tree import node_from_json
+from nstf.runtime.artifact.header import TORCH_NAMES, TensorEntry, parse_header, short
 from nstf.runtime.modules import SUFFIX
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class RankFolder:
     """A folder of `nstf export --to transformers`. tensors: the `tensors` of its quantization_config.
 
-    Raises CorruptError for files that are not what the config says, OSError for files that cannot be read.
+    Raises CorruptError for files that are not what the config says, UsageError for what is no regular file, and NstfError
+    for files that cannot be read.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Any]) -> None:
+        if wrong := next((name for name, entry in tensors.items() if not isinstance(entry, Mapping)), None):
+            raise CorruptError(f"{path}: its config describes no tensor under {short(wrong)}")
         self.path, self.tensors = path, tensors
         self._arrays: dict[str, Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
@@ -67,21 +65,22 @@ class RankFolder:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    try:
-        with file.open("rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        header.pop("__metadata__", None)
-        return {name: _array(data, 8 + size, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CorruptError(f"{file} is no safetensors file: {error}") from error
+    found, _ = parse_header(file)
+    if unknown := next((e.dtype for e in found.values() if e.dtype not in TORCH_NAMES), None):
+        raise UnsupportedError(f"{file} holds values of type {unknown}, which torch does not have")
+    with file.open("rb") as opened:
+        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    if len(data) < max((e.end for e in found.values()), default=0):
+        raise CorruptError(f"{file} changed while it was opened")
+    return {name: _array(data, entry) for name, entry in found.items()}
 
 
-def _array(data: mmap.mmap, start: int, entry: Mapping[str, Any]) -> Tensor:
-    first, last = entry["data_offsets"]
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-    if first == last:
-        return torch.empty(shape, dtype=dtype)
-    count = (last - first) // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=start + first).view(shape)
+def _array(data: mmap.mmap, entry: TensorEntry) -> Tensor:
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+    if entry.start == entry.end:
+        return torch.empty(entry.shape, dtype=dtype)
+    if entry.start % dtype.itemsize:
+        copied = bytearray(data[entry.start : entry.end])
+        return torch.frombuffer(copied, dtype=dtype).view(entry.shape)
+    count = (entry.end - entry.start) // dtype.itemsize
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).view(entry.shape)

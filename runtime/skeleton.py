@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nstf.errors import UnsupportedError
+from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits
 from nstf.runtime.imports import uncollected
 
@@ -61,10 +61,14 @@ def build_skeleton(
         model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
-        with _default_dtype(dtype), _parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
-            with _no_hub_kernels():
+        with _default_dtype(dtype), parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
+            with no_hub_kernels():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"not enough memory to build {model_class.__name__}; free some, or raise its limit"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config: "
@@ -215,7 +219,7 @@ def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
 
 
 @contextmanager
-def _parameters_on_meta(limits: Limits | None) -> Iterator[None]:
+def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
     """Every parameter assigned to a module inside this context moves to the meta device at once."""
     original = nn.Module.register_parameter
     made = 0
@@ -306,7 +310,7 @@ def _small_buffers(limits: Limits | None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _no_hub_kernels() -> Iterator[None]:
+def no_hub_kernels() -> Iterator[None]:
     """Constructors (RWKV, YOSO, MRA) fetch CUDA code from the hub where they can; each does without where that fails."""
     from transformers.integrations import hub_kernels
 

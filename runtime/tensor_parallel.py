@@ -122,7 +122,9 @@ def tensor_parts(artifact: Artifact, ranks: int) -> dict[str, Parts]:
 def _config(stated: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    settings = dict(stated)
+    from nstf.runtime.skeleton import harmless
+
+    settings = harmless(stated)
     kind = settings.pop("model_type", None)
     try:
         return AutoConfig.for_model(kind, **settings).get_text_config()

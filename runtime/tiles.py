@@ -81,6 +81,8 @@ def _read(path: Path) -> "TuningCache | None":
     from nstf.kernels.triton.tuner import TuningCache
 
     try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("not a regular file")
         return TuningCache.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         _log.warning("%s: its tiles are not used: %s", path, " ".join(str(error).split())[:200])

@@ -37,6 +37,23 @@ def can_end(schema: Any) -> bool:
     return True
 
 
+def parts_of(schema: Any) -> int:
+    """The names in the objects of a schema and the entries of its lists, without those of `enum`."""
+    count, waiting = 0, [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            count += len(part)
+            for key, value in part.items():
+                # Values of an enum cost next to nothing; a property may be called so, too.
+                inner = value if key == "enum" and isinstance(value, list) else [value]
+                waiting += [v for v in inner if isinstance(v, dict | list)]
+        elif isinstance(part, list):
+            count += len(part)
+            waiting += [v for v in part if isinstance(v, dict | list)]
+    return count
+
+
 def _any_ends(group: list[Any], ended: set[int]) -> bool:
     return any(not isinstance(part, dict) or id(part) in ended for part in group)
 

@@ -9,9 +9,13 @@ from typing import Any
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
-from nstf.integrations.serve.finite import can_end
+from nstf.integrations.serve.finite import can_end, parts_of
+from nstf.runtime.tokenizing import foreign_errors
 
 Make = Callable[[], "Grammar"]
+
+# Names and entries of a schema, those of its lists of values apart. llguidance's time to read one grows with their square.
+MOST_NAMES = 4096
 
 
 class Grammar:
@@ -63,13 +67,22 @@ class Grammars:
                 raise wrong(
                     "response_format", "this model has no token that ends a text, which response_format needs"
                 )
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+            try:
+                with foreign_errors("response_format cannot be had with this model's tokenizer"):
+                    self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+            except NstfError as error:
+                raise wrong("response_format", str(error)) from error
         return llguidance
 
     def of(self, schema: Any) -> Grammar:
         """Of a JSON schema as parsed JSON; True for any object."""
         library = self._ready()
         stated = {"type": "object"} if schema is True else schema
+        if (parts := parts_of(stated)) > MOST_NAMES:
+            raise wrong(
+                "response_format",
+                f"the JSON schema has {parts} names and entries; at most {MOST_NAMES} are accepted",
+            )
         if not can_end(stated):
             raise wrong(
                 "response_format",

@@ -66,7 +66,7 @@ class ModulesBackend(Backend):
                 if not answer.finished:
                     answer.finished = True
                     self._metrics.add("cancelled_total")
-            except Exception as error:  # the server goes on
+            except BaseException as error:  # a library's panic too: the server goes on
                 _log.exception("an answer failed")
                 answer.fail(f"decoding failed: {error}")
             finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
+from nstf.runtime.tokenizing import is_panic
 
 _CONTEXT = 8  # tokens of the prompt that the text is decoded after: some tokenizers drop a first space
 
@@ -108,9 +109,10 @@ class Answer:
     def _decoded(self, token: int) -> str:
         try:
             return self._stream.step(self.tokenizer, token) or ""
-        except (
-            Exception
-        ):  # the library raises plain Exception where bytes make no characters: the token is left out
+        except BaseException as error:
+            # The library raises plain Exception where bytes make no characters, and panics: the token is left out.
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             from tokenizers.decoders import DecodeStream
 
             self._stream = DecodeStream(skip_special_tokens=True)

@@ -7,10 +7,11 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from nstf.errors import UnsupportedError
+from nstf.errors import NstfError, UnsupportedError
 from nstf.integrations.serve.errors import wrong
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.loading import load_tokenizer
+from nstf.runtime.tokenizing import apply_template, encode, foreign_errors
 
 # What chat models write at the end of a turn; many files name another token as the end of a text.
 _TURN_ENDS = (
@@ -59,8 +60,11 @@ class Prompts:
         return bool(getattr(self.own, "chat_template", None))
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a text to continue."""
-        return self._ids(text)
+        """Token ids of a text to continue. Raises ApiError (400): the tokenizer cannot encode it."""
+        try:
+            return self._ids(text)
+        except NstfError as error:
+            raise wrong("prompt", str(error)) from error
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it."""
@@ -69,26 +73,27 @@ class Prompts:
                 "messages",
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
             )
-        from jinja2 import TemplateError
-
         try:
-            text = self.own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise wrong("messages", f"the model's chat template refuses these messages: {reason}") from error
-        return self._ids(text, add_special_tokens=False)
+            return self._ids(apply_template(self.own, list(messages)), add_special_tokens=False)
+        except NstfError as error:
+            raise wrong("messages", str(error)) from error
 
     def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not self._direct:
             with self._lock:
-                return list(self.own(text, add_special_tokens=add_special_tokens)["input_ids"])
+                return list(encode(self.own, text, add_special_tokens=add_special_tokens)["input_ids"])
         # Of a batch, since that alone lets other threads run meanwhile.
-        (found,) = self.fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        with foreign_errors("the model's tokenizer cannot encode this text"):
+            (found,) = self.fast.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(found.ids)
 
     def token_text(self, token: int) -> str:
         """The text of one token, for logprobs."""
-        return str(self.fast.decode([token], skip_special_tokens=False))
+        try:
+            with foreign_errors("the model's tokenizer cannot decode a token"):
+                return str(self.fast.decode([token], skip_special_tokens=False))
+        except NstfError:
+            return ""
 
     def _ends(self, artifact: Artifact) -> frozenset[int]:
         found: list[Any] = [getattr(self.own, "eos_token_id", None)]

@@ -83,7 +83,9 @@ class Scheduler(Backend):
                 for slot, answer in joining:
                     self._begin(slot, answer)
                 self._step()
-            except Exception as error:  # the server goes on; those whose step it was are told
+            except (
+                BaseException
+            ) as error:  # a library's panic too: the server goes on; those whose step it was are told
                 _log.exception("a step failed")
                 for slot in self._slots:
                     self._forget(slot, f"decoding failed: {error}")
@@ -232,7 +234,7 @@ class Scheduler(Backend):
             self._metrics.add("generated_tokens_total")
             if not answer.take(token, score):
                 slot.answer = None
-        except Exception as error:
+        except BaseException as error:  # a library's panic is no Exception, and would end the thread
             _log.exception("an answer failed")
             answer.fail(f"the answer failed: {error}")
             slot.answer = None

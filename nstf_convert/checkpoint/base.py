@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, UsageError
+from nstf.runtime.artifact.config import Limits, limits_of_shapes
 from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
 from nstf_convert.checkpoint.ties import find_ties
@@ -72,6 +73,12 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype and size of a stored parameter, without reading it."""
         return self._recipe(name).info
+
+    @property
+    def limits(self) -> Limits:
+        """What the tensors allow the model of a config to be made of."""
+        shapes = [recipe.info.shape for recipe in self._recipes.values()]
+        return limits_of_shapes(shapes, len(shapes) + len(self.ties))
 
     def get(self, name: str) -> Tensor:
         """The parameter, read from disk into memory of its own.

@@ -10,7 +10,7 @@ from nstf_convert.checkpoint.base import Checkpoint
 from nstf_convert.checkpoint.config import filter_config
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.naming import plan_names
-from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_small
+from nstf_convert.checkpoint.paths import exists, is_link, member, open_regular, pread_all, read_small
 from nstf_convert.checkpoint.side_files import read_side_files
 from nstf_convert.checkpoint.source import Source
 
@@ -26,8 +26,8 @@ def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
             "the model's path is empty; give a folder, a .gguf, .safetensors or .onnx file, or a hub name"
         )
     path = Path(text).expanduser()
-    if not path.exists():
-        if path.is_symlink():
+    if not exists(path):
+        if is_link(path):
             raise UsageError(f"{path} is a dangling link; give an existing model")
         if not hub.is_hub_name(text):
             raise UsageError(

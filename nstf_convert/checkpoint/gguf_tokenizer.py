@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nstf.errors import UnsupportedError
+from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.config import strip_code
 from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
 
@@ -21,7 +21,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     real = path.resolve()
-    try:
+    with foreign_errors(f"{path}: its tokenizer cannot be rebuilt"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(real.parent), gguf_file=real.name, local_files_only=True, trust_remote_code=False
         )
@@ -30,12 +30,6 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
             found = {
                 p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)
             }
-    except Exception as error:
-        # transformers raises many types here, according to the tokenizer's kind.
-        text = " ".join(str(error).split())[:160]
-        raise UnsupportedError(
-            f"{path}: its tokenizer cannot be rebuilt ({type(error).__name__}: {text})"
-        ) from error
     for name in SETTINGS:
         if name in found:
             data = strip_code(json.loads(found[name]))

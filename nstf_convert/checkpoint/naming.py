@@ -9,14 +9,15 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
+from nstf.runtime.artifact.config import Limits, check_config, limits_of_shapes
 from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
@@ -130,19 +131,31 @@ def _is_model_class(cls: object) -> bool:
     )
 
 
-def meta_model(cls: Any, config: Mapping[str, Any], tensor_count: int, where: str) -> Any:
-    """The model of class `cls` on the meta device: names and shapes, no memory. Raises CorruptError."""
+def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) -> Any:
+    """The model of class `cls` on the meta device: names and shapes, no memory. limits: of the file's tensors.
+
+    Raises CorruptError, also for a config that makes more of a model than these tensors can fill.
+    """
     import transformers
 
-    _refuse_absurd(config, tensor_count, where)
+    from nstf.runtime.skeleton import no_hub_kernels, parameters_on_meta
+
+    _refuse_absurd(config, limits.tensors, where)
+    check_config(config, limits, where)
+    # A checkpoint may hold several parameters in one tensor.
+    most = replace(limits, tensors=4 * limits.tensors)
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
     try:
         settings = config_class.from_dict(copy.deepcopy(dict(config)))
-        with torch.device("meta"):
+        with torch.device("meta"), parameters_on_meta(most), no_hub_kernels():
             return cls(settings)
     except ImportError:
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"{where}: not enough memory for its model; free some, or raise its limit"
+            ) from error
         # Any exception type: config classes and models check their values in many ways.
         text = " ".join(str(error).split())[:200]
         raise CorruptError(
@@ -158,15 +171,18 @@ def _refuse_absurd(config: Mapping[str, Any], tensor_count: int, where: str) -> 
             _refuse_absurd(value, tensor_count, where)
         elif COUNTS.search(key):
             numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
-            if any(v > limit for v in numbers):
+            largest = (
+                sum(numbers) if key.endswith(("depths", "repeats", "blocks")) else max(numbers, default=0)
+            )
+            if largest > limit:
                 raise CorruptError(
-                    f"{where}: config.json says {key} is {max(numbers)}, but the file has {tensor_count} tensors"
+                    f"{where}: config.json says {key} is {largest}, but the file has {tensor_count} tensors"
                 )
 
 
 def _match(cls: Any, infos: Mapping[str, TensorInfo], config: Mapping[str, Any], where: str) -> Plan | None:
     """The plan if the model is of class `cls`; None when less than half of the bytes have a place in it."""
-    model = meta_model(cls, config, len(infos), where)
+    model = meta_model(cls, config, limits_of_shapes([i.shape for i in infos.values()]), where)
     expected = _shapes(model)
     recipes, unused = _recipes(model, infos, expected, where)
     total = sum(info.size_bytes for info in infos.values())
@@ -183,7 +199,7 @@ def plan_of_recipes(recipes: Mapping[str, Recipe], config: Mapping[str, Any], wh
         raise UnsupportedError(
             f"{where}: transformers does not know the model type {config.get('model_type')!r}"
         )
-    model = meta_model(classes[0], config, len(recipes), where)
+    model = meta_model(classes[0], config, limits_of_shapes([r.info.shape for r in recipes.values()]), where)
     expected = _shapes(model)
     unused = {name: recipe.info for name, recipe in recipes.items() if name not in expected}
     plan = _checked(model, {name: r for name, r in recipes.items() if name in expected}, unused, where)

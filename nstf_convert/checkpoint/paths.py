@@ -51,6 +51,22 @@ def member(folder: Path, name: object, named_by: str) -> Path:
     return path
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at a path; not where no file can be called so (too long a name)."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_link(path: Path) -> bool:
+    """Whether a path is a link."""
+    try:
+        return path.is_symlink()
+    except (OSError, ValueError):
+        return False
+
+
 def is_bare_name(name: str) -> bool:
     """Whether `name` is one plain path component of printable characters."""
     return (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.header import SAFETENSORS_NAMES
 from nstf_convert.checkpoint.paths import member, open_regular
 from nstf_convert.checkpoint.safetensors_dir import read_index
@@ -66,6 +66,8 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(f"{path}: not enough memory to map it; free some, or raise its limit") from error
         # torch raises pickle, zip, EOF, runtime and key errors here, according to where the file is broken.
         text = " ".join(str(error).split())
         if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:

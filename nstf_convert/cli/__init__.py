@@ -200,6 +200,8 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return UnsupportedError.exit_code, (
             f"{clean(error)}: perhaps the tokenizer makes tokens beyond the model's vocabulary; fetch both again"
         )
+    if type(error).__name__ == "PanicException":  # of tokenizers, safetensors: Rust's, and no Exception
+        return UnsupportedError.exit_code, f"a library gives up on a file of the model: {clean(error)}"
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
 
 

@@ -131,7 +131,8 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
         content = render(report)
     partial = path.with_name(f".{path.name}.part.{os.getpid()}")
     try:
-        partial.write_text(content, encoding="utf-8")
+        # The names of files may be of other bytes.
+        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -138,7 +138,10 @@ def next_step(output: Path, target: str = "hf") -> str:
         return f"onnxruntime.InferenceSession('{file}')"
     first = "import nstf.integrations.transformers, then " if target == "transformers" else ""
     try:
-        names = json_module.loads((output / "config.json").read_bytes()).get("architectures") or []
+        config = json_module.loads((output / "config.json").read_bytes())
     except (OSError, ValueError):
         return f"safetensors.torch.load_file reads the files; {output} has no config.json for transformers"
-    return f"{first}transformers.{names[0] if names else 'AutoModel'}.from_pretrained('{output}')"
+    from nstf_convert.export.card import class_name
+
+    name = class_name(config if isinstance(config, dict) else {})
+    return f"{first}transformers.{name}.from_pretrained('{output}')"

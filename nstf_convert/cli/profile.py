@@ -95,7 +95,7 @@ def load(model: str, place: Any) -> Any:
     with open_checkpoint(model) as checkpoint:
         if checkpoint.config is None:
             raise UsageError(f"{model} has no config.json: it cannot be run, so it cannot be profiled")
-        module = build_skeleton(checkpoint.config, checkpoint.architecture)
+        module = build_skeleton(checkpoint.config, checkpoint.architecture, limits=checkpoint.limits)
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
         known: dict[str, Any] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):

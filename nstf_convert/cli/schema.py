@@ -42,6 +42,8 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     return wrap
 
 
+# Options of exports, by the fields of their Request.
+_OF_EXPORTS = {n: "--" + n.replace("_", "-") for n in ("allow_loss", "dtype", "overwrite", "source")}
 # How the library's errors name an option: by its field, and `attention_plan=False` for what a flag turns off.
 _NAMED = re.compile(r"`(\w+)(=False)?`")
 
@@ -52,7 +54,7 @@ def with_flags(text: str) -> str:
     def flag(found: re.Match[str]) -> str:
         field = FIELDS.get(found[1])
         if field is None:
-            return found[0]
+            return _OF_EXPORTS.get(found[1], found[0])
         named = str(field.metadata["flag"]).split("/")[0] or "--" + found[1].replace("_", "-")
         return named.replace("--", "--no-", 1) if found[2] else named
 

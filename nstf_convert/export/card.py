@@ -1,5 +1,7 @@
 """The model card beside an export: README.md with what hubs and people ask first."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ _LOAD = {
     'model = Llama("{file}")',
     "onnx": '# pip install onnxruntime\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("{file}")',
 }
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+_PLAIN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.+/-]| (?! )){0,198}")
 _LIBRARY = {"gguf": "llama.cpp", "onnx": "onnxruntime", "hf": "transformers"}
 
 
@@ -25,19 +29,19 @@ def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: 
     base = _base(facts, config)
     lines = ["---", f"library_name: {_LIBRARY.get(plan.target, 'transformers')}"]
     if base and "/" in base:
-        lines += [f"base_model: {base}", "base_model_relation: quantized"]
+        lines += [f"base_model: {_yaml(base)}", "base_model_relation: quantized"]
     licence = facts.get("license") or config.get("license")
     if isinstance(licence, str):
-        lines.append(f"license: {licence}")
+        lines.append(f"license: {_yaml(licence)}")
     lines += [
         "tags:",
         "- nstf",
         f"- {plan.target}",
         "---",
         "",
-        f"# {base or config.get('model_type', 'Model')}, {plan.target}",
+        f"# {_line(base or config.get('model_type', 'Model'))}, {plan.target}",
     ]
-    lines += ["", f"Compressed with {facts.get('tool', 'nstf')} and written by `{command}`.", ""]
+    lines += ["", f"Compressed with {_line(facts.get('tool', 'nstf'))} and written by `{command}`.", ""]
     if not isinstance(licence, str):
         lines += ["The source named no licence: that of the base model holds.", ""]
     lines += ["## Load it", "", "```python", _load(plan, config, file), "```", ""]
@@ -47,7 +51,8 @@ def card(artifact: Artifact, plan: ExportPlan, config: Mapping[str, Any], file: 
     for kind, total in plan.totals().items():
         lines.append(f"| {kind} | {total['tensors']} | {total['bytes_here']} | {total['bytes_there']} |")
     lines += ["", *_meaning(plan), *_loss(artifact, plan)]
-    return "\n".join(lines).rstrip() + "\n"
+    text = "\n".join(lines).rstrip() + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()  # names of files may be of other bytes
 
 
 def _base(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -57,8 +62,25 @@ def _base(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _load(plan: ExportPlan, config: Mapping[str, Any], file: str) -> str:
-    names = config.get("architectures") or ["AutoModel"]
-    return _LOAD[plan.target].format(cls=names[0], file=file)
+    return _LOAD[plan.target].format(cls=class_name(config), file=file)
+
+
+def class_name(config: Mapping[str, Any]) -> str:
+    """The class that a config names, where that is a name: it becomes part of code that people copy."""
+    stated = config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else None
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else "AutoModel"
+
+
+def _line(value: object) -> str:
+    """A stranger's text as one line of Markdown, without tags."""
+    text = "".join(c for c in " ".join(str(value).split()) if c.isprintable())[:200]
+    return text.replace("<", "&lt;").replace("|", "\\|")
+
+
+def _yaml(value: str) -> str:
+    """A stranger's text as one value of YAML, quoted where it could be read as more."""
+    return value if _PLAIN.fullmatch(value) else json.dumps(value)
 
 
 def _meaning(plan: ExportPlan) -> list[str]:
@@ -88,4 +110,6 @@ def _loss(artifact: Artifact, plan: ExportPlan) -> list[str]:
         "",
     ]
     lines += ["| measure | value |", "|---|---|"]
-    return lines + [f"| {key} | {value} |" for key, value in final.items() if isinstance(value, int | float)]
+    return lines + [
+        f"| {_line(key)} | {value} |" for key, value in final.items() if isinstance(value, int | float)
+    ]

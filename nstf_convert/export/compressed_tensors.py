@@ -235,13 +235,15 @@ def _fused_notes(schemes: dict[str, Scheme]) -> tuple[str, ...]:
             own = {schemes.get(f"{stem}{p}.weight") for p in parts}
             if stem != name and len(own) > 1:
                 return (
-                    f"vLLM refuses {stem}{{{','.join(parts)}}}, whose schemes differ: convert with --fuse for it",
+                    f"vLLM refuses {stem}{{{','.join(parts)}}}, whose schemes differ: convert with `fuse` for it",
                 )
     return ()
 
 
 def _check(artifact: Artifact) -> None:
     if "config.json" not in artifact.file_names():
-        raise UnsupportedError(f"{artifact.path} has no config.json: --to compressed-tensors writes models")
+        raise UnsupportedError(
+            f"{artifact.path} has no config.json: target 'compressed-tensors' holds models"
+        )
     if artifact.object("config.json").get("quantization_config"):
-        raise UnsupportedError(f"{artifact.path}: its config names a quantisation already: use --to hf")
+        raise UnsupportedError(f"{artifact.path}: its config names a quantisation already: use target 'hf'")

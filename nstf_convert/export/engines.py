@@ -19,7 +19,7 @@ MARK = "for:"
 def methods(engine: str) -> set[str]:
     """The methods that a conversion for an engine may use. Raises UsageError for an unknown one."""
     if engine not in ENGINES:
-        raise UsageError(f"--for {engine[:40]!r}: choose one of {', '.join(ENGINES)}")
+        raise UsageError(f"`engine` {engine[:40]!r}: choose one of {', '.join(ENGINES)}")
     found = {r.method for r in recipes(engine, 0)}
     return {*found, "dense", MARK + engine}
 

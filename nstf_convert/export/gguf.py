@@ -84,9 +84,9 @@ def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise NstfError("--to gguf needs the package gguf; run `pip install gguf`") from error
+        raise NstfError("target 'gguf' needs the package gguf; run `pip install gguf`") from error
     if "config.json" not in artifact.file_names():
-        raise UnsupportedError(f"{artifact.path} has no config.json: --to gguf writes language models")
+        raise UnsupportedError(f"{artifact.path} has no config.json: target 'gguf' holds language models")
     from nstf.runtime.engine_config import completed
 
     with as_stated(artifact, "gguf"):

@@ -35,7 +35,7 @@ def architecture_of(config: Mapping[str, Any]) -> tuple[str, Architecture]:
             return name, ARCHITECTURES[name]
     known = ", ".join(ARCHITECTURES[n].model_type for n in WRITTEN)
     raise UnsupportedError(
-        f"--to gguf writes models of type {known}, not {str(kind)[:40]!r}: --to hf writes a folder that llama.cpp's "
+        f"target 'gguf' takes models of type {known}, not {str(kind)[:40]!r}: target 'hf' is a folder that llama.cpp's "
         "convert_hf_to_gguf.py may read"
     )
 
@@ -54,7 +54,7 @@ def placed(
             layer, _, module = stem.removeprefix("model.layers.").partition(".")
             ggml = f"blk.{layer}.{parts[module]}" if module in parts else None
         if ggml is None or suffix not in ("weight", "bias"):
-            raise UnsupportedError(f"--to gguf: tensor {source!r} has no place in GGUF's {name}")
+            raise UnsupportedError(f"target 'gguf': tensor {source!r} has no place in GGUF's {name}")
         heads = 0
         if architecture.permuted and module_of(source) in ("q_proj", "k_proj"):
             key = "num_attention_heads" if module_of(source) == "q_proj" else "num_key_value_heads"
@@ -119,7 +119,7 @@ def _write_rope(writer: Any, rope: Mapping[str, Any], head_dim: int) -> np.ndarr
     if kind == "llama3":
         return llama3_factors(rope, base, head_dim)
     raise UnsupportedError(
-        f"--to gguf: rope scaling {str(kind)[:40]!r} is not written (linear and llama3 are)"
+        f"target 'gguf': rope scaling {str(kind)[:40]!r} is not written (linear and llama3 are)"
     )
 
 
@@ -138,7 +138,7 @@ def _check_activation(name: str, config: Mapping[str, Any]) -> None:
     wanted = ("gelu_pytorch_tanh",) if name == "gemma3" else ("silu", "swish")
     used = config.get("hidden_activation") or config.get("hidden_act") or wanted[0]
     if used not in wanted:
-        raise UnsupportedError(f"--to gguf: llama.cpp's {name} computes {wanted[0]}, the model {used!r}")
+        raise UnsupportedError(f"target 'gguf': llama.cpp's {name} computes {wanted[0]}, the model {used!r}")
 
 
 def _check_gemma(config: Mapping[str, Any]) -> None:
@@ -150,4 +150,4 @@ def _check_gemma(config: Mapping[str, Any]) -> None:
     scale = int(config["hidden_size"]) // heads if config["num_hidden_layers"] == 62 else head_dim
     capped = config.get("final_logit_softcapping") or config.get("attn_logit_softcapping")
     if layers != expected or config.get("query_pre_attn_scalar", scale) != scale or capped:
-        raise UnsupportedError("--to gguf: the model's attention is not that of llama.cpp's gemma3")
+        raise UnsupportedError("target 'gguf': the model's attention is not that of llama.cpp's gemma3")

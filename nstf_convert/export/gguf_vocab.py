@@ -37,8 +37,8 @@ def write_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
     model = data["model"]
     if model.get("type") != "BPE":
         raise UnsupportedError(
-            f"--to gguf: tokenizers of type {str(model.get('type'))[:40]!r} are not written (BPE is): use "
-            "convert_hf_to_gguf.py of llama.cpp on an export --to hf"
+            f"target 'gguf': tokenizers of type {str(model.get('type'))[:40]!r} are not written (BPE is): use "
+            "convert_hf_to_gguf.py of llama.cpp on an export to target 'hf'"
         )
     if model.get("byte_fallback"):
         _write_sentencepiece(writer, data, vocab_size)
@@ -67,8 +67,8 @@ def splitting(pre_tokenizer: dict[str, Any] | None) -> str:
     found = PATTERNS.get(tuple(seen))
     if found is None:
         raise UnsupportedError(
-            f"--to gguf: the tokenizer splits text by {str(seen)[:120]}, which is none of the rules known here "
-            f"({', '.join(PATTERNS.values())}): --to hf and llama.cpp's convert_hf_to_gguf.py may know it"
+            f"target 'gguf': the tokenizer splits text by {str(seen)[:120]}, which is none of the rules known here "
+            f"({', '.join(PATTERNS.values())}): target 'hf' and llama.cpp's convert_hf_to_gguf.py may know it"
         )
     return found
 
@@ -81,7 +81,9 @@ def _write_tokens(
     types = [5] * vocab_size  # unused
     for token, i in data["model"]["vocab"].items():
         if i >= vocab_size:
-            raise UnsupportedError(f"--to gguf: token {token[:40]!r} has id {i}, the table {vocab_size} rows")
+            raise UnsupportedError(
+                f"target 'gguf': token {token[:40]!r} has id {i}, the table {vocab_size} rows"
+            )
         tokens[i] = token
         is_byte = by_merge is not None and len(token) == 6 and token.startswith("<0x") and token[-1] == ">"
         types[i] = BYTE if is_byte else NORMAL

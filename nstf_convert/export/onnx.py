@@ -16,7 +16,7 @@ from nstf_convert.pipeline.propose.recipe import describe
 def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     """What the model holds: everything exactly, what has no blocks of 2, 4 or 8 bits in float32. Raises UnsupportedError."""
     if dtype not in (None, "float32"):
-        raise UsageError(f"--to onnx decodes to float32: leave --dtype {dtype} out")
+        raise UsageError(f"target 'onnx' decodes to float32: leave `dtype` {dtype} out")
     config = _config(artifact)
     with as_stated(artifact, "onnx"):
         onnx_graph.check(config)
@@ -71,10 +71,10 @@ def _config(artifact: Artifact) -> dict[str, object]:
     try:
         import onnx  # noqa: F401
     except ImportError as error:
-        raise NstfError("--to onnx needs the package onnx; run `pip install onnx`") from error
+        raise NstfError("target 'onnx' needs the package onnx; run `pip install onnx`") from error
     if "config.json" not in artifact.file_names():
         raise UnsupportedError(
-            f"{artifact.path} has no config.json: give the .onnx it was converted from with --source"
+            f"{artifact.path} has no config.json: give the .onnx it was converted from as `source`"
         )
     from nstf.runtime.engine_config import completed
 

@@ -25,17 +25,17 @@ def check(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise UnsupportedError(
-            f"--to onnx writes graphs of models of type {', '.join(MODEL_TYPES)}, not {str(kind)[:40]!r}: give the .onnx "
-            "that was converted with --source, or use --to hf and Optimum"
+            f"target 'onnx' has graphs of models of type {', '.join(MODEL_TYPES)}, not {str(kind)[:40]!r}: give the .onnx "
+            "that was converted as `source`, or use target 'hf' and Optimum"
         )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedError(
-            f"--to onnx: the activation {config.get('hidden_act')!r} is not written (silu is)"
+            f"target 'onnx': the activation {config.get('hidden_act')!r} is not written (silu is)"
         )
     rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
     if rope not in ("default", "linear", "llama3"):
         raise UnsupportedError(
-            f"--to onnx: rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
+            f"target 'onnx': rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
         )
 
 

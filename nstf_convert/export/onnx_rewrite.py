@@ -32,7 +32,7 @@ LARGEST_INLINE = 3 << 29
 def plan(artifact: Artifact, dtype: str | None, source: Path) -> ExportPlan:
     """What the rewritten model holds. Raises UsageError for a source without the artifact's tensors."""
     if dtype is not None:
-        raise UsageError("--source decides the types: leave --dtype out")
+        raise UsageError("`source` decides the types: leave `dtype` out")
     model = _load(source)
     found = {t.name: t for t in model.graph.initializer}
     names = {unquote(n): n for n in artifact.names() if unquote(n) in found}
@@ -269,7 +269,7 @@ def _load(source: Path) -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise NstfError("--source needs the package onnx; run `pip install onnx`") from error
+        raise NstfError("`source` needs the package onnx; run `pip install onnx`") from error
     if not source.is_file():
         raise UsageError(f"no such file: {source}")
     try:

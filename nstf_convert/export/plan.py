@@ -86,8 +86,8 @@ class ExportPlan:
         size = sum(item.bytes_here for item in lossy)
         raise UnsupportedError(
             f"{self.target} holds no exact form of {len(lossy)} tensors, {size} bytes (first {first.name}: {first.here}, "
-            f"would be rounded to {first.there}): --allow-loss writes them so, --dtype float32 keeps their values in more "
-            f"bytes, and a file of nstf convert --for {self.target} has no such tensors"
+            f"would be rounded to {first.there}): `allow_loss` writes them so, `dtype` float32 keeps their values in more "
+            f"bytes, and a file that was converted for it (`engine` {self.target}) has no such tensors"
         )
 
 

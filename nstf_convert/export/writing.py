@@ -28,16 +28,16 @@ def check_destination(output: Path, overwrite: bool) -> None:
     """Raises UsageError for a place where the export cannot go, before anything is read."""
     if not output.absolute().parent.is_dir():
         raise UsageError(
-            f"the folder {output.absolute().parent} does not exist: create it, or give another -o"
+            f"the folder {output.absolute().parent} does not exist: create it, or give another output"
         )
     taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if not taken:
         return
     if not overwrite:
-        raise UsageError(f"the output {output} exists: give a new or empty folder, or --overwrite")
+        raise UsageError(f"the output {output} exists: give a new or empty folder, or `overwrite`")
     # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
     if output.is_dir() and not _is_export(output):
-        raise UsageError(f"the output {output} is a folder that is no export of nstf: give another -o")
+        raise UsageError(f"the output {output} is a folder that is no export of nstf: give another output")
 
 
 def _is_export(folder: Path) -> bool:
@@ -84,7 +84,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             files = [f for f in sorted(partial.iterdir()) if f.name != UNFINISHED]
             taken = [f.name for f in files if output.with_name(f.name).exists()]
             if taken and not overwrite:
-                raise UsageError(f"{output.with_name(taken[0])} exists: give another -o, or --overwrite")
+                raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
             _sync(partial)
             for file in sorted(files, key=lambda f: f.name == output.name):
                 file.replace(output.with_name(file.name))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UsageError
+from nstf.runtime import tokenizing
 from nstf_convert.gates.tasks import Question
 from nstf_convert.measure import LanguageModel
 
@@ -76,7 +77,7 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     at the context's end go with the choice, as they do in running text. Raises UsageError for a choice that is too long.
     """
     bos = getattr(tokenizer, "bos_token_id", None)
-    starts = tokenizer("a")["input_ids"][:1] == [bos]
+    starts = tokenizing.encode(tokenizer, "a")["input_ids"][:1] == [bos]
     context = question.context.rstrip()
     trailing = question.context[len(context) :]
     first: list[int] = [bos] if bos is not None and starts else []
@@ -102,7 +103,7 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizing.encode(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def answer(model: LanguageModel, pairs: Sequence[Sequence[Pair]], questions: Sequence[Question]) -> Answers:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UsageError
+from nstf.runtime import tokenizing
 from nstf_convert.dataset import load_text
 from nstf_convert.gates.choices import Group
 from nstf_convert.measure import (
@@ -202,7 +203,7 @@ def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> 
 
     Raises UsageError when the text is too short.
     """
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizing.encode(tokenizer, text, add_special_tokens=False)["input_ids"]
     try:
         windows = cut_windows(ids, seq_len, count).clone()
     except ValueError as error:
@@ -214,7 +215,7 @@ def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> 
             "the dataset holds only %d windows of %d tokens; %d were asked for", len(windows), seq_len, count
         )
     bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+    if bos is not None and tokenizing.encode(tokenizer, "a")["input_ids"][:1] == [bos]:
         windows[:, 0] = bos
     return windows
 
@@ -227,9 +228,16 @@ def text_batches(tokenizer: Any, text: str, seq_len: int, count: int) -> list[di
     limit = min(seq_len, getattr(tokenizer, "model_max_length", seq_len) or seq_len)
     if tokenizer.pad_token_id is None:
         return [
-            dict(tokenizer(line, truncation=True, max_length=limit, return_tensors="pt")) for line in lines
+            dict(tokenizing.encode(tokenizer, line, truncation=True, max_length=limit, return_tensors="pt"))
+            for line in lines
         ]
-    return [dict(tokenizer(lines, truncation=True, max_length=limit, padding=True, return_tensors="pt"))]
+    return [
+        dict(
+            tokenizing.encode(
+                tokenizer, lines, truncation=True, max_length=limit, padding=True, return_tensors="pt"
+            )
+        )
+    ]
 
 
 def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Tensor]]:

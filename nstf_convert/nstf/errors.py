@@ -6,6 +6,8 @@ re-raises one of these with `from error`. The command line prints the message in
 `exit_code`; the traceback is shown with `--debug` only.
 """
 
+import errno
+
 
 class NstfError(Exception):
     """Failed at run time (exit code 1): disk full, out of memory, a model that cannot be run.
@@ -25,6 +27,12 @@ def _printable(text: str) -> str:
         return text
     joined = " ".join(text.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ended, in whichever class a library says so: torch raises a RuntimeError, mappings an OSError."""
+    found = isinstance(error, MemoryError) or "allocate memory" in str(error)
+    return found or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 class UsageError(NstfError):

@@ -226,7 +226,8 @@ class Session:
         machine = self.machine
         resident = machine.resident_bytes if machine.on_gpu else 0
         held = self.checkpoint.names()
-        model = StreamedModel(self.config, source, self.checkpoint.ties, lazy, machine.device, resident, held)
+        ties, limits = self.checkpoint.ties, self.checkpoint.limits
+        model = StreamedModel(self.config, source, ties, lazy, machine.device, resident, held, limits)
         if not machine.on_gpu:
             rounding(model.module, model.head)
         return model

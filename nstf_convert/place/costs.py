@@ -7,17 +7,17 @@ cut among ranks says `runtime/tensor_parallel.py`, for both.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, Node, dense, integer, node_to_json, stored_bytes, trellis
 from nstf.kernels.formats.shards import grain
 from nstf.kernels.formats.tree import Shape
+from nstf.runtime.artifact.config import Limits, check_config
 from nstf.runtime.attention_windows import windows_of
 from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts
 
@@ -31,6 +31,8 @@ _ENCODING = re.compile(r"bf16|int[2-8]|trellis([1-6](?:\.(?:25|5|75))?)")
 # How DeepSeek's attention is cut by heads; transformers' plan leaves it whole.
 _LATENT = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 # Layers whose keys and values grow with the context, and those that keep a window of it.
+# What a config without tensors may ask for: far beyond any model, and made on the meta device at once.
+_CONFIG_LIMITS = Limits(tensors=1 << 13, dimension=1 << 20, elements=1 << 24)
 _FULL, _WINDOW = ("full_attention", "attention"), "sliding_attention"
 
 
@@ -196,7 +198,12 @@ def _model(
 ) -> Model:
     text = _text_config(config)
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
-    facts = _facts(text, stored, kv_bits)
+    try:
+        facts = _facts(text, stored, kv_bits)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"the config of this model of type {str(config.get('model_type'))[:40]!r} does not describe its layers: {error}"
+        ) from error
     layers: list[list[Matrix]] = [[] for _ in range(facts.layers)]
     table = head = None
     kept = 0
@@ -280,12 +287,17 @@ def _first_problem(
 
 
 def _text_config(config: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
-    settings = dict(config)
+    from nstf.runtime.skeleton import harmless
+
+    settings = harmless(config)
     kind = settings.pop("model_type", None)
     try:
-        return AutoConfig.for_model(str(kind), **settings).get_text_config()
+        found = AutoConfig.for_model(str(kind), **settings).get_text_config()
+        if not isinstance(found, PreTrainedConfig):
+            raise TypeError("its config of the text is none")
+        return found
     except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
         raise UnsupportedError(
             f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"
@@ -297,12 +309,16 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    text = _text_config(config)
-    if math.prod([text.hidden_size, text.num_hidden_layers]) > 1 << 28:
-        raise UsageError("the config's sizes are beyond any model")
+    from nstf.runtime.skeleton import no_hub_kernels, parameters_on_meta
+
     try:
-        with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(text)
+        check_config(config, _CONFIG_LIMITS, "the config")
+    except CorruptError as error:  # it speaks of tensors, and there are none
+        raise UsageError("the config's sizes are beyond any model, or no sizes") from error
+    text = _text_config(config)
+    try:
+        with torch.device("meta"), torch.no_grad(), no_hub_kernels(), parameters_on_meta(_CONFIG_LIMITS):
+            model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedError(
             f"transformers cannot build a model of type {text.model_type!r}: {' '.join(str(error).split())[:200]}"

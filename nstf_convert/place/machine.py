@@ -162,8 +162,8 @@ def read_machine(name: str) -> Machine:
         raise UsageError(f"{path}: {path.stat().st_size} bytes are too many for a machine file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON ({str(error)[:80]})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON that can be read ({str(error)[:80]})") from error
     return from_json(found, str(path))
 
 
@@ -332,9 +332,12 @@ def _rates(found: Any, where: str) -> dict[str, float]:
 
 
 def _positive(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+    return _finite(value) and value > 0
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold: an integer of hundreds of digits is none."""
+    return type(value) in (int, float) and abs(value) <= 1e300
 
 
 def _number(
@@ -347,7 +350,7 @@ def _number(
 ) -> float:
     """A finite number of an entry: positive, or at least `least`."""
     found = entry.get(key)
-    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+    if not isinstance(found, int | float) or not _finite(found):
         raise UsageError(f"{where}: {key!r} must be a number, not {str(found)[:40]!r}")
     if (found <= 0 if least is None else found < least) or found > most or (whole and found != int(found)):
         low = "above 0" if least is None else f"at least {least:g}"

@@ -8,7 +8,7 @@ file's tensors can answer, and is checked before transformers sees it.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,13 @@ class Limits:
 def limits_of(manifest: Manifest) -> Limits:
     """What the tensors of a manifest allow."""
     shapes = [record.shape for record in manifest.tensors.values() if isinstance(record, TensorRecord)]
+    return limits_of_shapes(shapes, len(manifest.tensors))
+
+
+def limits_of_shapes(shapes: Collection[tuple[int, ...]], tensors: int | None = None) -> Limits:
+    """What tensors of these shapes allow. tensors: their number, where some have other names besides."""
     return Limits(
-        len(manifest.tensors),
+        len(shapes) if tensors is None else tensors,
         max((size for shape in shapes for size in shape), default=1),
         sum(math.prod(shape) for shape in shapes),
     )

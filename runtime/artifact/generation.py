@@ -27,13 +27,15 @@ _INTEGERS = dict.fromkeys(
 # Numbers: the range of each. What is beyond float64 is an integer of hundreds of digits.
 _ANY = (-1e300, 1e300)
 _NUMBERS = {
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "guidance_scale", "max_time"), _ANY),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "max_time"), _ANY),
+    "guidance_scale": (-1e6, 1e6),  # beyond, scores are no float32 any more, as with the penalties
     "length_penalty": (-25, 25),  # a power of the text's length, which is a float64 for the longest
-    **dict.fromkeys(
-        ("temperature", "top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty"), (0, 1e300)
-    ),
+    **dict.fromkeys(("temperature", "top_p", "typical_p"), (0, 1e300)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (0, 1e6)),
     **dict.fromkeys(("min_p", "top_h"), (0, 1)),
 }
+# A temperature below draws the likeliest token, and a penalty below makes scores that are no float32.
+_LEAST = 1e-6
 # Off where they are 0 (or, of whole numbers, below).
 _ABOVE_ZERO = frozenset(
     "temperature top_p typical_p top_h repetition_penalty encoder_repetition_penalty num_beams num_return_sequences "
@@ -43,10 +45,16 @@ _SWITCHES = frozenset(
     "do_sample use_cache renormalize_logits remove_invalid_values return_dict_in_generate output_scores output_logits "
     "output_attentions output_hidden_states".split()
 )
-# transformers decodes by code from its hub for these, which is never run; and what it sets for itself.
+# transformers decodes by code from its hub for these, which is never run, or asks for the tokenizer in the middle of a text,
+# or for a second model; and what it sets for itself.
 _LEFT_OUT = frozenset(
-    "constraints diversity_penalty dola_layers force_words_ids is_assistant num_beam_groups penalty_alpha".split()
+    "assistant_early_exit constraints diversity_penalty dola_layers force_words_ids is_assistant low_memory num_beam_groups "
+    "penalty_alpha token_healing use_mtp watermarking_config".split()
 )
+# Of those, what would not have changed a text.
+_SAME_TEXT = frozenset("assistant_early_exit is_assistant low_memory use_mtp".split())
+# Caches that need a GPU or a package of their own, wherever the model is.
+_CACHES = ("offloaded", "offloaded_static", "quantized")
 
 
 def _is_token(value: Any) -> bool:
@@ -54,7 +62,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= 1e300
+    return type(value) in (int, float) and abs(value) <= 1e30
 
 
 def _are_tokens(value: Any) -> bool:
@@ -125,20 +133,27 @@ def check_generation(
             )
         if key in _FORMS and value in ([], ""):
             continue
-        if key == "exponential_decay_length_penalty" and not _has_end(stated, vocab):
+        if (key == "exponential_decay_length_penalty" and not _has_end(stated, vocab)) or (
+            # `generate` looks for them in the tokenizer, which it has not.
+            key == "stop_strings" or (key == "cache_implementation" and value in _CACHES)
+        ):
             left_out.append(key)
             continue
-        if key in _ABOVE_ZERO and value <= 0:
+        if key.startswith("forced_") and value == -1:
+            continue
+        if key in _ABOVE_ZERO and value <= (_LEAST if key == "temperature" else 0):
             if key == "temperature":  # the likeliest token, that is
                 found["do_sample"] = False
         elif key not in _INTEGERS:
-            # As a whole number its power of the length would be one of hundreds of digits.
-            found.setdefault(key, float(value) if key == "length_penalty" else value)
+            # 2 in the place of 2.0 is no positive number to transformers, or one whose power has hundreds of digits.
+            found.setdefault(key, _as_float(key, value))
         elif value >= 0:
             found[key] = int(value)
     if found.get("do_sample") is False and found.get("num_beams", 1) == 1 and _draws_nothing(stated):
         if found.pop("num_return_sequences", 1) > 1:  # one and the same text, that often
             left_out.append("num_return_sequences")
+    if vocab is not None and len(_never_written(found)) >= vocab:
+        raise CorruptError(f"{where}: its {source} forbids every token; the file is damaged, fetch it again")
     if left_out:
         _warn_once(
             f"{where}: its {source} says {', '.join(sorted(left_out))}: left out, the model decodes without"
@@ -153,7 +168,21 @@ def _says_something(key: str, value: Any, stated: Config) -> bool:
         return groups not in (None, 0, 1) and bool(value)
     if key == "penalty_alpha":  # draws, and the likeliest token alone, know nothing of it
         return bool(value) and stated.get("do_sample") is not True and stated.get("top_k") not in (0, 1)
-    return key != "is_assistant" and bool(value)
+    return key not in _SAME_TEXT and bool(value)
+
+
+def _as_float(key: str, value: Any) -> Any:
+    """A setting with its numbers as transformers asks for them."""
+    if key == "sequence_bias":
+        return [[words, float(bias)] for words, bias in value]
+    return float(value) if key in _NUMBERS else value
+
+
+def _never_written(found: Config) -> set[int]:
+    """Tokens that may not be written, not as the first at least."""
+    words = [word[0] for word in found.get("bad_words_ids") or () if len(word) == 1]
+    lists = (found.get(key) or () for key in ("suppress_tokens", "begin_suppress_tokens"))
+    return {token for tokens in (words, *lists) for token in tokens if token >= 0}
 
 
 def _has_end(stated: Config, vocab: int | None) -> bool:
@@ -180,7 +209,8 @@ def _wanted(key: str, value: Any, vocab: int | None) -> str:
     if key.endswith(("_token_id", "_tokens_id")):
         tokens = value if isinstance(value, list) else [value]
         most = MAX_INTEGER if vocab is None or not key.startswith("forced_") else vocab - 1
-        good = bool(tokens) and all(_is_token(t) and t <= most for t in tokens)
+        least = 0 if key.startswith("forced_") and value != -1 else -1
+        good = bool(tokens) and all(_is_token(t) and least <= t <= most for t in tokens)
         return "" if good else "a token, or a list of tokens"
     if key in _INTEGERS:
         good = type(value) in (int, float) and -1 <= value <= _INTEGERS[key] and value == int(value)
@@ -189,6 +219,8 @@ def _wanted(key: str, value: Any, vocab: int | None) -> str:
         low, high = _NUMBERS[key]
         if type(value) not in (int, float) or not abs(value) < math.inf:
             return "a number"
+        if key.endswith("repetition_penalty") and 0 < value < _LEAST:
+            return f"a number from {_LEAST:g} to {high:g}"
         return "" if low <= value <= high else f"a number from {low:g} to {high:g}"
     if key in _SWITCHES:
         return "" if type(value) is bool else "true or false"

@@ -169,7 +169,9 @@ def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
             if length > size - 8:
                 raise corrupt(path, f"the header's length {length} is beyond the file's {size} bytes")
             raw = file.read(length)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:  # or a path with a NUL
+        if not isinstance(error, OSError) and "\0" not in os.fspath(path):
+            raise
         raise UsageError(f"{path}: no such file; check the path") from error
     except OSError as error:
         raise NstfError(f"{path}: cannot be read ({error.strerror}); check the file and the disk") from error

@@ -138,3 +138,46 @@ def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
     for command in ("export", "profile", "diff"):
         code, said = _explain(error, [command, "m.nstf"])
         assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")
+
+
+def test_a_card_holds_no_code_and_no_lines_of_a_stranger() -> None:
+    """`architectures` became part of the Python that people copy from an export's card, and of what the command printed."""
+    from types import SimpleNamespace
+
+    from nstf_convert.export import card
+    from nstf_convert.export.plan import ExportPlan
+
+    evil = "X\nimport os\nos.system('x')\n"
+    facts = {"tool": evil, "license": "mit\nextra: 1", "base_model": "a/b\nextra: 2"}
+    report = {"accuracy": {"final": {"mean_kl\n# Evil": 0.1}}}
+    artifact: Any = SimpleNamespace(manifest=SimpleNamespace(provenance=facts, report=report))
+    for stated in ([evil], [5], 5, {"0": 1}, [], ["\x1b[31mX"]):
+        config = {"architectures": stated, "model_type": evil}
+        text = card.card(artifact, ExportPlan("hf", ()), config, "model", "nstf export")
+        assert "from transformers import AutoModel\n" in text
+        assert not any(
+            line.startswith(("import os", "os.", "extra:", "# Evil")) for line in text.splitlines()
+        )
+    assert card.class_name({"architectures": ["LlamaForCausalLM"]}) == "LlamaForCausalLM"
+
+
+def test_names_that_are_not_utf_8_are_written_or_refused_at_once(tmp_path: Path) -> None:
+    from nstf.errors import UsageError
+    from nstf_convert.cli.convert import write_report
+    from nstf_convert.pipeline.calibrate.text import _readable
+    from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
+    from nstf_convert.pipeline.store.workdir import WorkDir
+
+    odd = tmp_path / "m\udcff"
+    files = {"config.json": json.dumps(LLAMA).encode()}
+    write_artifact(odd, tensors(), files)
+    for target in ("hf", "transformers"):
+        words = ["export", str(odd), "--to", target, "-o", str(tmp_path / f"out {target}")]
+        assert run(words) == 0, target
+    assert "m\\udcff" in (tmp_path / "out hf" / "README.md").read_text()
+    write_report(tmp_path / "r.json", {"a": "\udcff"})
+    assert _readable("t\udcff") == "t\\udcff"
+    # The whole calibration was made before it could not be opened again.
+    for way in (lambda: WorkDir(odd, {}), lambda: TensorFileWriter(odd), lambda: TensorFile(odd)):
+        with pytest.raises(UsageError, match="the name is not UTF-8"):
+            way()

@@ -42,7 +42,9 @@ def file_with(path: Path, **files: Any) -> Path:
      ("bad_words_ids", [[64]]), ("bad_words_ids", [[-1]]), ("sequence_bias", [[[64], 1.0]]),
      ("sequence_bias", [[[-1], 1.0]]), ("length_penalty", 1e300), ("length_penalty", -26), ("max_matching_ngram_size", "x"),
      ("exponential_decay_length_penalty", [0, 1e200]),
-     ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1)],
+     ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1),
+     ("forced_eos_token_id", [-1]), ("sequence_bias", [[[1], 1e300]]), ("repetition_penalty", 1e-300),
+     ("encoder_repetition_penalty", 1e300), ("guidance_scale", 1e300)],
 )  # fmt: skip
 def test_generation_settings_that_cannot_be_used_are_refused_at_load(
     made: Callable[..., Path], key: str, value: Any
@@ -64,13 +66,24 @@ def test_generation_settings_that_cannot_be_used_are_refused_at_load(
      {"temperature": 0, "num_return_sequences": 3}, {"stop_strings": ""}, {"stop_strings": []},
      {"max_matching_ngram_size": 0, "prompt_lookup_num_tokens": 3}, {"prompt_lookup_num_tokens": 0},
      {"length_penalty": 25, "num_beams": 2}, {"length_penalty": -25, "num_beams": 2},
-     {"force_words_ids": [[1]]}, {"is_assistant": "x"}, {"sequence_bias": [[[1], 1.5]]}, {"suppress_tokens": [10**6]}],
+     {"force_words_ids": [[1]]}, {"is_assistant": "x"}, {"sequence_bias": [[[1], 1.5]]}, {"suppress_tokens": [10**6]},
+     {"do_sample": True, "temperature": 2}, {"do_sample": True, "temperature": 1e-300}, {"repetition_penalty": 2},
+     {"encoder_repetition_penalty": 2}, {"sequence_bias": [[[1], 5]]}, {"forced_eos_token_id": -1}, {"token_healing": True},
+     {"stop_strings": ["x"]}, {"cache_implementation": "offloaded"}, {"cache_implementation": "quantized"},
+     {"use_mtp": True}, {"assistant_early_exit": 1}, {"num_beams": 2, "low_memory": True},
+     {"watermarking_config": {"hashing_key": "x"}}],
 )  # fmt: skip
 def test_generation_settings_that_say_off_or_need_foreign_code_leave_a_model_that_generates(
     made: Callable[..., Path], stated: dict[str, Any]
 ) -> None:
     model: Any = load(made(LLAMA, generation_config=json.dumps(stated).encode()))
     assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2).shape[1] > 3
+
+
+def test_settings_that_forbid_every_token_are_refused(made: Callable[..., Path]) -> None:
+    path = made(LLAMA, generation_config=json.dumps({"suppress_tokens": list(range(64))}).encode())
+    with pytest.raises(CorruptError, match="forbids every token"):
+        load(path)
 
 
 def test_a_temperature_of_0_takes_the_likeliest_token(made: Callable[..., Path]) -> None:
@@ -85,6 +98,9 @@ def test_a_temperature_of_0_takes_the_likeliest_token(made: Callable[..., Path])
      ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "diversity_penalty, num_beam_groups"),
      ({"exponential_decay_length_penalty": [1, 1.1]}, "exponential_decay_length_penalty"),
      ({"temperature": 0, "num_return_sequences": 3}, "num_return_sequences"),
+     ({"stop_strings": "x", "token_healing": True}, "stop_strings, token_healing"),
+     ({"watermarking_config": {"bias": 2.0}, "use_mtp": True}, "watermarking_config"),
+     ({"cache_implementation": "offloaded"}, "cache_implementation"),
      # What transformers wrote for settings that are off.
      ({"num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": None, "constraints": None}, ""),
      ({"temperature": 0, "num_beams": 3, "num_return_sequences": 3}, ""), ({"is_assistant": False}, "")],
@@ -216,6 +232,19 @@ def test_settings_of_a_tokenizer_that_are_not_read_here_are_refused(
     for raw in (b"{", b"\xff", b""):
         with pytest.raises(CorruptError, match=f"its {name}.json"):
             load_tokenizer(file_with(tmp_path / "m.nstf", **{name: raw}))
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "AutoModelForCausalLM", "GenerationConfig", "pipeline", "LlamaConfig"]
+)
+def test_a_tokenizer_is_made_by_no_other_class(tmp_path: Path, name: str) -> None:
+    # transformers made a model of the files, or whatever else of its own has the name, and that was the tokenizer.
+    for files in (
+        {"tokenizer_config": {"tokenizer_class": name}},
+        {"config": {**LLAMA, "tokenizer_class": name}, "tokenizer_config": {}},
+    ):
+        with pytest.raises(NstfError, match=f"names '{name}', which is no class of a tokenizer"):
+            load_tokenizer(file_with(tmp_path / "m.nstf", **files))
 
 
 def test_words_are_no_arguments() -> None:

@@ -57,6 +57,18 @@ def test_a_folder_loads_encoded_and_gives_the_same_logits(
     assert not hasattr(model.config, "quantization_config") and torch.equal(model(**inputs).logits, expected)
 
 
+def test_the_reader_of_ranks_takes_the_whole_folder(tiny: ModuleType, tmp_path: Path) -> None:
+    from nstf.runtime.rank_folder import RankFolder
+
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    model.save_pretrained(tmp_path / "folder")
+    stated = json.loads((tmp_path / "folder" / "config.json").read_text())["quantization_config"]["tensors"]
+    folder = RankFolder(tmp_path / "folder", stated)
+    assert all(list(folder.part(name, None).shape) for name in stated)
+    dense = dict(folder.dense())
+    assert torch.equal(dense["model.norm.weight"].float(), model.model.norm.weight.float())
+
+
 def test_another_dtype_keeps_the_stored_arrays(tiny: ModuleType, tmp_path: Path) -> None:
     model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
     model.save_pretrained(tmp_path / "folder")

@@ -67,7 +67,9 @@ def test_integer_buffers_are_those_of_the_checkpoint() -> None:
 def test_a_side_of_a_comparison_says_which_buffers_are_missing(caplog: pytest.LogCaptureFixture) -> None:
     stated, held = small_clap()
     without = {n: v for n, v in held.items() if n != TYPES}
-    source = SimpleNamespace(config=stated, get=without.__getitem__, ties={}, names=lambda: list(without))
+    source = SimpleNamespace(
+        limits=None, config=stated, get=without.__getitem__, ties={}, names=lambda: list(without)
+    )
     Side("./model", source).model()
     assert f"./model lacks 1 buffer, the code's own are used: {TYPES}" in caplog.text
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UsageError
+from nstf.runtime import tokenizing
 from nstf.runtime.kv_formats import BLOCK
 
 log = logging.getLogger("nstf")
@@ -119,7 +120,7 @@ def _documents(tokenizer: Any, texts: Iterable[str], wanted: int, windows: int) 
     # Text has two characters a token at least, mostly: enough documents that as many windows can be cut.
     found: list[Tensor] = []
     for text in pool[: 8 * windows]:
-        ids = tokenizer(text[: 16 * wanted * windows]).input_ids
+        ids = tokenizing.encode(tokenizer, text[: 16 * wanted * windows]).input_ids
         found.append(torch.tensor(ids, dtype=torch.int64))
     return sorted(found, key=len, reverse=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nstf.runtime import tokenizing
 from nstf_convert.pipeline.attention import simulate
 from nstf_convert.streamed import StreamedModel
 
@@ -90,5 +91,5 @@ def _key(stack: Haystack) -> bytes:
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a piece in the middle of a text: nothing is put around it."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    ids: list[int] = tokenizing.encode(tokenizer, text, add_special_tokens=False).input_ids
     return ids

@@ -110,7 +110,7 @@ def _windows(
             domains[split].append(name)
     source = {
         "origin": origin,
-        "datasets": [Path(p).name for p in sources],
+        "datasets": [_readable(Path(p).name) for p in sources],
         "seq_len": seq_len,
         **{f"{n}_windows": len(b) for n, b in parts.items()},
     }
@@ -174,7 +174,7 @@ def tensor_data(path: Path) -> Data:
     total = counts.pop()
     held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
-    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [path.name]})
+    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [_readable(path.name)]})
 
 
 def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
@@ -254,3 +254,8 @@ def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
         f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
         "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"
     )
+
+
+def _readable(name: str) -> str:
+    """A file's name as text that can be written anywhere: it goes into the artifact."""
+    return name.encode("utf-8", "backslashreplace").decode()

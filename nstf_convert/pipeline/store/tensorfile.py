@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError
+from nstf.errors import CorruptError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors
 
 _DTYPES = {
@@ -29,10 +29,19 @@ _DTYPES = {
 RENEW_BYTES = 128 << 20
 
 
+def check_name(path: Path) -> None:
+    """Raises UsageError for a path that the safetensors library could not open again."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{path}: the name is not UTF-8, as safetensors needs it: choose another") from error
+
+
 class TensorFileWriter:
     """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
 
     def __init__(self, path: Path) -> None:
+        check_name(path)
         self._path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,16 +127,21 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError
 
+        check_name(path)
         self.path = path
         self._given = 0
         try:
+            if not path.is_file():  # opening a pipe would wait for ever
+                raise ValueError("it is no regular file")
             self._file = self._open()
             sealed = json.loads((self._file.metadata() or {})["nstf"])
             self.metadata: dict[str, Any] = sealed["metadata"]
             self._digests: dict[str, str] = sealed["digests"]
+            if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
+                raise ValueError("its metadata is no object")
             kept = {"metadata": self.metadata, "digests": self._digests, "entries": _entries(path)}
             whole = sealed["seal"] == _seal(kept)
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise CorruptError(
                 f"{path} is not a file nstf wrote ({error}): delete it and run again"
             ) from error

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
-from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
+from nstf_convert.pipeline.store.tensorfile import TensorFile, check_name, sync_folder, write_tensors
 
 log = logging.getLogger("nstf")
 
@@ -82,6 +82,7 @@ class WorkDir:
         shared: a process that holds the lock has started this one, and knows what it does. names: what people call the
         parts of the job that are digests (files), for messages alone. restart: an earlier run's results are removed.
         """
+        check_name(path)
         self.path = path
         self._names = dict(names or {})
         try:

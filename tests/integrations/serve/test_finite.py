@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end
+from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end, parts_of
 
 LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -58,3 +58,21 @@ def test_looking_takes_little_time_whatever_the_schema() -> None:
     }
     chain["$defs"][str(2 * MOST_ROUNDS)] = {"type": "null"}
     assert can_end(chain) and can_end({"anyOf": [{"allOf": [{}]} for _ in range(MOST_PARTS)]})
+
+
+def test_names_and_entries_are_counted_but_those_of_enums() -> None:
+    assert parts_of({"type": "object", "required": ["a"] * 10}) == 12
+    assert parts_of({"enum": list(range(1000))}) == 1
+    assert parts_of({"properties": {"enum": {"a": 1, "b": [2, 3]}}}) == 6
+
+
+def test_a_schema_of_too_many_names_is_refused_before_it_is_read() -> None:
+    # 20,000 required names took llguidance minutes, in which no other request was answered.
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import Grammars
+
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    with pytest.raises(ApiError, match="20002 names and entries; at most 4096"):
+        grammars.of({"type": "object", "required": [str(i) for i in range(20_000)]})

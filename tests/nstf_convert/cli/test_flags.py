@@ -14,6 +14,7 @@ LIBRARY = (
     "planner",
     "speed",
     "checkpoint",
+    "export",
     "options.py",
     "budget.py",
     "dataset.py",
@@ -42,7 +43,14 @@ def test_the_library_names_no_flags(part: str) -> None:
     folder = Path(nstf_convert.__file__).parent / part
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
     found = {f"{f.name}: {text}" for f in files for text in _texts(f)}
-    allowed = ("Single switches", "| `--formats`", "llama-gguf-split", "nstf calibrate", "--context ")
+    allowed = (
+        "Single switches",
+        "| `--formats`",
+        "llama-gguf-split",
+        "nstf calibrate",
+        "--context ",
+        "lossy: rounded",
+    )
     assert not {text for text in found if not any(word in text for word in allowed)}
 
 
@@ -51,6 +59,12 @@ def test_an_error_is_told_with_flags() -> None:
     told = "--kv-budget and --dataset need --for: leave --no-attention-plan, --restart or `other` out"
     assert with_flags(said) == told
     assert with_flags("run `nstf calibrate m --context 256`") == "run `nstf calibrate m --context 256`"
+
+
+def test_an_error_of_an_export_is_told_with_flags() -> None:
+    said = "`allow_loss` writes them so, `dtype` float32 keeps them; allow `overwrite`, or give `source`"
+    told = "--allow-loss writes them so, --dtype float32 keeps them; allow --overwrite, or give --source"
+    assert with_flags(said) == told
 
 
 def test_every_flag_of_a_field_is_one_that_its_command_has() -> None:

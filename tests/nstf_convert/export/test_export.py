@@ -141,7 +141,10 @@ def test_a_full_disk_is_known_before(
     [
         (("--to", "tflite"), "choose one of hf, transformers, compressed-tensors, gguf, onnx"),
         (("--to", "transformers", "--dtype", "float16"), "leave it out with --to transformers"),
-        (("--to", "onnx", "--dtype", "float16"), "--to onnx decodes to float32"),
+        (
+            ("--to", "onnx", "--dtype", "float16"),
+            "target 'onnx' decodes to float32: leave --dtype float16 out",
+        ),
         (("--to", "gguf", "--source", "a.onnx"), "--source is for --to onnx"),
         (("--to", "onnx", "--source", "missing.onnx"), "no such file: missing.onnx"),
     ],
@@ -156,8 +159,8 @@ def test_wrong_words_are_refused(
 @pytest.mark.parametrize(
     ("target", "architecture", "message"),
     [
-        ("gguf", "GPT2LMHeadModel", "--to gguf writes models of type llama, qwen2, qwen3"),
-        ("onnx", "MixtralForCausalLM", "--to onnx writes graphs of models of type"),
+        ("gguf", "GPT2LMHeadModel", "target 'gguf' takes models of type llama, qwen2, qwen3"),
+        ("onnx", "MixtralForCausalLM", "target 'onnx' has graphs of models of type"),
     ],
 )
 def test_models_without_a_place_are_refused(

@@ -1,0 +1,192 @@
+"""A tokenizer.json that its library reads, and fails at later: with plain errors, or panics, which are no Exceptions."""
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_llama import LLAMA, tensors
+
+from nstf.errors import NstfError, UnsupportedError
+from nstf.runtime import load, load_tokenizer, loading, stream
+from nstf.runtime.artifact import write_artifact
+from nstf.runtime.engine_text import pieces
+from nstf.runtime.engine_text import stream as engine_stream
+from nstf.runtime.tokenizing import encode
+
+EXAMPLE = json.loads(
+    (Path(__file__).parents[2] / "examples" / "tiny_llama" / "model" / "tokenizer.json").read_bytes()
+)
+SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+# The words of a text, each of one token.
+WORDS = {"type": "WordLevel", "unk_token": "x", "vocab": {"a": 0, "b": 1, "a" * 40 + "b": 2}}
+
+
+def file_with(path: Path, settings: dict[str, Any] = SETTINGS, **parts: Any) -> Path:
+    """An artifact with the example's tokenizer, of which these parts are others."""
+    made = copy.deepcopy(EXAMPLE) | parts
+    files = {"config": LLAMA, "tokenizer": made, "tokenizer_config": settings, "generation_config": {}}
+    write_artifact(path, tensors(), {f"{k}.json": json.dumps(v).encode() for k, v in files.items()})
+    return path
+
+
+PANICS: dict[str, dict[str, Any]] = {
+    "merges shorter than their prefix": {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "continuing_subword_prefix": "abcd"}
+    },
+    "a map of characters that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+}  # fmt: skip
+LATER: dict[str, dict[str, Any]] = {
+    "a regex that is given up": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(a+)+$"}}},
+    "pieces of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "nothing put before": {"normalizer": {"type": "Prepend", "prepend": ""}},
+    "no unknown token": {"model": WORDS},
+}
+
+
+@pytest.mark.parametrize("panic", PANICS)
+def test_a_panic_while_a_tokenizer_is_built_is_one_line(tmp_path: Path, panic: str) -> None:
+    path = file_with(tmp_path / "m.nstf", **PANICS[panic])
+    for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "a", 2))):
+        with pytest.raises(UnsupportedError):
+            way()
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_what_fails_with_a_text_is_one_line(tmp_path: Path, fault: str) -> None:
+    path = file_with(tmp_path / "m.nstf", **LATER[fault])
+    text = "a" * 40 + "c"
+    tokenizer, model = load_tokenizer(path), load(path)
+    for way in (
+        lambda: encode(tokenizer, text),
+        lambda: list(stream(model, tokenizer, text, 2)),
+        lambda: list(engine_stream(path, text, 2)),
+    ):
+        with pytest.raises(UnsupportedError, match="tokenizer cannot encode this text"):
+            way()
+
+
+class _Broken:
+    """A tokenizer that panics when it decodes."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, *words: Any, **options: Any) -> Any:
+        return self._tokenizer(*words, **options)
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        raise PanicException("index out of bounds")
+
+
+class PanicException(BaseException):
+    """As pyo3's, which cannot be imported."""
+
+
+def test_a_panic_while_a_text_is_decoded_ends_it_with_one_line(tmp_path: Path) -> None:
+    # The generating thread fell over it a second time while it said so, and the caller waited without end.
+    path = file_with(tmp_path / "m.nstf")
+    broken = _Broken(load_tokenizer(path))
+    with pytest.raises(UnsupportedError, match="cannot decode its tokens: index out of bounds"):
+        list(stream(load(path), broken, "!", 2))
+    with pytest.raises(UnsupportedError, match="cannot decode its tokens"):
+        list(pieces(broken, [1, 2]))
+
+
+def test_a_setting_that_every_call_would_stumble_over_is_refused(tmp_path: Path) -> None:
+    path = file_with(tmp_path / "m.nstf", {**SETTINGS, "model_max_length": "x"})
+    with pytest.raises(UnsupportedError, match="model_max_length is 'x', expected a number"):
+        load_tokenizer(path)
+
+
+def test_no_memory_for_a_tokenizer_is_not_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    path = file_with(tmp_path / "m.nstf")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", full)
+    with pytest.raises(NstfError, match="not enough memory for its tokenizer") as raised:
+        load_tokenizer(path)
+    assert raised.value.exit_code == 1
+
+
+def test_a_keyboard_interrupt_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = file_with(tmp_path / "m.nstf")
+    monkeypatch.setattr(loading, "_check_settings", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(path)
+
+
+TEMPLATES = ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ raise_exception('no') }}",
+             "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_a_chat_template_raises_is_one_line(tmp_path: Path, template: str) -> None:
+    path = file_with(tmp_path / "m.nstf", {**SETTINGS, "chat_template": template})
+    with pytest.raises(UnsupportedError, match="chat template refuses these messages: "):
+        list(stream(load(path), load_tokenizer(path), "hello", 2, chat=True))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    from nstf.integrations.serve.prompts import Prompts
+    from nstf.runtime.artifact import open_artifact
+
+    folder = tmp_path_factory.mktemp("prompts")
+
+    def of(**parts: Any) -> Any:
+        settings = {**SETTINGS, "chat_template": parts.pop("template", "{{ messages[0].content }}")}
+        with open_artifact(file_with(folder / "m.nstf", settings, **parts)) as artifact:
+            return Prompts(artifact)
+
+    return of
+
+
+def test_a_server_says_what_its_tokenizer_and_template_raise(prompts: Callable[..., Any]) -> None:
+    from nstf.integrations.serve.errors import ApiError
+
+    message = [{"role": "user", "content": "a" * 40 + "c"}]
+    for template in TEMPLATES:
+        with pytest.raises(ApiError, match="chat template refuses these messages"):
+            prompts(template=template).chat(message)
+    for parts in LATER.values():
+        made = prompts(**parts)
+        for way in (lambda m=made: m.chat(message), lambda m=made: m.text("a" * 40 + "c")):
+            with pytest.raises(ApiError, match="tokenizer cannot encode this text"):
+                way()
+
+
+def test_a_panic_does_not_end_the_thread_that_decodes() -> None:
+    from nstf.integrations.serve.output import Answer
+    from nstf.runtime.token_sampler import Settings
+
+    sent: list[Any] = []
+    answer = Answer([1], 2, Settings(0.0), frozenset(), (), None, sent.append)
+
+    class Stream:
+        def step(self, *_: Any) -> str:
+            raise PanicException
+
+    for _ in range(2):
+        answer._stream = Stream()
+        answer.take(1)
+    assert [p.reason for p in sent] == ["length"]
+
+
+def test_a_panic_that_nobody_expected_is_one_line_of_the_command() -> None:
+    from nstf_convert.cli import _explain
+
+    code, said = _explain(PanicException("index\nout of bounds"), ["convert", "m"])
+    assert code == 6 and said == "a library gives up on a file of the model: index out of bounds"
