@@ -192,9 +192,9 @@ class Run:
 
     def take_factor(self, factor: float) -> None:
         """Plans from now on expect decompositions to lose so many times as much; what time they may take is found anew."""
-        self.factor = factor
-        if self.timing is not None:
+        if self.timing is not None and factor != self.factor:
             self.timing.bounds.clear()
+        self.factor = factor
 
     def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
         """Whether a mix keeps the bound on time that holds at a budget."""
@@ -202,6 +202,12 @@ class Run:
             return True
         bound = bounds.bound(self.timing, self._as_planned(self.table), budget_bytes, self.meta.widest())
         return bound is None or self.timing.of(mix) <= bound.seconds
+
+    def leave_structure(self) -> None:
+        """Plans from now on take no decompositions; what time they may take is found anew."""
+        self.plain_only, self.factor = True, 1.0
+        if self.timing is not None:
+            self.timing.bounds.clear()
 
     def encode(self, planned: Planned) -> None:
         """Makes sure every tensor of a plan is in the work directory, and learns its true loss.
