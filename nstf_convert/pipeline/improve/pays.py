@@ -29,7 +29,7 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 log = logging.getLogger("nstf")
 
 # Plans with decompositions that are measured, the first one among them.
-ROUNDS = 4
+ROUNDS = 6
 # What is added to a measured factor: a plan uses up all that its promise leaves.
 MARGIN = 1.1
 # A mix that keeps its promise is planned once more with a smaller factor where it loses less than this share of it.
