@@ -188,7 +188,8 @@ def times(
     before: int = CALLS_BEFORE,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224, `batch` at a time. ms: of a picture,
-    the middle of the batches, each the least of some rounds; before: calls of each way before the one that is timed. losses: right answers and KLD, of 48 x 48 as for `alike`."""
+    the middle of the batches, each the least of some rounds; before: calls of each way before the one that is timed.
+    losses: right answers and KLD, of 48 x 48 as for `alike`."""
     from convolution_forms import enlarged
     from transformers import ResNetForImageClassification
 
@@ -333,7 +334,10 @@ def main() -> None:
         "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
     )
     parser.add_argument(
-        "--calls-before", type=int, default=CALLS_BEFORE, help="of `times`: calls of each way before one is timed"
+        "--calls-before",
+        type=int,
+        default=CALLS_BEFORE,
+        help="of `times`: calls of each way before one is timed",
     )
     parser.add_argument("--no-losses", action="store_true", help="of `times`: times alone")
     parser.add_argument("--save", type=Path, help="of `alike`: a folder for the files of the forms")

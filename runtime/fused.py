@@ -150,9 +150,7 @@ class Plan:
                 return False
         return not torch.is_grad_enabled() or not (
             x.requires_grad
-            or any(
-                p is not None and p.requires_grad for m, _ in self.parts for p in m._parameters.values()
-            )
+            or any(p is not None and p.requires_grad for m, _ in self.parts for p in m._parameters.values())
         )
 
     def run(self, x: Tensor) -> Any:

@@ -37,7 +37,14 @@ def _structure(accuracy: Mapping[str, Any]) -> str:
         )
         for r in accuracy.get("structure") or []
     ]
-    columns = ("decompositions expected to lose, times", "bytes", "ms of products", "score", "may lose", "promise")
+    columns = (
+        "decompositions expected to lose, times",
+        "bytes",
+        "ms of products",
+        "score",
+        "may lose",
+        "promise",
+    )
     return table(columns, rows) if rows else ""
 
 

@@ -199,7 +199,10 @@ class Excited(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.pool = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), nn.AdaptiveAvgPool2d(1)
+        self.first, self.pool = (
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()),
+            nn.AdaptiveAvgPool2d(1),
+        )
         self.second = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:

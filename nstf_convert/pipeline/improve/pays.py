@@ -22,7 +22,7 @@ from nstf.errors import BudgetError
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.timing import PLAIN
 from nstf_convert.pipeline.heal.heal import heal
-from nstf_convert.pipeline.improve.run import Run, without_decompositions
+from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.recipe import Recipe
 
@@ -95,14 +95,16 @@ def _keeping(
     """The fastest of some mixes that loses no more than the single format, or None."""
     assert run.timing is not None
     promise, healed = _decisive(run, single)
-    low, high, best = run.factor, math.inf, None  # of factors: the largest that broke the promise, the least that kept it
+    low, high, best = (
+        run.factor,
+        math.inf,
+        None,
+    )  # of factors: the largest that broke the promise, the least that kept it
     for left in reversed(range(ROUNDS)):
         score, _ = _decisive(run, mix)
         kept = score <= promise
         seconds = run.timing.of(mix.planned.mix)
-        run.rounds.append(
-            Round(run.factor, mix.planned.size_bytes, seconds, score, promise, healed, kept)
-        )
+        run.rounds.append(Round(run.factor, mix.planned.size_bytes, seconds, score, promise, healed, kept))
         log.info(
             "%s: %.6g, the single format %.6g; decompositions were expected to lose %.3g times as much",
             mix.planned.label, score, promise, run.factor,

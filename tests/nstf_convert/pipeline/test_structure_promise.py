@@ -102,7 +102,9 @@ def test_a_promise_that_is_kept_at_once_needs_no_second_plan(fast: Fast) -> None
     assert len(fast.rounds) == 1 and fast.factor == 1.0
 
 
-def test_where_no_structure_keeps_the_promise_plans_take_none_and_the_time_of_plans_without(fast: Fast) -> None:
+def test_where_no_structure_keeps_the_promise_plans_take_none_and_the_time_of_plans_without(
+    fast: Fast,
+) -> None:
     fast.truth = 1000.0
     first = fast.measure(fast.plan(1000))
     fast.timing.bounds[1000] = "that of plans with structure"  # type: ignore[union-attr]
@@ -141,12 +143,16 @@ def test_a_factor_that_was_too_large_is_taken_back_where_that_is_fast(
         score = 20.0 if structured(planned.mix) == 4 else trial.score
         return Trial(planned, SimpleNamespace(score=score))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pays, "MARGIN", 0.05)  # 100 x 0.05: the second plan keeps its promise with room to spare
+    monkeypatch.setattr(
+        pays, "MARGIN", 0.05
+    )  # 100 x 0.05: the second plan keeps its promise with room to spare
     first = uneven(fast.plan(1000))
     monkeypatch.setattr(pays, "SLACK", 0.9)
     found = pays.structure_that_pays(fast, first, 1000, uneven)
     kept = [r for r in fast.rounds if r.kept]
-    assert found.score <= 2.0 and min(r.seconds for r in kept) == pytest.approx(fast.timing.of(found.planned.mix))  # type: ignore[union-attr]
+    assert found.score <= 2.0 and min(r.seconds for r in kept) == pytest.approx(
+        fast.timing.of(found.planned.mix)
+    )  # type: ignore[union-attr]
     assert len(fast.rounds) > 2 and fast.factor == min(r.factor for r in kept)
 
 
