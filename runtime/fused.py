@@ -113,7 +113,7 @@ class Plan:
         source: str,
         result: str,
         steps: Sequence[Step],
-        owners: list[tuple[nn.Module, list[nn.Module]]],
+        owners: list[tuple[nn.Module, list[nn.Module | None]]],
         parts: list[tuple[nn.Module, int]],
     ) -> None:
         self.source, self.result, self.owners, self.parts = source, result, owners, parts
