@@ -45,17 +45,21 @@ BITS_ONLY = "int_grid,grid16"
 STRUCTURED = f"{BITS_ONLY},svd,tucker"
 LARGE_SIZE = 224
 ROUNDS = 9
+CALLS_BEFORE = 4
 
 
-def in_turn(ways: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Seconds of each way: the least of some rounds, in which they take turns. Each has a call before the one that is timed:
-    torch's threads look for work for milliseconds after its own, on the cores that the next way wants, and whoever runs one
-    model finds its weights in the caches."""
+def in_turn(
+    ways: dict[str, Callable[[], object]], rounds: int = ROUNDS, before: int = CALLS_BEFORE
+) -> dict[str, float]:
+    """Seconds of each way: the least of some rounds, in which they take turns. Each has some calls before the one that is
+    timed: torch's threads look for work for milliseconds after its own, on the cores that the next way wants, and whoever
+    runs one model finds its weights in the caches. After float32 a network of 4 ms needed four such calls."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
-            way()
+            for _ in range(before):
+                way()
             start = clock()
             way()
             times[name].append(clock() - start)
@@ -180,10 +184,12 @@ def alike(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def times(
-    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool, batch: int = 1
-) -> list[dict[str, Any]]:
+    folder: Path, files: Sequence[Path], threads: int, pictures: int, losses: bool, batch: int = 1,
+    before: int = CALLS_BEFORE,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Rows: saved files and float32 in both layouts, in turn on pictures of 224 x 224, `batch` at a time. ms: of a picture,
-    the middle of the batches, each the least of some rounds. losses: right answers and KLD, of 48 x 48 as for `alike`."""
+    the middle of the batches, each the least of some rounds; before: calls of each way before the one that is timed.
+    losses: right answers and KLD, of 48 x 48 as for `alike`."""
     from convolution_forms import enlarged
     from transformers import ResNetForImageClassification
 
@@ -204,7 +210,7 @@ def times(
             large = enlarged(some, LARGE_SIZE)
             given = {n: large if m is last else large.contiguous() for n, m in models.items()}
             ways = {n: lambda m=m, x=given[n]: m(pixel_values=x) for n, m in models.items()}  # type: ignore[misc]
-            for name, seconds in in_turn(ways, rounds=3).items():
+            for name, seconds in in_turn(ways, 3, before).items():
                 found[name].append(seconds / len(some))
     middle = {n: statistics.median(v) for n, v in found.items()}
     best = min(middle["float32"], middle["float32 channels first"])
@@ -327,6 +333,12 @@ def main() -> None:
     parser.add_argument(
         "--pictures", type=int, default=1024, help="of `alike`: to calibrate on and to heal with"
     )
+    parser.add_argument(
+        "--calls-before",
+        type=int,
+        default=CALLS_BEFORE,
+        help="of `times`: calls of each way before one is timed",
+    )
     parser.add_argument("--no-losses", action="store_true", help="of `times`: times alone")
     parser.add_argument("--save", type=Path, help="of `alike`: a folder for the files of the forms")
     parser.add_argument(
@@ -352,7 +364,10 @@ def main() -> None:
         convolution_prices.measure(model, args.threads).write(args.json)
         return
     if args.what == "times":
-        rows = times(args.model, args.files, args.threads, args.pictures, not args.no_losses, args.batch or 1)
+        rows = times(
+            args.model, args.files, args.threads, args.pictures, not args.no_losses, args.batch or 1,
+            args.calls_before,
+        )  # fmt: skip
     elif args.what == "compare":
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":

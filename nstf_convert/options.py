@@ -102,6 +102,10 @@ class ConvertOptions:
         None, "Decode at least this fast: 1.5 (times the fastest single format at these bytes) or 300tok/s.", SPEED,
         metavar="SPEED",
     )  # fmt: skip
+    image_size: int | None = option(
+        None, "Where time counts: height and width of the images that the file will read; the dataset's by default.",
+        SPEED, min=1, max=1 << 14, metavar="PIXELS",
+    )  # fmt: skip
     tp: tuple[int, ...] | None = option(
         None,
         "Only what so many ranks can each hold a part of, for tensor parallelism: 2,4,8.",

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nstf.runtime.fused_run import Run, Step, in_runs
-from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
+from nstf.runtime.fused_steps import POOLINGS, ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
 from nstf.runtime.modules import EncodedConv
 from nstf.runtime.parameter import EncodedParameter
 
@@ -75,11 +75,11 @@ def _pooling_taken(model: nn.Module) -> bool:
     """A pooling beside fused modules uses the extension's threads as well: torch's own would look for work afterwards, for
     longer than the next layers take."""
     own = _own_class(model)
-    if own is nn.MaxPool2d:
+    if own in POOLINGS:
         model.__class__ = own
         step = PoolingStep("y", model, (Value("x"),), {}, frozenset({"x"}))
         _take(model, Plan("x", "y", [step], [], []))
-    return own is nn.MaxPool2d
+    return own in POOLINGS
 
 
 def _own_class(model: nn.Module) -> Any:
@@ -105,24 +105,23 @@ def _fused_class(base: Any) -> type[nn.Module]:
 
 
 class Plan:
-    """What a module does: steps in order, and the values that each is the last to read. places: (module, name, the part of
-    that name) of everything inside. sizes: how many parts each module has."""
+    """What a module does: steps in order, and the values that each is the last to read. owners: modules with the
+    parts that they are made of; parts: everything inside, with how many parts each has."""
 
     def __init__(
         self,
         source: str,
         result: str,
         steps: Sequence[Step],
-        places: list[tuple[nn.Module, str, nn.Module]],
-        sizes: list[tuple[nn.Module, int]],
+        owners: list[tuple[nn.Module, list[nn.Module | None]]],
+        parts: list[tuple[nn.Module, int]],
     ) -> None:
-        self.source, self.result, self.places, self.sizes = source, result, places, sizes
+        self.source, self.result, self.owners, self.parts = source, result, owners, parts
         self.steps = in_runs(steps, result)
         self.dead = _last_reads(self.steps, result)
         self.fused = [s for s in steps if isinstance(s, ConvolutionStep)]
         self.norms = [s.normalisation for s in self.fused if s.normalisation is not None]
-        parts = (part for _, _, part in self.places)
-        self.convolutions: list[Any] = [p for p in parts if hasattr(type(p), "exact_products")]
+        self.convolutions: list[Any] = [p for p, _ in parts if hasattr(type(p), "exact_products")]
 
     def usable(self, x: Any) -> bool:
         """Whether this call is plain inference on a CPU, and nobody watches the modules inside."""
@@ -132,27 +131,26 @@ class Plan:
             return False
         if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
-        for owner, size in self.sizes:
-            if len(owner._modules) != size:
-                return False
+        for owner, inner in self.owners:
+            if [*owner._modules.values()] != inner:
+                return False  # an adapter may have taken a part's place since
         for norm in self.norms:
             if held_by(norm, "running_mean") is None or held_by(norm, "running_var") is None:
                 return False  # it takes those of the batch now
-        for owner, name, part in self.places:
-            # An adapter may have taken its place since; others put a function of theirs in the place of `forward`.
+        for part, size in self.parts:
+            # Most of this waits for memory: as little is looked at as says enough. Some put a function of theirs in the
+            # place of `forward`, some add a part.
             inside = part.__dict__
-            if owner._modules.get(name) is not part or "forward" in inside or inside["training"]:
+            if inside["training"] or inside["_forward_hooks"] or inside["_forward_pre_hooks"]:
                 return False
-            if inside["_forward_hooks"] or inside["_forward_pre_hooks"]:
+            if "forward" in inside or len(inside["_modules"]) != size:
                 return False
         for convolution in self.convolutions:
             if convolution.exact_products:
                 return False
         return not torch.is_grad_enabled() or not (
             x.requires_grad
-            or any(
-                p is not None and p.requires_grad for _, _, m in self.places for p in m._parameters.values()
-            )
+            or any(p is not None and p.requires_grad for m, _ in self.parts for p in m._parameters.values())
         )
 
     def run(self, x: Tensor) -> Any:
@@ -259,14 +257,13 @@ def _planned(module: nn.Module) -> Plan | None:
     if not members:
         return None
     source = next(n.name for n in graph.nodes if n.op == "placeholder")
-    places = [
-        (owner, name, part)
-        for owner in module.modules()
-        for name, part in owner.named_children()
-        if not isinstance(part, EncodedParameter)
-    ]
-    sizes = [(owner, len(owner._modules)) for owner in module.modules()]
-    return Plan(source, results.name, steps, places, sizes)
+    inside = [m for m in module.modules() if not isinstance(m, EncodedParameter)]
+    # An encoded weight may be another one: the extension's steps are then made anew.
+    owners = [
+        (m, [*m._modules.values()]) for m in inside
+        if not all(isinstance(p, EncodedParameter) for p in m._modules.values())
+    ]  # fmt: skip
+    return Plan(source, results.name, steps, owners, [(m, len(m._modules)) for m in inside[1:]])
 
 
 def _joined(step: ConvolutionStep, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:

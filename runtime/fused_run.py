@@ -16,7 +16,7 @@ from nstf.kernels import convolution
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import EncodedTensor
-from nstf.runtime.fused_steps import ConvolutionStep, OtherStep, Value, held_by
+from nstf.runtime.fused_steps import POOLINGS, ConvolutionStep, OtherStep, Value, held_by
 from nstf.runtime.modules import geometry_of
 
 Step = ConvolutionStep | OtherStep
@@ -52,13 +52,21 @@ def in_runs(steps: Sequence[Step], result: str) -> "list[Step | Run]":
     return found
 
 
-def pooling(step: Step) -> "nn.MaxPool2d | None":
-    """The module of a step that takes the largest value of each window of an image, and does nothing else."""
+def pooling(step: Step) -> "nn.MaxPool2d | nn.AdaptiveAvgPool2d | None":
+    """The module of a step that takes the largest value of each window of an image, or the mean of each channel, and does
+    nothing else."""
     module = step.target if isinstance(step, OtherStep) else None
-    if not isinstance(module, nn.MaxPool2d) or type(module).forward is not nn.MaxPool2d.forward:
+    if not isinstance(module, POOLINGS) or type(module).forward not in [kind.forward for kind in POOLINGS]:
+        return None
+    if isinstance(module, nn.AdaptiveAvgPool2d) and not _of_all(module):
         return None
     assert isinstance(step, OtherStep)
     return module if len(step.args) == 1 and isinstance(step.args[0], Value) and not step.kwargs else None
+
+
+def _of_all(pool: nn.AdaptiveAvgPool2d) -> bool:
+    """Whether it leaves one number of each channel."""
+    return pool.output_size in (1, (1, 1), [1, 1])
 
 
 def _dead(steps: Sequence[Step]) -> list[tuple[str, ...]]:
@@ -200,6 +208,9 @@ def _state(steps: Sequence[Step]) -> tuple[list[EncodedTensor], list[Any]]:
             found += (module.stride, module._reversed_padding_repeated_twice, module.dilation, module.groups)
         else:
             pool = step.target
+            if isinstance(pool, nn.AdaptiveAvgPool2d):
+                found.append(pool.output_size)
+                continue
             found += (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
             found.append(pool.return_indices)
     return weights, found
@@ -220,6 +231,9 @@ def _compiled(steps: Sequence[Step], source: str) -> _Compiled | None:
             return free.pop()
         count += 1
         return count - 1
+
+    def over(step: Step, i: int) -> list[int]:
+        return [places[read] for read in step.reads if last_read[read] == i and places[read] != 0]
 
     for i, step in enumerate(steps):
         if isinstance(step, ConvolutionStep):
@@ -249,6 +263,13 @@ def _compiled(steps: Sequence[Step], source: str) -> _Compiled | None:
                 free.append(at)
         else:
             pool: Any = step.target
+            if isinstance(pool, nn.AdaptiveAvgPool2d):
+                if not _of_all(pool):
+                    return None
+                places[step.out] = place()
+                made.add_mean(places[step.args[0].name], places[step.out])
+                free += over(step, i)
+                continue
             two = [_two(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
             if pool.ceil_mode or pool.return_indices or _two(pool.dilation) != (1, 1):
                 return None
@@ -256,9 +277,7 @@ def _compiled(steps: Sequence[Step], source: str) -> _Compiled | None:
                 return None  # which torch refuses
             places[step.out] = place()
             made.add_pool(places[step.args[0].name], places[step.out], *two)
-        for read in step.reads:
-            if last_read[read] == i and places[read] != 0:
-                free.append(places[read])
+        free += over(step, i)
     return _Compiled(made, convolutions, numbers, norms, *_state(steps))
 
 

@@ -95,11 +95,16 @@ class OtherStep:
         return self.target(*args, **kwargs)
 
 
+# What leaves an image's windows one number each: their largest, or the mean.
+POOLINGS: tuple[Any, ...] = (nn.MaxPool2d, nn.AdaptiveAvgPool2d)
+
+
 class PoolingStep(OtherStep):
     """A pooling whose own plan this is: its class's code is run, since calling the module would come back here."""
 
     def run(self, values: dict[str, Any]) -> Any:
-        return nn.MaxPool2d.forward(self.target, values[self.args[0].name])
+        own = next(kind for kind in POOLINGS if isinstance(self.target, kind))
+        return own.forward(self.target, values[self.args[0].name])
 
 
 def filled(argument: Any, values: dict[str, Any]) -> Any:

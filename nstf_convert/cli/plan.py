@@ -15,7 +15,7 @@ from nstf_convert.cli.sizes import format_bytes
 
 @with_options(
     "datasets", "calibration", "samples", "seq_len", "seed", "effort", "device", "memory", "gpu_memory", "threads",
-    "work_dir", "formats", "fuse", "target", "prefer", "min_speed", "tp",
+    "work_dir", "formats", "fuse", "target", "prefer", "min_speed", "image_size", "tp",
 )  # fmt: skip
 def plan(
     model: options.Model,

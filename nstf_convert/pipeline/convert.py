@@ -24,6 +24,7 @@ from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
+from nstf_convert.pipeline.improve.pays import structure_that_pays
 from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final
@@ -165,10 +166,12 @@ def _choose(run: Run) -> Final:
     rivals, facts = run.rivals(budget_bytes), None
     run.ahead(rivals)
     if session.options.search_limits is None:
-        mix = run.structure_that_pays(run.encoded(planned), budget_bytes)
+        mix = structure_that_pays(run, run.encoded(planned), budget_bytes)
     else:
-        start = run.structure_that_pays(run.measure(planned), budget_bytes, run.measure)
+        start = structure_that_pays(run, run.measure(planned), budget_bytes, run.measure)
         mix, _, facts = search(run, start, budget_bytes)
+    if run.plain_only:  # plans without decompositions may take more time, and so may single formats
+        rivals = run.rivals(budget_bytes)
     return finish(run, mix, run.best(rivals, mix), facts)
 
 

@@ -54,6 +54,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         search=None if final.search is None else final.search.to_json(),
         steps=final.steps,
         healing=final.healing,
+        structure=tuple(found.to_json() for found in run.rounds),
     )
     options = session.options
     return schema.build(

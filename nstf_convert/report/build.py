@@ -15,7 +15,8 @@ expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What w
                   "stopped": [{"encoding", "size_bytes", "share", "part", "mix_part", "mix", "expected"}],
                   "tried": [{"name", "size_bytes", "mean_kl", "expected_loss"}],
                   "search": {"minutes", "steps_allowed", "steps", "accepted", "seconds", "ended", "moves"} | null,
-                  "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null},
+                  "steps": [{"step", "before", "after", "kept"}], "healing": {...} | null,
+                  "structure": [{"factor", "size_bytes", "seconds", "score", "promise", "healed_steps", "kept"}]},
      "families": [{"family", "tensors", "candidates", "exact", "won", "chosen", "median_ratio", "best_ratio",
                    "ruled_out": tensors that a bound kept it from, "bound_ratio": the least bound there; of one matrix
                    for all experts both go by an estimate}],
@@ -152,7 +153,8 @@ class AccuracyFacts:
     KLD (or relative L2 error) by dataset, on the same windows; selection: the score on the windows that chose.
     chosen: "mix" | "uniform". stopped: single formats that were given up when a share of their weights was encoded: what
     these lost, and those of the mix, what the whole mix lost and what the format was then expected to lose, on the windows
-    that choose. search, steps: what the search and the last steps did.
+    that choose. search, steps: what the search and the last steps did. structure: mixes with decompositions that had to keep
+    a promise (nstf_convert.pipeline.improve.pays.Round).
     """
 
     final: Mapping[str, Any] | None
@@ -166,6 +168,7 @@ class AccuracyFacts:
     search: Mapping[str, Any] | None = None
     steps: Sequence[Mapping[str, Any]] = ()
     healing: Mapping[str, Any] | None = None
+    structure: Sequence[Mapping[str, Any]] = ()
 
 
 def build(

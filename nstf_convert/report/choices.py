@@ -9,7 +9,7 @@ from nstf_convert.report.svg import escape
 
 def choices(accuracy: Mapping[str, Any]) -> str:
     """What the report's `accuracy` says about the choice; parts that were not done are left out."""
-    return _steps(accuracy) + _search(accuracy.get("search")) + _tried(accuracy)
+    return _steps(accuracy) + _structure(accuracy) + _search(accuracy.get("search")) + _tried(accuracy)
 
 
 def _steps(accuracy: Mapping[str, Any]) -> str:
@@ -23,6 +23,29 @@ def _steps(accuracy: Mapping[str, Any]) -> str:
         for s in accuracy.get("steps") or []
     ]
     return table(("last steps", "score before", "after", ""), rows) if rows else ""
+
+
+def _structure(accuracy: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            f"{r['factor']:.3g}",
+            f"{r['size_bytes']:,}",
+            f"{1e3 * r['seconds']:.3f}",
+            number(r["score"], ".5f"),
+            number(r["promise"], ".5f"),
+            "kept" if r["kept"] else "broken",
+        )
+        for r in accuracy.get("structure") or []
+    ]
+    columns = (
+        "decompositions expected to lose, times",
+        "bytes",
+        "ms of products",
+        "score",
+        "may lose",
+        "promise",
+    )
+    return table(columns, rows) if rows else ""
 
 
 def _search(search: Mapping[str, Any] | None) -> str:

@@ -176,3 +176,66 @@ def test_images_that_do_not_fit_are_refused_as_before(tiny: ModuleType) -> None:
         for model in (plain, made):
             with pytest.raises((RuntimeError, ValueError)), torch.no_grad():
                 model(x)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_mean_of_each_channel_is_part_of_a_run(tiny: ModuleType, layout: torch.memory_format) -> None:
+    """At the end of a network, and in the middle, where its own image is still read."""
+    last = nn.Sequential(Block(3, 20), nn.AdaptiveAvgPool2d(1))
+    for module in (last, Excited(), nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), Block(3, 5))):
+        plain, made = both(tiny, module)
+        fuse(made)
+        for count, side in ((1, 7), (3, 19)):
+            x = torch.randn(count, 3, side, side + 1).contiguous(memory_format=layout)
+            with torch.no_grad():
+                wanted, found = plain(x), made(x)
+            assert found.shape == wanted.shape and near(found, wanted)
+        (run,) = runs_of(made)
+        assert all(m is not None for m in run.made.values()) and run.made
+
+
+class Excited(nn.Module):
+    """An image, and another made of the means of its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool = (
+            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()),
+            nn.AdaptiveAvgPool2d(1),
+        )
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.pool(self.first(x)))
+
+
+def test_a_mean_beside_fused_modules_is_torchs_where_it_is_another(tiny: ModuleType) -> None:
+    class Untraced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.pool = Block(3, 6), nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pool(self.block(x)) if x.sum() < math.inf else x
+
+    plain, made = both(tiny, Untraced())
+    fuse(made)
+    assert isinstance(made.pool, Fused) and isinstance(made.pool, nn.AdaptiveAvgPool2d)
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        assert near(made(x), plain(x))
+        (run,) = runs_of(made.pool)
+        assert all(m is not None for m in run.made.values())
+        plain.pool.output_size = made.pool.output_size = (2, 3)  # no kernel: its own code
+        assert near(made(x), plain(x)) and made(x).shape == (2, 6, 2, 3)
+
+
+@pytest.mark.parametrize("inputs", [1, 3, 5, 7, 9])
+def test_columns_that_fill_no_chunk_of_64(tiny: ModuleType, inputs: int) -> None:
+    """Rows of 9 to 81 columns: an odd number of blocks of 32 has nothing multiplied in its last chunk's other half."""
+    plain = encoded(tiny, nn.Sequential(nn.Conv2d(inputs, 40, 3, padding=1), nn.ReLU()))
+    x = torch.randn(1, inputs, 11, 13)
+    exact = copy.deepcopy(plain)
+    exact[0].exact_products = True
+    with torch.no_grad():
+        assert (plain(x) - exact(x)).norm() < 0.02 * exact(x).norm()

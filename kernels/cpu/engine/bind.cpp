@@ -242,6 +242,7 @@ class HeldSteps {
         const auto two = [](const Two& t) { return std::array<int64_t, 2>{std::get<0>(t), std::get<1>(t)}; };
         steps_.add_pool(from, to, two(kernel).data(), two(stride).data(), two(before).data());
     }
+    void add_mean(int from, int to) { steps_.add_mean(from, to); }
     nb::object sizes(int64_t channels, int64_t height, int64_t width) const {
         ImageSteps::Size out;
         if (!steps_.sizes({channels, height, width}, &out)) return nb::none();
@@ -410,6 +411,7 @@ void bind_engine(nb::module_& m) {
         .def(nb::init<>())
         .def("add", &HeldSteps::add, "convolution"_a, "source"_a, "to"_a, "added"_a, "least"_a, "most"_a)
         .def("add_pool", &HeldSteps::add_pool, "source"_a, "to"_a, "kernel"_a, "stride"_a, "before"_a)
+        .def("add_mean", &HeldSteps::add_mean, "source"_a, "to"_a)
         .def("sizes", &HeldSteps::sizes, "channels"_a, "height"_a, "width"_a)
         .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
     nb::class_<HeldCopies>(m, "EngineCopies").def(nb::init<>()).def("run", &HeldCopies::run, "threads"_a);

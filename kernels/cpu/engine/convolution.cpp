@@ -91,7 +91,7 @@ struct Convolution::Plan {
 
 Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     : weight_(std::move(weight)), leaf_(dynamic_cast<const Leaf*>(weight_.get())), form_(leaf_ ? leaf_->byte_rows() : nullptr),
-      kernels_(convolution_kernels()), shape_(shape) {
+      kernels_(convolution_kernels()), blocks_((weight_->cols + 31) / 32), shape_(shape) {
     // No products of sizes overflow where the image itself has less than 2^31 bytes.
     constexpr int64_t most = 1 << 24;
     const auto positive = [](const int64_t* two) { return two[0] > 0 && two[1] > 0 && two[0] <= most && two[1] <= most; };
@@ -184,7 +184,7 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
 std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image& image) const {
     std::lock_guard<std::mutex> lock(mutex_);
     if (columns_ == nullptr || columns_->plane != image.plane || columns_->row != image.row)
-        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, form_->chunks, form_->even_odd)});
+        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, blocks_, form_->even_odd)});
     return columns_;
 }
 
@@ -252,7 +252,7 @@ Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
     std::lock_guard<std::mutex> lock(mutex_);
     if (shares_.pixels == pixels && shares_.threads == threads) return shares_;
     const int64_t tiles = (pixels + kPixels - 1) / kPixels, own = weight_->rows / shape_.groups;
-    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (form_->chunks * 64 * kPixels);
+    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (blocks_ * 32 * kPixels);
     Shares best;
     best.pixels = pixels, best.threads = threads;
     if (threads == 1) {
@@ -302,13 +302,13 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
         Buffer<float> floats;
     };
     thread_local Room room;
-    const int64_t chunks = form_->chunks, groups = form_->groups, size = chunks * 64 * kPixels;
+    const int64_t groups = form_->groups, size = blocks_ * 32 * kPixels;
     const int64_t tiles = (end - first + kPixels - 1) / kPixels, out_rows = weight_->rows;
     const bool adds = after.added != nullptr, later = adds && p.last_out;
     constexpr float kAny = std::numeric_limits<float>::infinity();
     const int64_t here = (end - 1) / p.pixels() - first / p.pixels() + 1;  // images
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
-    uint8_t* codes = room.codes.grow(kUnpacked * chunks * 64);
+    uint8_t* codes = room.codes.grow(kUnpacked * form_->chunks * 64);
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
     float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels + 3 * here);
     float *zeros = scales + kUnpacked * groups, *found = zeros + kUnpacked * groups, *done = found + kUnpacked * kPixels;
@@ -318,8 +318,8 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
-        p.image.patches(planes, p.columns, chunks * 16, from, count, p.out_height, p.out_width, x + t * size);
-        kernels_->sums(*form_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
+        p.image.patches(planes, p.columns, blocks_ * 8, from, count, p.out_height, p.out_width, x + t * size);
+        kernels_->sums(*form_, blocks_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
     }
     for (int64_t r = row; r < row_end; r += kUnpacked) {
         const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
@@ -330,7 +330,8 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
                       after.bias == nullptr ? 0.0f : after.bias[r + i], later ? -kAny : after.least, later ? kAny : after.most};
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
-            kernels_->tile(*form_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels, static_cast<int>(count), found);
+            kernels_->tile(*form_, blocks_, codes, scales, zeros, rows, x + t * size, sums + t * groups * kPixels,
+                           static_cast<int>(count), found);
             for (int64_t at = 0; at < count;) {  // image by image
                 const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
                 const int64_t n = std::min(count - at, p.pixels() - pixel), to = (image * out_rows + r) * p.pixels() + pixel;

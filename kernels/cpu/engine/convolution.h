@@ -33,12 +33,12 @@ struct ConvolutionRow {
     float by, gain, bias, least, most;
 };
 
-// What an instruction set does. out: [rows][64].
+// What an instruction set does. out: [rows][64]; blocks: of 32 columns, that a tile has.
 struct ConvolutionKernels {
     // Sums of activations by group of codes, [group][64], each times `by`.
-    void (*sums)(const ByteRows& form, const int8_t* x, int32_t by, int32_t* out);
+    void (*sums)(const ByteRows& form, int64_t blocks, const int8_t* x, int32_t by, int32_t* out);
     // Rows of bytes times a tile. sums: those of the groups, times minus the middle of the codes where there are no zero points.
-    void (*tile)(const ByteRows& form, const uint8_t* codes, const float* scales, const float* zeros, int rows, const int8_t* x,
+    void (*tile)(const ByteRows& form, int64_t blocks, const uint8_t* codes, const float* scales, const float* zeros, int rows, const int8_t* x,
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
@@ -101,6 +101,7 @@ class Convolution {
     const Leaf* leaf_;
     const ByteRows* form_;
     const ConvolutionKernels* kernels_;
+    int64_t blocks_;  // of 32 columns, that have a column of the weight: rows are padded to 64
     ConvolutionShape shape_;
     // Where the columns of a row are in images of one size, as the last call left it.
     struct Columns {

@@ -13,8 +13,8 @@ struct ConvRows {
 
 // R rows times V vectors of pixels. One group's sums stay in registers; the results, if there are several groups, in `out`.
 template <int R, int V, int RUN, bool WIDE>
-static void convolve(const ByteRows& form, const ConvRows& w, const int8_t* x, const int32_t* sums, float* out) {
-    const int64_t groups = form.groups, blocks = 2 * form.chunks, of_group = (form.group + kBlock - 1) / kBlock;
+static void convolve(const ByteRows& form, int64_t blocks, const ConvRows& w, const int8_t* x, const int32_t* sums, float* out) {
+    const int64_t groups = form.groups, of_group = (form.group + kBlock - 1) / kBlock;
     for (int64_t g = 0; g < groups; ++g) {
         Ints sum[R][V];
         each<R>([&](auto r) __attribute__((always_inline)) {
@@ -62,7 +62,7 @@ static void convolve(const ByteRows& form, const ConvRows& w, const int8_t* x, c
 }
 
 template <int RUN, bool WIDE>
-static void convolve_all(const ByteRows& form, const ConvRows& w, int rows, const int8_t* x, const int32_t* sums, int pixels,
+static void convolve_all(const ByteRows& form, int64_t blocks, const ConvRows& w, int rows, const int8_t* x, const int32_t* sums, int pixels,
                          float* out) {
     const int vectors = (pixels + LANES - 1) / LANES;
     const auto across = [&](auto wide, int r) {
@@ -71,26 +71,26 @@ static void convolve_all(const ByteRows& form, const ConvRows& w, int rows, cons
         float* to = out + r * kPixels;
         int v = 0;
         for (; v + CONV_VECTORS <= vectors; v += CONV_VECTORS)
-            convolve<R, CONV_VECTORS, RUN, WIDE>(form, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+            convolve<R, CONV_VECTORS, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
         if (CONV_VECTORS > 2 && v + 2 <= vectors) {
-            convolve<R, 2, RUN, WIDE>(form, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+            convolve<R, 2, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
             v += 2;
         }
         for (; v < vectors; ++v)
-            convolve<R, 1, RUN, WIDE>(form, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+            convolve<R, 1, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
     };
     int r = 0;
     for (; r + CONV_ROWS <= rows; r += CONV_ROWS) across(std::integral_constant<int, CONV_ROWS>{}, r);
     for (; r < rows; ++r) across(std::integral_constant<int, 1>{}, r);
 }
 
-static void convolution_tile(const ByteRows& form, const uint8_t* codes, const float* scales, const float* zeros, int rows,
-                             const int8_t* x, const int32_t* sums, int pixels, float* out) {
+static void convolution_tile(const ByteRows& form, int64_t blocks, const uint8_t* codes, const float* scales, const float* zeros,
+                             int rows, const int8_t* x, const int32_t* sums, int pixels, float* out) {
     const ConvRows w = {codes, form.chunks * kChunk, scales, zeros};
     const auto ordered = [&](auto run, auto wide) {
         constexpr int RUN = decltype(run)::value;
         constexpr bool WIDE = decltype(wide)::value;
-        convolve_all<RUN, WIDE>(form, w, rows, x, sums, pixels, out);
+        convolve_all<RUN, WIDE>(form, blocks, w, rows, x, sums, pixels, out);
     };
     using std::integral_constant;
     if constexpr (CHAINED) {
@@ -108,8 +108,8 @@ static void convolution_tile(const ByteRows& form, const uint8_t* codes, const f
     }
 }
 
-static void convolution_sums(const ByteRows& form, const int8_t* x, int32_t by, int32_t* out) {
-    const int64_t blocks = 2 * form.chunks, of_group = (form.group + kBlock - 1) / kBlock;
+static void convolution_sums(const ByteRows& form, int64_t blocks, const int8_t* x, int32_t by, int32_t* out) {
+    const int64_t of_group = (form.group + kBlock - 1) / kBlock;
     static const int8_t one[4] = {1, 1, 1, 1};
     const Bytes ones = four_bytes(one);
     for (int64_t g = 0; g < form.groups; ++g) {

@@ -71,6 +71,27 @@ void pool(const Pool& p, const float* x, int64_t images, int64_t channels, float
     parallel_blocks(threads, images * parts, task);
 }
 
+// The mean of each plane of so many numbers.
+void means(const float* x, int64_t planes, int64_t count, float* y, int threads) {
+    constexpr int64_t kAtOnce = 1 << 16;  // numbers of a task
+    const int64_t some = std::max<int64_t>(1, kAtOnce / count);
+    auto task = [&](int64_t t) {
+        for (int64_t plane = t * some; plane < std::min(planes, (t + 1) * some); ++plane) {
+            constexpr int64_t kSums = 16;
+            float sums[kSums] = {};
+            const float* from = x + plane * count;
+            int64_t i = 0;
+            for (; i + kSums <= count; i += kSums)
+                for (int64_t k = 0; k < kSums; ++k) sums[k] += from[i + k];
+            for (; i < count; ++i) sums[i % kSums] += from[i];
+            double total = 0;
+            for (float sum : sums) total += sum;
+            y[plane] = static_cast<float>(total / static_cast<double>(count));
+        }
+    };
+    parallel_blocks(threads, (planes + some - 1) / some, task);
+}
+
 // [images][rows][columns] to [images][columns][rows].
 void turn(const ConvolutionKernels* kernels, const float* x, int64_t images, int64_t rows, int64_t columns, float* y, int threads) {
     const int64_t tiles = (columns + kPixels - 1) / kPixels;
@@ -122,9 +143,15 @@ void ImageSteps::add_pool(int from, int to, const int64_t kernel[2], const int64
     push({nullptr, from, to, -1, 0, 0, {kernel[0], kernel[1]}, {stride[0], stride[1]}, {before[0], before[1]}});
 }
 
+void ImageSteps::add_mean(int from, int to) { push({nullptr, from, to, -1, 0, 0, {0, 0}, {0, 0}, {0, 0}}); }
+
 bool ImageSteps::size_of(const Step& step, const Size& in, Size* out) {
     if (step.convolution != nullptr) return step.convolution->sizes(in[0], in[1], in[2], out->data());
     *out = in;
+    if (step.kernel[0] == 0) {
+        *out = {in[0], 1, 1};
+        return in[1] > 0 && in[2] > 0;
+    }
     for (int i = 0; i < 2; ++i) {
         const int64_t room = in[static_cast<size_t>(i + 1)] + 2 * step.before[i] - step.kernel[i];
         if (room < 0) return false;
@@ -234,6 +261,8 @@ void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y
                                       {call.gains[next], call.biases[next], added, step.least, step.most}, out, channels_last, false,
                                       threads, of(from), of(to));
                 ++next;
+            } else if (step.kernel[0] == 0) {
+                means(values[from], count * before[0], before[1] * before[2], out, threads);
             } else {
                 pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from], count,
                      before[0], out, threads);

@@ -27,6 +27,9 @@ class ImageSteps {
     // The largest value of each window. before: rows and columns of padding, on both sides.
     void add_pool(int from, int to, const int64_t kernel[2], const int64_t stride[2], const int64_t before[2]);
 
+    // The mean of each channel.
+    void add_mean(int from, int to);
+
     // The result's size for images of this one; false where they do not fit.
     bool sizes(Size in, Size* out) const;
     // x: images as for `Convolution`; y alike. norms: one for each convolution, in order. Of several images each thread takes as many
@@ -35,7 +38,7 @@ class ImageSteps {
 
   private:
     struct Step {
-        const Convolution* convolution;  // or null: a pooling
+        const Convolution* convolution;  // or null: a pooling, of whole channels (the mean) where the kernel has no size
         int from, to, added;
         float least, most;
         int64_t kernel[2], stride[2], before[2];

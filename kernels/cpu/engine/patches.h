@@ -100,9 +100,9 @@ struct Image {
     }
 
     // Where each column of a patch is, from the patch's place on: in the order of the weight's bytes, -1 beyond the last.
-    std::vector<int32_t> columns(const ConvolutionShape& s, int64_t chunks, bool even_odd) const {
+    std::vector<int32_t> columns(const ConvolutionShape& s, int64_t blocks, bool even_odd) const {
         const int64_t taps = s.kernel[0] * s.kernel[1], count = s.channels / s.groups * taps;
-        std::vector<int32_t> found(static_cast<size_t>(chunks * 64), -1);
+        std::vector<int32_t> found(static_cast<size_t>(blocks * 32), -1);
         for (int64_t k = 0; k < count; ++k) {
             const int64_t c = k / taps, ky = k % taps / s.kernel[1] * s.dilation[0], kx = k % s.kernel[1] * s.dilation[1];
             found[static_cast<size_t>(place(k, even_odd))] = static_cast<int32_t>(c * plane + ky * row + kx % phases * phase + kx / phases);

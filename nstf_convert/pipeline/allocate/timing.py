@@ -251,6 +251,8 @@ def convolution_layers(session: Session) -> dict[str, Layer]:
     if shape is None:
         return {}
     name, size = shape
+    if session.options.image_size is not None and len(size) == 3:
+        size = (size[0], session.options.image_size, session.options.image_size)
     with torch.device("meta"):
         found = layers_of(build_skeleton(session.model.config), {name: torch.empty(1, *size)})
     stored = {p: session.model.stored_name(p) for p in found}

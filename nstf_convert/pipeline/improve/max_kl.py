@@ -5,6 +5,7 @@ from dataclasses import replace
 from nstf.errors import BudgetError, UsageError
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.improve.finish import chosen, healed, reported
+from nstf_convert.pipeline.improve.pays import structure_that_pays
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final, Trial
@@ -57,7 +58,7 @@ def _within(run: Run, bound: float, asked: float) -> Final:
             )
     start, facts = trial, None
     # Where plain formats lose less at these bytes, what that gains is turned into bytes too.
-    best = trial = run.structure_that_pays(start, start.planned.size_bytes, run.measure)
+    best = trial = structure_that_pays(run, start, start.planned.size_bytes, run.measure)
     weights: dict[str, float] = {}
     if run.session.options.search_limits is not None:
         best, weights, facts = search(run, trial, trial.planned.size_bytes)

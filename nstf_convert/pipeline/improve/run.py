@@ -11,7 +11,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.allocate.division import Divisions
-from nstf_convert.pipeline.allocate.timing import PLAIN, Timing
+from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve import rival
@@ -44,7 +44,8 @@ class Run:
     with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes
     cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what ranks
     allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
-    decompositions, which measured worse."""
+    decompositions, which measured worse. factor: how many times what is expected of them decompositions lose in plans;
+    rounds: of `pays`, for the report."""
 
     session: Session
     meta: Meta
@@ -60,6 +61,8 @@ class Run:
     divisions: Divisions | None = None
     free: Table | None = None
     plain_only: bool = False
+    factor: float = 1.0
+    rounds: list[Any] = field(default_factory=list)
 
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
@@ -167,23 +170,44 @@ class Run:
     def _planned(
         self, table: Table, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
-        widest = self.meta.widest()
-        if self.plain_only:
-            table = replace(table, candidates={n: self.usable(f) for n, f in table.candidates.items()})
+        widest, table = self.meta.widest(), self._as_planned(table)
         if self.timing is None or not self.timing.bounds_time:
             return plans.plan_mix(self.session, table, budget_bytes, widest, weights, exact)
         return bounds.plan(self.timing, table, budget_bytes, widest, weights, exact)
 
+    def _as_planned(self, table: Table) -> Table:
+        """A table as plans see it."""
+        if not self.plain_only and self.factor == 1.0:
+            return table
+        return replace(table, candidates={n: self.usable(found) for n, found in table.candidates.items()})
+
     def usable(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates that plans may take: no decompositions any more once the file measured better without them."""
-        return _plain(found) if self.plain_only else list(found)
+        """The candidates that plans may take: no decompositions any more once the file measured better without them, else
+        with what they were measured to lose."""
+        if self.plain_only:
+            return without_decompositions(found)
+        return [
+            replace(c, loss=self.factor * c.loss) if c.recipe.family == "decomposed" else c for c in found
+        ]
+
+    def take_factor(self, factor: float) -> None:
+        """Plans from now on expect decompositions to lose so many times as much; what time they may take is found anew."""
+        if self.timing is not None and factor != self.factor:
+            self.timing.bounds.clear()
+        self.factor = factor
 
     def fast_enough(self, mix: Mapping[str, Recipe], budget_bytes: int) -> bool:
         """Whether a mix keeps the bound on time that holds at a budget."""
         if self.timing is None or not self.timing.bounds_time:
             return True
-        bound = bounds.bound(self.timing, self.table, budget_bytes, self.meta.widest())
+        bound = bounds.bound(self.timing, self._as_planned(self.table), budget_bytes, self.meta.widest())
         return bound is None or self.timing.of(mix) <= bound.seconds
+
+    def leave_structure(self) -> None:
+        """Plans from now on take no decompositions; what time they may take is found anew."""
+        self.plain_only, self.factor = True, 1.0
+        if self.timing is not None:
+            self.timing.bounds.clear()
 
     def encode(self, planned: Planned) -> None:
         """Makes sure every tensor of a plan is in the work directory, and learns its true loss.
@@ -232,42 +256,10 @@ class Run:
         tick = counter(self.session, 2)
         return lambda unit: None if unit.name in done else tick(unit)
 
-    def structure_that_pays(
-        self, mix: Trial, budget_bytes: int, last_steps: Callable[[Planned], Trial] | None = None
-    ) -> Trial:
-        """A mix, or the plan without its decompositions where that measures better by the same last steps: then no further
-        plan takes any. last_steps: what the mix went through (None: `encoded`).
-
-        Expected losses know how much directions matter from the calibration alone; a decomposition leaves whole directions
-        out, and what seemed to matter least there is what a sample says least about. A plan that is not as fast as `speed`
-        asks is no rival: the mix then has to lose no more than the single format that its bound was made from.
-        """
-        if not any(r.family == "decomposed" for r in mix.planned.mix.values()):
-            return mix
-        try:
-            with self.session.stages.stage("plan"):
-                kept = {n: _plain(found) for n, found in self.table.candidates.items()}
-                planned = self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
-        except BudgetError:
-            return mix  # nothing else is small enough
-        steps = last_steps or self.encoded
-        if not self.fast_enough(planned.mix, budget_bytes):
-            single = self._yardstick(budget_bytes)
-            if single is not None and steps(single).score >= mix.score:
-                return mix
-        plain = steps(replace(planned, label="mix without decompositions"))
-        if plain.score < mix.score:
-            self.plain_only = True
-            return plain
-        return mix
-
-    def _yardstick(self, budget_bytes: int) -> Planned | None:
-        """The single format that files which are to be fast lose no more than; None where another preference bounds time."""
-        if self.timing is None or self.timing.prefer != "speed":
-            return None
-        with self.session.stages.stage("plan"):
-            found = plans.uniforms(self.session, self.table, budget_bytes, self.meta.widest())
-        return next((p for p in found if all(r.method in PLAIN for r in p.mix.values())), None)
+    def without_structure(self, budget_bytes: int) -> Planned:
+        """The plan without decompositions, within the bound on time of plans that may have them. Raises BudgetError."""
+        kept = {n: without_decompositions(found) for n, found in self.table.candidates.items()}
+        return self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
 
     def encoded(self, planned: Planned) -> Trial:
         """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
@@ -402,7 +394,8 @@ class Run:
         return trial
 
 
-def _plain(found: Sequence[Candidate]) -> list[Candidate]:
+def without_decompositions(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those of some candidates that are stored as bits."""
     return [c for c in found if c.recipe.family != "decomposed"]
 
 

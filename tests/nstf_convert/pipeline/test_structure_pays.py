@@ -9,7 +9,7 @@ import pytest
 
 from nstf.kernels.formats import Node, dense
 from nstf_convert.pipeline.allocate import plan as plans
-from nstf_convert.pipeline.improve import max_kl
+from nstf_convert.pipeline.improve import max_kl, pays
 from nstf_convert.pipeline.improve import run as runs
 from nstf_convert.pipeline.improve import search as searches
 from nstf_convert.pipeline.improve.run import Run
@@ -52,7 +52,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         stages=SimpleNamespace(stage=lambda name: nullcontext()),
         statistics=SimpleNamespace(has_hessian=lambda unit: True),
         units={"w": None},
-        options=SimpleNamespace(level=SimpleNamespace(thorough=False), search_limits=None),
+        options=SimpleNamespace(level=SimpleNamespace(thorough=False), search_limits=None, heals=False),
+        calibration=None,
     )
     table = Table({"w": [PLAIN, *(low_rank(r, 1.0 + 0.1 * r) for r in range(1, 9))]})
     return Fake(session, SimpleNamespace(widest=lambda: None), table, set())  # type: ignore[arg-type]
@@ -82,7 +83,7 @@ def test_structure_that_measures_worse_is_left_to_no_later_plan(fake: Fake) -> N
     fake.table = Table({"w": [PLAIN, low_rank(1, 1.0, exact=True)]})
     mix = fake.measure(fake.plan(1000))
     assert mix.planned.mix["w"].family == "decomposed"
-    better = fake.structure_that_pays(mix, 1000, fake.measure)
+    better = pays.structure_that_pays(fake, mix, 1000, fake.measure)
     assert better.planned.mix["w"] == PLAIN.recipe
     assert fake.plan(1000).mix["w"] == PLAIN.recipe
     assert len(fake.table.candidates["w"]) == 2  # the report still has them
@@ -93,19 +94,20 @@ def test_a_plain_file_that_is_too_slow_is_no_rival_of_a_fast_one(
     fake: Fake, monkeypatch: Any, single_score: float, kept: bool
 ) -> None:
     """Under `speed` structure may lose as much as the single format of the bound, which here is slower than all."""
-    fake.table = Table({"w": [PLAIN, low_rank(1, 1.0, exact=True)]})
+    int3 = Candidate(Recipe("int_grid", {"bits": 3}), TREE, 80, 6.0)
+    fake.table = Table({"w": [PLAIN, int3, low_rank(1, 1.0, exact=True)]})
     mix = fake.measure(fake.plan(1000))
-    single = Planned({"w": Recipe("int_grid", {"bits": 3})}, 6.0, 80, "uniform int3")
+    single = Planned({"w": int3.recipe}, 6.0, 80, "uniform int3")
     monkeypatch.setattr(plans, "uniforms", lambda *_: [single])
     monkeypatch.setattr(Run, "fast_enough", lambda *_: False)
-    fake.timing = SimpleNamespace(prefer="speed", bounds_time=False)  # type: ignore[assignment]
+    fake.timing = SimpleNamespace(prefer="speed", bounds_time=False, bounds={}, of=lambda mix: 1.0)  # type: ignore[assignment]
 
     def steps(planned: Planned) -> Trial:
         trial = fake.measure(planned)
         score = single_score if planned is single else trial.score
         return Trial(planned, SimpleNamespace(score=score))  # type: ignore[arg-type]
 
-    found = fake.structure_that_pays(mix, 1000, steps)
+    found = pays.structure_that_pays(fake, mix, 1000, steps)
     assert (found is mix) == kept and fake.plain_only != kept
 
 

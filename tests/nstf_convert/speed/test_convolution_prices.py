@@ -1,6 +1,7 @@
 """Prices of convolutions: layers found with their images, chains proposed by their multiplications, measured once."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nstf.kernels.convolution import Geometry, multiplications
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import ext
 from nstf.quantizers.stats import Stats
+from nstf_convert.pipeline.allocate import timing
 from nstf_convert.pipeline.propose import chains
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
 from nstf_convert.pipeline.propose.units import Unit
@@ -156,3 +158,27 @@ def test_a_unit_knows_the_stride_of_its_convolution() -> None:
     strides = {u.name: u.stride for u in find_units(infos, model) if u.kept is None}
     assert strides.pop("resnet.encoder.stages.1.layers.0.layer.0.convolution.weight") == (2, 2)
     assert strides["resnet.encoder.stages.1.layers.0.layer.1.convolution.weight"] == (1, 1)
+
+
+@pytest.mark.parametrize(("asked", "side"), [(None, 32), (96, 96)])
+def test_images_are_priced_at_the_size_that_is_asked_for(monkeypatch, asked: int | None, side: int) -> None:
+    """Else at that of the config, where no dataset has another."""
+    model = SimpleNamespace(
+        module=SimpleNamespace(main_input_name="pixel_values", config=SimpleNamespace(image_size=32)),
+        config=None,
+        stored_name=lambda name: name,
+    )
+    unit = SimpleNamespace(uses=("linear",), shape=(8, 3, 3, 3))
+    options = SimpleNamespace(datasets=(), image_size=asked)
+    session = SimpleNamespace(units={"conv.weight": unit}, model=model, options=options)
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return self.conv(pixel_values)
+
+    monkeypatch.setattr(timing, "build_skeleton", lambda config: Reading())
+    assert timing.convolution_layers(session)["conv.weight"].image == (side, side)
