@@ -15,6 +15,7 @@ class ConvertKeywords(TypedDict, total=False):
     target: tuple[str, ...] | str | None
     prefer: str
     min_speed: str | None
+    image_size: int | None
     tp: tuple[int, ...] | str | None
     device: str
     memory: int | None

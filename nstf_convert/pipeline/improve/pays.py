@@ -95,11 +95,9 @@ def _keeping(
     """The fastest of some mixes that loses no more than the single format, or None."""
     assert run.timing is not None
     promise, healed = _decisive(run, single)
-    low, high, best = (
-        run.factor,
-        math.inf,
-        None,
-    )  # of factors: the largest that broke the promise, the least that kept it
+    # Of factors: the largest that broke the promise, the least that kept it.
+    low, high = run.factor, math.inf
+    best: Trial | None = None
     for left in reversed(range(ROUNDS)):
         score, _ = _decisive(run, mix)
         kept = score <= promise
