@@ -8,7 +8,7 @@ from pathlib import Path
 
 STATM = Path("/proc/self/statm")
 # What a thread may leave in the heap, freed and unfit for its next sizes, before it is returned.
-KEPT_BYTES = 384 << 20
+KEPT_BYTES = 256 << 20
 # Sizes that glibc takes from the system one by one: the largest that it accepts, which it comes to by itself after a while.
 MAPPED_BYTES = 32 << 20
 _lowest = 0

@@ -25,17 +25,21 @@ class Copying:
                 self._running.release()
 
     def finish(self) -> None:
-        """Returns when all is copied; raises what copying raised, once."""
+        """Returns when all is copied; raises what copying raised, whenever it is called."""
         with self._running:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        self._copies.run(self._threads)
+            if self._failure is None:
+                self._copy()
+        if self._failure is not None:
+            raise self._failure
 
     def _work(self) -> None:
+        try:
+            self._copy()
+        finally:
+            self._running.release()
+
+    def _copy(self) -> None:
         try:
             self._copies.run(self._threads)
         except BaseException as error:
             self._failure = error
-        finally:
-            self._running.release()

@@ -300,23 +300,28 @@ def _check_class(stated: object, source: str, where: str) -> None:
         return
     import transformers as library
 
-    bases = (
-        library.PreTrainedTokenizerBase,
-        library.ProcessorMixin,
-        library.FeatureExtractionMixin,
-        library.ImageProcessingMixin,
-    )
     for name in (stated, stated.removesuffix("Fast"), f"{stated}Fast"):
         try:
             found = getattr(library, name, None)
         except (ImportError, RuntimeError):
             continue
-        dummy = "requires_backends" in vars(found or object) or hasattr(found, "_backends")
-        if found is None or dummy or (isinstance(found, type) and issubclass(found, bases)):
+        if found is None or (isinstance(found, type) and _makes_inputs(found)):
             continue
         raise UnsupportedError(
             f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"
         )
+
+
+def _makes_inputs(found: type) -> bool:
+    """Whether a class of transformers is one of tokenizers or processors, or stands for one whose libraries are missing."""
+    import transformers as library
+
+    if "requires_backends" in vars(found) or hasattr(found, "_backends"):
+        return True
+    # The others are asked for after it: importing them takes two seconds.
+    return issubclass(found, library.PreTrainedTokenizerBase) or issubclass(
+        found, (library.ProcessorMixin, library.FeatureExtractionMixin, library.ImageProcessingMixin)
+    )
 
 
 def _stripped(value: Any, arguments: bool = True) -> Any:

@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code (docs/guide.md has the table)."""
     code = run(sys.argv[1:] if arguments is None else arguments)
     # What is left goes with the process: looking for garbage among torch's and transformers' objects takes 0.7 s.
-    gc.freeze()
+    if arguments is None:
+        gc.freeze()
     sys.exit(code)
 
 

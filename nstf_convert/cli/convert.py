@@ -1,6 +1,5 @@
 """`nstf convert`: a checkpoint and a budget in, one measured .nstf file out."""
 
-import gc
 import json as json_module
 import logging
 import os
@@ -63,7 +62,6 @@ def convert(
     with uncollected():
         from nstf_convert import pipeline
 
-        gc.freeze()
     result = pipeline.convert(chosen)
     data = dict(result.report)
     if isinstance(data.get("tool"), dict):

@@ -100,9 +100,10 @@ class Session:
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
-            # What was imported stays: until the end no garbage is looked for among it.
-            self._opened.callback(gc.unfreeze)
-            gc.freeze()
+            # What was imported stays: until the end no garbage is looked for among it. Who froze objects keeps them frozen.
+            if not gc.get_freeze_count():
+                self._opened.callback(gc.unfreeze)
+                gc.freeze()
 
     def _open_work(self) -> None:
         new = not self._folder.exists()

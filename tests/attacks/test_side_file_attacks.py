@@ -235,7 +235,16 @@ def test_settings_of_a_tokenizer_that_are_not_read_here_are_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "AutoModelForCausalLM", "GenerationConfig", "pipeline", "LlamaConfig"]
+    "name",
+    [
+        "LlamaForCausalLM",
+        "AutoModelForCausalLM",
+        "GenerationConfig",
+        "pipeline",
+        "LlamaConfig",
+        "__version__",
+        "__dict__",
+    ],
 )
 def test_a_tokenizer_is_made_by_no_other_class(tmp_path: Path, name: str) -> None:
     # transformers made a model of the files, or whatever else of its own has the name, and that was the tokenizer.

@@ -95,11 +95,16 @@ def _keeping(
     """The fastest of some mixes that loses no more than the single format, or None."""
     assert run.timing is not None
     promise, healed = _decisive(run, single)
+    together = healed is not None
     # Of factors: the largest that broke the promise, the least that kept it.
     low, high = run.factor, math.inf
     best: Trial | None = None
     for left in reversed(range(ROUNDS)):
-        score, _ = _decisive(run, mix)
+        score, healed = _decisive(run, mix) if together else (mix.score, None)
+        if (
+            together and healed is None
+        ):  # no memory for healing this one: from here on all are compared as they are
+            together, promise = False, single.score
         kept = score <= promise
         seconds = run.timing.of(mix.planned.mix)
         run.rounds.append(Round(run.factor, mix.planned.size_bytes, seconds, score, promise, healed, kept))
@@ -115,6 +120,8 @@ def _keeping(
         if enough or not left:
             break
         found = MARGIN * _measured_factor(run, mix, score, single, promise)
+        if not math.isfinite(found):  # a score that is NaN
+            break
         run.take_factor(math.sqrt(low * high) if best else max(found, MARGIN * low))
         planned = replace(run.plan(budget_bytes), label="mix, planned again")
         if not decomposed(planned.mix) or planned.mix == mix.planned.mix:

@@ -181,6 +181,19 @@ class Run:
             return table
         return replace(table, candidates={n: self.usable(found) for n, found in table.candidates.items()})
 
+    def scaled(self, table: Table) -> Table:
+        """A table with what decompositions were measured to lose, also where plans take none."""
+        if self.factor == 1.0:
+            return table
+        found = {
+            name: [
+                replace(c, loss=self.factor * c.loss) if c.recipe.family == "decomposed" else c
+                for c in candidates
+            ]
+            for name, candidates in table.candidates.items()
+        }
+        return replace(table, candidates=found)
+
     def usable(self, found: Sequence[Candidate]) -> list[Candidate]:
         """The candidates that plans may take: no decompositions any more once the file measured better without them, else
         with what they were measured to lose."""
@@ -321,7 +334,9 @@ class Run:
             if len(names) == len(planned.mix):
                 break
             with session.stages.stage("measure"):
-                found = rival.compared(session, self.table, planned, prefixed.loader(), mix, names)
+                found = rival.compared(
+                    session, self.scaled(self.table), planned, prefixed.loader(), mix, names
+                )
             log.info(
                 "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
                 planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
@@ -371,7 +386,7 @@ class Run:
         self.session.wait_for_kernels()
         self.session.encoder.encode_all(chosen, lambda unit: None)
         measured = rival.part_score(self.session, part, part)
-        expected = plans.expected_loss(self.table, part)
+        expected = plans.expected_loss(self.scaled(self.table), part)
         rest = planned.expected_loss - expected
         return measured, measured + rest * (measured / expected if expected > 0.0 else 1.0)
 
