@@ -28,6 +28,8 @@ BLOCK_STEPS = 16
 # Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19. By rows that end at a step.
 NORMALISE = {1: 16, 2: 8}
 WARPS = 4
+# Of a launch: four programs for each multiprocessor of the largest card, whose costs take 0.7 MB each at most.
+MOST_ROWS = 528 * shuffle.SEGMENT
 CONSTANTS = {
     "COLUMNS": reference.BLOCK,
     "SEGMENT": shuffle.SEGMENT,
@@ -204,6 +206,13 @@ def round_columns(
     rows, device = len(target), target.device
     if rows == 0:
         return torch.empty_like(target), target.new_empty(0, 2 * quarter_bits, 8, dtype=torch.uint8)
+    if rows > MOST_ROWS:
+        parts = [slice(i, i + MOST_ROWS) for i in range(0, rows, MOST_ROWS)]
+        found = [
+            round_columns(target[p], weight[p], level[p], importance[p], feedback, quarter_bits)
+            for p in parts
+        ]
+        return torch.cat([r for r, _ in found]), torch.cat([c for _, c in found])
     feedback = _no_feedback(device) if feedback is None else feedback
     target, weight, feedback = (t if t.stride(1) == 1 else t.contiguous() for t in (target, weight, feedback))
     form = _form(quarter_bits, device)
