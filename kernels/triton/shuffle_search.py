@@ -108,14 +108,20 @@ def _round_columns(
     own_level = tl.load(level + own, inside, 0.0)
     tl.store(placed + ENDS * PATH_STEPS + place, tl.load(importance + own, inside, 0.0), inside)
 
-    state = tl.arange(0, 256)  # newest symbol, the one before
-    before = (state & 15) << 8
-    # Of a way (z, a, b): what it costs, and where its path stood: (b, a ^ z). In one dimension, so that the ways of a state
-    # come to one thread whatever the version of Triton: of [16, 256] 3.6 deals them out, and a step takes twice as long.
+    # Place s = 16 a + (a ^ b) has the paths to state (a, b), newest symbol and the one before: paths change hands through
+    # shared memory, and in this order no two lanes want the same bank of it (of places 16 a + b eight would).
+    place_of = tl.arange(0, 256)
+    older = (place_of ^ (place_of >> 4)) & 15
+    state = (place_of & 240) | older
+    before = older << 8
+    # Of a way (z, a, a ^ b): what it costs, and where its path stood: (b, a ^ z). In one dimension, so that the ways of a
+    # state come to one thread whatever the version of Triton: of [16, 256] 3.6 deals them out, and a step takes longer.
     way = tl.arange(0, 4096)
-    first_cost = costs + ((way >> 8) << 4) + (way & 15)
-    second_cost = costs + (PATH_STEPS + 1) * 256 + ((way >> 8) << 4) + (((way >> 4) ^ way) & 15)
-    origin = ((way & 15) << 4) | (((way >> 4) & 15) ^ (way >> 8))
+    a, b = (way >> 4) & 15, (way ^ (way >> 4)) & 15
+    first_cost = costs + ((way >> 8) << 4) + b
+    second_cost = costs + (PATH_STEPS + 1) * 256 + ((way >> 8) << 4) + (way & 15)
+    origin = (b << 4) | (b ^ a ^ (way >> 8))
+    entry = tl.arange(0, 256)
     block_step = tl.arange(0, BLOCK_STEPS)
     lane = tl.arange(0, LANES)
 
@@ -132,11 +138,11 @@ def _round_columns(
                 there = at < path_steps
                 row = tl.load(ending + at % steps * 2 + n)
                 kind = tl.load(kinds + row, row >= 0, 0)
-                value = tl.load(values + kind[:, None] * 256 + state[None, :])
+                value = tl.load(values + kind[:, None] * 256 + entry[None, :])
                 d = tl.load(placed + n * PATH_STEPS + at, there, 0.0)[:, None] - value
                 price = tl.load(placed + (ENDS + n) * PATH_STEPS + at, there, 0.0)[:, None]
                 cost = tl.minimum(d * d * price, FARTHEST).to(tl.int32) << 12
-                tl.store(costs + (n * (PATH_STEPS + 1) + at[:, None]) * 256 + state[None, :], cost)
+                tl.store(costs + (n * (PATH_STEPS + 1) + at[:, None]) * 256 + entry[None, :], cost)
         tl.debug_barrier()
 
         paths = tl.where(state == 0, 0, MOST << 12) | before | state
@@ -178,14 +184,14 @@ def _round_columns(
             own_group = at_step // steps
             own_step = at_step - own_group * steps
             tl.store(symbols + at_step * COLUMNS + column, (now >> 4).to(tl.uint8), there)
-            a, b = now >> 4, now & 15
+            newest, older_now = now >> 4, now & 15
             for n in tl.static_range(ENDS):
                 own_row = tl.load(ending + own_step * 2 + n, there, -1)
                 ends = there & (own_row >= 0)
                 own_at = own_group * GROUP + own_row
                 kind = tl.load(kinds + own_row, ends, 0)
-                entry = (a ^ c) * 16 + (b if n == 0 else a ^ b)
-                value = tl.load(values + kind * 256 + entry, ends, 0.0)
+                worth = (newest ^ c) * 16 + (older_now if n == 0 else newest ^ older_now)
+                value = tl.load(values + kind * 256 + worth, ends, 0.0)
                 value = value * tl.load(level + own_at, ends, 0.0)
                 tl.store(rounded + own_at * COLUMNS + column, value, ends)
                 lost = tl.load(weight + own_at * weight_stride + column, ends, 0.0) - value
