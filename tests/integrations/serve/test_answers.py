@@ -129,6 +129,23 @@ def test_an_answer_follows_a_json_schema(server: Served) -> None:
         assert (status, found["error"]["param"]) == (400, "response_format"), found
 
 
+def test_a_schema_that_is_too_complex_in_the_middle_is_the_requests_fault(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    names = {
+        "type": "object",
+        "properties": {str(i): {"type": "string"} for i in range(1300)},
+        "required": ["0"],
+    }
+    schema: Any = names
+    for _ in range(8):  # its first tokens are brackets
+        schema = {"type": "array", "items": schema, "minItems": 1}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = HELLO | {"response_format": shape, "max_tokens": 20}
+    status, found = server.json(CHAT, body)
+    assert (status, found["error"]["param"]) == (400, "response_format"), found
+    assert "too complex" in found["error"]["message"]
+
+
 def test_a_missing_llguidance_is_named(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
