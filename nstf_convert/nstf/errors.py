@@ -8,7 +8,6 @@ re-raises one of these with `from error`. The command line prints the message in
 
 import errno
 
-
 # Characters of a message; of a longer one the middle goes.
 MOST_CHARACTERS = 4000
 
