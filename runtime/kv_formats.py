@@ -147,20 +147,19 @@ def group_bytes(group: GroupPlan, head_dim: int, context: int) -> int:
     The last two pages are in 16 bits. A ring keeps the pages that the query of the last token sees a position of.
     """
     pages = -(-context // PAGE)
-    held = range(pages)
+    sinks, first = 0, 0
     if group.recent and context >= group.min_length:
-        first = max(context - group.recent, 0) // PAGE
-        held_pages = {*range(min(-(-group.sink // PAGE), pages)), *range(first, pages)}
-        held = sorted(held_pages)  # type: ignore[assignment]
-    total = 0
-    for page in held:
-        positions = min(PAGE, context - page * PAGE)
-        for fmt in (group.keys, group.values):
-            if fmt.bits == 16 or page >= pages - 2:
-                total += positions * head_dim * 2
-            else:
-                total += page_bytes(fmt, head_dim)
-    return total
+        sinks, first = min(-(-group.sink // PAGE), pages), max(context - group.recent, 0) // PAGE
+
+    def held_of(end: int) -> int:
+        """Pages before `end` that are held: the sinks, and those from `first` on."""
+        return min(sinks, end) + max(0, end - max(first, sinks))
+
+    # The last page, which may not be full, is always held: no walk over pages, a file may state any context.
+    positions = held_of(pages) * PAGE - (pages * PAGE - context)
+    old = held_of(max(pages - 2, 0))
+    plain = (positions - old * PAGE) * head_dim * 2
+    return sum(old * page_bytes(fmt, head_dim) + plain for fmt in (group.keys, group.values))
 
 
 def layer_bytes(layer: LayerPlan, head_dim: int, context: int) -> int:

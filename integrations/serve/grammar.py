@@ -18,6 +18,10 @@ Make = Callable[[], "Grammar"]
 MOST_NAMES = 4096
 
 
+class TooComplex(NstfError):
+    """A schema went beyond what the library follows in the middle of an answer: the request's fault, not the server's."""
+
+
 class Grammar:
     """The state of one answer. allowed: the address of a bit for each token. take: moves on. done: nothing may follow."""
 
@@ -39,10 +43,25 @@ class Grammar:
         self.allowed()
         return not self._matcher.is_error()
 
+    def check_next(self) -> None:
+        """Raises TooComplex where not even what follows a first token is found: a thousand names are as many choices."""
+        self.allowed()
+        first = next((32 * i + (w & -w).bit_length() - 1 for i, w in enumerate(self._bits) if w), None)
+        if first is not None:
+            ahead = Grammar(self._matcher.deep_copy(), 32 * len(self._bits))
+            ahead.take(first)
+            if not ahead.done:
+                ahead.allowed()
+                ahead._check()
+
     def take(self, token: int) -> None:
-        if not self._matcher.consume_token(token) or self._matcher.is_error():
-            reason = " ".join(str(self._matcher.get_error()).split())[:200]
-            raise NstfError(f"the answer could not follow the schema ({reason})")
+        """Raises TooComplex."""
+        self._check(self._matcher.consume_token(token))
+
+    def _check(self, good: bool = True) -> None:
+        if not good or self._matcher.is_error():
+            reason = " ".join(str(self._matcher.get_error()).partition("<state>")[0].split())[:200]
+            raise TooComplex(f"the JSON schema is too complex for an answer to follow it ({reason})")
 
 
 class Grammars:
@@ -103,4 +122,8 @@ class Grammars:
         made = Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])
         if not made.satisfiable:
             raise wrong("response_format", "no text fits the JSON schema: does it refer to itself alone?")
+        try:
+            made.check_next()
+        except TooComplex as error:
+            raise wrong("response_format", str(error)) from error
         return made

@@ -18,12 +18,14 @@ _CONTEXT = 8  # tokens of the prompt that the text is decoded after: some tokeni
 class Piece:
     """Some of an answer. reason: `stop` or `length` with the last piece, `error` with a message as text; else None.
 
-    logprobs: of the tokens it is made of, OpenAI's objects without text.
+    logprobs: of the tokens it is made of, OpenAI's objects without text. status: of an error; param: the wrong field.
     """
 
     text: str
     reason: str | None = None
     logprobs: tuple[Any, ...] = ()
+    status: int = 500
+    param: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ class Answer:
         self.finished = True
         self._send(self._certain + self._cut.rest(), reason)
 
-    def fail(self, message: str) -> None:
-        """Ends the answer with an error of the server."""
+    def fail(self, message: str, param: str | None = None) -> None:
+        """Ends the answer with an error: of the server, or of the request where a field of it is named."""
         self.finished = True
-        self.emit(Piece(message, "error"))
+        self.emit(Piece(message, "error", status=500 if param is None else 400, param=param))
 
     def _send(self, text: str, reason: str | None) -> None:
         scores, self._scores = tuple(self._scores), []

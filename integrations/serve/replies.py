@@ -32,7 +32,7 @@ class Replies:
         """The answer as one object. Raises ApiError where it failed."""
         last = pieces[-1]
         if last.reason == "error":
-            raise ApiError(500, last.text)
+            raise ApiError(last.status, last.text, last.param)
         text = "".join(p.text for p in pieces)
         choice: dict[str, Any] = {"index": 0, "finish_reason": last.reason}
         choice["logprobs"] = self._logprobs([s for p in pieces for s in p.logprobs], 0)
@@ -51,7 +51,7 @@ class Replies:
         while True:
             piece = await pieces.get()
             if piece.reason == "error":
-                yield _data(ApiError(500, piece.text).to_json())
+                yield _data(ApiError(piece.status, piece.text, piece.param).to_json())
                 return
             if piece.text or piece.logprobs:
                 yield self._event(

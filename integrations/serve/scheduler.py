@@ -15,6 +15,7 @@ from functools import partial
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.backend import Backend
+from nstf.integrations.serve.grammar import TooComplex
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, TokenScore
 from nstf.runtime.engine_batch import Part, Steps
@@ -234,6 +235,9 @@ class Scheduler(Backend):
             self._metrics.add("generated_tokens_total")
             if not answer.take(token, score):
                 slot.answer = None
+        except TooComplex as error:
+            answer.fail(str(error), "response_format")
+            slot.answer = None
         except BaseException as error:  # a library's panic is no Exception, and would end the thread
             _log.exception("an answer failed")
             answer.fail(f"the answer failed: {error}")

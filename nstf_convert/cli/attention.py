@@ -27,7 +27,7 @@ def kv_summary(stored: Mapping[str, Any], windows: Sequence[int] | None = None) 
     """
     from nstf.errors import CorruptError
     from nstf.runtime.attention_plan import parse_plan
-    from nstf.runtime.kv_formats import cache_bytes, dense_bytes, layer_bytes
+    from nstf.runtime.kv_formats import dense_bytes, layer_bytes
 
     try:
         plan = parse_plan(dict(stored))
@@ -56,7 +56,7 @@ def kv_summary(stored: Mapping[str, Any], windows: Sequence[int] | None = None) 
     return {
         "context": plan.context,
         "kv_budget": plan.kv_budget,
-        "size_bytes": cache_bytes(plan, plan.context),
+        "size_bytes": sum(layer["size_bytes"] for layer in layers),
         "dense_bytes": dense,
         "heads": plan.patterns(),
         "kld": {"allowed": plan.kld.allowed, "choose": plan.kld.choose, "report": plan.kld.report},

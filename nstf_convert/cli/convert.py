@@ -212,9 +212,9 @@ def accuracy_pairs(accuracy: Mapping[str, Any] | None) -> list[tuple[str, object
         return [
             (
                 "cosine similarity",
-                f"mean {_f(accuracy['mean_cosine'], '.6f')}, minimum {_f(accuracy['min_cosine'], '.6f')}",
+                f"mean {_f(accuracy['mean_cosine'], '.6f')}, minimum {_f(accuracy.get('min_cosine'), '.6f')}",
             ),
-            ("relative L2 error", _f(accuracy["relative_l2"], ".5f")),
+            ("relative L2 error", _f(accuracy.get("relative_l2"), ".5f")),
         ]
     tail = (
         f"median {_f(accuracy.get('median_kl'), '.5f')}, 99th percentile {_f(accuracy.get('p99_kl'), '.5f')}"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nstf_convert import stated
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import kv_pairs, kv_summary, windows_in
 from nstf_convert.cli.convert import accuracy_pairs
@@ -102,7 +103,7 @@ def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: 
     shared = stored != name
     row: dict[str, Any] = {
         "tensor": name,
-        "role": _entry(plan, "roles", name),
+        "role": stated.role(plan, name),
         "encoding": "shared" if shared else compact(record.tree),
         "shared_with": stored if shared else None,
         "shape": list(record.shape),
@@ -110,7 +111,7 @@ def describe_tensor(artifact: "Artifact", name: str, device: str | None, batch: 
         "nominal_bits": 0.0 if shared else nominal_bits(record.tree, record.shape),
         "disk_bits": 0.0 if shared else disk_bits(record.tree, record.shape),
         "size_bytes": 0 if shared else stored_bytes(record.tree, record.shape),
-        "expected_loss": _entry(plan, "expected_loss", name),
+        "expected_loss": stated.expected_loss(plan, name),
     }
     if device is not None:
         row["kernel"] = kernel_name(artifact, name, device, batch)
@@ -139,12 +140,12 @@ def summarise(artifact: "Artifact", rows: list[dict[str, Any]]) -> dict[str, Any
 
     manifest = artifact.manifest
     config = artifact.object("config.json") if "config.json" in manifest.files else {}
-    stated = config.get("architectures")
+    classes = config.get("architectures")
     parameters = sum(math.prod(r["shape"]) for r in rows if r["shared_with"] is None)
     return {
         "format_version": manifest.version,
         "model_type": config.get("model_type"),
-        "architecture": stated[0] if isinstance(stated, list) and stated else None,
+        "architecture": classes[0] if isinstance(classes, list) and classes else None,
         "size_bytes": artifact.size_bytes,
         "parameters": parameters,
         "bits_per_weight": 8 * artifact.size_bytes / max(1, parameters),
@@ -172,8 +173,7 @@ def show_summary(path: Path, summary: dict[str, Any]) -> None:
     budget = summary["budget"]
     if isinstance(budget, dict):
         pairs.append(("budget", f"{budget.get('kind')} {budget.get('value')}"))
-    accuracy = summary["accuracy"]
-    pairs += accuracy_pairs(accuracy.get("final") if isinstance(accuracy, dict) else None)
+    pairs += accuracy_pairs(stated.accuracy(summary))
     pairs += [(k, v) for k, v in sorted(summary["provenance"].items()) if isinstance(v, str | int | float)]
     pairs.append(("attention plan", "inside" if summary["attention_plan"] else "none"))
     if summary["kv_cache"] is not None:
@@ -191,8 +191,3 @@ def row_cell(row: dict[str, Any], column: str) -> object:
     if column == "loss":
         return number(row["expected_loss"], ".3g")
     return {"bytes": row["size_bytes"], "role": row["role"] or "-"}.get(column, row.get(column))
-
-
-def _entry(plan: Any, table: str, name: str) -> Any:
-    found = plan.get(table)
-    return found.get(name) if isinstance(found, dict) else None

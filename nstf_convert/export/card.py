@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nstf.runtime.artifact import Artifact
+from nstf_convert import stated
 from nstf_convert.export.plan import ExportPlan
 
 _LOAD = {
@@ -67,8 +68,8 @@ def _load(plan: ExportPlan, config: Mapping[str, Any], file: str) -> str:
 
 def class_name(config: Mapping[str, Any]) -> str:
     """The class that a config names, where that is a name: it becomes part of code that people copy."""
-    stated = config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else None
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
     return name if isinstance(name, str) and _NAME.fullmatch(name) else "AutoModel"
 
 
@@ -96,9 +97,8 @@ def _meaning(plan: ExportPlan) -> list[str]:
 
 def _loss(artifact: Artifact, plan: ExportPlan) -> list[str]:
     """The accuracy that the artifact holds: measured when it was converted, on the file this export was made from."""
-    accuracy = artifact.manifest.report.get("accuracy") or {}
-    final = accuracy.get("final") if isinstance(accuracy, Mapping) else None
-    if not isinstance(final, Mapping) or not final:
+    final = stated.accuracy(artifact.manifest.report)
+    if not final:
         return []
     changed = " Tensors that are lossy or rounded here were not when it was measured." if any(
         kind in plan.totals() for kind in ("lossy", "rounded")
@@ -110,6 +110,4 @@ def _loss(artifact: Artifact, plan: ExportPlan) -> list[str]:
         "",
     ]
     lines += ["| measure | value |", "|---|---|"]
-    return lines + [
-        f"| {_line(key)} | {value} |" for key, value in final.items() if isinstance(value, int | float)
-    ]
+    return lines + [f"| {_line(key)} | {value} |" for key, value in final.items() if value is not None]

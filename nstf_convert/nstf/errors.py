@@ -8,17 +8,23 @@ re-raises one of these with `from error`. The command line prints the message in
 
 import errno
 
+# Characters of a message; of a longer one the middle goes.
+MOST_CHARACTERS = 4000
+
 
 class NstfError(Exception):
     """Failed at run time (exit code 1): disk full, out of memory, a model that cannot be run.
 
-    The message is one printable line, whatever a stranger's file made it quote.
+    The message is one printable line of at most MOST_CHARACTERS, whatever a stranger's file made it quote.
     """
 
     exit_code = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_printable(str(message)))
+        text = _printable(str(message))
+        # What is wrong is said first, what to do last.
+        end = MOST_CHARACTERS // 4
+        super().__init__(text if len(text) <= MOST_CHARACTERS else f"{text[: 2 * end]} ... {text[-end:]}")
 
 
 def _printable(text: str) -> str:

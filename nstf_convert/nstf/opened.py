@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nstf_convert import stated
+
 if TYPE_CHECKING:
     import torch
 
@@ -119,9 +121,7 @@ class File:
 
         A language model has mean_kl (nats), median_kl, p99_kl, top1 and others; an encoder mean_cosine and others.
         """
-        found = self.report.get("accuracy")
-        final = found.get("final") if isinstance(found, Mapping) else None
-        return final if isinstance(final, Mapping) else None
+        return stated.accuracy(self.report)
 
     @property
     def files(self) -> list[str]:
@@ -170,8 +170,6 @@ class File:
         from nstf_convert.report.describe import compact
 
         record, stored = self._artifact.record(name), self._artifact.stored_name(name)
-        losses = self.plan.get("expected_loss")
-        loss = losses.get(name) if isinstance(losses, Mapping) else None
         return StoredTensor(
             name=name,
             shape=record.shape,
@@ -180,7 +178,7 @@ class File:
             tree=node_to_json(record.tree),
             size_bytes=0 if stored != name else stored_bytes(record.tree, record.shape),
             shared_with=stored if stored != name else None,
-            expected_loss=float(loss) if isinstance(loss, int | float) else None,
+            expected_loss=stated.expected_loss(self.plan, name),
         )
 
 

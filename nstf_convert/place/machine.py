@@ -267,16 +267,19 @@ def _collectives(entry: Any, where: str) -> Collectives:
     if not isinstance(stated, Mapping):
         raise UsageError(f"{where}: measured: an object, lists of [bytes, seconds] by number of ranks")
     for ranks, points in stated.items():
-        good = str(ranks).isdigit() and isinstance(points, list) and len(points) > 1
+        # isdigit is also true of ², and Python makes no number of thousands of digits.
+        text = str(ranks)
+        number = text.isascii() and text.isdigit() and len(text) <= len(str(MOST_DEVICES))
+        good = number and isinstance(points, list) and len(points) > 1
         if not good or not all(
             isinstance(p, list) and len(p) == 2 and all(map(_positive, p)) for p in points
         ):
-            raise UsageError(f"{where}: measured[{str(ranks)[:20]!r}]: two or more [bytes, seconds]")
+            raise UsageError(f"{where}: measured[{text[:20]!r}]: two or more [bytes, seconds]")
         curve = tuple(sorted((float(b), float(s)) for b, s in points))
         twice = next((b for (b, _), (after, _) in pairwise(curve) if b == after), None)
         if twice is not None:
             raise UsageError(
-                f"{where}: measured[{str(ranks)[:20]!r}]: {twice:g} bytes are there twice: keep one of the two"
+                f"{where}: measured[{text[:20]!r}]: {twice:g} bytes are there twice: keep one of the two"
             )
         curves[int(ranks)] = curve
     start = _number(entry, "start_s", where, least=0.0) if "start_s" in entry else 0.0

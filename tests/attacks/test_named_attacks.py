@@ -111,3 +111,13 @@ def test_message_of_an_attack_is_one_line(good: Any, put: Callable[[bytes], Path
     with pytest.raises(NstfError) as caught:
         open_artifact(put(good.raw()))
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "\U000e0001" * 100_000, "a\n" * 50_000])
+def test_message_is_no_longer_than_a_screen_whatever_it_quotes(name: str) -> None:
+    message = f"m.nstf: the entry for {name} does not fit: convert it again"
+    for kind in (NstfError, CorruptError):
+        said = str(kind(message))
+        assert said.isprintable() and len(said) <= 4000
+        assert said.startswith("m.nstf: the entry for ") and said.endswith("does not fit: convert it again")
+    assert str(CorruptError("of " + "y" * 3000)) == "of " + "y" * 3000

@@ -1,6 +1,7 @@
 """The quantised cache's reference: formats, the rule of pages, bytes, and attention by a plan."""
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -125,6 +126,42 @@ def test_bytes_of_a_group_by_context() -> None:
     assert group_bytes(ring, 64, 259) == 259 * 64 * 4
     # The last query sees positions from 744 on: pages 11 to 15, and the sink's page.
     assert group_bytes(ring, 64, 1000) == 2 * (whole * 5 + 40 * 128)
+
+
+def walked_bytes(group: GroupPlan, head_dim: int, context: int) -> int:
+    """`group_bytes` by the rule itself, page by page."""
+    pages = -(-context // PAGE)
+    held = set(range(pages))
+    if group.recent and context >= group.min_length:
+        seen = {p for p in range(pages) if (p + 1) * PAGE > context - group.recent}
+        held = seen | {p for p in range(pages) if p * PAGE < group.sink}
+    total = 0
+    for page in held:
+        for fmt in (group.keys, group.values):
+            positions = min(PAGE, context - page * PAGE)
+            near = page >= pages - 2
+            total += positions * head_dim * 2 if near else page_bytes(fmt, head_dim)
+    return total
+
+
+def test_bytes_of_a_group_are_those_of_its_pages_one_by_one() -> None:
+    three = KVFormat(4, "channel", False), KVFormat(2, "token", True), PLAIN
+    cases = itertools.product(
+        (0, 1, 64, 65, 200, 10**4), (0, 1, 64, 65, 130, 10**4), (0, 129, 700), three, (three[0], PLAIN)
+    )
+    groups = [GroupPlan(*case) for case in cases]
+    for context in (0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 700, 701, 1000):
+        for group in groups:
+            assert group_bytes(group, 48, context) == walked_bytes(group, 48, context), (group, context)
+
+
+def test_bytes_at_a_long_context_take_no_walk_over_its_pages() -> None:
+    """A plan may state 2^26 tokens and 2,048 layers: `inspect` took 20 s for four of them."""
+    ring = GroupPlan(4, 1 << 25, 0, PLAIN, PLAIN)
+    start = time.process_time()
+    for _ in range(100):
+        assert group_bytes(ring, 64, 1 << 26) == (64 + (1 << 25)) * 64 * 4
+    assert time.process_time() - start < 1
 
 
 def test_bytes_of_a_plan() -> None:

@@ -70,17 +70,17 @@ def digest(batches: Sequence[Batch]) -> str:
 
 def fit_batches(file: TensorFile) -> list[Batch]:
     """The batches the statistics came from; of large inputs (images) the first FIT_BYTES."""
-    return _batches(file, "fit")
+    return split_batches(file, "fit")
 
 
 def held_out_batches(file: TensorFile) -> list[Batch]:
     """The batches that choose between mixes; their references are `reference:<i>`."""
-    return _batches(file, "held_out")
+    return split_batches(file, "held_out")
 
 
 def report_batches(file: TensorFile) -> list[Batch]:
     """The batches that are only reported on; their references are `report_reference:<i>`."""
-    return _batches(file, "report")
+    return split_batches(file, "report")
 
 
 def domains(file: TensorFile, split: str) -> list[str]:
@@ -88,7 +88,8 @@ def domains(file: TensorFile, split: str) -> list[str]:
     return list(file.metadata["domains"][split])
 
 
-def _batches(file: TensorFile, split: str) -> list[Batch]:
+def split_batches(file: TensorFile, split: str) -> list[Batch]:
+    """The batches of `split` (`fit`, `held_out` or `report`) that the file holds."""
     batches: list[Batch] = [{} for _ in range(int(file.metadata[split]))]
     for name in sorted(file.names()):
         if name.startswith(f"{split}:"):

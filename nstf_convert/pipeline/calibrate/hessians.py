@@ -137,6 +137,25 @@ def leave_proposals(
     )
 
 
+def weights_of_moments(model: StreamedModel, language: bool) -> dict[str, str]:
+    """The weight that reads each input whose second moment is taken, by the key of its Hessian."""
+    found = {path: weight for path, (_, weight) in _watched(model, language).items()}
+    for path, _ in model.expert_modules():
+        found |= {f"{path}.{n}": model.stored_name(f"{path}.{n}") for n in ("gate_up_proj", "down_proj")}
+    if language and model.head is not None:
+        found[HEAD] = model.stored_name(_path_of(model.module, model.head) + ".weight")
+    return found
+
+
+def _watched(model: StreamedModel, language: bool) -> dict[str, tuple[nn.Module, str]]:
+    """The linear modules whose inputs are watched, with the names of their weights, by path."""
+    return {
+        path: (module, weight)
+        for path, module, weight in model.linear_modules()
+        if getattr(module, "groups", 1) == 1 and not (language and module is model.head)
+    }
+
+
 class _Pass:
     """The fit batches on their way through the layers. It may run several times, each time for some parts."""
 
@@ -166,23 +185,15 @@ class _Pass:
             self._weights, lambda name: self._part_of[name] in self._taken, self._turn
         )
         self.experts = ExpertMoments(self._moments)
-        self._linear = {
-            path: (module, weight)
-            for path, module, weight in model.linear_modules()
-            if getattr(module, "groups", 1) == 1 and not (data.language and module is model.head)
-        }
+        self._linear = _watched(model, data.language)
         self._stacks = dict(model.expert_modules())
-        self._weight_of = {path: weight for path, (_, weight) in self._linear.items()}
-        for path in self._stacks:
-            locals_ = {f"{path}.{n}": f"{path}.{n}" for n in ("gate_up_proj", "down_proj")}
-            self._weight_of |= {name: model.stored_name(n) for name, n in locals_.items()}
+        self._weight_of = weights_of_moments(model, data.language)
         numbers = {f"{prefix}.{i}.": str(i) for i in range(len(self._layers))}
         self._part_of = {
             path: next((n for start, n in numbers.items() if path.startswith(start)), OUTSIDE)
             for path in [*self._weight_of, *self._stacks]
+            if path != HEAD or path in self._linear
         }
-        if data.language and model.head is not None:
-            self._weight_of[HEAD] = model.stored_name(_path_of(model.module, model.head) + ".weight")
         self._workers = workers if workers > 1 and self._runs_once() else 1
 
     def _runs_once(self) -> bool:

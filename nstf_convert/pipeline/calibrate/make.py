@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.calibrate import text as inputs
 from nstf_convert.pipeline.calibrate.batches import digest
+from nstf_convert.pipeline.calibrate.checked import check_given
 from nstf_convert.pipeline.calibrate.gradients import HEAD_ELEMENTS, Gradients, leave_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, Gathered, leave_proposals
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, NEEDED, Pieces, SharedStep, Sharer
@@ -189,6 +190,11 @@ def _given(session: "Session", path: Path) -> TensorFile:
         raise UsageError(f"the calibration file {path} was written by another version of nstf: {again}")
     if file.metadata.get("checkpoint") != session.checkpoint.fingerprint():
         raise UsageError(f"the calibration file {path} belongs to another model: {again}")
+    if session.model is None:
+        raise UsageError(
+            f"a calibration file says nothing of a model that cannot be run ({session.model_reason})"
+        )
+    check_given(file, session.model, session.units)
     return file
 
 

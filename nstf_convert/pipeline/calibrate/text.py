@@ -23,6 +23,8 @@ HELD_OUT_WINDOWS = 8
 REPORT_WINDOWS = 8
 # Share of given inputs that is held out.
 HELD_OUT_SHARE = 0.25
+# Where inputs can be from: given, what ships with Python and nstf, sampled from the model, Python's manual, 1/f noise.
+ORIGINS = ("dataset", "mixed", "model", "documentation", "noise")
 # Windows an encoder is calibrated on are shorter: sentences, not documents.
 ENCODER_SEQ_LEN = 128
 # Code that every CPython has: long modules of different kinds.

@@ -26,6 +26,8 @@ _DTYPES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
+_NAMES = frozenset(_DTYPES.values())
+
 RENEW_BYTES = 128 << 20
 
 
@@ -146,6 +148,8 @@ class TensorFile:
             if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
                 raise ValueError("its metadata is no object")
             kept = {"metadata": self.metadata, "digests": self._digests, "entries": _entries(path)}
+            if not all(entry["dtype"] in _NAMES for entry in kept["entries"].values()):
+                raise ValueError("its tensors are of other types")
             whole = sealed["seal"] == _seal(kept)
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise CorruptError(

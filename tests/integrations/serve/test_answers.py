@@ -129,6 +129,21 @@ def test_an_answer_follows_a_json_schema(server: Served) -> None:
         assert (status, found["error"]["param"]) == (400, "response_format"), found
 
 
+def test_a_schema_that_is_too_complex_in_the_middle_is_the_requests_fault(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    names = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1300)}}
+    # The text is certain up to the choice between a and b: so far it is looked at before the answer begins.
+    first = {"enum": ["a", "b"]}
+    schema = {"type": "object", "properties": {"first": first, "x": names}, "required": ["first", "x"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = HELLO | {"response_format": shape, "max_tokens": 40}
+    status, found = server.json(CHAT, body)
+    assert (status, found["error"]["param"]) == (400, "response_format"), found
+    assert "too complex" in found["error"]["message"]
+    status, _, text = server.call(CHAT, body | {"stream": True})
+    assert status == 200 and b"too complex" in text and b"invalid_request_error" in text
+
+
 def test_a_missing_llguidance_is_named(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

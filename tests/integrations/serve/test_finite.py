@@ -1,6 +1,7 @@
 """Schemas of which no text ends are told from those that refer to themselves and may stop."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,28 @@ def test_a_schema_of_too_many_names_is_refused_before_it_is_read() -> None:
     grammars._tokenizer = object()
     with pytest.raises(ApiError, match="20002 names and entries; at most 4096"):
         grammars.of({"type": "object", "required": [str(i) for i in range(20_000)]})
+
+
+NAMES = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1300)}}
+PAIR = {"type": "array", "minItems": 2, "maxItems": 2}
+PAIRS = {
+    "$defs": {f"d{i}": PAIR | {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(60)}
+    | {"d60": {"type": "null"}},
+    "$ref": "#/$defs/d0",
+}
+
+
+@pytest.mark.parametrize("schema", [NAMES, PAIRS], ids=["names", "pairs"])
+def test_a_schema_beyond_what_the_library_follows_is_refused(schema: Any) -> None:
+    """They have fewer names and entries than the limit; the first token of an answer ended it with a 500."""
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import Grammars
+
+    model = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
+    grammars = Grammars((model / "tokenizer.json").read_text(), 1000, [0])
+    with pytest.raises(ApiError, match="too complex") as error:
+        grammars.of(schema)
+    assert (error.value.status, error.value.param) == (400, "response_format")
+    assert grammars.of({"type": "object", "properties": {"a": {"type": "integer"}}}).satisfiable
+    assert grammars.of({"const": 1}).satisfiable and grammars.of({"type": "null"}).satisfiable

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import calibrate, convert
-from nstf_convert.pipeline.calibrate import gradients
+from nstf_convert.pipeline.calibrate import gradients, make
+from nstf_convert.pipeline.calibrate.checked import check_given
+from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import TensorFile
+from nstf_convert.streamed import StreamedModel
 
 TEXT = {
     "hidden_size": 64,
@@ -60,8 +63,16 @@ def chosen(options, tmp_path):
 
 
 @pytest.fixture
-def calibrated(chosen, tmp_path):
-    """Converts a model and gives back its calibration."""
+def calibrated(chosen, tmp_path, monkeypatch):
+    """Converts a model and gives back its calibration, which could be given to another conversion."""
+    made = make.make
+
+    def checked(session: Session, model: StreamedModel) -> TensorFile:
+        file = made(session, model)
+        check_given(file, model, session.units)
+        return file
+
+    monkeypatch.setattr(make, "make", checked)
 
     def run(folder: Path) -> TensorFile:
         assert convert(chosen(folder, work_dir=tmp_path / "work")).output.exists()

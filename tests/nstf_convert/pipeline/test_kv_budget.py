@@ -1,6 +1,7 @@
 """`--kv-budget` and `--context` from end to end, on a small model."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nstf.errors import BudgetError, UnsupportedError, UsageError
+from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.attention_plan import parse_plan
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
@@ -20,6 +21,8 @@ from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.calibrate import make
+from nstf_convert.pipeline.calibrate.checked import check_given
+from nstf_convert.pipeline.store.tensorfile import TensorFile, write_tensors
 
 from .conftest import WORDS, make_llama
 
@@ -81,6 +84,48 @@ def test_a_calibration_brings_its_profile_along(options: Make, long: dict[str, A
     plain = calibrate(options(**long, output=tmp_path / "plain.calibration"))
     with pytest.raises(UsageError, match="has no attention profile: run `nstf calibrate"):
         convert(replace(given, calibration=plain, output=tmp_path / "c.nstf"))
+
+
+def test_a_profile_that_nobody_writes_is_refused(
+    options: Make, long: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = calibrate(options(**long, context=512, output=tmp_path / "made.calibration"))
+    seen: list[Any] = []
+    monkeypatch.setattr(make, "check_given", lambda *known: seen.extend(known))
+    convert(options(**{**long, "datasets": ()}, calibration=path, output=tmp_path / "a.nstf"))
+    file, model, units = seen
+    check_given(file, model, units)
+    tensors = {n: file.get(n) for n in file.names()}
+
+    def accepted(facts: dict[str, Any], tensors: dict[str, Any]) -> bool:
+        write_tensors(tmp_path / "bad", tensors, {**file.metadata, "attention": facts})
+        try:
+            check_given(TensorFile(tmp_path / "bad"), model, units)
+        except CorruptError:
+            return False
+        return True
+
+    good: dict[str, Any] = file.metadata["attention"]
+    assert accepted(good, tensors)
+    wrong: list[Any] = [None, [], {}, {**good, "x": 1}]
+    for part, fields in good.items():
+        wrong.append({**good, part: None})
+        for name in fields:
+            if name != "layer_windows":
+                wrong.append({**good, part: {n: v for n, v in fields.items() if n != name}})
+            values: tuple[Any, ...] = ("x" * 5000, -1, 10**9, 1.5, [1], {}, {"choose": [], "report": []})
+            wrong += [
+                {**good, part: {**fields, name: value}}
+                for value in values
+                if name != "wanted" or value != 10**9
+            ]
+    assert [w for w in wrong if accepted(w, tensors)] == []
+    for name in [n for n in tensors if n.startswith("attention:")]:
+        value = tensors[name]
+        bad = [None, value[None], value.float(), value - 1e9 if value.is_floating_point() else value + 10**6]
+        for other in bad + ([value * math.nan] if value.is_floating_point() else []):
+            changed = {**tensors, name: other}
+            assert not accepted(good, {n: v for n, v in changed.items() if v is not None}), (name, other)
 
 
 def test_a_budget_that_no_plan_fits_ends_before_anything_is_written(

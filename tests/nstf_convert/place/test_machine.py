@@ -57,6 +57,9 @@ def test_the_examples_that_the_documentation_names_are_there() -> None:
         (("links", 0, "duplex"), "both", "duplex 'both': write full or half"),
         (("collectives", "algorithms"), ["star"], "algorithms: a list of some of ring"),
         (("collectives", "measured"), {"2": [[1, 1]]}, r"measured\['2'\]: two or more"),
+        (("collectives", "measured"), {"²": [[1, 1], [2, 2]]}, "two or more"),
+        (("collectives", "measured"), {"٢": [[1, 1], [2, 2]]}, "two or more"),
+        (("collectives", "measured"), {"9" * 5000: [[1, 1], [2, 2]]}, r"measured\['9{20}'\]: two or more"),
         (
             ("collectives", "measured"),
             {"2": [[1024, 1e-5], [4096, 1e-5], [1024, 2e-5]]},
