@@ -211,9 +211,9 @@ class Session:
         """On a GPU: the searches that a mix needs are compiled when this returns; what was compiled ahead is loaded."""
         if not self.machine.on_gpu:
             return
-        if self._compiler is not None:
-            with self.stages.stage("compile kernels"):
-                self._compiler.wait()
+        if self._compiler is not None:  # to what it has not come yet may not be needed
+            self._compiler.kill()
+            self._compiler.wait()
             self._compiler = None
         rates = sorted({q for recipe in mix.values() for q in trellis_rates(recipe)} - self._compiled)
         if rates:
