@@ -220,7 +220,7 @@ class Session:
             self._compiled.update(rates)
             with self.stages.stage("compile kernels"):
                 try:
-                    warm_up(self.device, trellis.codebook, rates, self.machine.threads)
+                    warm_up(self.device, trellis.codebook, rates, max(1, self.machine.compilers))
                 except Exception as error:  # the search itself will say what is wrong
                     log.debug("compiling: %s", error)
 
