@@ -84,19 +84,19 @@ from nstf.quantizers import grid16, int_grid, mxfp4
 from nstf.quantizers.rounding import estimate, sweep
 from nstf.quantizers.stats import Stats
 from tests.quantizers.conftest import normal
-rows, cols = 2, 288
+rows, cols = 1, 264
 estimate.PASSES, grid16.ROUNDS = 1, 2
 Params = int_grid.Params
 params = [Params(b, g, s, k) for b, g, s, k in (
-    (2, 32, True, 8), (3, 0, True, 16), (5, 64, False, 8), (2, 128, False, 8), (4, 0, True, 8),
+    (2, 32, True, 8), (3, 0, True, 16), (4, 64, False, 8), (4, 0, True, 8)
 )]
 forms = [(int_grid.levels(p), p.group) for p in params] + [(mxfp4.LEVELS, 32)]
 weight, importance = normal(rows, cols), torch.rand(cols) + 0.1
-weight[1, 64:128] = 0
+weight[0, 64:128] = 0
 hessian = torch.eye(cols) + 0.1
 wanted = [estimate.Form(levels, group, estimate.Rounding("ldlq")) for levels, group in forms]
 alone = estimate.expected_losses(weight, 1, wanted, Stats(hessian))
-nearest = [estimate.Form(levels, group, estimate.Rounding("nearest")) for levels, group in forms]
+nearest = [estimate.Form(levels, group, estimate.Rounding("nearest")) for levels, group in forms[:3]]
 plain = estimate.expected_losses(weight, 1, nearest, Stats(hessian))
 tables = [grid16.fit(weight, grid16.Params(group, 8), Stats(hessian), 512) for group in (32, 64)]
 sweep._in_triton = lambda weight: True
