@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, grid, stored_bytes
-from nstf.kernels.formats.scales import per_column
+from nstf.kernels.formats.scales import group_count, per_column
 from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.int_grid import stored_scales
 from nstf.quantizers.rounding.estimate import Form, expected_losses
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, encode_rows, importance, matrix_view
-from nstf.quantizers.rounding.sweep import Rounded, sweep_with_errors
+from nstf.quantizers.rounding.sweep import Rounded, launched_together, nearest_many, sweep_with_errors
 from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
@@ -114,7 +114,13 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params, all with the same `lead`."""
-    forms = [Form(fit(weight, p, stats, QUICK_SAMPLE), p.group, _rounding(p)) for p in params]
+    alike: dict[Rounding, list[int]] = {}
+    for i, p in enumerate(params):
+        alike.setdefault(_rounding(p), []).append(i)
+    tables: dict[int, Levels] = {}
+    for own in alike.values():
+        tables |= dict(zip(own, fit_many(weight, [params[i] for i in own], stats, QUICK_SAMPLE), strict=True))
+    forms = [Form(tables[i], p.group, _rounding(p)) for i, p in enumerate(params)]
     return expected_losses(weight, params[0].lead, forms, stats)
 
 
@@ -131,45 +137,78 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int 
     Every weight counts with the Hessian's diagonal (its LDL diagonal under ldlq), its row weight and its
     scale squared.
     """
-    stats = stats or Stats()
-    matrix = matrix_view(weight, params.lead)
+    return fit_many(weight, [params], stats, sample)[0]
+
+
+def fit_many(
+    weight: Tensor, params: Sequence[Params], stats: Stats | None = None, sample: int = SAMPLE
+) -> list[Levels]:
+    """`fit` for several params with the same rows and rounding, a round of all at a time: a GPU is asked once for each."""
+    stats, common = stats or Stats(), params[0]
+    matrix = matrix_view(weight, common.lead)
     rows, cols = matrix.shape
     stats.check(rows, cols)
     picked = slice(None, None, max(1, -(-rows * cols // sample)))
     x = matrix[picked].float().contiguous()
     if not bool(torch.isfinite(x).all()):
         raise ValueError("the weight has NaN or infinite values")
-    if params.rounding == "ldlq" and stats.hessian is not None:
-        diagonal = stats.ldl(params.damping, params.act_order).importance
+    if common.rounding == "ldlq" and stats.hessian is not None:
+        diagonal = stats.ldl(common.damping, common.act_order).importance
     else:
-        diagonal = importance(stats, cols, params.damping, x.device)
+        diagonal = importance(stats, cols, common.damping, x.device)
     mass = diagonal.to(x).expand_as(x)
     if stats.row_weight is not None:
         mass = mass * stats.row_weight.reshape(-1).to(x)[picked].unsqueeze(1)
-    form = _levels(_SIGNED if params.scale_bits == 16 else _UNSIGNED, params)
-    best, best_loss = form, math.inf
+    forms = [_levels(_SIGNED if p.scale_bits == 16 else _UNSIGNED, p) for p in params]
+    best, least, under_way = list(forms), [math.inf] * len(forms), list(range(len(forms)))
     for _ in range(ROUNDS):
-        rounded, error = sweep_with_errors(x, form, params.group, diagonal)
-        scale = per_column(rounded.grid.scale, params.group, cols)
-        weighted = mass * scale
-        terms = torch.stack([weighted * x, weighted * scale]).view(2, -1).double()
-        # As a product: sums by index have no fixed order on a GPU.
-        stands_for = (rounded.codes.view(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
-        total = (error.square_() * mass).sum(dtype=torch.float64)
-        # One transfer from a GPU; the rest of a round is small.
-        *sums, lost = torch.cat([(terms @ stands_for.T).view(-1), total.view(1)]).tolist()
-        if lost < best_loss:
-            best, best_loss = form, lost
-        old = form.table or ()
-        table = sorted(
-            up / down if down > 0 else value
-            for up, down, value in zip(sums[:16], sums[16:], old, strict=True)
-        )
-        peak = max(map(abs, table))
-        if peak == 0 or not all(map(math.isfinite, table)):
+        rounded = _rounded(x, [(forms[i], params[i].group) for i in under_way], diagonal)
+        found = torch.stack([_sums(x, mass, *one) for one in rounded]).tolist()
+        for i, (*sums, lost) in zip(list(under_way), found, strict=True):
+            if lost < least[i]:
+                best[i], least[i] = forms[i], lost
+            old = forms[i].table or ()
+            table = sorted(
+                up / down if down > 0 else value
+                for up, down, value in zip(sums[:16], sums[16:], old, strict=True)
+            )
+            peak = max(map(abs, table))
+            if peak == 0 or not all(map(math.isfinite, table)):
+                under_way.remove(i)
+            else:
+                forms[i] = _levels(tuple(value / peak for value in table), params[i])
+        if not under_way:
             break
-        form = _levels(tuple(value / peak for value in table), params)
     return best
+
+
+def _rounded(
+    x: Tensor, forms: Sequence[tuple[Levels, int]], diagonal: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(scale of every weight, codes, errors), each [rows, cols], of rounding to each of some (levels, group)."""
+    rows, cols = x.shape
+    if len(forms) > 1 and len(launched_together(x, forms)) == 1:
+        errors = x.new_empty(len(forms), rows, cols)
+        scales, _, codes = nearest_many(x, forms, diagonal.to(x).contiguous(), None, errors)
+        return [
+            (per_column(s[:, : group_count(cols, g)], g, cols), c, e)
+            for s, c, e, (_, g) in zip(scales, codes, errors, forms, strict=True)
+        ]
+    out = []
+    for levels, group in forms:
+        found, error = sweep_with_errors(x, levels, group, diagonal)
+        out.append((per_column(found.grid.scale, group, cols), found.codes, error))
+    return out
+
+
+def _sums(x: Tensor, mass: Tensor, scale: Tensor, codes: Tensor, error: Tensor) -> Tensor:
+    """By level the sums that its best value is a quotient of, 16 and 16, and the loss: float64 [33]."""
+    weighted = mass * scale
+    terms = torch.stack([weighted * x, weighted * scale]).view(2, -1).double()
+    # As a product: sums by index have no fixed order on a GPU.
+    stands_for = (codes.reshape(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
+    total = (error.square_() * mass).sum(dtype=torch.float64)
+    return torch.cat([(terms @ stands_for.T).view(-1), total.view(1)])
 
 
 def _levels(table: tuple[float, ...], params: Params) -> Levels:

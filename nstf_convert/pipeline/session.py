@@ -211,16 +211,16 @@ class Session:
         """On a GPU: the searches that a mix needs are compiled when this returns; what was compiled ahead is loaded."""
         if not self.machine.on_gpu:
             return
-        if self._compiler is not None:
-            with self.stages.stage("compile kernels"):
-                self._compiler.wait()
+        if self._compiler is not None:  # to what it has not come yet may not be needed
+            self._compiler.kill()
+            self._compiler.wait()
             self._compiler = None
         rates = sorted({q for recipe in mix.values() for q in trellis_rates(recipe)} - self._compiled)
         if rates:
             self._compiled.update(rates)
             with self.stages.stage("compile kernels"):
                 try:
-                    warm_up(self.device, trellis.codebook, rates, self.machine.threads)
+                    warm_up(self.device, trellis.codebook, rates, max(1, self.machine.compilers))
                 except Exception as error:  # the search itself will say what is wrong
                     log.debug("compiling: %s", error)
 

@@ -109,7 +109,8 @@ class _Sample:
         diagonal = self.diagonal.to(x).contiguous()
         errors = x.new_empty(len(forms), *x.shape)
         scales = [
-            nearest_many(x, own, diagonal, None, errors[part]) for own, part in zip(given, parts, strict=True)
+            nearest_many(x, own, diagonal, None, errors[part])[:2]
+            for own, part in zip(given, parts, strict=True)
         ]
         if factor is None:
             lost = torch.stack([row_loss(error, self.hessian) for error in errors])

@@ -346,11 +346,12 @@ def nearest_many(
     importance: Tensor,
     scales: tuple[Tensor, Tensor] | None,
     errors: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`sweep_with_errors` to several forms of one list of `launched_together`, in one or two launches for all of them.
 
-    weight: float32 [rows, cols], or [forms, rows, cols]. scales: (scale, zero) as this gives them back, [forms, rows, most
-    groups], to be kept; None: to be searched. errors: float32 [forms, rows, cols], what is left of the weights.
+    weight: float32 [rows, cols], or [forms, rows, cols]. scales: (scale, zero), each [forms, rows, most groups], to be kept;
+    None: to be searched. errors: float32 [forms, rows, cols], takes what is left of the weights. -> (scale, zero, codes
+    uint8 [forms, rows, cols]).
     """
     from nstf.kernels.triton.scale_search import round_groups
 
@@ -373,7 +374,7 @@ def nearest_many(
         margin=SUPER_MARGIN,
         errors=errors,
     )
-    return found.scale, found.zero
+    return found.scale, found.zero, found.codes
 
 
 def search_triton(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -465,6 +466,5 @@ def _packed_together(
 ) -> Tensor:
     """`_packed` of several (levels, width), zeros behind the shorter ones: [forms, numbers]."""
     with torch.inference_mode(False):
-        return torch.nn.utils.rnn.pad_sequence(
-            [_packed(levels, width, device, largest) for levels, width in many], batch_first=True
-        )
+        each = [_packed(levels, width, torch.device("cpu"), largest) for levels, width in many]
+        return torch.nn.utils.rnn.pad_sequence(each, batch_first=True).to(device)
