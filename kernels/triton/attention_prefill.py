@@ -115,26 +115,30 @@ def prefill_kernel(
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits
     EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
-    QUERIES: tl.constexpr,  # of a program: 128, or 64 without lists
+    QUERIES: tl.constexpr,  # of a program and head: 128, or 64 without lists
+    HEADS: tl.constexpr,  # of a program: neighbours among the members, of one KV head and of one rule
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     # Tiles with the most keys first; the heads of a KV head side by side.
     tiles = tl.num_programs(1)
     tile = start // QUERIES + tiles - 1 - tl.program_id(1)
-    line = tl.program_id(0) // KEPT
-    which = tl.program_id(0) % KEPT
+    line = tl.program_id(0) // (KEPT // HEADS)
+    which = tl.program_id(0) % (KEPT // HEADS) * HEADS
     head = tl.load(members + which * 2)
     kv = tl.load(members + which * 2 + 1)
     d = tl.arange(0, SIZE)
-    m = tl.arange(0, QUERIES)
-    at = tile * QUERIES + m
+    m = tl.arange(0, QUERIES * HEADS)
+    at = tile * QUERIES + m % QUERIES
     row = at - start
     here = (row >= 0) & (row < count)
-    from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
-    query = tl.load(
-        from_q + row.to(tl.int64)[:, None] * row_stride + d[None, :], mask=here[:, None], other=0.0
-    )
+    from_q = q + line.to(tl.int64) * line_stride
+    if HEADS > 1:
+        heads_of = tl.load(members + (which + m // QUERIES) * 2)
+        from_rows = from_q + (heads_of.to(tl.int64) * head_stride + row.to(tl.int64) * row_stride)[:, None]
+    else:
+        from_rows = from_q + head.to(tl.int64) * head_stride + row.to(tl.int64)[:, None] * row_stride
+    query = tl.load(from_rows + d[None, :], mask=here[:, None], other=0.0)
     if WIDE:
         query = query.to(tl.float32)
     far_lane = (line * far_heads + kv).to(tl.int64) * far_rows * SIZE
@@ -144,14 +148,14 @@ def prefill_kernel(
     near_k = near_keys + near_lane
     near_v = near_values + near_lane
 
-    acc = tl.zeros([QUERIES, SIZE], tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    acc = tl.zeros([QUERIES * HEADS, SIZE], tl.float32)
+    total = tl.zeros([QUERIES * HEADS], tl.float32)
+    top = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
     n = tl.arange(0, EDGE)
     # The first page that the last loop takes: of pages of 16 bits, the blocks before the diagonal's need no mask.
     PAGES: tl.constexpr = QUERIES // 64
     last = tile * PAGES
-    low = tl.zeros([QUERIES], tl.int32)
+    low = tl.zeros([QUERIES * HEADS], tl.int32)
     lowest = 0  # no query sees a key between the sinks and this
     lower = 0  # where the steps of a window's lower edge begin,
     begin = 0  # and the steps that all queries see
@@ -255,6 +259,8 @@ def prefill_kernel(
             WIDE,
         )
 
+    if HEADS > 1:
+        head = heads_of
     into = out + ((line * count + row).to(tl.int64) * heads + head)[:, None] * SIZE + d[None, :]
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(into, acc.to(DTYPE), mask=here[:, None])
@@ -289,6 +295,7 @@ def prefill_spec(
         "SAME": same,
         "EDGE": tile["EDGE"],
         "QUERIES": tile["QUERIES"],
+        "HEADS": tile.get("HEADS", 1),
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
@@ -303,7 +310,8 @@ def prefill_spec(
         num_stages=tile["STAGES"],
         batch=batch,
         kind="attention_prefill",
-        grid=(batch * kept, tiles, 1),
+        options={"maxnreg": tile["REGS"]} if tile.get("REGS") else {},
+        grid=(batch * kept // constants["HEADS"], tiles, 1),
     )
 
 
