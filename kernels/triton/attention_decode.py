@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.attention_append import MOST_SPLITS, POINTERS, Scratch, shared
+from nstf.kernels.triton.attention_bytes import far_by_bytes
 from nstf.kernels.triton.attention_codes import (
     add_far_values,
     far_scores,
@@ -29,6 +30,7 @@ from nstf.kernels.triton.attention_pages import ALL, Forms, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit
@@ -107,6 +109,10 @@ def decode_kernel(
     PDL: tl.constexpr,
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
     RING: tl.constexpr,  # whether pages stand in a ring
+    BYTES: tl.constexpr,  # attention_bytes.py
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -134,51 +140,70 @@ def decode_kernel(
         this = split // steps
         this = tl.where(this < front, this, first + this - front)
         place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
-    if PDL:
-        # Queries and the newest positions are the work of the launch in front.
-        tl.extra.cuda.gdc_wait()
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
-    queries = ()
-    for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
-        if not FOLD:
-            some = some * unit_of(K_BITS)
-        queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
+    if BYTES:
+        top, total, acc = far_by_bytes(
+            q + (line * (GROUP * KV) + number * GROUP) * SIZE,
+            words,
+            table + line * places,
+            offset + head * (RECORD // 16),
+            split,
+            active,
+            count,
+            place,
+            GROUP,
+            V_SKIP,
+            RECORD,
+            AHEAD,
+            PDL,
+            EARLY,
+            HARDWARE,
+        )
+    else:
+        if PDL:
+            # Queries and the newest positions are the work of the launch in front.
+            tl.extra.cuda.gdc_wait()
+        queries = ()
+        for RUN in tl.static_range(K_RUNS):
+            some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+            if not FOLD:
+                some = some * unit_of(K_BITS)
+            queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = ()
-    for RUN in tl.static_range(V_RUNS):
-        c = value_channel(RUN, SIZE, V_BITS)
-        acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
-    for step in range(count):
-        unit = split + step * active
-        tile = unit // steps
-        part = unit % steps
-        n = position_in(part, STEP, QUAD)
-        # Where the next step's page lies is known a step ahead.
-        next_tile = tl.minimum((unit + active) // steps, far - 1)
-        following = tl.where(next_tile < front, next_tile, first + next_tile - front)
-        ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
-        scores = far_scores(
-            queries, words, halves, wide, place, n,
-            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
-        )  # fmt: skip
-        if MASKED:
-            this = tl.where(tile < front, tile, first + tile - front)
-            scores = _visible(scores, this * 64 + n, sinks, floors)
-        higher = tl.maximum(top, tl.max(scores, axis=0))
-        # A row may see nothing of its program's pages so far.
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[None, :])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, axis=0)
-        acc = add_far_values(
-            acc, weights, fade, words, halves, wide, place, part, n,
-            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
-        )  # fmt: skip
-        top = higher
-        place = ahead
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = ()
+        for RUN in tl.static_range(V_RUNS):
+            c = value_channel(RUN, SIZE, V_BITS)
+            acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
+        for step in range(count):
+            unit = split + step * active
+            tile = unit // steps
+            part = unit % steps
+            n = position_in(part, STEP, QUAD)
+            # Where the next step's page lies is known a step ahead.
+            next_tile = tl.minimum((unit + active) // steps, far - 1)
+            following = tl.where(next_tile < front, next_tile, first + next_tile - front)
+            ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
+            scores = far_scores(
+                queries, words, halves, wide, place, n,
+                ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
+            )  # fmt: skip
+            if MASKED:
+                this = tl.where(tile < front, tile, first + tile - front)
+                scores = _visible(scores, this * 64 + n, sinks, floors)
+            higher = tl.maximum(top, tl.max(scores, axis=0))
+            # A row may see nothing of its program's pages so far.
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[None, :])
+            fade = tl.exp2(top - level)
+            total = total * fade + tl.sum(weights, axis=0)
+            acc = add_far_values(
+                acc, weights, fade, words, halves, wide, place, part, n,
+                ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
+            )  # fmt: skip
+            top = higher
+            place = ahead
 
     # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
@@ -306,6 +331,10 @@ def decode_specs(
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
         "RING": pages.ring > 1 or pages.sink < ALL,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
+        "BYTES": bool(tile.get("BYTES")),
+        "AHEAD": tile.get("AHEAD", 0),
+        "EARLY": bool(tile.get("EARLY")),
+        "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
