@@ -46,44 +46,69 @@ _HIGH = tl.constexpr(0xF0F0F0F0)
 
 
 @triton.jit
-def _four(words, at, HARDWARE: tl.constexpr):
-    """Four neighbouring words of each lane."""
-    return columns_of(tl.load(words + at[:, None] + tl.arange(0, 4)[None, :]).to(tl.uint32, bitcast=True), 4)
+def _four(words, at, WRITTEN: tl.constexpr, HARDWARE: tl.constexpr):
+    """Four neighbouring words of each lane. WRITTEN: by the launch in front."""
+    # As tensors of two dimensions they would take the compiler a quarter of a minute.
+    if HARDWARE == 1 and WRITTEN:
+        return tl.inline_asm_elementwise(
+            "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
+        )  # fmt: skip
+    elif HARDWARE == 1:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
+        )  # fmt: skip
+    else:
+        return columns_of(tl.load(words + at[:, None] + tl.arange(0, 4)[None, :]).to(tl.uint32, bitcast=True), 4)
 
 
 @triton.jit
-def _page_keys(words, place, HARDWARE: tl.constexpr):
-    """Codes: for each row of sums (i, h) four words; then scales and minimums: for each of four fields four words."""
+def _key_codes(words, place, HARDWARE: tl.constexpr):
+    """For each row of sums (i, h) four words."""
     i = tl.arange(0, 32)
     g = i // 4
-    t = i % 4
-    base = words + place * 4
     found = ()
     for r in tl.static_range(8):
         row = 32 * (r % 2) + 8 * (g // 2) + 2 * (r // 2) + g % 2
-        found = found + _four(base, row * 16 + t * 4, HARDWARE)
-    for s in tl.static_range(2):
-        for j in tl.static_range(4):
-            found = found + _four(base + (1024 + 64 * (1 - s) + 16 * j), t * 4, HARDWARE)
+        found = found + _four(words + place * 4, row * 16 + i % 4 * 4, False, HARDWARE)
     return found
 
 
 @triton.jit
-def _page_values(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes: of rows g, g + 8, .. g + 24, of both halves h of the positions, four words; then scales and minimums: of both
-    groups of channels, of both halves, four words."""
+def _key_scales(words, place, HARDWARE: tl.constexpr):
+    """Of each of four fields four words: scales, then minimums."""
+    base = words + place * 4
+    found = ()
+    for s in tl.static_range(2):
+        for j in tl.static_range(4):
+            at = base + (1024 + 64 * (1 - s) + 16 * j)
+            found = found + _four(at, tl.arange(0, 32) % 4 * 4, False, HARDWARE)
+    return found
+
+
+@triton.jit
+def _value_codes(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
+    """Of rows g, g + 8, .. g + 24, of both halves h of the positions, four words."""
     i = tl.arange(0, 32)
-    g = i // 4
-    t = i % 4
     base = words + place * 4 + SKIP // 4
     found = ()
     for b in tl.static_range(4):
         for h in tl.static_range(2):
-            found = found + _four(base, (g + 8 * b) * 32 + h * 16 + t * 4, HARDWARE)
+            found = found + _four(base, (i // 4 + 8 * b) * 32 + h * 16 + i % 4 * 4, False, HARDWARE)
+    return found
+
+
+@triton.jit
+def _value_scales(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
+    """Of both groups of channels, of both halves h, four words: scales, then minimums."""
+    base = words + place * 4 + SKIP // 4
+    found = ()
     for s in tl.static_range(2):
         for c in tl.static_range(2):
             for h in tl.static_range(2):
-                found = found + _four(base + (1024 + 64 * (1 - s) + 32 * c + 16 * h), g // 2 * 4, HARDWARE)
+                at = base + (1024 + 64 * (1 - s) + 32 * c + 16 * h)
+                found = found + _four(at, tl.arange(0, 32) // 8 * 4, False, HARDWARE)
     return found
 
 
@@ -96,10 +121,11 @@ def _queries(q, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     wide = ()
     most = tl.zeros([32], tl.float32)
     for j in tl.static_range(4):
-        some = columns_of(tl.load(q + (at + 32 * j)[:, None] + tl.arange(0, 8)[None, :]), 8)
+        some = _four(q, at + 32 * j, True, HARDWARE) + _four(q, at + 32 * j + 4, True, HARDWARE)
         for c in tl.static_range(8):
-            most = tl.maximum(most, tl.abs(some[c]), propagate_nan=tl.PropagateNan.ALL)
-        wide = wide + some
+            number = some[c].to(tl.float32, bitcast=True)
+            most = tl.maximum(most, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
+            wide = wide + (number,)
     exponent = most_of_columns(most, HARDWARE).to(tl.int32, bitcast=True) >> 23
     back = tl.where(exponent == 255, float("nan"), 1.0)
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -126,16 +152,16 @@ def _sum_as_rows(x):
 
 
 @triton.jit
-def _scores(queries, keys, back, HARDWARE: tl.constexpr):
-    """Eight scores of each lane: of positions (i, h) to query t."""
+def _fold(queries, scales, back, HARDWARE: tl.constexpr):
+    """(words of right operands: of both nibbles, for each word of a row; their unit, and the sum with the minimums, for query
+    t)."""
     i = tl.arange(0, 32)
     upper = i // 4 % 2 == 1
     zero = i * 0
-    none = (zero, zero, zero, zero)
     turned = ()
     most = zero.to(tl.uint32, bitcast=True)
     for n in tl.static_range(16):
-        turned = turned + (product2(queries[n], keys[32 + n], HARDWARE),)
+        turned = turned + (product2(queries[n], scales[n], HARDWARE),)
         most = largest2(most, turned[n], HARDWARE)
     most = most2_of_columns(most, HARDWARE)
     # Not beyond 127.5, and rounded up to a power of two.
@@ -158,11 +184,18 @@ def _scores(queries, keys, back, HARDWARE: tl.constexpr):
     one = (flat, flat, flat, flat)
     two = one
     for n in tl.static_range(4):
-        one = mma_equal_rows(keys[48 + 4 * n], keys[49 + 4 * n], queries[4 * n], queries[4 * n + 1], one, HARDWARE)
+        one = mma_equal_rows(scales[16 + 4 * n], scales[17 + 4 * n], queries[4 * n], queries[4 * n + 1], one, HARDWARE)
         two = mma_equal_rows(
-            keys[50 + 4 * n], keys[51 + 4 * n], queries[4 * n + 2], queries[4 * n + 3], two, HARDWARE
+            scales[18 + 4 * n], scales[19 + 4 * n], queries[4 * n + 2], queries[4 * n + 3], two, HARDWARE
         )
-    base = (one[0] + two[0]) * (back * 8.0)
+    return met, factor, (one[0] + two[0]) * (back * 8.0)
+
+
+@triton.jit
+def _scores(keys, met, factor, base, HARDWARE: tl.constexpr):
+    """Eight scores of each lane: of positions (i, h) to query t."""
+    zero = tl.zeros([32], tl.int32)
+    none = (zero, zero, zero, zero)
     found = ()
     for r in tl.static_range(4):
         low = none
@@ -185,7 +218,7 @@ def _scores(queries, keys, back, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _value_operands(weights, values, HARDWARE: tl.constexpr):
+def _value_operands(weights, scales, HARDWARE: tl.constexpr):
     """(words of right operands, for each (h, i); units of both groups; sums of weights times minimums, for both groups).
 
     weights: eight, (i, h), times 2^15.
@@ -195,8 +228,8 @@ def _value_operands(weights, values, HARDWARE: tl.constexpr):
     pairs = ()
     for n in tl.static_range(8):
         pairs = pairs + (
-            same_halves(values[32 + 4 * n], values[33 + 4 * n], odd, HARDWARE),
-            same_halves(values[34 + 4 * n], values[35 + 4 * n], odd, HARDWARE),
+            same_halves(scales[4 * n], scales[4 * n + 1], odd, HARDWARE),
+            same_halves(scales[4 * n + 2], scales[4 * n + 3], odd, HARDWARE),
         )
     first = largest2(largest2(pairs[0], pairs[1], HARDWARE), largest2(pairs[2], pairs[3], HARDWARE), HARDWARE)
     second = largest2(largest2(pairs[4], pairs[5], HARDWARE), largest2(pairs[6], pairs[7], HARDWARE), HARDWARE)
@@ -261,6 +294,7 @@ def far_by_bytes(
     AHEAD: tl.constexpr,  # pages that are on their way to the second-level cache
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # ask for the first page before queries are there
+    LATE: tl.constexpr,  # scales are read when registers have become free
     HARDWARE: tl.constexpr,
 ):
     """(maxima [8], sums [8], four runs of 32 channels [32, 8], as eighths) of pages split, split + active, ..."""
@@ -272,8 +306,13 @@ def far_by_bytes(
             )
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
-    keys = _page_keys(words, place, HARDWARE)
-    values = _page_values(words, place, SKIP, HARDWARE)
+    key_scales = _key_scales(words, place, HARDWARE)
+    keys = _key_codes(words, place, HARDWARE)
+    value_scales = key_scales
+    if not LATE:
+        value_scales = _value_scales(words, place, SKIP, HARDWARE)
+    values = _value_codes(words, place, SKIP, HARDWARE)
+    here = place
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     queries, back = _queries(q, GROUP, HARDWARE)
@@ -291,8 +330,14 @@ def far_by_bytes(
         if AHEAD > 0:
             ask_for(words + later * 4, RECORD, HARDWARE)
             later = tl.load(table + split + tl.minimum(step + AHEAD + 1, last) * active) + shift
-        scores = _scores(queries, keys, back, HARDWARE)
-        keys = _page_keys(words, place, HARDWARE)
+        met, factor, base = _fold(queries, key_scales, back, HARDWARE)
+        if LATE:
+            value_scales = _value_scales(words, here, SKIP, HARDWARE)
+            here = place
+        scores = _scores(keys, met, factor, base, HARDWARE)
+        keys = _key_codes(words, place, HARDWARE)
+        if not LATE:
+            key_scales = _key_scales(words, place, HARDWARE)
         most = tl.maximum(
             tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3])),
             tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7])),
@@ -309,7 +354,9 @@ def far_by_bytes(
         more = (weights[0] + weights[1]) + (weights[2] + weights[3])
         more += (weights[4] + weights[5]) + (weights[6] + weights[7])
         total = total * fade + more * gain
-        met, units, sums = _value_operands(weights, values, HARDWARE)
+        met, units, sums = _value_operands(weights, value_scales, HARDWARE)
+        if LATE:
+            key_scales = _key_scales(words, place, HARDWARE)
         lows = (
             lows[0] * fade + sums[0] * (gain * 32768.0),
             lows[1] * fade + sums[1] * (gain * 32768.0),
@@ -347,7 +394,9 @@ def far_by_bytes(
                         acc[8 * c + 4 * nibble + 2 * b + 1] * fade + (some[2] + some[3] * 256).to(tl.float32) * scale,
                     )
         acc = found
-        values = _page_values(words, place, SKIP, HARDWARE)
+        values = _value_codes(words, place, SKIP, HARDWARE)
+        if not LATE:
+            value_scales = _value_scales(words, place, SKIP, HARDWARE)
         place = tl.load(table + split + tl.minimum(step + 2, last) * active) + shift
     runs = ()
     for j in tl.static_range(4):

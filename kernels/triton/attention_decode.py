@@ -112,6 +112,7 @@ def decode_kernel(
     BYTES: tl.constexpr,  # attention_bytes.py
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
@@ -157,6 +158,7 @@ def decode_kernel(
             AHEAD,
             PDL,
             EARLY,
+            LATE,
             HARDWARE,
         )
     else:
@@ -334,6 +336,7 @@ def decode_specs(
         "BYTES": bool(tile.get("BYTES")),
         "AHEAD": tile.get("AHEAD", 0),
         "EARLY": bool(tile.get("EARLY")),
+        "LATE": bool(tile.get("LATE")),
         "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
