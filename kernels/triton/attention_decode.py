@@ -294,7 +294,8 @@ def decode_specs(
     """
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype, size, forms = pointer_type(pages.dtype), pages.forms.size, pages.forms
-    tile = _tile(forms, masked, arch) | (tile or {})
+    by_bytes = suits(forms, heads // kv_heads, masked, pages.ring > 1 or pages.sink < ALL, arch)
+    tile = _tile(forms, masked, arch) | (BY_BYTES if by_bytes else {}) | (tile or {})
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
@@ -333,10 +334,10 @@ def decode_specs(
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
         "RING": pages.ring > 1 or pages.sink < ALL,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
-        "BYTES": bool(tile.get("BYTES")),
-        "AHEAD": tile.get("AHEAD", 0),
-        "EARLY": bool(tile.get("EARLY")),
-        "LATE": bool(tile.get("LATE")),
+        "BYTES": bool(tile["BYTES"]),
+        "AHEAD": tile["AHEAD"],
+        "EARLY": bool(tile["EARLY"]),
+        "LATE": bool(tile["LATE"]),
         "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
@@ -407,7 +408,22 @@ def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "ROWS": 8 if nvidia else 16,
         "FOLD": int(nvidia),
         "REGS": registers,
+        "BYTES": 0,
+        "AHEAD": 0,
+        "EARLY": 0,
+        "LATE": 0,
     }
+
+
+# Of attention_bytes.py: programs of a warp; how far ahead they ask for pages, when they read scales.
+BY_BYTES = {"BYTES": 1, "RESIDENT": 12, "REGS": 168, "STAGES": 2, "AHEAD": 2, "EARLY": 0, "LATE": 1}
+
+
+def suits(forms: Forms, group: int, masked: bool, ring: bool, arch: str) -> bool:
+    """Whether codes are multiplied as bytes: by what attention_bytes.py can."""
+    keys, values = forms.keys, forms.values
+    known = keys.bits == values.bits == 4 and keys.channel and not values.channel and forms.size == 128
+    return known and group <= 4 and not masked and not ring and overlaps(arch)
 
 
 def decode(
