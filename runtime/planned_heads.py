@@ -32,8 +32,8 @@ class Segment:
         return sinks, max(-(-group.recent // PAGE) + 1, -(-group.min_length // PAGE) - sinks, 1) + 1
 
     def ranges(self, together: bool) -> list[tuple[tuple[tuple[int, int], ...], bool, int]]:
-        """Launches of a prompt's heads that attend to ranges of keys: (heads, whether they have bands, neighbours that see the
-        same keys). together: whether a program may take several of these."""
+        """Launches of a prompt's heads that attend to ranges of keys: (heads, whether they have bands, how many neighbours
+        see the same keys). together: whether a program may take several of these."""
         banded = self.together if together else ((1, self.banded),)
         found = [(self.dense, False, 1), *((pairs, True, number) for number, pairs in banded)]
         return [launch for launch in found if launch[0]]
@@ -101,9 +101,15 @@ def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
         widest = max((rule[0] + rule[1] for rule in rules if rule is not None), default=0)
         segments.append(
             Segment(
-                group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded), widest,
+                group,
+                tuple(members),
+                tuple(dense),
+                tuple(banded),
+                by_stride,
+                bool(banded),
+                widest,
                 _together(layer, banded),
-            )  # fmt: skip
+            )
         )
     return PlannedHeads(layer, size, tuple(segments))
 

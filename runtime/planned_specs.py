@@ -71,7 +71,18 @@ def _segment(
         # Short prompts have a head in each program.
         for number in sorted({1, together}):
             yield prefill_spec(
-                dtype, layer.size, batch, len(pairs), 1, False, bands, same, target, None, bands and narrow, number
+                dtype,
+                layer.size,
+                batch,
+                len(pairs),
+                1,
+                False,
+                bands,
+                same,
+                target,
+                None,
+                bands and narrow,
+                number,
             )
     for stride, pairs in segment.sparse:
         yield sums_spec(dtype, layer.size, stride, len(pairs), 1, 1, target)

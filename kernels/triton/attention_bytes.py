@@ -10,8 +10,8 @@ scales of its values, to the base of 256: four queries are the eight columns. Bo
 Minimums of keys are multiplied by a product of 16 equal rows in float16, those of values in the lanes that have the weights.
 
 A program is a warp. Lane 4 g + t has column g (query g / 2, its lower or upper digit) of right operands, rows g and g + 8 of
-left ones, and columns 2 t and 2 t + 1 of sums, which are the digits of query t. Of keys it loads rows 32 h + 8 (g / 2) + 2 i +
-g % 2, (h < 2, i < 4) and of each words 4 t .. 4 t + 3: those are the positions of which it has weights, and what a
+left ones, and columns 2 t and 2 t + 1 of sums, which are the digits of query t. Of keys it loads the rows 32 h + 8 (g / 2) +
+2 i + g % 2 (h < 2, i < 4), and of each words 4 t .. 4 t + 3: those are the positions of which it has weights, and what a
 transposition of 8 x 8 makes of the weights' digits stands as the words of values do, whose halves are neighbours.
 """
 
@@ -60,7 +60,9 @@ def _four(words, at, WRITTEN: tl.constexpr, HARDWARE: tl.constexpr):
             "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
         )  # fmt: skip
     else:
-        return columns_of(tl.load(words + at[:, None] + tl.arange(0, 4)[None, :]).to(tl.uint32, bitcast=True), 4)
+        return columns_of(
+            tl.load(words + at[:, None] + tl.arange(0, 4)[None, :]).to(tl.uint32, bitcast=True), 4
+        )
 
 
 @triton.jit
@@ -153,8 +155,7 @@ def _sum_as_rows(x):
 
 @triton.jit
 def _fold(queries, scales, back, HARDWARE: tl.constexpr):
-    """(words of right operands: of both nibbles, for each word of a row; their unit, and the sum with the minimums, for query
-    t)."""
+    """(words of right operands, for each word of a row and nibble; their unit; the sum with the minimums), for query t."""
     i = tl.arange(0, 32)
     upper = i // 4 % 2 == 1
     zero = i * 0
@@ -184,7 +185,9 @@ def _fold(queries, scales, back, HARDWARE: tl.constexpr):
     one = (flat, flat, flat, flat)
     two = one
     for n in tl.static_range(4):
-        one = mma_equal_rows(scales[16 + 4 * n], scales[17 + 4 * n], queries[4 * n], queries[4 * n + 1], one, HARDWARE)
+        one = mma_equal_rows(
+            scales[16 + 4 * n], scales[17 + 4 * n], queries[4 * n], queries[4 * n + 1], one, HARDWARE
+        )
         two = mma_equal_rows(
             scales[18 + 4 * n], scales[19 + 4 * n], queries[4 * n + 2], queries[4 * n + 3], two, HARDWARE
         )
@@ -209,7 +212,15 @@ def _scores(keys, met, factor, base, HARDWARE: tl.constexpr):
                 w0 & _LOW, w1 & _LOW, w2 & _LOW, w3 & _LOW, met[2 * n], met[2 * n + 1], low, 1, HARDWARE
             )
             high = mma_bytes(
-                w0 & _HIGH, w1 & _HIGH, w2 & _HIGH, w3 & _HIGH, met[4 + 2 * n], met[5 + 2 * n], high, 1, HARDWARE
+                w0 & _HIGH,
+                w1 & _HIGH,
+                w2 & _HIGH,
+                w3 & _HIGH,
+                met[4 + 2 * n],
+                met[5 + 2 * n],
+                high,
+                1,
+                HARDWARE,
             )
         first = (low[0] * 16 + high[0]) + (low[1] * 16 + high[1]) * 254
         second = (low[2] * 16 + high[2]) + (low[3] * 16 + high[3]) * 254
@@ -232,9 +243,13 @@ def _value_operands(weights, scales, HARDWARE: tl.constexpr):
             same_halves(scales[4 * n + 2], scales[4 * n + 3], odd, HARDWARE),
         )
     first = largest2(largest2(pairs[0], pairs[1], HARDWARE), largest2(pairs[2], pairs[3], HARDWARE), HARDWARE)
-    second = largest2(largest2(pairs[4], pairs[5], HARDWARE), largest2(pairs[6], pairs[7], HARDWARE), HARDWARE)
+    second = largest2(
+        largest2(pairs[4], pairs[5], HARDWARE), largest2(pairs[6], pairs[7], HARDWARE), HARDWARE
+    )
     zero = odd * 0
-    most = largest2(same_halves(first, second, zero, HARDWARE), same_halves(first, second, zero + 1, HARDWARE), HARDWARE)
+    most = largest2(
+        same_halves(first, second, zero, HARDWARE), same_halves(first, second, zero + 1, HARDWARE), HARDWARE
+    )
     exponents = most2_of_rows(most, HARDWARE) & 0x7C007C00
     up = 0x78007800 - exponents
     ups = (same_halves(up, up, zero, HARDWARE), same_halves(up, up, zero + 1, HARDWARE))
@@ -301,9 +316,7 @@ def far_by_bytes(
     last = tl.maximum(count - 1, 0)
     for a in tl.static_range(AHEAD):
         if a < count:
-            ask_for(
-                words + (tl.load(table + split + a * active) + shift) * 4, RECORD, HARDWARE
-            )
+            ask_for(words + (tl.load(table + split + a * active) + shift) * 4, RECORD, HARDWARE)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
     key_scales = _key_scales(words, place, HARDWARE)
@@ -322,7 +335,7 @@ def far_by_bytes(
     total = flat
     lows = (flat, flat)
     acc = ()
-    for n in tl.static_range(16):
+    for _ in tl.static_range(16):
         acc = acc + (flat,)
     place = tl.load(table + split + tl.minimum(1, last) * active) + shift
     later = tl.load(table + split + tl.minimum(AHEAD, last) * active) + shift
@@ -390,8 +403,10 @@ def far_by_bytes(
                             HARDWARE,
                         )
                     found = found + (
-                        acc[8 * c + 4 * nibble + 2 * b] * fade + (some[0] + some[1] * 256).to(tl.float32) * scale,
-                        acc[8 * c + 4 * nibble + 2 * b + 1] * fade + (some[2] + some[3] * 256).to(tl.float32) * scale,
+                        acc[8 * c + 4 * nibble + 2 * b] * fade
+                        + (some[0] + some[1] * 256).to(tl.float32) * scale,
+                        acc[8 * c + 4 * nibble + 2 * b + 1] * fade
+                        + (some[2] + some[3] * 256).to(tl.float32) * scale,
                     )
         acc = found
         values = _value_codes(words, place, SKIP, HARDWARE)

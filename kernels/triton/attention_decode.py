@@ -25,8 +25,10 @@ from nstf.kernels.triton.attention_codes import (
     position_in,
     value_channel,
 )
+from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_of, tile_of
+from nstf.kernels.triton.attention_lanes import ask_for
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
-from nstf.kernels.triton.attention_pages import ALL, Forms, Pages, place_of
+from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
@@ -143,6 +145,13 @@ def decode_kernel(
         place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     if BYTES:
+        if AHEAD > 0:
+            # Of the last pages what it will read, too.
+            unit = (split + active - far % active) % active
+            if unit < (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1:
+                row = (line * KEPT + head) * 128 + (far * 64 + unit * NEAR) % 128
+                ask_for(near_keys + row * SIZE, NEAR * SIZE * 2, HARDWARE)
+                ask_for(near_values + row * SIZE, NEAR * SIZE * 2, HARDWARE)
         top, total, acc = far_by_bytes(
             q + (line * (GROUP * KV) + number * GROUP) * SIZE,
             words,
@@ -267,16 +276,6 @@ def decode_kernel(
     tl.store(block + GROUP * (SIZE + 1) + g, total, mask=g < GROUP)
 
 
-def _runs(forms: Forms) -> tuple[int, int]:
-    """Runs of channels of keys and of values."""
-
-    def runs(bits: int, words: int, few: int) -> int:
-        return 1 if bits == 16 else 16 // bits // 2 if words < few else 16 // bits * max(1, words // 32)
-
-    keys, values = forms.keys.bits, forms.values.bits
-    return runs(keys, forms.size * keys // 32, 8), runs(values, forms.size * values // 16, 16)
-
-
 def decode_specs(
     pages: Pages,
     batch: int,
@@ -294,8 +293,9 @@ def decode_specs(
     """
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype, size, forms = pointer_type(pages.dtype), pages.forms.size, pages.forms
-    by_bytes = suits(forms, heads // kv_heads, masked, pages.ring > 1 or pages.sink < ALL, arch)
-    tile = _tile(forms, masked, arch) | (BY_BYTES if by_bytes else {}) | (tile or {})
+    ring = pages.ring > 1 or pages.sink < ALL
+    suits = by_bytes(forms, heads // kv_heads, masked, ring, arch)
+    tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | (tile or {})
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
@@ -323,7 +323,7 @@ def decode_specs(
             **others,
         )
 
-    keys_runs, values_runs = _runs(forms)
+    keys_runs, values_runs = runs_of(forms)
     over_pages = {
         "K_RUNS": keys_runs,
         "V_RUNS": values_runs,
@@ -332,7 +332,7 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
-        "RING": pages.ring > 1 or pages.sink < ALL,
+        "RING": ring,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
         "BYTES": bool(tile["BYTES"]),
         "AHEAD": tile["AHEAD"],
@@ -370,60 +370,6 @@ def decode_specs(
             grid=(batch * pages.heads * (heads // kv_heads), size // added["WIDTH"], 1),
         ),
     )
-
-
-def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
-    """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
-    registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
-
-    Codes: programs of one warp, which wait for nobody, as many as run at once: a second wave for a few took half as long
-    again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one warp
-    come in fours: 12 of 168 registers, or 8 where local memory holds no more or, with rules, 168 would spill. 16 of 128 are
-    slower.
-    """
-    bits = forms.keys.bits, forms.values.bits
-    small = arch.startswith(("gfx11", "gfx12"))
-    warps, step = (4, 64) if bits[1] == 16 else (1, 64)
-    if not arch.startswith("sm_") or forms.size > 128:
-        step = 32
-    if small and min(bits) < 16:
-        # Even so it spills: the operands of their matrix cores are held twice.
-        warps, step = 1 if min(bits) == 8 else 2, 16
-    elif small or forms.size > 128:
-        warps *= 2
-    nvidia = arch.startswith("sm_")
-    registers = 168 if nvidia and warps == 1 else 0
-    resident = 12 // warps if nvidia and forms.size <= 128 else max(4, 12 // warps)
-    stages = 2
-    if registers and forms.record_bytes * step > 16000 * 64:
-        resident, registers = 8, 0
-    elif registers and masked:
-        resident, registers, stages = 8, 0, 3
-    return {
-        "WARPS": warps,
-        "STAGES": stages,
-        "EACH": 2,
-        "STEP": step,
-        "RESIDENT": resident,
-        "ROWS": 8 if nvidia else 16,
-        "FOLD": int(nvidia),
-        "REGS": registers,
-        "BYTES": 0,
-        "AHEAD": 0,
-        "EARLY": 0,
-        "LATE": 0,
-    }
-
-
-# Of attention_bytes.py: programs of a warp; how far ahead they ask for pages, when they read scales.
-BY_BYTES = {"BYTES": 1, "RESIDENT": 12, "REGS": 168, "STAGES": 2, "AHEAD": 2, "EARLY": 0, "LATE": 1}
-
-
-def suits(forms: Forms, group: int, masked: bool, ring: bool, arch: str) -> bool:
-    """Whether codes are multiplied as bytes: by what attention_bytes.py can."""
-    keys, values = forms.keys, forms.values
-    known = keys.bits == values.bits == 4 and keys.channel and not values.channel and forms.size == 128
-    return known and group <= 4 and not masked and not ring and overlaps(arch)
 
 
 def decode(

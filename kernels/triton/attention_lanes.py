@@ -94,8 +94,8 @@ def largest2(a, b, HARDWARE: tl.constexpr):
 def digits2(y, by, near, more, HARDWARE: tl.constexpr):
     """A digit of two float16 numbers y times a power of two, in the lowest byte of each half.
 
-    near, a power of two in both halves: y near is below 127.5. Low digits: by = near, more = 254: what rounding leaves, times
-    254. High digits: by = 0, more = 1: the rounded number. 1.5 * 2^10 has whole numbers in its mantissa.
+    near, a power of two in both halves: y near is below 127.5. High digits, with by = 0 and more = 1: the rounded number.
+    Low digits, with by = near and more = 254: 254 times what rounding leaves. 1.5 * 2^10 has whole numbers in its mantissa.
     """
     if HARDWARE == 1:
         return tl.inline_asm_elementwise(

@@ -38,6 +38,7 @@ class Decode(NamedTuple):
     batch: int = 1
     dtype: str = "float16"
     large: float = 1.0  # keys times this, queries divided by it; values times twice this
+    by_bytes: bool = False  # as NVIDIA's cards do
 
 
 DECODE = {
@@ -48,6 +49,11 @@ DECODE = {
     "2 bits the other way": Decode(300, 1, "2t", "2c", size=128),
     "8 bits, rotated": Decode(260, 1, "8tr", "8cr", size=128),
     "4 bits of 128": Decode(400, 1, "4c", "4t", size=128, dtype="bfloat16"),
+    "by bytes": Decode(260, 1, "4c", "4t", size=128, kv_heads=1, by_bytes=True),
+    "by bytes, two queries": Decode(330, 2, "4c", "4t", size=128, batch=2, dtype="bfloat16", by_bytes=True),
+    "by bytes, numbers of 50,000": Decode(
+        200, 1, "4c", "4t", size=128, kv_heads=1, large=4000.0, by_bytes=True
+    ),
     "8 bits of 256": Decode(200, 1, "8t", "8t", size=256),
     "keys alone": Decode(330, 1, "4tr", "16", batch=2),
     "values alone": Decode(330, 1, "16", "4tr"),
@@ -172,6 +178,9 @@ def decode_error(case: Decode, device: str) -> float:
     rules = rules.to(device, torch.int32)
     masked = case.band is not None
     worst = 0.0
+    tile = {"EACH": 1}
+    if case.by_bytes and device == "cpu":
+        tile |= {"BYTES": 1, "ROWS": 8, "STEP": 64}
     for at in range(case.stored, total):
         out = torch.full((batch, case.heads * size), float("nan"), dtype=dtype, device=device)
         position = torch.tensor([at], device=device)
@@ -182,7 +191,7 @@ def decode_error(case: Decode, device: str) -> float:
             )  # fmt: skip
             attention_decode.decode(
                 segment, rules, masked, position, room, out, (case.heads, case.kv_heads), arch, total,
-                {"EACH": 1},
+                tile,
             )  # fmt: skip
         for row in range(batch):
             wanted = reference_attention(

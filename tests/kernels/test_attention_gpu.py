@@ -28,7 +28,7 @@ from nstf.kernels.triton.attention_prefill import prefill_spec, shares
 from nstf.kernels.triton.spec import KernelSpec
 
 # In the default run; `make slow` runs all of them.
-FEW = ("a page fills up", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes")
+FEW = ("a page fills up", "by bytes", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes")
 
 
 def interpreted(names: tuple[str, ...]) -> dict[str, float]:
