@@ -46,23 +46,17 @@ _HIGH = tl.constexpr(0xF0F0F0F0)
 
 
 @triton.jit
-def _four(words, at, WRITTEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Four neighbouring words of each lane. WRITTEN: by the launch in front."""
-    # As tensors of two dimensions they would take the compiler a quarter of a minute.
-    if HARDWARE == 1 and WRITTEN:
+def _four(words, at, HARDWARE: tl.constexpr):
+    """Four neighbouring words of each lane."""
+    if HARDWARE == 1:
+        # As tensors of two dimensions they take the compiler a quarter of a minute.
         return tl.inline_asm_elementwise(
-            "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
-        )  # fmt: skip
-    elif HARDWARE == 1:
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
+            "ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
         )  # fmt: skip
     else:
-        return columns_of(
-            tl.load(words + at[:, None] + tl.arange(0, 4)[None, :]).to(tl.uint32, bitcast=True), 4
-        )
+        some = tl.load(words + at[:, None] + tl.arange(0, 4)[None, :])
+        return columns_of(some.to(tl.uint32, bitcast=True), 4)
 
 
 @triton.jit
@@ -73,7 +67,7 @@ def _key_codes(words, place, HARDWARE: tl.constexpr):
     found = ()
     for r in tl.static_range(8):
         row = 32 * (r % 2) + 8 * (g // 2) + 2 * (r // 2) + g % 2
-        found = found + _four(words + place * 4, row * 16 + i % 4 * 4, False, HARDWARE)
+        found = found + _four(words + place * 4, row * 16 + i % 4 * 4, HARDWARE)
     return found
 
 
@@ -85,7 +79,7 @@ def _key_scales(words, place, HARDWARE: tl.constexpr):
     for s in tl.static_range(2):
         for j in tl.static_range(4):
             at = base + (1024 + 64 * (1 - s) + 16 * j)
-            found = found + _four(at, tl.arange(0, 32) % 4 * 4, False, HARDWARE)
+            found = found + _four(at, tl.arange(0, 32) % 4 * 4, HARDWARE)
     return found
 
 
@@ -97,7 +91,7 @@ def _value_codes(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
     found = ()
     for b in tl.static_range(4):
         for h in tl.static_range(2):
-            found = found + _four(base, (i // 4 + 8 * b) * 32 + h * 16 + i % 4 * 4, False, HARDWARE)
+            found = found + _four(base, (i // 4 + 8 * b) * 32 + h * 16 + i % 4 * 4, HARDWARE)
     return found
 
 
@@ -110,7 +104,7 @@ def _value_scales(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
         for c in tl.static_range(2):
             for h in tl.static_range(2):
                 at = base + (1024 + 64 * (1 - s) + 32 * c + 16 * h)
-                found = found + _four(at, tl.arange(0, 32) // 8 * 4, False, HARDWARE)
+                found = found + _four(at, tl.arange(0, 32) // 8 * 4, HARDWARE)
     return found
 
 
@@ -123,7 +117,7 @@ def _queries(q, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     wide = ()
     most = tl.zeros([32], tl.float32)
     for j in tl.static_range(4):
-        some = _four(q, at + 32 * j, True, HARDWARE) + _four(q, at + 32 * j + 4, True, HARDWARE)
+        some = _four(q, at + 32 * j, HARDWARE) + _four(q, at + 32 * j + 4, HARDWARE)
         for c in tl.static_range(8):
             number = some[c].to(tl.float32, bitcast=True)
             most = tl.maximum(most, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
@@ -302,7 +296,6 @@ def far_by_bytes(
     split,
     active,
     count,  # pages of this program
-    place,  # of the first one
     GROUP: tl.constexpr,
     SKIP: tl.constexpr,
     RECORD: tl.constexpr,
@@ -314,6 +307,8 @@ def far_by_bytes(
 ):
     """(maxima [8], sums [8], four runs of 32 channels [32, 8], as eighths) of pages split, split + active, ..."""
     last = tl.maximum(count - 1, 0)
+    # Without pages of its own a program reads one that is not used: it is there.
+    place = tl.load(table + split) + shift
     for a in tl.static_range(AHEAD):
         if a < count:
             ask_for(words + (tl.load(table + split + a * active) + shift) * 4, RECORD, HARDWARE)

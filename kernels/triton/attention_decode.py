@@ -160,7 +160,6 @@ def decode_kernel(
             split,
             active,
             count,
-            place,
             GROUP,
             V_SKIP,
             RECORD,
