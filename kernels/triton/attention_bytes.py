@@ -302,7 +302,7 @@ def far_by_bytes(
     AHEAD: tl.constexpr,  # pages that are on their way to the second-level cache
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # ask for the first page before queries are there
-    LATE: tl.constexpr,  # scales are read when registers have become free
+    LATE: tl.constexpr,  # pages are read when they are needed, not before
     HARDWARE: tl.constexpr,
 ):
     """(maxima [8], sums [8], four runs of 32 channels [32, 8], as eighths) of pages split, split + active, ..."""
@@ -314,13 +314,11 @@ def far_by_bytes(
             ask_for(words + (tl.load(table + split + a * active) + shift) * 4, RECORD, HARDWARE)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
-    key_scales = _key_scales(words, place, HARDWARE)
-    keys = _key_codes(words, place, HARDWARE)
-    value_scales = key_scales
     if not LATE:
+        key_scales = _key_scales(words, place, HARDWARE)
+        keys = _key_codes(words, place, HARDWARE)
         value_scales = _value_scales(words, place, SKIP, HARDWARE)
-    values = _value_codes(words, place, SKIP, HARDWARE)
-    here = place
+        values = _value_codes(words, place, SKIP, HARDWARE)
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     queries, back = _queries(q, GROUP, HARDWARE)
@@ -332,20 +330,23 @@ def far_by_bytes(
     acc = ()
     for _ in tl.static_range(16):
         acc = acc + (flat,)
-    place = tl.load(table + split + tl.minimum(1, last) * active) + shift
+    ahead = tl.load(table + split + tl.minimum(1, last) * active) + shift
     later = tl.load(table + split + tl.minimum(AHEAD, last) * active) + shift
     for step in tl.range(0, count, num_stages=1):
         if AHEAD > 0:
             ask_for(words + later * 4, RECORD, HARDWARE)
             later = tl.load(table + split + tl.minimum(step + AHEAD + 1, last) * active) + shift
+        if LATE:
+            key_scales = _key_scales(words, place, HARDWARE)
+            keys = _key_codes(words, place, HARDWARE)
+            values = _value_codes(words, place, SKIP, HARDWARE)
         met, factor, base = _fold(queries, key_scales, back, HARDWARE)
         if LATE:
-            value_scales = _value_scales(words, here, SKIP, HARDWARE)
-            here = place
+            value_scales = _value_scales(words, place, SKIP, HARDWARE)
         scores = _scores(keys, met, factor, base, HARDWARE)
-        keys = _key_codes(words, place, HARDWARE)
         if not LATE:
-            key_scales = _key_scales(words, place, HARDWARE)
+            keys = _key_codes(words, ahead, HARDWARE)
+            key_scales = _key_scales(words, ahead, HARDWARE)
         most = tl.maximum(
             tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3])),
             tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7])),
@@ -363,8 +364,6 @@ def far_by_bytes(
         more += (weights[4] + weights[5]) + (weights[6] + weights[7])
         total = total * fade + more * gain
         met, units, sums = _value_operands(weights, value_scales, HARDWARE)
-        if LATE:
-            key_scales = _key_scales(words, place, HARDWARE)
         lows = (
             lows[0] * fade + sums[0] * (gain * 32768.0),
             lows[1] * fade + sums[1] * (gain * 32768.0),
@@ -404,10 +403,11 @@ def far_by_bytes(
                         + (some[2] + some[3] * 256).to(tl.float32) * scale,
                     )
         acc = found
-        values = _value_codes(words, place, SKIP, HARDWARE)
         if not LATE:
-            value_scales = _value_scales(words, place, SKIP, HARDWARE)
-        place = tl.load(table + split + tl.minimum(step + 2, last) * active) + shift
+            values = _value_codes(words, ahead, SKIP, HARDWARE)
+            value_scales = _value_scales(words, ahead, SKIP, HARDWARE)
+        place = ahead
+        ahead = tl.load(table + split + tl.minimum(step + 2, last) * active) + shift
     runs = ()
     for j in tl.static_range(4):
         # Field j: nibble j % 2 of the byte of group j / 2. Four quarters of eight channels.

@@ -4,7 +4,7 @@ from nstf.kernels.triton.attention_pages import Forms
 from nstf.kernels.triton.launching import overlaps
 
 # Of attention_bytes.py: programs of a warp; how far ahead they ask for pages, when they read scales.
-BY_BYTES = {"BYTES": 1, "RESIDENT": 12, "REGS": 168, "STAGES": 2, "AHEAD": 2, "EARLY": 1, "LATE": 1}
+BY_BYTES = {"BYTES": 1, "RESIDENT": 12, "REGS": 168, "STAGES": 2, "AHEAD": 2, "EARLY": 0, "LATE": 1}
 
 
 def by_bytes(forms: Forms, group: int, masked: bool, ring: bool, arch: str) -> bool:
