@@ -11,7 +11,7 @@ def by_bytes(forms: Forms, group: int, masked: bool, ring: bool, arch: str) -> b
     """Whether codes are multiplied as bytes: by what attention_bytes.py can."""
     keys, values = forms.keys, forms.values
     known = keys.bits == values.bits == 4 and keys.channel and not values.channel and forms.size == 128
-    return known and group <= 4 and not masked and not ring and overlaps(arch)
+    return known and group <= 4 and not masked and not ring and arch == "sm_90" and overlaps(arch)
 
 
 def runs_of(forms: Forms) -> tuple[int, int]:
