@@ -302,7 +302,8 @@ def prefill_spec(
     names = [name for name in prefill_kernel.arg_names if name not in constants]
     strides = ("line_stride", "head_stride", "row_stride", "near_line_stride", "near_head_stride")
     return KernelSpec(
-        name=f"attention_prefill_{kind[1:]}_{size}{'_lists' if lists else ''}{'_bands' if bands else ''}",
+        name=f"attention_prefill_{kind[1:]}_{size}{'_lists' if lists else ''}{'_bands' if bands else ''}"
+        + (f"_h{tile['HEADS']}" if tile["HEADS"] > 1 else ""),
         fn=prefill_kernel,
         signature={name: types.get(name, "i32") for name in names},
         constants=constants,
