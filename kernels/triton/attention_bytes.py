@@ -226,7 +226,7 @@ def _scores(keys, met, factor, base, HARDWARE: tl.constexpr):
 def _value_operands(weights, scales, HARDWARE: tl.constexpr):
     """(words of right operands, for each (h, i); units of both groups; sums of weights times minimums, for both groups).
 
-    weights: eight, (i, h), times 2^15.
+    weights: eight, (i, h), of 1 at most. Beside 256 a float32 counts by 2^-15: its lower half is a whole number.
     """
     odd = (tl.arange(0, 32) // 4 % 2).to(tl.uint32, bitcast=True)
     # Scales, then minimums, by group and h: positions i 0, 1 and 2, 3.
@@ -248,28 +248,27 @@ def _value_operands(weights, scales, HARDWARE: tl.constexpr):
     up = 0x78007800 - exponents
     ups = (same_halves(up, up, zero, HARDWARE), same_halves(up, up, zero + 1, HARDWARE))
     units = (
-        (((exponents & 0x7C00) << 13) + (112 << 23)).to(tl.float32, bitcast=True),
-        (((exponents >> 16) << 13) + (112 << 23)).to(tl.float32, bitcast=True),
+        (((exponents & 0x7C00) << 13) + (97 << 23)).to(tl.float32, bitcast=True),
+        (((exponents >> 16) << 13) + (97 << 23)).to(tl.float32, bitcast=True),
     )
     numbers = ()
     for n in tl.static_range(8):
         one, two = unpacked(product2(pairs[n], ups[n // 4], HARDWARE), HARDWARE)
         # Pair n of group n / 4: half h = n / 2 % 2, positions i = 2 (n % 2) and the next.
         numbers = numbers + (
-            (weights[4 * (n % 2) + n // 2 % 2] * one + 8388608.0).to(tl.uint32, bitcast=True),
-            (weights[4 * (n % 2) + n // 2 % 2 + 2] * two + 8388608.0).to(tl.uint32, bitcast=True),
+            (weights[4 * (n % 2) + n // 2 % 2] * one + 256.0).to(tl.uint32, bitcast=True),
+            (weights[4 * (n % 2) + n // 2 % 2 + 2] * two + 256.0).to(tl.uint32, bitcast=True),
         )
     met = ()
     for n in tl.static_range(8):
         # n = 4 h + i.
         met = met + (turned_over(low_bytes(numbers[n], numbers[8 + n], HARDWARE), HARDWARE),)
     sums = ()
-    small = zero + 0x02000200  # 2^-15, twice
     shorts = ()
     for n in tl.static_range(4):
         # As pairs: half h = n / 2, positions 2 (n % 2) and the next.
-        short = packed(weights[4 * (n % 2) + n // 2], weights[4 * (n % 2) + n // 2 + 2], HARDWARE)
-        shorts = shorts + (product2(short, small, HARDWARE),)
+        pair = packed(weights[4 * (n % 2) + n // 2], weights[4 * (n % 2) + n // 2 + 2], HARDWARE)
+        shorts = shorts + (pair,)
     for c in tl.static_range(2):
         acc = product2(shorts[0], pairs[8 + 4 * c], HARDWARE)
         for n in tl.static_range(1, 4):
@@ -354,19 +353,18 @@ def far_by_bytes(
         most = most_of_rows(most, HARDWARE)
         higher = tl.maximum(top, most)
         fade = tl.exp2(top - higher)
-        gain = tl.exp2(most - higher) * (1.0 / 32768)
+        gain = tl.exp2(most - higher)
         top = higher
-        level = most - 15.0
         weights = ()
         for n in tl.static_range(8):
-            weights = weights + (tl.exp2(scores[n] - level),)
+            weights = weights + (tl.exp2(scores[n] - most),)
         more = (weights[0] + weights[1]) + (weights[2] + weights[3])
         more += (weights[4] + weights[5]) + (weights[6] + weights[7])
         total = total * fade + more * gain
         met, units, sums = _value_operands(weights, value_scales, HARDWARE)
         lows = (
-            lows[0] * fade + sums[0] * (gain * 32768.0),
-            lows[1] * fade + sums[1] * (gain * 32768.0),
+            lows[0] * fade + sums[0] * gain,
+            lows[1] * fade + sums[1] * gain,
         )
         found = ()
         for c in tl.static_range(2):

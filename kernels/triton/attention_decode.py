@@ -293,8 +293,11 @@ def decode_specs(
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype, size, forms = pointer_type(pages.dtype), pages.forms.size, pages.forms
     ring = pages.ring > 1 or pages.sink < ALL
+    asked = tile or {}
     suits = by_bytes(forms, heads // kv_heads, masked, ring, arch)
-    tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | (tile or {})
+    # Of whole pages, by one warp.
+    suits = suits and asked.get("WARPS", 1) == 1 and asked.get("STEP", 64) == 64
+    tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | asked
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
