@@ -36,7 +36,7 @@ from attention_gpu_decode import (
 from torch import Tensor
 
 from nstf.kernels.triton import attention_predict
-from nstf.kernels.triton.attention_prefill import NARROW, prefill
+from nstf.kernels.triton.attention_prefill import NARROW, prefill, shares
 from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.graph_bench import read_bandwidth
 
@@ -143,11 +143,12 @@ def run_prefill(
     kv = (k[None], v[None])
     arch = arch_of(q.device)
     narrow = rule is not None and rule[0] + rule[1] <= NARROW
+    together = HEADS // KV_HEADS if shares(SIZE, arch, narrow) else 1
 
     def call() -> Tensor:
         prefill(
-            q[None], kv, kv, out, members, rules, 0, 0, SCALE, arch, rule is not None, lists, tile, narrow
-        )
+            q[None], kv, kv, out, members, rules, 0, 0, SCALE, arch, rule is not None, lists, tile, narrow, together
+        )  # fmt: skip
         return out
 
     return call

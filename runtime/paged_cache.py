@@ -143,7 +143,7 @@ class LayerCache:
         self._pairs: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._sparse: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
         for segment in self.plan.segments:
-            for pairs in (segment.dense, segment.banded, *(p for _, p in segment.sparse)):
+            for pairs in (*self._of(segment), *(pairs for _, pairs in segment.together)):
                 if pairs:
                     self._pairs[pairs] = torch.tensor(pairs, dtype=torch.int32, device=device)
             for _, pairs in segment.sparse:
@@ -221,7 +221,7 @@ class LayerCache:
         scale: float,
     ) -> None:
         from nstf.kernels.triton import attention_predict
-        from nstf.kernels.triton.attention_prefill import NARROW, prefill
+        from nstf.kernels.triton.attention_prefill import NARROW, prefill, shares
 
         forms = pages.forms
         if forms.keys.rotate:
@@ -230,22 +230,12 @@ class LayerCache:
             v = rotated(v).to(v.dtype)
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         far, near, near_start = self._read(pages, segment, k, v, start)
-        for pairs, bands in ((segment.dense, False), (segment.banded, True)):
-            if pairs:
-                prefill(
-                    q,
-                    far,
-                    near,
-                    out,
-                    self._pairs[pairs],
-                    self.rules,
-                    start,
-                    near_start,
-                    scale,
-                    self.arch,
-                    bands,
-                    narrow=bands and segment.widest <= NARROW,
-                )
+        narrow = segment.widest <= NARROW
+        for pairs, bands, together in segment.ranges(shares(forms.size, self.arch, narrow)):
+            prefill(
+                q, far, near, out, self._pairs[pairs], self.rules, start, near_start, scale, self.arch, bands,
+                narrow=bands and narrow, together=together,
+            )  # fmt: skip
         for stride, pairs in segment.sparse:
             members, (thresholds, lengths) = self._pairs[pairs], self._sparse[pairs]
             for row in range(len(q)):

@@ -20,6 +20,8 @@ class Segment:
     sparse: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by stride
     masked: bool  # whether a decoding query may see less than everything
     widest: int = 0  # positions of the sinks and the window of the banded heads, at most
+    # The banded heads again, as many side by side as the number says with one KV head and one rule.
+    together: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
 
     @property
     def places(self) -> tuple[int, int]:
@@ -28,6 +30,13 @@ class Segment:
         sinks = -(-group.sink // PAGE)
         # The window touches one page more than it fills; before min_length everything is kept.
         return sinks, max(-(-group.recent // PAGE) + 1, -(-group.min_length // PAGE) - sinks, 1) + 1
+
+    def ranges(self, together: bool) -> list[tuple[tuple[tuple[int, int], ...], bool, int]]:
+        """Launches of a prompt's heads that attend to ranges of keys: (heads, whether they have bands, how many neighbours
+        see the same keys). together: whether a program may take several of these."""
+        banded = self.together if together else ((1, self.banded),)
+        found = [(self.dense, False, 1), *((pairs, True, number) for number, pairs in banded)]
+        return [launch for launch in found if launch[0]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,23 @@ class PlannedHeads:
     @property
     def kv_heads(self) -> int:
         return len(self.layer.groups)
+
+
+def _together(
+    layer: LayerPlan, banded: list[tuple[int, int]]
+) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    """Heads by fours, twos and alone: of those of one KV head and rule as many fours as there are, then twos."""
+    alike: dict[object, list[tuple[int, int]]] = {}
+    for head, place in banded:
+        alike.setdefault((place, layer.heads[head].streaming), []).append((head, place))
+    found: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []}
+    for pairs in alike.values():
+        rest = pairs
+        for number, taken in found.items():
+            end = len(rest) // number * number
+            taken += rest[:end]
+            rest = rest[end:]
+    return tuple((number, tuple(taken)) for number, taken in found.items() if taken)
 
 
 def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
@@ -74,7 +100,16 @@ def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
         rules = (layer.heads[head].streaming for head, _ in banded)
         widest = max((rule[0] + rule[1] for rule in rules if rule is not None), default=0)
         segments.append(
-            Segment(group, tuple(members), tuple(dense), tuple(banded), by_stride, bool(banded), widest)
+            Segment(
+                group,
+                tuple(members),
+                tuple(dense),
+                tuple(banded),
+                by_stride,
+                bool(banded),
+                widest,
+                _together(layer, banded),
+            )
         )
     return PlannedHeads(layer, size, tuple(segments))
 

@@ -55,7 +55,7 @@ def _segment(
     from nstf.kernels.triton.attention_decode import decode_specs
     from nstf.kernels.triton.attention_pages import fetch_spec, store_spec
     from nstf.kernels.triton.attention_predict import sums_spec
-    from nstf.kernels.triton.attention_prefill import NARROW, prefill_spec
+    from nstf.kernels.triton.attention_prefill import NARROW, prefill_spec, shares
 
     pages = _hollow(layer, segment, dtype)
     shape = layer.heads, layer.kv_heads
@@ -66,11 +66,23 @@ def _segment(
         yield fetch_spec(pages, values, batch, 1)
     # Without codes a prompt's keys are read from one place.
     same = not pages.forms.near
-    for pairs, bands in ((segment.dense, False), (segment.banded, True)):
-        if pairs:
-            narrow = bands and segment.widest <= NARROW
+    narrow = segment.widest <= NARROW
+    for pairs, bands, together in segment.ranges(shares(layer.size, target, narrow)):
+        # Short prompts have a head in each program.
+        for number in sorted({1, together}):
             yield prefill_spec(
-                dtype, layer.size, batch, len(pairs), 1, False, bands, same, target, narrow=narrow
+                dtype,
+                layer.size,
+                batch,
+                len(pairs),
+                1,
+                False,
+                bands,
+                same,
+                target,
+                None,
+                bands and narrow,
+                number,
             )
     for stride, pairs in segment.sparse:
         yield sums_spec(dtype, layer.size, stride, len(pairs), 1, 1, target)

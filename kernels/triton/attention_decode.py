@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.attention_append import MOST_SPLITS, POINTERS, Scratch, shared
+from nstf.kernels.triton.attention_bytes import far_by_bytes
 from nstf.kernels.triton.attention_codes import (
     add_far_values,
     far_scores,
@@ -24,11 +25,14 @@ from nstf.kernels.triton.attention_codes import (
     position_in,
     value_channel,
 )
+from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_of, tile_of
+from nstf.kernels.triton.attention_lanes import ask_for
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
-from nstf.kernels.triton.attention_pages import ALL, Forms, Pages, place_of
+from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit
@@ -107,6 +111,11 @@ def decode_kernel(
     PDL: tl.constexpr,
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
     RING: tl.constexpr,  # whether pages stand in a ring
+    BYTES: tl.constexpr,  # attention_bytes.py
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    LATE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
     if PDL:
@@ -134,51 +143,77 @@ def decode_kernel(
         this = split // steps
         this = tl.where(this < front, this, first + this - front)
         place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
-    if PDL:
-        # Queries and the newest positions are the work of the launch in front.
-        tl.extra.cuda.gdc_wait()
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
-    queries = ()
-    for RUN in tl.static_range(K_RUNS):
-        some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
-        if not FOLD:
-            some = some * unit_of(K_BITS)
-        queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
+    if BYTES:
+        if AHEAD > 0:
+            # Of the last pages what it will read, too.
+            unit = (split + active - far % active) % active
+            if unit < (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1:
+                row = (line * KEPT + head) * 128 + (far * 64 + unit * NEAR) % 128
+                ask_for(near_keys + row * SIZE, NEAR * SIZE * 2, HARDWARE)
+                ask_for(near_values + row * SIZE, NEAR * SIZE * 2, HARDWARE)
+        top, total, acc = far_by_bytes(
+            q + (line * (GROUP * KV) + number * GROUP) * SIZE,
+            words,
+            table + line * places,
+            offset + head * (RECORD // 16),
+            split,
+            active,
+            count,
+            GROUP,
+            V_SKIP,
+            RECORD,
+            AHEAD,
+            PDL,
+            EARLY,
+            LATE,
+            HARDWARE,
+        )
+    else:
+        if PDL:
+            # Queries and the newest positions are the work of the launch in front.
+            tl.extra.cuda.gdc_wait()
+        queries = ()
+        for RUN in tl.static_range(K_RUNS):
+            some = tl.load(mine + key_channel(RUN, SIZE, K_BITS, QUAD)[:, None])
+            if not FOLD:
+                some = some * unit_of(K_BITS)
+            queries = queries + (_short(some, DTYPE if K_BITS == 16 else tl.float16, WIDE and K_BITS == 16),)
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = ()
-    for RUN in tl.static_range(V_RUNS):
-        c = value_channel(RUN, SIZE, V_BITS)
-        acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
-    for step in range(count):
-        unit = split + step * active
-        tile = unit // steps
-        part = unit % steps
-        n = position_in(part, STEP, QUAD)
-        # Where the next step's page lies is known a step ahead.
-        next_tile = tl.minimum((unit + active) // steps, far - 1)
-        following = tl.where(next_tile < front, next_tile, first + next_tile - front)
-        ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
-        scores = far_scores(
-            queries, words, halves, wide, place, n,
-            ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
-        )  # fmt: skip
-        if MASKED:
-            this = tl.where(tile < front, tile, first + tile - front)
-            scores = _visible(scores, this * 64 + n, sinks, floors)
-        higher = tl.maximum(top, tl.max(scores, axis=0))
-        # A row may see nothing of its program's pages so far.
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - level[None, :])
-        fade = tl.exp2(top - level)
-        total = total * fade + tl.sum(weights, axis=0)
-        acc = add_far_values(
-            acc, weights, fade, words, halves, wide, place, part, n,
-            ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
-        )  # fmt: skip
-        top = higher
-        place = ahead
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = ()
+        for RUN in tl.static_range(V_RUNS):
+            c = value_channel(RUN, SIZE, V_BITS)
+            acc = acc + (tl.zeros([c.shape[0], ROWS], tl.float32),)
+        for step in range(count):
+            unit = split + step * active
+            tile = unit // steps
+            part = unit % steps
+            n = position_in(part, STEP, QUAD)
+            # Where the next step's page lies is known a step ahead.
+            next_tile = tl.minimum((unit + active) // steps, far - 1)
+            following = tl.where(next_tile < front, next_tile, first + next_tile - front)
+            ahead = _place(table, line, places, following, sink, ring, offset, head, RECORD, RING)
+            scores = far_scores(
+                queries, words, halves, wide, place, n,
+                ROWS, SIZE, K_BITS, K_CHANNEL, K_RUNS, QUAD, WIDE, ASSEMBLY, FOLD,
+            )  # fmt: skip
+            if MASKED:
+                this = tl.where(tile < front, tile, first + tile - front)
+                scores = _visible(scores, this * 64 + n, sinks, floors)
+            higher = tl.maximum(top, tl.max(scores, axis=0))
+            # A row may see nothing of its program's pages so far.
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[None, :])
+            fade = tl.exp2(top - level)
+            total = total * fade + tl.sum(weights, axis=0)
+            acc = add_far_values(
+                acc, weights, fade, words, halves, wide, place, part, n,
+                ROWS, SIZE, V_BITS, V_CHANNEL, V_RUNS, V_SKIP, QUAD, WIDE, ASSEMBLY,
+            )  # fmt: skip
+            top = higher
+            place = ahead
 
     # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
     all_channels = tl.arange(0, SIZE)
@@ -240,16 +275,6 @@ def decode_kernel(
     tl.store(block + GROUP * (SIZE + 1) + g, total, mask=g < GROUP)
 
 
-def _runs(forms: Forms) -> tuple[int, int]:
-    """Runs of channels of keys and of values."""
-
-    def runs(bits: int, words: int, few: int) -> int:
-        return 1 if bits == 16 else 16 // bits // 2 if words < few else 16 // bits * max(1, words // 32)
-
-    keys, values = forms.keys.bits, forms.values.bits
-    return runs(keys, forms.size * keys // 32, 8), runs(values, forms.size * values // 16, 16)
-
-
 def decode_specs(
     pages: Pages,
     batch: int,
@@ -267,7 +292,12 @@ def decode_specs(
     """
     types, constants = shared(pages, batch, heads, kv_heads)
     dtype, size, forms = pointer_type(pages.dtype), pages.forms.size, pages.forms
-    tile = _tile(forms, masked, arch) | (tile or {})
+    ring = pages.ring > 1 or pages.sink < ALL
+    asked = tile or {}
+    suits = by_bytes(forms, heads // kv_heads, masked, ring, arch)
+    # Of whole pages, by one warp.
+    suits = suits and asked.get("WARPS", 1) == 1 and asked.get("STEP", 64) == 64
+    tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | asked
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
     fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
@@ -295,7 +325,7 @@ def decode_specs(
             **others,
         )
 
-    keys_runs, values_runs = _runs(forms)
+    keys_runs, values_runs = runs_of(forms)
     over_pages = {
         "K_RUNS": keys_runs,
         "V_RUNS": values_runs,
@@ -304,8 +334,13 @@ def decode_specs(
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
-        "RING": pages.ring > 1 or pages.sink < ALL,
+        "RING": ring,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
+        "BYTES": bool(tile["BYTES"]),
+        "AHEAD": tile["AHEAD"],
+        "EARLY": bool(tile["EARLY"]),
+        "LATE": bool(tile["LATE"]),
+        "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
@@ -337,45 +372,6 @@ def decode_specs(
             grid=(batch * pages.heads * (heads // kv_heads), size // added["WIDTH"], 1),
         ),
     )
-
-
-def _tile(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
-    """RESIDENT: programs for each multiprocessor; STEP: positions at a time; ROWS: of queries, what instructions have; REGS:
-    registers of a thread at most (0: as many as there are), so that so many programs are resident; FOLD: as in the kernel.
-
-    Codes: programs of one warp, which wait for nobody, as many as run at once: a second wave for a few took half as long
-    again (H200, heads of 128). The four schedulers of a multiprocessor have 16384 registers each, so programs of one warp
-    come in fours: 12 of 168 registers, or 8 where local memory holds no more or, with rules, 168 would spill. 16 of 128 are
-    slower.
-    """
-    bits = forms.keys.bits, forms.values.bits
-    small = arch.startswith(("gfx11", "gfx12"))
-    warps, step = (4, 64) if bits[1] == 16 else (1, 64)
-    if not arch.startswith("sm_") or forms.size > 128:
-        step = 32
-    if small and min(bits) < 16:
-        # Even so it spills: the operands of their matrix cores are held twice.
-        warps, step = 1 if min(bits) == 8 else 2, 16
-    elif small or forms.size > 128:
-        warps *= 2
-    nvidia = arch.startswith("sm_")
-    registers = 168 if nvidia and warps == 1 else 0
-    resident = 12 // warps if nvidia and forms.size <= 128 else max(4, 12 // warps)
-    stages = 2
-    if registers and forms.record_bytes * step > 16000 * 64:
-        resident, registers = 8, 0
-    elif registers and masked:
-        resident, registers, stages = 8, 0, 3
-    return {
-        "WARPS": warps,
-        "STAGES": stages,
-        "EACH": 2,
-        "STEP": step,
-        "RESIDENT": resident,
-        "ROWS": 8 if nvidia else 16,
-        "FOLD": int(nvidia),
-        "REGS": registers,
-    }
 
 
 def decode(

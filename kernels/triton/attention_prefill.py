@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.architecture import architecture
-from nstf.kernels.triton.launching import launch
+from nstf.kernels.triton.launching import launch, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 BLOCK = 128
@@ -115,26 +115,30 @@ def prefill_kernel(
     BANDS: tl.constexpr,
     SAME: tl.constexpr,  # near is far: pages of 16 bits
     EDGE: tl.constexpr,  # keys of a masked step: 64 or 32
-    QUERIES: tl.constexpr,  # of a program: 128, or 64 without lists
+    QUERIES: tl.constexpr,  # of a program and head: 128, or 64 without lists
+    HEADS: tl.constexpr,  # of a program: neighbours among the members, of one KV head and of one rule
     WIDE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     # Tiles with the most keys first; the heads of a KV head side by side.
     tiles = tl.num_programs(1)
     tile = start // QUERIES + tiles - 1 - tl.program_id(1)
-    line = tl.program_id(0) // KEPT
-    which = tl.program_id(0) % KEPT
+    line = tl.program_id(0) // (KEPT // HEADS)
+    which = tl.program_id(0) % (KEPT // HEADS) * HEADS
     head = tl.load(members + which * 2)
     kv = tl.load(members + which * 2 + 1)
     d = tl.arange(0, SIZE)
-    m = tl.arange(0, QUERIES)
-    at = tile * QUERIES + m
+    m = tl.arange(0, QUERIES * HEADS)
+    at = tile * QUERIES + m % QUERIES
     row = at - start
     here = (row >= 0) & (row < count)
-    from_q = q + line.to(tl.int64) * line_stride + head.to(tl.int64) * head_stride
-    query = tl.load(
-        from_q + row.to(tl.int64)[:, None] * row_stride + d[None, :], mask=here[:, None], other=0.0
-    )
+    from_q = q + line.to(tl.int64) * line_stride
+    if HEADS > 1:
+        heads_of = tl.load(members + (which + m // QUERIES) * 2)
+        from_rows = from_q + (heads_of.to(tl.int64) * head_stride + row.to(tl.int64) * row_stride)[:, None]
+    else:
+        from_rows = from_q + head.to(tl.int64) * head_stride + row.to(tl.int64)[:, None] * row_stride
+    query = tl.load(from_rows + d[None, :], mask=here[:, None], other=0.0)
     if WIDE:
         query = query.to(tl.float32)
     far_lane = (line * far_heads + kv).to(tl.int64) * far_rows * SIZE
@@ -144,14 +148,14 @@ def prefill_kernel(
     near_k = near_keys + near_lane
     near_v = near_values + near_lane
 
-    acc = tl.zeros([QUERIES, SIZE], tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    acc = tl.zeros([QUERIES * HEADS, SIZE], tl.float32)
+    total = tl.zeros([QUERIES * HEADS], tl.float32)
+    top = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
     n = tl.arange(0, EDGE)
     # The first page that the last loop takes: of pages of 16 bits, the blocks before the diagonal's need no mask.
     PAGES: tl.constexpr = QUERIES // 64
     last = tile * PAGES
-    low = tl.zeros([QUERIES], tl.int32)
+    low = tl.zeros([QUERIES * HEADS], tl.int32)
     lowest = 0  # no query sees a key between the sinks and this
     lower = 0  # where the steps of a window's lower edge begin,
     begin = 0  # and the steps that all queries see
@@ -255,6 +259,8 @@ def prefill_kernel(
             WIDE,
         )
 
+    if HEADS > 1:
+        head = heads_of
     into = out + ((line * count + row).to(tl.int64) * heads + head)[:, None] * SIZE + d[None, :]
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(into, acc.to(DTYPE), mask=here[:, None])
@@ -272,10 +278,11 @@ def prefill_spec(
     arch: str,
     tile: dict[str, int] | None = None,
     narrow: bool = False,
+    together: int = 1,
 ) -> KernelSpec:
-    """kept: heads of the launch; tiles: of its queries. narrow: as in `prefill`. `tile` overrides the choice of keys at a
-    time, warps and so on."""
-    tile = _tile(size, lists, arch, narrow) | (tile or {})
+    """kept: heads of the launch; tiles: of its queries. narrow, together: as in `prefill`. `tile` overrides the choice of
+    keys at a time, warps and so on."""
+    tile = _tile(size, lists, arch, narrow, together) | (tile or {})
     kind = pointer_type(dtype)
     pointers = ("q", "far_keys", "far_values", "near_keys", "near_values", "out")
     integers = ("members", "rules", "lists", "counts")
@@ -289,12 +296,14 @@ def prefill_spec(
         "SAME": same,
         "EDGE": tile["EDGE"],
         "QUERIES": tile["QUERIES"],
+        "HEADS": tile["HEADS"],
         "WIDE": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
     }
     names = [name for name in prefill_kernel.arg_names if name not in constants]
     strides = ("line_stride", "head_stride", "row_stride", "near_line_stride", "near_head_stride")
     return KernelSpec(
-        name=f"attention_prefill_{kind[1:]}_{size}{'_lists' if lists else ''}{'_bands' if bands else ''}",
+        name=f"attention_prefill_{kind[1:]}_{size}{'_lists' if lists else ''}{'_bands' if bands else ''}"
+        + (f"_h{tile['HEADS']}" if tile["HEADS"] > 1 else ""),
         fn=prefill_kernel,
         signature={name: types.get(name, "i32") for name in names},
         constants=constants,
@@ -303,29 +312,40 @@ def prefill_spec(
         num_stages=tile["STAGES"],
         batch=batch,
         kind="attention_prefill",
-        grid=(batch * kept, tiles, 1),
+        options={"maxnreg": tile["REGS"]} if tile["REGS"] else {},
+        grid=(batch * kept // constants["HEADS"], tiles, 1),
     )
 
 
-def _tile(size: int, lists: bool, arch: str, narrow: bool) -> dict[str, int]:
+def shares(size: int, arch: str, narrow: bool) -> bool:
+    """Whether programs may take several heads of a KV head."""
+    return narrow and size == 128 and arch == "sm_90"
+
+
+def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dict[str, int]:
     """Queries and keys at a time, warps and stages: what compiles without spills and fits local memory.
 
     Timed on an H200 with heads of 128: 64 keys and three stages for ranges and bands, of lists only what stands here.
     Narrow bands: 64 queries have fewer masked steps, and the start and the end of one program overlaps the other of its
     multiprocessor.
     """
+    one = {"HEADS": together, "REGS": 0}
     if arch.startswith("sm_"):
+        if size == 128 and narrow and together > 1:
+            four = together == 4
+            return {"QUERIES": 64, "TILE": 64, "WARPS": 8, "STAGES": 3 if four else 2, "EDGE": 64,
+                    "HEADS": together, "REGS": 0 if four else 128}  # fmt: skip
         if size == 128 and narrow:
-            return {"QUERIES": 64, "TILE": 64, "WARPS": 4, "STAGES": 3, "EDGE": 64}
+            return {"QUERIES": 64, "TILE": 64, "WARPS": 4, "STAGES": 3, "EDGE": 64} | one
         if size == 128 and not lists:
-            return {"QUERIES": BLOCK, "TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64}
+            return {"QUERIES": BLOCK, "TILE": 64, "WARPS": 8, "STAGES": 3, "EDGE": 64} | one
         keys = 128 if size <= 128 else 64
-        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 2, "EDGE": 64}
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 2, "EDGE": 64} | one
     if arch.startswith(("gfx11", "gfx12")):
         keys = 16 if size > 64 else 32
-        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys}
+        return {"QUERIES": BLOCK, "TILE": keys, "WARPS": 8, "STAGES": 1, "EDGE": keys} | one
     lds = architecture(arch).lds_bytes_per_group
-    return {
+    return one | {
         "QUERIES": BLOCK,
         "TILE": 64 if size <= 128 or lds > 65536 else 32,
         "WARPS": 4 if size <= 64 else 8,
@@ -349,6 +369,7 @@ def prefill(
     lists: tuple[Tensor, Tensor] | None = None,
     tile: dict[str, int] | None = None,
     narrow: bool = False,
+    together: int = 1,
 ) -> None:
     """Attention of some heads, written into out [batch, count, heads, size].
 
@@ -356,7 +377,8 @@ def prefill(
     [batch, KV, rows, size], row p is position p, of all pages that are read in their stored form; near: those from
     near_start on, a multiple of 64, as they came. For pages of 16 bits both may be the same. members: int32 [kept, 2],
     each head and its KV head in far and near. rules: int32 [heads, 3]; without `bands` they are not looked at.
-    narrow: bands of at most NARROW positions.
+    narrow: bands of at most NARROW positions. together: 2 or 4 where so many neighbours among the members have one KV head
+    and one rule, and `shares` says so.
     lists: (blocks int32 [kept, tiles, most], counts int32 [kept, tiles]) of batch 1 (attention_predict.py).
     """
     batch, heads, count, size = q.shape
@@ -364,13 +386,15 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    each = _tile(size, lists is not None, arch, narrow)["QUERIES"]
+    each = _tile(size, lists is not None, arch, narrow, 1)["QUERIES"]
     if tile is not None:
         each = tile.get("QUERIES", each)
     tiles = (start + count - 1) // each - start // each + 1
+    if batch * len(members) // together * tiles < 4 * processors_of(arch):
+        together = 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
-        far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow,
+        far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow, together,
     )  # fmt: skip
     blocks, counts = lists or (members, members)
     launch(

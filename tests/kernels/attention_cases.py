@@ -5,8 +5,9 @@ Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Decode(NamedTuple):
     batch: int = 1
     dtype: str = "float16"
     large: float = 1.0  # keys times this, queries divided by it; values times twice this
+    by_bytes: bool = False  # as NVIDIA's cards do
 
 
 DECODE = {
@@ -47,6 +49,11 @@ DECODE = {
     "2 bits the other way": Decode(300, 1, "2t", "2c", size=128),
     "8 bits, rotated": Decode(260, 1, "8tr", "8cr", size=128),
     "4 bits of 128": Decode(400, 1, "4c", "4t", size=128, dtype="bfloat16"),
+    "by bytes": Decode(260, 1, "4c", "4t", size=128, kv_heads=1, by_bytes=True),
+    "by bytes, two queries": Decode(330, 2, "4c", "4t", size=128, batch=2, dtype="bfloat16", by_bytes=True),
+    "by bytes, numbers of 50,000": Decode(
+        200, 1, "4c", "4t", size=128, kv_heads=1, large=4000.0, by_bytes=True
+    ),
     "8 bits of 256": Decode(200, 1, "8t", "8t", size=256),
     "keys alone": Decode(330, 1, "4tr", "16", batch=2),
     "values alone": Decode(330, 1, "16", "4tr"),
@@ -171,6 +178,9 @@ def decode_error(case: Decode, device: str) -> float:
     rules = rules.to(device, torch.int32)
     masked = case.band is not None
     worst = 0.0
+    tile = {"EACH": 1}
+    if case.by_bytes and device == "cpu":
+        tile |= {"BYTES": 1, "ROWS": 8, "STEP": 64}
     for at in range(case.stored, total):
         out = torch.full((batch, case.heads * size), float("nan"), dtype=dtype, device=device)
         position = torch.tensor([at], device=device)
@@ -181,7 +191,7 @@ def decode_error(case: Decode, device: str) -> float:
             )  # fmt: skip
             attention_decode.decode(
                 segment, rules, masked, position, room, out, (case.heads, case.kv_heads), arch, total,
-                {"EACH": 1},
+                tile,
             )  # fmt: skip
         for row in range(batch):
             wanted = reference_attention(
@@ -202,6 +212,7 @@ class Prefill(NamedTuple):
     evict: bool = False
     size: int = 64
     dtype: str = "float16"
+    together: bool = False  # heads of one KV head and rule in one program, however short the prompt
 
 
 # Patterns: `full`, `sink window min_length` or `threshold/stride min_length`.
@@ -213,6 +224,12 @@ PREFILL = {
     "bands of 128 channels": Prefill((330, 90), ("5 40 0", "70 130 0", "full", "1 300 200"), size=128),
     "codes and bands of 128": Prefill(
         (256, 70), ("0 90 0", "70 130 0", "20 50 0", "full"), "4c", "4t", size=128
+    ),
+    "heads together": Prefill(
+        (200, 90), ("70 130 0",) * 4 + ("full", "5 40 0", "64 64 100", "64 64 100"), size=128, together=True
+    ),
+    "codes and heads together": Prefill(
+        (256, 70), ("70 130 0", "70 130 0", "20 50 0", "70 130 0"), "4c", "4t", size=128, together=True
     ),
     "a narrow band": Prefill((400,), ("0 1 0", "200 10 0", "64 64 0", "130 200 350")),
     "blocks": Prefill((512, 256, 100), ("0.5/16 0", "0.8/8 300", "full", "0.3/16 0")),
@@ -248,15 +265,17 @@ def planned(case: Prefill) -> LayerPlan:
 
 def prefill_error(case: Prefill, device: str) -> float:
     """The largest error of the outputs of all chunks, relative to the largest output."""
+    from nstf.kernels.triton import attention_prefill
     from nstf.runtime.paged_cache import LayerCache, PagePool
     from nstf.runtime.planned_heads import compiled
 
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, case.dtype)
     layer, total = planned(case), sum(case.chunks)
-    q, k, v = (torch.randn(n, total, case.size, generator=generator) for n in (4, 2, 2))
+    heads = len(case.heads)
+    q, k, v = (torch.randn(n, total, case.size, generator=generator) for n in (heads, 2, 2))
     # Queries that look for some keys more than for others.
-    q = q + 2.0 * k.repeat_interleave(2, dim=0)[:, torch.arange(total) // 3]
+    q = q + 2.0 * k.repeat_interleave(heads // 2, dim=0)[:, torch.arange(total) // 3]
     k, v = (
         turned(turned(x, fmt(f).rotate).to(dtype).float(), fmt(f).rotate)
         for x, f in ((k, case.keys), (v, case.values))
@@ -269,9 +288,13 @@ def prefill_error(case: Prefill, device: str) -> float:
     for count in case.chunks:
         rows = slice(start, start + count)
         pool.reserve(start + count)
-        found = cache.prefill(
-            *(x[None, :, rows].to(dtype).to(device) for x in (q, k, v)), start, case.size**-0.5
-        )
+        with ExitStack() as stack:
+            if case.together:
+                stack.enter_context(patch.object(attention_prefill, "shares", lambda *_: True))
+                stack.enter_context(patch.object(attention_prefill, "processors_of", lambda _: 0))
+            found = cache.prefill(
+                *(x[None, :, rows].to(dtype).to(device) for x in (q, k, v)), start, case.size**-0.5
+            )
         error = (found[0].cpu().float().transpose(0, 1) - wanted[:, rows]).abs().max() / wanted.abs().max()
         worst = max(worst, float(error) if not error.isnan() else float("inf"))
         start += count

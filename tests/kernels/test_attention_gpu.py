@@ -24,11 +24,11 @@ from nstf.kernels.triton.attention_append import append_spec
 from nstf.kernels.triton.attention_decode import decode_specs
 from nstf.kernels.triton.attention_pages import ALL, NEAR, Form, Forms, Pages, fetch_spec, store_spec
 from nstf.kernels.triton.attention_predict import sums_spec
-from nstf.kernels.triton.attention_prefill import prefill_spec
+from nstf.kernels.triton.attention_prefill import prefill_spec, shares
 from nstf.kernels.triton.spec import KernelSpec
 
 # In the default run; `make slow` runs all of them.
-FEW = ("a page fills up", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes")
+FEW = ("a page fills up", "by bytes", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes")
 
 
 def interpreted(names: tuple[str, ...]) -> dict[str, float]:
@@ -101,6 +101,7 @@ def spec_of(name: str, target: str) -> KernelSpec:
             rest[-1] == "same",
             target,
             narrow=rest[0] == "narrow",
+            together=int(rest[1]) if rest[1:] and rest[1].isdigit() and shares(size, target, True) else 1,
         )
     stored = pages("4c", "4tr", size)
     if kind == "append":
@@ -123,6 +124,9 @@ KERNELS = (
     "prefill bands",
     "prefill narrow same",
     "prefill narrow",
+    "prefill narrow 4 same",
+    "prefill narrow 4",
+    "prefill narrow 2",
     "prefill lists same",
     "prefill lists",
     "append",
@@ -165,6 +169,9 @@ KNOWN_MISSES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     # The operands of RDNA's matrix cores are held twice (RDNA3), and a page of codes has many.
     # Addresses and bounds in scalar registers, moved to lanes of vector registers: nothing goes to memory.
     ("prefill", CDNA): ("spills 0 vector",),
+    # As many registers as there are, and a few more; timed, nothing without is faster.
+    ("prefill narrow 4", ("sm_90",)): ("spills",),
+    ("prefill narrow 2", ("sm_90",)): ("spills",),
     ("decode 4c 4t masked", CDNA): ("spills 0 vector",),
     **{(f"decode {form}", RDNA): ("spills",) for form in ("8c 8t", "4c 4t", "2c 2t", "4c 16")},
 }

@@ -56,6 +56,22 @@ def test_a_layer_is_sorted_by_storage_and_pattern() -> None:
         compiled(plan_of(1, 48).layers[0], 48)
 
 
+def test_heads_of_one_kv_head_and_rule_share_programs_by_fours_and_twos() -> None:
+    full = HeadPlan("full", {}, 0, 0.0, 1.0)
+    one, two = (HeadPlan("streaming", {"sink": 4, "window": w}, 0, 0.0, 1.0) for w in (64, 100))
+    heads = (one,) * 7 + (full,) + (one, two, one, two, two, full, one, two)
+    ranges = compiled(LayerPlan(heads, (GroupPlan(0, 0, 0, PLAIN, PLAIN),) * 2), 128).segments[0].ranges(True)
+    assert ranges == [
+        (((7, 0), (13, 1)), False, 1),
+        (((0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (11, 1), (12, 1), (15, 1)), True, 4),
+        (((4, 0), (5, 0), (8, 1), (10, 1)), True, 2),
+        (((6, 0), (14, 1)), True, 1),
+    ]
+    assert [number for _, _, number in compiled(plan_of(1, 64).layers[0], 64).segments[0].ranges(False)] == [
+        1
+    ]
+
+
 def test_planned_decoding_says_what_it_does_not_run() -> None:
     model, plan = model_of(), plan_of(2, 64)
     with pytest.raises(UnsupportedError, match="in 16 bits, not in"):
