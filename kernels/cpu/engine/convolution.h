@@ -33,6 +33,12 @@ struct ConvolutionRow {
     float by, gain, bias, least, most;
 };
 
+// Pixels of a tile that are neighbours in one row of the image. at: of the first one in the tile.
+struct PixelRun {
+    const int8_t* from;
+    int64_t at, count;
+};
+
 // What an instruction set does. out: [rows][64]; blocks: of 32 columns, that a tile has.
 struct ConvolutionKernels {
     // Sums of activations by group of codes, [group][64], each times `by`.
@@ -42,6 +48,11 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
+    // The same for four channels, `plane` values from one to the next; out: [count][4].
+    void (*quantise_quads)(const float* x, int64_t plane, int64_t count, float inverse, float zero, int8_t* out);
+    // A tile from an image in quads (patches.h). places: of each word; what is written beyond a run is written again later, or is
+    // room beyond the tile.
+    void (*copy_tile)(const PixelRun* runs, int found, const int32_t* places, int64_t words, int8_t* out);
     // y = (x - shift * by) * scale * gain + bias + added between its bounds, for some rows and pixels of one image. x: [rows][64]; y and
     // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity.
     void (*finish)(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added, int64_t stride,
@@ -110,6 +121,11 @@ class Convolution {
     };
     std::shared_ptr<const Columns> columns_of(const Image& image) const;
     std::vector<float> row_sums_;  // of the weight, as the bytes give it
+    // Whether the image is laid out in quads; and a small weight's bytes, in their order: unpacked once, [rows][32 blocks], with
+    // scales and zero points as `unpack` gives them.
+    bool quads_ = false;
+    std::vector<uint8_t> held_;
+    std::vector<float> held_scales_, held_zeros_;
     // How `tiles` shares out so many pixels among some threads, as the last call did.
     struct Shares {
         int64_t pixels = 0, together = 1, rows = 1;  // tiles of a task; tasks that share the rows of a group
