@@ -116,8 +116,8 @@ def _fused_class(base: Any) -> type[nn.Module]:
 
 
 class _Given(NamedTuple):
-    """The image that a module is given. name: of the parameter; channels: as many as its code was read for, None: any; alone:
-    whether the module has no other parameter and gives a tensor."""
+    """The image that a module is given. name: of the parameter; channels: as many as its code was read for, None: any;
+    alone: whether the module has no other parameter and gives a tensor."""
 
     name: str
     channels: int | None
