@@ -14,6 +14,8 @@ namespace {
 
 // Bytes of a tile's activations, which the second cache holds beside the weight's rows; and of the images that are rounded at a time.
 constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
+// Of a result, that a thread leaves to what follows at a time.
+constexpr int64_t kBandBytes = 1 << 20;
 // An image of fewer values is rounded by one thread: handing out parts of it takes as long.
 constexpr int64_t kSmallImage = 1 << 14;
 // In times of a tile's products with the rows of a group: unpacking their codes; laying a tile out, times the rows.
@@ -158,7 +160,7 @@ bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t
 }
 
 void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y,
-                      bool last_in, bool last_out, int threads, const float* known, float* found) const {
+                      bool last_in, bool last_out, int threads, const float* known, float* found, const RowsDone* then) const {
     Plan p;
     std::mutex merging;
     p.merging = &merging;
@@ -195,7 +197,8 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         lay_out(p, x + i * in, count);
         ConvolutionEnd own = end;
         if (end.added != nullptr) own.added += i * out;
-        tiles(p, count, own, y + i * out);
+        if (then != nullptr && images == 1 && p.out_height > 1) bands(p, own, y, *then);
+        else tiles(p, count, own, y + i * out);
     }
 }
 
@@ -316,6 +319,22 @@ void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& aft
              after, y);
     };
     parallel_blocks(p.threads, across * groups * shares, one);
+}
+
+// Rows of one image with what follows them while they are in the caches.
+void Convolution::bands(const Plan& p, const ConvolutionEnd& after, float* y, const RowsDone& then) const {
+    const int64_t row_bytes = 4 * weight_->rows * p.out_width, groups = shape_.groups, own = weight_->rows / groups;
+    const int64_t turns = (p.out_height * row_bytes / kBandBytes + p.threads) / p.threads;
+    const int64_t parts = std::clamp<int64_t>(turns * p.threads, 1, p.out_height);
+    const int64_t together = std::clamp<int64_t>(kTileBytes / (blocks_ * 32 * kPixels), 1, 16) * kPixels;
+    auto one = [&](int64_t t) {
+        const int64_t first = p.out_height * t / parts, end = p.out_height * (t + 1) / parts;
+        for (int64_t pixel = first * p.out_width; pixel < end * p.out_width; pixel += together)
+            for (int64_t g = 0; g < groups; ++g)
+                task(p, pixel, std::min(end * p.out_width, pixel + together), g, g * own, (g + 1) * own, after, y);
+        then(first, end);
+    };
+    parallel_blocks(p.threads, parts, one);
 }
 
 // Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.

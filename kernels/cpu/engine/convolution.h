@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -81,6 +82,9 @@ const ConvolutionKernels& convolution_neon_dot();
 // infinity. x: [images][lines][length]; threads share out the length.
 void extremes(const float* x, int64_t images, int64_t lines, int64_t length, int threads, float* found);
 
+// What a thread does next with some rows of one image's result, first..end - 1, all channels of which it has just written.
+using RowsDone = std::function<void(int64_t first, int64_t end)>;
+
 struct Image;
 
 class Convolution {
@@ -92,9 +96,9 @@ class Convolution {
     // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y, with `out` channels, and
     // what is added so too.
     // known: of each image three extremes, as `finish` has them, or null; found: room for those of the results, or null, where channels
-    // come first.
+    // come first; then: called for the rows of a single image as they are done, by several threads (null: nothing is).
     void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last_in,
-             bool last_out, int threads, const float* known = nullptr, float* found = nullptr) const;
+             bool last_out, int threads, const float* known = nullptr, float* found = nullptr, const RowsDone* then = nullptr) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
     // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
@@ -105,6 +109,7 @@ class Convolution {
     void scales(const Plan& p, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
+    void bands(const Plan& p, const ConvolutionEnd& end, float* y, const RowsDone& then) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,
               float* y) const;
 
