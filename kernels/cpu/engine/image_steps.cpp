@@ -133,6 +133,23 @@ void means(const float* x, int64_t planes, int64_t count, float* y, int threads)
     parallel_blocks(threads, (planes + some - 1) / some, task);
 }
 
+// w [outputs][inputs] times x [images][inputs], with a bias or without.
+void linear(const float* x, int64_t images, const float* w, const float* bias, int64_t inputs, int64_t outputs, float* y, int threads) {
+    constexpr int64_t kAtOnce = 1 << 15;  // products of a task
+    const int64_t some = std::max<int64_t>(1, kAtOnce / inputs);
+    auto task = [&](int64_t t) {
+        for (int64_t o = t * some; o < std::min(outputs, (t + 1) * some); ++o)
+            for (int64_t i = 0; i < images; ++i) {
+                const float *a = w + o * inputs, *b = x + i * inputs;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t k = 0; k < inputs; ++k) sum += a[k] * b[k];
+                y[i * outputs + o] = bias == nullptr ? sum : sum + bias[o];
+            }
+    };
+    parallel_blocks(threads, (outputs + some - 1) / some, task);
+}
+
 // [images][rows][columns] to [images][columns][rows].
 void turn(const ConvolutionKernels* kernels, const float* x, int64_t images, int64_t rows, int64_t columns, float* y, int threads) {
     const int64_t tiles = (columns + kPixels - 1) / kPixels;
@@ -186,8 +203,18 @@ void ImageSteps::add_pool(int from, int to, const int64_t kernel[2], const int64
 
 void ImageSteps::add_mean(int from, int to) { push({nullptr, from, to, -1, 0, 0, {0, 0}, {0, 0}, {0, 0}}); }
 
+void ImageSteps::add_linear(int from, int to, int64_t inputs, int64_t outputs) {
+    if (inputs < 1 || outputs < 1 || inputs > (1 << 24) || outputs > (1 << 24))
+        throw std::invalid_argument("image steps: a size is out of range");
+    push({nullptr, from, to, -1, 0, 0, {0, 0}, {0, 0}, {0, 0}, inputs, outputs});
+}
+
 bool ImageSteps::size_of(const Step& step, const Size& in, Size* out) {
     if (step.convolution != nullptr) return step.convolution->sizes(in[0], in[1], in[2], out->data());
+    if (step.outputs > 0) {
+        *out = {step.outputs, 1, 1};
+        return in[0] == step.inputs && in[1] == 1 && in[2] == 1;
+    }
     *out = in;
     if (step.kernel[0] == 0) {
         *out = {in[0], 1, 1};
@@ -230,15 +257,21 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
     for (size_t i = 0; i < steps_.size(); ++i) {
         int64_t& one = call.room[static_cast<size_t>(steps_[i].to)];
         one = std::max(one, count_of(call.sizes[i]));
-        if (steps_[i].convolution != nullptr) numbers += 2 * call.sizes[i][0], ++convolutions;
+        if (steps_[i].convolution != nullptr) numbers += 2 * call.sizes[i][0];
+        if (steps_[i].convolution != nullptr || steps_[i].outputs > 0) ++convolutions;
     }
     if (convolutions != norms.size()) throw std::invalid_argument("image steps: another number of convolutions");
     thread_local Buffer<float> scales;
     float* scale = scales.grow(numbers);
     size_t next = 0;
     for (size_t i = 0; i < steps_.size(); ++i) {
-        if (steps_[i].convolution == nullptr) continue;
+        if (steps_[i].convolution == nullptr && steps_[i].outputs == 0) continue;
         const Normalisation& norm = norms[next++];
+        if (steps_[i].convolution == nullptr) {
+            if (norm.gain == nullptr) throw std::invalid_argument("image steps: a matrix without values");
+            call.gains.push_back(norm.gain), call.biases.push_back(norm.own);
+            continue;
+        }
         const int64_t rows = call.sizes[i][0];
         if (norm.mean != nullptr) scaled(norm, rows, scale, scale + rows);
         call.gains.push_back(norm.mean == nullptr ? nullptr : scale);
@@ -319,6 +352,9 @@ void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y
                     step.convolution->run(values[from], count, before[1], before[2], end, out, channels_last, false, threads, of(from),
                                           of(to));
                 }
+                ++next;
+            } else if (step.outputs > 0) {
+                linear(values[from], count, call.gains[next], call.biases[next], step.inputs, step.outputs, out, threads);
                 ++next;
             } else if (step.kernel[0] == 0) {
                 means(values[from], count * before[0], before[1] * before[2], out, threads);
