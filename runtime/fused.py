@@ -107,7 +107,7 @@ def _fused_class(base: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = self.__dict__["_fused_plan"]
         if len(args) + len(kwargs) == 1 and not self.training:
-            x = args[0] if args else kwargs.get(plan.given.name)
+            x: Any = args[0] if args else kwargs.get(plan.given.name)
             if plan.usable(x):
                 return plan.run(x)
         return base.forward(self, *args, **kwargs)
@@ -214,8 +214,9 @@ class _Shape(fx.proxy.Attribute):
     def __getitem__(self, place: Any) -> Any:
         if place != 1:
             return self.tracer.create_proxy("call_function", operator.getitem, (self, place), {})
-        self.tracer.asked = True
-        return self.tracer.channels
+        tracer: Any = self.tracer
+        tracer.asked = True
+        return tracer.channels
 
 
 def _writes(operation: Any) -> Any:
@@ -241,8 +242,8 @@ class _Tracer(fx.Tracer):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        first = next(m for m in module.modules() if isinstance(m, EncodedConv) and _on_images(m))
-        self.channels, self.asked = first.in_channels, False
+        first: Any = next(m for m in module.modules() if isinstance(m, EncodedConv) and _on_images(m))
+        self.channels, self.asked = int(first.weight_encoded.encoded.shape[1] * first.groups), False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -262,8 +263,11 @@ class _Tracer(fx.Tracer):
 def _trace(module: nn.Module) -> tuple[fx.Graph, _Given] | None:
     """The operations of a module of one tensor, and whatever else it may be given and is not; or None where its code cannot
     be read so."""
-    first, *others = [*inspect.signature(type(module).forward).parameters.values()][1:] or [None]
-    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+    parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    if not parameters:
+        return None
+    first, others = parameters[0], parameters[1:]
+    if first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         return None
     if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others):
         return None
@@ -293,7 +297,7 @@ def _planned(module: nn.Module) -> Plan | None:
     graph, given = traced
     parts = {f"module.{name}": part for name, part in module.named_modules()}
     for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(parts[node.target], _NOTHING) and len(node.args) == 1:
+        if node.op == "call_module" and isinstance(parts[str(node.target)], _NOTHING) and len(node.args) == 1:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
@@ -302,7 +306,7 @@ def _planned(module: nn.Module) -> Plan | None:
         return None
 
     def module_of(node: Any) -> nn.Module | None:
-        return parts[node.target] if isinstance(node, fx.Node) and node.op == "call_module" else None
+        return parts[str(node.target)] if isinstance(node, fx.Node) and node.op == "call_module" else None
 
     held: dict[fx.Node, ConvolutionStep] = {}  # by the node that gives its result so far
     members: set[fx.Node] = set()

@@ -123,7 +123,8 @@ def in_one_call(stages: Sequence[Any], x: Tensor) -> Callable[[], Tensor]:
     steps = ext.ImageSteps()
     for i, stage in enumerate(stages):
         steps.add(stage, 0 if i == 0 else 2 - i % 2, 1 + i % 2, -1, -math.inf, math.inf)
-    count, *size = x.shape
+    count, channels, height, width = x.shape
+    size = channels, height, width
     found = steps.sizes(*size)
     if found is None:
         raise ValueError(f"images {list(x.shape)} do not fit these convolutions")
@@ -131,8 +132,9 @@ def in_one_call(stages: Sequence[Any], x: Tensor) -> Callable[[], Tensor]:
     numbers, eps = [0] * (5 * len(stages)), [0.0] * len(stages)
 
     def run() -> Tensor:
-        at = images.data_ptr(), count, tuple(size), numbers, eps, y.data_ptr(), False
-        steps.run_at(*at, torch.get_num_threads())
+        steps.run_at(
+            images.data_ptr(), count, size, numbers, eps, y.data_ptr(), False, torch.get_num_threads()
+        )
         return y
 
     return run

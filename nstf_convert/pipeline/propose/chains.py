@@ -16,8 +16,8 @@ from nstf.proposals import Recipe, Signature
 from nstf_convert.pipeline.propose.units import Unit
 
 # Shares of the dense weight's multiplications: on a trained ResNet-18 most kernels of 256 outputs took Tucker's small ones.
-SHARES = (0.55, 0.35, 0.2, 0.1)
-TUCKER_SHARES = (0.35, 0.15, 0.1, 0.05)
+SHARES = (0.55, 0.45, 0.35, 0.28, 0.2, 0.14, 0.1)
+TUCKER_SHARES = (0.35, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
 # One scale a row: sums of small groups are scaled so often that it takes time.
 FACTORS = (
     Recipe("int_grid", {"bits": 6, "group": 0, "symmetric": True, "scale_bits": 16}),
