@@ -44,7 +44,8 @@ def recipes(unit: Unit, allowed: set[str], known: Signature | None = None) -> li
             known is None or _low_rank_loss(known, shape, share) < (1 - share) * known.signal
         ):
             factors = FACTORS if share >= SEVERAL_FACTORS else FACTORS[:1]
-            out += [Recipe("svd", params, {"factor": factor}) for factor in factors]
+            made = [Recipe("svd", params, {"factor": factor}) for factor in factors]
+            out += [recipe for recipe in made if recipe not in out]  # small weights have few ranks
     for share in TUCKER_SHARES if "tucker" in allowed else ():
         params = parameters("tucker", shape, share, unit.stride)
         if params is None or (known is not None and not _tucker_may_win(known, shape, params, share)):
