@@ -13,8 +13,9 @@ import logging
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,15 +53,23 @@ def fuse(model: nn.Module) -> int:
     that the code reads from its modules (a gain, a flag) count as they are now. Normalisations and parts that are replaced,
     added or taken away later are seen: such a module runs its own code until it is fused again.
     """
-    if isinstance(model, Fused):
-        # It may have been changed since, which its plan sees and then leaves alone: planned again from its own class.
-        model.__class__ = _own_class(model)
-        del model.__dict__["_fused_plan"]
+    for part in model.modules():
+        if isinstance(part, Fused):
+            # It may have been changed since, which its plan sees and then leaves alone: planned again from its own class.
+            part.__class__ = _own_class(part)
+            del part.__dict__["_fused_plan"]
+    return _fuse(model)
+
+
+def _fuse(model: nn.Module) -> int:
     if _image_convolutions(model) == 0:
         return 0
     plan = _planned(model)
-    if plan is None:
-        return sum(0 if _pooling_taken(child) else fuse(child) for child in model.children())
+    if plan is None or not plan.alone:
+        # Where more may be asked for than a plan gives, its own code runs with parts that have plans.
+        parts = sum(0 if _pooling_taken(child) else _fuse(child) for child in model.children())
+        if plan is None:
+            return parts
     _take(model, plan)
     return len(plan.fused)
 
@@ -78,7 +87,7 @@ def _pooling_taken(model: nn.Module) -> bool:
     if own in POOLINGS:
         model.__class__ = own
         step = PoolingStep("y", model, (Value("x"),), {}, frozenset({"x"}))
-        _take(model, Plan("x", "y", [step], [], []))
+        _take(model, Plan("x", "y", [step], [], [], _Given("input", None, True)))
     return own in POOLINGS
 
 
@@ -97,11 +106,22 @@ def _fused_class(base: Any) -> type[nn.Module]:
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = self.__dict__["_fused_plan"]
-        if len(args) == 1 and not kwargs and not self.training and plan.usable(args[0]):
-            return plan.run(args[0])
+        if len(args) + len(kwargs) == 1 and not self.training:
+            x: Any = args[0] if args else kwargs.get(plan.given.name)
+            if plan.usable(x):
+                return plan.run(x)
         return base.forward(self, *args, **kwargs)
 
     return type(base.__name__, (Fused, base), {"forward": forward})
+
+
+class _Given(NamedTuple):
+    """The image that a module is given. name: of the parameter; channels: as many as its code was read for, None: any;
+    alone: whether the module has no other parameter and gives a tensor."""
+
+    name: str
+    channels: int | None
+    alone: bool
 
 
 class Plan:
@@ -115,17 +135,24 @@ class Plan:
         steps: Sequence[Step],
         owners: list[tuple[nn.Module, list[nn.Module | None]]],
         parts: list[tuple[nn.Module, int]],
+        given: _Given,
     ) -> None:
-        self.source, self.result, self.owners, self.parts = source, result, owners, parts
+        self.source, self.result, self.owners, self.parts, self.given = source, result, owners, parts, given
         self.steps = in_runs(steps, result)
         self.dead = _last_reads(self.steps, result)
         self.fused = [s for s in steps if isinstance(s, ConvolutionStep)]
         self.norms = [s.normalisation for s in self.fused if s.normalisation is not None]
         self.convolutions: list[Any] = [p for p, _ in parts if hasattr(type(p), "exact_products")]
 
+    @property
+    def alone(self) -> bool:
+        return self.given.alone
+
     def usable(self, x: Any) -> bool:
         """Whether this call is plain inference on a CPU, and nobody watches the modules inside."""
         if type(x) is not Tensor or x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
+            return False
+        if self.given.channels is not None and x.shape[1] != self.given.channels:
             return False
         if torch.compiler.is_compiling():
             return False
@@ -174,6 +201,23 @@ def _on_images(module: Any) -> bool:
 class _Proxy(fx.Proxy):
     """A value of a trace in which `y += z` writes into y, as it does in a tensor; torch.fx takes it for y + z."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "shape" and self.node.op == "placeholder":
+            return _Shape(self, name)
+        return super().__getattr__(name)
+
+
+class _Shape(fx.proxy.Attribute):
+    """The shape of the image that a module is given. Code that looks at its channels goes on as if they were the first
+    convolution's; a plan is used for no others."""
+
+    def __getitem__(self, place: Any) -> Any:
+        if place != 1:
+            return self.tracer.create_proxy("call_function", operator.getitem, (self, place), {})
+        tracer: Any = self.tracer
+        tracer.asked = True
+        return tracer.channels
+
 
 def _writes(operation: Any) -> Any:
     return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
@@ -183,22 +227,56 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
     setattr(_Proxy, f"__{_name}__", _writes(getattr(operator, _name)))
 
 
+class _Called(nn.Module):
+    """A module that is called with one image and nothing else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
 class _Tracer(fx.Tracer):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        first: Any = next(m for m in module.modules() if isinstance(m, EncodedConv) and _on_images(m))
+        self.channels, self.asked = int(first.weight_encoded.encoded.shape[1] * first.groups), False
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m is self.module:
+            return False
         return hasattr(type(m), "encoded_base") or super().is_leaf_module(m, module_qualified_name)
 
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, dict) and is_dataclass(a):  # such as the results of transformers
+            given = {f.name: self.create_arg(getattr(a, f.name)) for f in fields(a)}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
 
-def _trace(module: nn.Module) -> fx.Graph | None:
-    """The operations of a module of one tensor, or None where its code cannot be read so."""
-    given = [*inspect.signature(type(module).forward).parameters.values()][1:]
-    if len(given) != 1 or given[0].kind not in (given[0].POSITIONAL_ONLY, given[0].POSITIONAL_OR_KEYWORD):
+
+def _trace(module: nn.Module) -> tuple[fx.Graph, _Given] | None:
+    """The operations of a module of one tensor, and whatever else it may be given and is not; or None where its code cannot
+    be read so."""
+    parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    if not parameters:
+        return None
+    first, others = parameters[0], parameters[1:]
+    if first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return None
+    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others):
         return None
     before = {m: dict(m.__dict__) for m in module.modules()}
+    tracer = _Tracer(module)
     try:
-        return _Tracer().trace(module)
+        for one in before:
+            one.__dict__["training"] = False
+        graph = tracer.trace(_Called(module))
     except Exception as error:  # whatever a model's own code does with something that is no tensor
         log.debug("%s is run as it is: %s", type(module).__name__, error)
         return None
@@ -206,16 +284,20 @@ def _trace(module: nn.Module) -> fx.Graph | None:
         for one, attributes in before.items():  # the code may keep what it saw
             one.__dict__.clear()
             one.__dict__.update(attributes)
+    result = next(n for n in graph.nodes if n.op == "output").args[0]
+    made = isinstance(result, fx.Node) and isinstance(result.target, type)
+    return graph, _Given(first.name, tracer.channels if tracer.asked else None, not others and not made)
 
 
 def _planned(module: nn.Module) -> Plan | None:
     """A module's plan, or None where no convolution would take anything in."""
-    graph = _trace(module)
-    if graph is None:
+    traced = _trace(module)
+    if traced is None:
         return None
-    parts = dict(module.named_modules())
+    graph, given = traced
+    parts = {f"module.{name}": part for name, part in module.named_modules()}
     for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(parts[node.target], _NOTHING) and len(node.args) == 1:
+        if node.op == "call_module" and isinstance(parts[str(node.target)], _NOTHING) and len(node.args) == 1:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
@@ -224,7 +306,7 @@ def _planned(module: nn.Module) -> Plan | None:
         return None
 
     def module_of(node: Any) -> nn.Module | None:
-        return parts[node.target] if isinstance(node, fx.Node) and node.op == "call_module" else None
+        return parts[str(node.target)] if isinstance(node, fx.Node) and node.op == "call_module" else None
 
     held: dict[fx.Node, ConvolutionStep] = {}  # by the node that gives its result so far
     members: set[fx.Node] = set()
@@ -263,7 +345,7 @@ def _planned(module: nn.Module) -> Plan | None:
         (m, [*m._modules.values()]) for m in inside
         if not all(isinstance(p, EncodedParameter) for p in m._modules.values())
     ]  # fmt: skip
-    return Plan(source, results.name, steps, owners, [(m, len(m._modules)) for m in inside[1:]])
+    return Plan(source, results.name, steps, owners, [(m, len(m._modules)) for m in inside[1:]], given)
 
 
 def _joined(step: ConvolutionStep, node: fx.Node, layer: nn.Module | None, others: list[fx.Node]) -> bool:

@@ -1,4 +1,5 @@
-"""Steps of a plan that the extension runs in one call: convolutions from codes, with what follows them, and poolings.
+"""Steps of a plan that the extension runs in one call: convolutions from codes, with what follows them, poolings, and a head
+of a plain matrix behind global pooling.
 
 Between the layers of a small network Python took as long as a third of them. And a pooling of torch's leaves torch's own
 threads looking for more work for milliseconds, on the cores that the threads of the extension want.
@@ -30,10 +31,15 @@ def in_runs(steps: Sequence[Step], result: str) -> "list[Step | Run]":
         best = at
         reads: set[str] = set()
         own: set[str] = set()
+        flat: set[str] = set()  # values that are no images any more
         source = ""
         for end in range(at, len(steps)):
             step = steps[end]
-            if not (isinstance(step, ConvolutionStep) or pooling(step) is not None):
+            if flattened(step) and end > at and _mean(steps[end - 1]) and steps[end - 1].out in step.reads:
+                flat.add(step.out)
+            elif matrix(step) is not None and step.reads <= flat:
+                flat.add(step.out)
+            elif step.reads & flat or not (isinstance(step, ConvolutionStep) or pooling(step) is not None):
                 break
             reads |= step.reads - own
             own.add(step.out)
@@ -59,6 +65,29 @@ def pooling(step: Step) -> "nn.MaxPool2d | nn.AdaptiveAvgPool2d | None":
     if not isinstance(module, POOLINGS) or type(module).forward not in [kind.forward for kind in POOLINGS]:
         return None
     if isinstance(module, nn.AdaptiveAvgPool2d) and not _of_all(module):
+        return None
+    assert isinstance(step, OtherStep)
+    return module if len(step.args) == 1 and isinstance(step.args[0], Value) and not step.kwargs else None
+
+
+def _mean(step: Step) -> bool:
+    return isinstance(pooling(step), nn.AdaptiveAvgPool2d)
+
+
+def flattened(step: Step) -> bool:
+    """Whether a step makes rows of images and nothing else."""
+    if not isinstance(step, OtherStep):
+        return False
+    module = step.target
+    if type(module) is nn.Flatten:
+        return (module.start_dim, module.end_dim) == (1, -1) and len(step.args) == 1 and not step.kwargs
+    return module is torch.flatten and step.args[1:] == (1,) and not step.kwargs
+
+
+def matrix(step: Step) -> "nn.Linear | None":
+    """The module of a step that is a product with a plain matrix in float32."""
+    module = step.target if isinstance(step, OtherStep) else None
+    if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
         return None
     assert isinstance(step, OtherStep)
     return module if len(step.args) == 1 and isinstance(step.args[0], Value) and not step.kwargs else None
@@ -111,8 +140,8 @@ class _Number:
 
 @dataclass
 class _Compiled:
-    """steps: the extension's, of so many convolutions. numbers, norms: by place what follows them, five numbers each; inside
-    a chain nothing does. weights, state: what the modules were like."""
+    """steps: the extension's, of so many convolutions and matrices. numbers, norms: by place what follows them, five numbers
+    each; inside a chain nothing does. weights, state: what the modules were like."""
 
     steps: Any
     convolutions: int
@@ -183,7 +212,8 @@ class Run:
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if last else torch.contiguous_format
         x = x.contiguous(memory_format=layout)
-        y = torch.empty(count, *size, memory_format=layout)
+        flat = flattened(self.steps[-1]) or matrix(self.steps[-1]) is not None
+        y = torch.empty(count, size[0]) if flat else torch.empty(count, *size, memory_format=layout)
         made.steps.run_at(
             x.data_ptr(),
             count,
@@ -206,8 +236,13 @@ def _state(steps: Sequence[Step]) -> tuple[list[EncodedTensor], list[Any]]:
             module = step.convolution
             weights.append(module._modules["weight_encoded"].encoded)
             found += (module.stride, module._reversed_padding_repeated_twice, module.dilation, module.groups)
+        elif flattened(step):
+            found.append(True)
         else:
             pool = step.target
+            if isinstance(pool, nn.Linear):
+                found += (pool.in_features, pool.out_features)
+                continue
             if isinstance(pool, nn.AdaptiveAvgPool2d):
                 found.append(pool.output_size)
                 continue
@@ -261,6 +296,16 @@ def _compiled(steps: Sequence[Step], source: str) -> _Compiled | None:
             convolutions += 1
             if at != places[step.x]:
                 free.append(at)
+        elif flattened(step):
+            places[step.out] = places[next(iter(step.reads))]  # the same numbers
+            continue
+        elif (product := matrix(step)) is not None:
+            rows, columns = product.out_features, product.in_features
+            places[step.out] = place()
+            made.add_linear(places[next(iter(step.reads))], places[step.out], columns, rows)
+            numbers.append((5 * convolutions + 2, _Number(product, "weight", rows * columns)))
+            numbers.append((5 * convolutions + 4, _Number(product, "bias", rows)))
+            convolutions += 1
         else:
             pool: Any = step.target
             if isinstance(pool, nn.AdaptiveAvgPool2d):

@@ -1,6 +1,7 @@
 """Convolutions from codes in the C++ extension: an implicit product with int8 activations, the weight is never decoded."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,32 @@ def compiled(
     if any(a.device.type != "cpu" for a in encoded.arrays.values()):
         return None
     return _made(encoded).get(encoded.shape[1] * groups, stride, padding, dilation, groups)
+
+
+def in_one_call(stages: Sequence[Any], x: Tensor) -> Callable[[], Tensor]:
+    """What runs the extension's convolutions one after the other on images x [n, channels, h, w], in float32 with channels
+    first, as they are run inside a model whose layers are run together.
+
+    Raises ValueError for images that they are not for.
+    """
+    steps = ext.ImageSteps()
+    for i, stage in enumerate(stages):
+        steps.add(stage, 0 if i == 0 else 2 - i % 2, 1 + i % 2, -1, -math.inf, math.inf)
+    count, channels, height, width = x.shape
+    size = channels, height, width
+    found = steps.sizes(*size)
+    if found is None:
+        raise ValueError(f"images {list(x.shape)} do not fit these convolutions")
+    images, y = _float(x).contiguous(), torch.empty(count, *found)
+    numbers, eps = [0] * (5 * len(stages)), [0.0] * len(stages)
+
+    def run() -> Tensor:
+        steps.run_at(
+            images.data_ptr(), count, size, numbers, eps, y.data_ptr(), False, torch.get_num_threads()
+        )
+        return y
+
+    return run
 
 
 def _float(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from nstf.kernels.cpu import ext
 
 log = logging.getLogger("nstf")
 
-VERSION = 5
+VERSION = 6
 # Characters of a file that is worth reading; the largest seen have a tenth of them.
 _LONGEST = 1 << 24
 # Seconds that a measurement of nothing counts as.

@@ -120,6 +120,30 @@ def test_layout_batch_and_threads_do_not_change_the_values(
 
 
 @compiled
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1), (7, 2)])
+def test_a_weight_that_is_held_in_another_order_gives_the_same(
+    samples: ModuleType, isa: str, kernel: tuple[int, int]
+) -> None:
+    """Small weights are unpacked once, in the order of an image with four channels side by side. One with the same rows over
+    and over is too large for that."""
+    own = Geometry((1, 2), (1, 0, 2, 1), (1, 2))
+    for channels, tree in ((24, samples.leaf("int", bits=3, group=0)), (64, samples.leaf("grid", group=0))):
+        shape = (48, channels, *kernel)
+        encoded = samples.random_encoded(tree, shape)
+        times = 1 + (200 << 10) // (48 * channels * math.prod(kernel))
+        many = EncodedTensor(
+            tree,
+            (48 * times, *shape[1:]),
+            {n: a if n == "table" else torch.cat([a] * times) for n, a in encoded.arrays.items()},
+        )
+        assert torch.equal(decode(many)[-48:], decode(encoded))
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(2, channels, 13, 21).contiguous(memory_format=layout)
+            y = convolve(x, encoded, None, own)
+            assert torch.equal(convolve(x, many, None, own)[:, -48:], y)
+
+
+@compiled
 def test_an_image_that_is_not_finite_spoils_no_other(samples: ModuleType, isa: str) -> None:
     encoded = samples.random_encoded(samples.leaf("int", bits=8, group=0), (32, 16, 1, 1))
     x = torch.randn(3, 16, 5, 5)

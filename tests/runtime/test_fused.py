@@ -3,6 +3,8 @@
 import copy
 import inspect
 import sys
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -204,4 +206,70 @@ def test_a_fused_module_is_called_as_its_own_code_says(tiny: ModuleType) -> None
     assert fused.forward.__name__ == "forward" and type(fused).__name__ == "Block"
     x = torch.randn(1, 8, 9, 9)
     with torch.no_grad():
-        assert near(fused(x=x), plain(x)) and torch.equal(fused(x=x), plain(x=x))
+        assert near(fused(x=x), plain(x)) and torch.equal(fused(x=x), fused(x))
+
+
+@dataclass
+class Answer(OrderedDict[str, Any]):
+    """A result as transformers has them, a dataclass and a dictionary."""
+
+    logits: Any = None
+    states: Any = None
+
+    def __post_init__(self) -> None:
+        self.update(
+            {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        )
+
+
+class Classifier(nn.Module):
+    """A model whose code looks at the channels, may be asked for more, and gives more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(4, 8), Block(8, 8)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+    def forward(self, pixels: Tensor, states: bool | None = None, **others: Any) -> Answer:
+        if pixels.shape[1] != 4:
+            raise ValueError("other channels")
+        seen = [self.first(pixels)]
+        seen.append(self.second(seen[-1]))
+        return Answer(self.head(seen[-1]), seen if states else None)
+
+
+def test_a_whole_model_is_one_plan(tiny: ModuleType) -> None:
+    plain, made = both(tiny, Classifier())
+    assert fuse(made) == 5 and isinstance(made, Fused)
+    x = torch.randn(2, 4, 11, 9)
+    with torch.no_grad():
+        wanted, found = plain(x), made(pixels=x)
+        assert type(found) is Answer and list(found) == ["logits"] and near(found.logits, wanted.logits)
+        assert torch.equal(made(x)["logits"], found.logits)
+        # Asked for more it runs its own code, and its parts are fused as well.
+        more = made(x, states=True)
+        assert len(more.states) == 2 and near(more.logits, wanted.logits) and isinstance(made.first, Fused)
+        assert near(made(x, other=1).logits, wanted.logits)
+        for model in (plain, made):
+            with pytest.raises(ValueError, match="other channels"):
+                model(x[:, :3])
+    assert near(copy.deepcopy(made)(x).logits, wanted.logits)
+    assert fuse(made) == 5  # again
+
+
+def test_dropout_is_read_as_in_inference(tiny: ModuleType) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.dropout(self.block(x), 0.5, self.training)
+
+    plain, made = both(tiny, Dropped())
+    made.train()
+    assert fuse(made) > 0 and made.training and made.block.training
+    made.eval()
+    x = torch.randn(1, 8, 9, 9)
+    with torch.no_grad():
+        assert near(made(x), plain(x))

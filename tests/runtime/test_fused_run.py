@@ -98,7 +98,7 @@ def test_a_pooling_beside_fused_modules_uses_the_same_threads(tiny: ModuleType) 
             self.block, self.pool = Block(8, 8), nn.MaxPool2d(3, 2, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.pool(self.block(x)) if x.shape[1] == 8 else x
+            return self.pool(self.block(x)) if x.shape[2] > 2 else x
 
     plain, made = both(tiny, Asking())
     for _ in range(2):  # fused again it stays so
@@ -192,6 +192,63 @@ def test_the_mean_of_each_channel_is_part_of_a_run(tiny: ModuleType, layout: tor
             assert found.shape == wanted.shape and near(found, wanted)
         (run,) = runs_of(made)
         assert all(m is not None for m in run.made.values()) and run.made
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_plain_head_is_part_of_a_run(tiny: ModuleType, bias: bool, layout: torch.memory_format) -> None:
+    head = nn.Sequential(nn.Flatten(), nn.Linear(20, 33, bias=bias), nn.Linear(33, 7))
+    plain, made = both(tiny, nn.Sequential(Block(3, 20), nn.AdaptiveAvgPool2d(1), head))
+    assert fuse(made) == 3
+    (run,) = made.__dict__["_fused_plan"].steps
+    for count, side in ((1, 7), (3, 19), (0, 5)):
+        x = torch.randn(count, 3, side, side + 1).contiguous(memory_format=layout)
+        with torch.no_grad():
+            wanted, found = plain(x), made(x)
+            assert found.shape == wanted.shape and near(found, wanted)
+            for model in (plain, made):  # which counts from the next call on
+                model[2][1].weight.data = model[2][1].weight * 3
+            assert near(made(x), plain(x))
+    assert isinstance(run, Run) and all(m is not None for m in run.made.values()) and run.made
+    # Others than the extension knows are torch's.
+    for model in (plain, made):
+        model[2][1].weight.data = model[2][1].weight.double().float().t().contiguous().t()
+        model[2][2].weight.data = torch.ones(5, 33)
+        model[2][2].bias.data = torch.zeros(5)
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        assert made(x).shape == (2, 5) and near(made(x), plain(x))
+
+
+def test_a_head_of_several_pixels_is_torchs(tiny: ModuleType) -> None:
+    plain, made = both(tiny, nn.Sequential(Block(3, 4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)))
+    fuse(made)
+    x = torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        assert near(made(x), plain(x))
+
+
+def test_a_pooling_right_behind_a_convolution(tiny: ModuleType) -> None:
+    """By the threads that make its rows, one image at a time; windows of all kinds, and values below zero."""
+    for pool in (
+        nn.MaxPool2d(3, 2, 1),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((5, 2), (2, 1), (2, 0)),
+        nn.MaxPool2d(1, 3),
+    ):
+        for relu in (nn.ReLU(), nn.Identity()):
+            net = nn.Sequential(nn.Conv2d(3, 40, 3, padding=1), nn.BatchNorm2d(40), relu, pool, Block(40, 8))
+            plain, made = both(tiny, net)
+            fuse(made)
+            before = torch.get_num_threads()
+            x = torch.randn(1, 3, 171, 95)
+            with torch.no_grad():
+                wanted = plain(x)
+                found = made(torch.cat([x, x]))
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    assert near(made(x), wanted) and torch.equal(made(x)[0], found[1])
+            torch.set_num_threads(before)
 
 
 class Excited(nn.Module):

@@ -243,12 +243,14 @@ class HeldSteps {
         steps_.add_pool(from, to, two(kernel).data(), two(stride).data(), two(before).data());
     }
     void add_mean(int from, int to) { steps_.add_mean(from, to); }
+    void add_linear(int from, int to, int64_t inputs, int64_t outputs) { steps_.add_linear(from, to, inputs, outputs); }
     nb::object sizes(int64_t channels, int64_t height, int64_t width) const {
         ImageSteps::Size out;
         if (!steps_.sizes({channels, height, width}, &out)) return nb::none();
         return nb::make_tuple(out[0], out[1], out[2]);
     }
-    // numbers: for each convolution the addresses of mean, variance, gain, bias and its own bias, or 0; eps: one for each.
+    // numbers: for each convolution the addresses of mean, variance, gain, bias and its own bias, or 0; for each matrix those of its
+    // values and its bias in the places of a gain and an own bias; eps: one for each.
     void run(uintptr_t x, int64_t images, std::tuple<int64_t, int64_t, int64_t> in, const std::vector<uintptr_t>& numbers,
              const std::vector<float>& eps, uintptr_t y, bool last, int threads) const {
         if (images < 0 || numbers.size() != 5 * eps.size()) throw std::invalid_argument("image steps: wrong numbers");
@@ -412,6 +414,7 @@ void bind_engine(nb::module_& m) {
         .def("add", &HeldSteps::add, "convolution"_a, "source"_a, "to"_a, "added"_a, "least"_a, "most"_a)
         .def("add_pool", &HeldSteps::add_pool, "source"_a, "to"_a, "kernel"_a, "stride"_a, "before"_a)
         .def("add_mean", &HeldSteps::add_mean, "source"_a, "to"_a)
+        .def("add_linear", &HeldSteps::add_linear, "source"_a, "to"_a, "inputs"_a, "outputs"_a)
         .def("sizes", &HeldSteps::sizes, "channels"_a, "height"_a, "width"_a)
         .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
     nb::class_<HeldCopies>(m, "EngineCopies").def(nb::init<>()).def("run", &HeldCopies::run, "threads"_a);

@@ -14,10 +14,14 @@ namespace {
 
 // Bytes of a tile's activations, which the second cache holds beside the weight's rows; and of the images that are rounded at a time.
 constexpr int64_t kTileBytes = 1 << 18, kImageBytes = 1 << 22;
+// Of a result, that a thread leaves to what follows at a time.
+constexpr int64_t kBandBytes = 1 << 20;
 // An image of fewer values is rounded by one thread: handing out parts of it takes as long.
 constexpr int64_t kSmallImage = 1 << 14;
 // In times of a tile's products with the rows of a group: unpacking their codes; laying a tile out, times the rows.
-constexpr double kUnpackTime = 0.12, kLayTime = 10;
+constexpr double kUnpackTime = 0.12, kLayTime = 10, kCopyTime = 3;
+// A weight of no more bytes, one each, is unpacked once: those of few channels meet many pixels.
+constexpr int64_t kHeldBytes = 192 << 10;
 
 // Rows of bytes in which 32 neighbouring columns lie together, in the order of `Image::columns`: of the even and the odd ones of a
 // chunk, the middle quarters change places.
@@ -85,7 +89,7 @@ struct Convolution::Plan {
     bool by_pixels;             // whether these are parts of the image, and not of its channels
     float* found;               // by image of the results: three extremes, or null
     std::mutex* merging;        // of `found`
-    const int32_t* columns;     // of a group's first channel: where each column of a row is, or -1
+    const int32_t* columns;     // of a group's first channel: where each column of a row is, or each word in quads, or -1
     int64_t pixels() const { return out_height * out_width; }
 };
 
@@ -106,18 +110,34 @@ Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     if (form_ == nullptr || kernels_ == nullptr || form_->group > 65536 ||
         (shape.groups > 1 && weight_->rows / shape.groups % form_->unit))
         throw std::invalid_argument("convolution: no kernel for this weight");
+    const int64_t taps = shape.kernel[0] * shape.kernel[1], groups = form_->groups;
+    const bool hold = weight_->rows * form_->chunks * 64 <= kHeldBytes, fours = shape.channels / shape.groups % 4 == 0;
+    // The weight's order is that of an image in quads, or is made so; the columns of a group of codes stay together.
+    quads_ = fours && ((taps == 1 && !form_->even_odd) || (hold && (taps == 1 || groups == 1)));
+    if (hold) {
+        held_.resize(static_cast<size_t>(weight_->rows * form_->chunks * 64));
+        held_scales_.resize(static_cast<size_t>(weight_->rows * groups));
+        held_zeros_ = held_scales_;
+    }
     std::vector<uint8_t> codes(static_cast<size_t>(kUnpacked * form_->chunks * 64));
-    std::vector<float> scales(static_cast<size_t>(kUnpacked * form_->groups)), zeros(scales);
+    std::vector<float> scales(static_cast<size_t>(kUnpacked * groups)), zeros(scales);
     for (int64_t row = 0; row < weight_->rows; row += kUnpacked) {
         const int count = static_cast<int>(std::min<int64_t>(kUnpacked, weight_->rows - row));
         unpack(*leaf_, *form_, row, count, codes.data(), scales.data(), zeros.data());
+        if (hold) {
+            std::copy_n(scales.data(), count * groups, held_scales_.data() + row * groups);
+            std::copy_n(zeros.data(), count * groups, held_zeros_.data() + row * groups);
+        }
         for (int64_t r = 0; r < count; ++r) {
+            const uint8_t* from = codes.data() + r * form_->chunks * 64;
+            uint8_t* to = hold ? held_.data() + (row + r) * form_->chunks * 64 : nullptr;
+            if (hold && !quads_) std::copy_n(from, form_->chunks * 64, to);
             double total = 0;
             for (int64_t k = 0; k < weight_->cols; ++k) {
-                const int64_t g = r * form_->groups + std::min(form_->groups - 1, k / form_->group);
-                const uint8_t code = codes[static_cast<size_t>(r * form_->chunks * 64 + Image::place(k, form_->even_odd))];
+                const size_t at = static_cast<size_t>(r * groups + std::min(groups - 1, k / form_->group));
+                const uint8_t code = from[Image::place(k, form_->even_odd)];
+                if (hold && quads_) to[Image::place_in_quads(k, taps)] = code;
                 const int value = form_->is_signed ? static_cast<int8_t>(code) : code;
-                const size_t at = static_cast<size_t>(g);
                 total += form_->zeros ? scales[at] * static_cast<float>(value) - zeros[at]
                                       : scales[at] * static_cast<float>(value - form_->middle);
             }
@@ -140,7 +160,7 @@ bool Convolution::sizes(int64_t channels, int64_t height, int64_t width, int64_t
 }
 
 void Convolution::run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y,
-                      bool last_in, bool last_out, int threads, const float* known, float* found) const {
+                      bool last_in, bool last_out, int threads, const float* known, float* found, const RowsDone* then) const {
     Plan p;
     std::mutex merging;
     p.merging = &merging;
@@ -153,13 +173,13 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         p.width = p.out_width = height * width, p.height = p.out_height = 1;
     }
     if (images * p.pixels() == 0) return;
-    p.image = Image(shape, p.height, p.width);
+    p.image = Image(shape, p.height, p.width, quads_);
     if (p.image.bytes > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("convolution: an image is too large");
     const std::shared_ptr<const Columns> columns = columns_of(p.image);
     p.columns = columns->places.data();
     const int64_t chunk = std::clamp<int64_t>(kImageBytes / p.image.bytes, 1, images);
     const bool whole = chunk >= threads || shape.channels * p.height * p.width < kSmallImage;
-    p.parts = whole ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels));
+    p.parts = whole ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels / p.image.each));
     thread_local Buffer<int8_t> planes;
     thread_local Buffer<float> numbers;
     p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
@@ -177,7 +197,8 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         lay_out(p, x + i * in, count);
         ConvolutionEnd own = end;
         if (end.added != nullptr) own.added += i * out;
-        tiles(p, count, own, y + i * out);
+        if (then != nullptr && images == 1 && p.out_height > 1) bands(p, own, y, *then);
+        else tiles(p, count, own, y + i * out);
     }
 }
 
@@ -217,28 +238,35 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
             return;
         }
         // Shared out as the tiles are: by rows, or by columns of a single one; else by channels.
-        const int64_t c0 = p.by_pixels ? 0 : shape_.channels * part / p.parts;
-        const int64_t c1 = p.by_pixels ? shape_.channels : shape_.channels * (part + 1) / p.parts;
-        const bool whole = image.phases == 1 && image.row == p.width;  // as the image itself
+        const int64_t each = image.each, lines = shape_.channels / each, plane = p.height * p.width;
+        const int64_t c0 = p.by_pixels ? 0 : lines * part / p.parts;
+        const int64_t c1 = p.by_pixels ? lines : lines * (part + 1) / p.parts;
+        const auto quantise = [&](const float* values, int64_t count, int8_t* out) {
+            if (each == 4) kernels_->quantise_quads(values, plane, count, inverse, zero, out);
+            else kernels_->quantise(values, count, inverse, zero, out);
+        };
+        const bool whole = image.phases == 1 && image.row == p.width * each;  // as the image itself
         if (p.by_pixels && whole && image.height == 1) {
             const int64_t first = p.width * part / p.parts, count = p.width * (part + 1) / p.parts - first;
             for (int64_t c = 0; c < c1; ++c)
-                kernels_->quantise(from + c * p.width + first, count, inverse, zero, to + c * image.plane + first);
+                quantise(from + c * each * p.width + first, count, to + c * image.plane + first * each);
             return;
         }
         const int64_t y0 = p.by_pixels ? image.height * part / p.parts : 0;
         const int64_t y1 = p.by_pixels ? image.height * (part + 1) / p.parts : image.height;
         const int64_t r0 = std::clamp<int64_t>(y0 - image.before[0], 0, p.height);
         const int64_t r1 = std::clamp<int64_t>(y1 - image.before[0], 0, p.height);
-        int8_t* codes = room.grow((r1 - r0) * p.width);
+        int8_t* codes = room.grow((r1 - r0) * p.width * each);
         for (int64_t c = c0; c < c1; ++c) {
-            kernels_->quantise(from + (c * p.height + r0) * p.width, (r1 - r0) * p.width, inverse, zero,
-                               whole ? to + c * image.plane + (image.before[0] + r0) * image.row : codes);
+            quantise(from + c * each * plane + r0 * p.width, (r1 - r0) * p.width,
+                     whole ? to + c * image.plane + (image.before[0] + r0) * image.row : codes);
             for (int64_t y = y0; y < y1; ++y) {
                 if (!image.used(y)) continue;
                 int8_t* line = to + c * image.plane + y * image.row;
                 const int64_t row = y - image.before[0];
                 if (row < 0 || row >= p.height) std::memset(line, static_cast<int8_t>(zero), static_cast<size_t>(image.row));
+                else if (each == 4 && !whole)
+                    image.spread_quads(codes + (row - r0) * p.width * 4, p.width, static_cast<int8_t>(zero), line);
                 else if (!whole) image.spread(codes + (row - r0) * p.width, p.width, static_cast<int8_t>(zero), line);
             }
         }
@@ -253,6 +281,7 @@ Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
     if (shares_.pixels == pixels && shares_.threads == threads) return shares_;
     const int64_t tiles = (pixels + kPixels - 1) / kPixels, own = weight_->rows / shape_.groups;
     const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (blocks_ * 32 * kPixels);
+    const double unpack = held_.empty() ? kUnpackTime : 0, lay = quads_ ? kCopyTime : kLayTime;
     Shares best;
     best.pixels = pixels, best.threads = threads;
     if (threads == 1) {
@@ -265,7 +294,7 @@ Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
             const int64_t whole = tiles / together, over = pixels - whole * together * kPixels;
             const double share = static_cast<double>((panels + rows - 1) / rows) / static_cast<double>(panels);
             const auto time = [&](double of) {
-                return of * share + std::ceil(of) * kLayTime / static_cast<double>(own) + kUnpackTime * share;
+                return of * share + std::ceil(of) * lay / static_cast<double>(own) + unpack * share;
             };
             // Whole tasks in turn, and what is left over at the end to who is free.
             const int64_t tasks = whole * rows * shape_.groups, turns = tasks / threads, beside = tasks % threads;
@@ -292,6 +321,22 @@ void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& aft
     parallel_blocks(p.threads, across * groups * shares, one);
 }
 
+// Rows of one image with what follows them while they are in the caches.
+void Convolution::bands(const Plan& p, const ConvolutionEnd& after, float* y, const RowsDone& then) const {
+    const int64_t row_bytes = 4 * weight_->rows * p.out_width, groups = shape_.groups, own = weight_->rows / groups;
+    const int64_t turns = (p.out_height * row_bytes / kBandBytes + p.threads) / p.threads;
+    const int64_t parts = std::clamp<int64_t>(turns * p.threads, 1, p.out_height);
+    const int64_t together = std::clamp<int64_t>(kTileBytes / (blocks_ * 32 * kPixels), 1, 16) * kPixels;
+    auto one = [&](int64_t t) {
+        const int64_t first = p.out_height * t / parts, end = p.out_height * (t + 1) / parts;
+        for (int64_t pixel = first * p.out_width; pixel < end * p.out_width; pixel += together)
+            for (int64_t g = 0; g < groups; ++g)
+                task(p, pixel, std::min(end * p.out_width, pixel + together), g, g * own, (g + 1) * own, after, y);
+        then(first, end);
+    };
+    parallel_blocks(p.threads, parts, one);
+}
+
 // Rows row..row_end - 1 of a group for pixels first..end - 1, counted through the images.
 void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end,
                        const ConvolutionEnd& after, float* y) const {
@@ -308,22 +353,31 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     constexpr float kAny = std::numeric_limits<float>::infinity();
     const int64_t here = (end - 1) / p.pixels() - first / p.pixels() + 1;  // images
     int8_t* x = room.x.grow(tiles * size + Image::kBeyond);
-    uint8_t* codes = room.codes.grow(kUnpacked * form_->chunks * 64);
+    const int64_t stride = form_->chunks * 64;
+    const uint8_t* codes = held_.empty() ? room.codes.grow(kUnpacked * stride) : nullptr;
     int32_t* sums = room.sums.grow(tiles * groups * kPixels);
-    float* scales = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels + 3 * here);
-    float *zeros = scales + kUnpacked * groups, *found = zeros + kUnpacked * groups, *done = found + kUnpacked * kPixels;
-    float* ends = done + kUnpacked * kPixels;
+    float* numbers = room.floats.grow(2 * kUnpacked * groups + 2 * kUnpacked * kPixels + 3 * here);
+    float *found = numbers + 2 * kUnpacked * groups, *done = found + kUnpacked * kPixels, *ends = done + kUnpacked * kPixels;
+    const float *scales = numbers, *zeros = numbers + kUnpacked * groups;
     std::fill_n(ends, 3 * here, 0.0f);
 
-    const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups) * p.image.plane;
+    const int8_t* planes = p.planes + group * (shape_.channels / shape_.groups / p.image.each) * p.image.plane;
+    PixelRun runs[kPixels];
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
-        p.image.patches(planes, p.columns, blocks_ * 8, from, count, p.out_height, p.out_width, x + t * size);
+        const int pieces = p.image.pieces(planes, from, count, p.out_height, p.out_width, runs);
+        if (quads_) kernels_->copy_tile(runs, pieces, p.columns, blocks_ * 8, x + t * size);
+        else Image::patches(runs, pieces, p.columns, blocks_ * 8, x + t * size);
         kernels_->sums(*form_, blocks_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
     }
     for (int64_t r = row; r < row_end; r += kUnpacked) {
         const int rows = static_cast<int>(std::min<int64_t>(kUnpacked, row_end - r));
-        unpack(*leaf_, *form_, r, rows, codes, scales, zeros);
+        if (held_.empty()) {
+            unpack(*leaf_, *form_, r, rows, room.codes.data(), numbers, numbers + kUnpacked * groups);
+        } else {
+            codes = held_.data() + r * stride;
+            scales = held_scales_.data() + r * groups, zeros = held_zeros_.data() + r * groups;
+        }
         ConvolutionRow one[kUnpacked];
         for (int i = 0; i < rows; ++i)
             one[i] = {row_sums_[static_cast<size_t>(r + i)], after.gain == nullptr ? 1.0f : after.gain[r + i],

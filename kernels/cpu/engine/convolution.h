@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -33,6 +34,12 @@ struct ConvolutionRow {
     float by, gain, bias, least, most;
 };
 
+// Pixels of a tile that are neighbours in one row of the image. at: of the first one in the tile.
+struct PixelRun {
+    const int8_t* from;
+    int64_t at, count;
+};
+
 // What an instruction set does. out: [rows][64]; blocks: of 32 columns, that a tile has.
 struct ConvolutionKernels {
     // Sums of activations by group of codes, [group][64], each times `by`.
@@ -42,6 +49,11 @@ struct ConvolutionKernels {
                  const int32_t* sums, int pixels, float* out);
     void (*range)(const float* x, int64_t count, float* least, float* most);
     void (*quantise)(const float* x, int64_t count, float inverse, float zero, int8_t* out);
+    // The same for four channels, `plane` values from one to the next; out: [count][4].
+    void (*quantise_quads)(const float* x, int64_t plane, int64_t count, float inverse, float zero, int8_t* out);
+    // A tile from an image in quads (patches.h). places: of each word; what is written beyond a run is written again later, or is
+    // room beyond the tile.
+    void (*copy_tile)(const PixelRun* runs, int found, const int32_t* places, int64_t words, int8_t* out);
     // y = (x - shift * by) * scale * gain + bias + added between its bounds, for some rows and pixels of one image. x: [rows][64]; y and
     // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity.
     void (*finish)(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added, int64_t stride,
@@ -70,6 +82,9 @@ const ConvolutionKernels& convolution_neon_dot();
 // infinity. x: [images][lines][length]; threads share out the length.
 void extremes(const float* x, int64_t images, int64_t lines, int64_t length, int threads, float* found);
 
+// What a thread does next with some rows of one image's result, first..end - 1, all channels of which it has just written.
+using RowsDone = std::function<void(int64_t first, int64_t end)>;
+
 struct Image;
 
 class Convolution {
@@ -81,9 +96,9 @@ class Convolution {
     // x: [images][channels][height][width], or [images][height][width][channels] where channels are last; y, with `out` channels, and
     // what is added so too.
     // known: of each image three extremes, as `finish` has them, or null; found: room for those of the results, or null, where channels
-    // come first.
+    // come first; then: called for the rows of a single image as they are done, by several threads (null: nothing is).
     void run(const float* x, int64_t images, int64_t height, int64_t width, const ConvolutionEnd& end, float* y, bool last_in,
-             bool last_out, int threads, const float* known = nullptr, float* found = nullptr) const;
+             bool last_out, int threads, const float* known = nullptr, float* found = nullptr, const RowsDone* then = nullptr) const;
     // Height and width of what comes out.
     int64_t size(int side, int64_t of) const;
     // Channels, height and width of what comes out; false where such images are too small, too large or have other channels.
@@ -94,6 +109,7 @@ class Convolution {
     void scales(const Plan& p, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
+    void bands(const Plan& p, const ConvolutionEnd& end, float* y, const RowsDone& then) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,
               float* y) const;
 
@@ -110,6 +126,11 @@ class Convolution {
     };
     std::shared_ptr<const Columns> columns_of(const Image& image) const;
     std::vector<float> row_sums_;  // of the weight, as the bytes give it
+    // Whether the image is laid out in quads; and a small weight's bytes, in their order: unpacked once, [rows][32 blocks], with
+    // scales and zero points as `unpack` gives them.
+    bool quads_ = false;
+    std::vector<uint8_t> held_;
+    std::vector<float> held_scales_, held_zeros_;
     // How `tiles` shares out so many pixels among some threads, as the last call did.
     struct Shares {
         int64_t pixels = 0, together = 1, rows = 1;  // tiles of a task; tasks that share the rows of a group

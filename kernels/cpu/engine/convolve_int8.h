@@ -2,7 +2,7 @@
 // int8_several.h, so there is no include guard.
 
 // Rows of codes and vectors of pixels that meet: their sums fill half of the registers.
-constexpr int CONV_ROWS = 4, CONV_VECTORS = LANES == 8 ? 2 : 4;
+constexpr int CONV_ROWS = LANES == 16 ? 8 : 4, CONV_VECTORS = LANES == 4 ? 4 : 2;
 constexpr int64_t WORD = 4 * kPixels;  // bytes of a tile's word
 
 struct ConvRows {
@@ -81,6 +81,7 @@ static void convolve_all(const ByteRows& form, int64_t blocks, const ConvRows& w
     };
     int r = 0;
     for (; r + CONV_ROWS <= rows; r += CONV_ROWS) across(std::integral_constant<int, CONV_ROWS>{}, r);
+    for (; CONV_ROWS > 4 && r + 4 <= rows; r += 4) across(std::integral_constant<int, 4>{}, r);
     for (; r < rows; ++r) across(std::integral_constant<int, 1>{}, r);
 }
 
@@ -142,6 +143,34 @@ static void convolution_quantise(const float* x, int64_t count, float inverse, f
     for (int64_t i = 0; i < count; ++i) {
         const float moved = (x[i] * inverse + zero) + kRound;
         out[i] = static_cast<int8_t>(__builtin_bit_cast(int32_t, moved));
+    }
+}
+
+static void convolution_quantise_quads(const float* x, int64_t plane, int64_t count, float inverse, float zero, int8_t* out) {
+    constexpr float kRound = 12582912.0f;
+    const auto code = [=](float v) __attribute__((always_inline)) {
+        const float moved = (v * inverse + zero) + kRound;
+        return __builtin_bit_cast(uint32_t, moved) & 0xff;
+    };
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t word = code(x[i]) | code(x[i + plane]) << 8 | code(x[i + 2 * plane]) << 16 | code(x[i + 3 * plane]) << 24;
+        std::memcpy(out + 4 * i, &word, 4);
+    }
+}
+
+static void convolution_copy_tile(const PixelRun* runs, int found, const int32_t* places, int64_t words, int8_t* out) {
+    constexpr int64_t kVector = sizeof(Bytes);
+    for (int64_t w = 0; w < words; ++w, out += WORD) {
+        if (places[w] < 0) {
+            std::memset(out, 0, WORD);
+            continue;
+        }
+        for (int i = 0; i < found; ++i) {
+            const int8_t* from = runs[i].from + places[w];
+            int8_t* to = out + 4 * runs[i].at;
+            for (int64_t b = 0; b < 4 * runs[i].count; b += kVector) store_bytes(to + b, load_bytes(from + b));
+        }
     }
 }
 
@@ -220,5 +249,6 @@ static void convolution_largest(const float* const* rows, int64_t row_count, int
     }
 }
 
-static const ConvolutionKernels kConvolution = {convolution_sums,   convolution_tile, convolution_range, convolution_quantise,
-                                                convolution_finish, convolution_add,  convolution_turn,  convolution_largest};
+static const ConvolutionKernels kConvolution = {
+    convolution_sums,      convolution_tile,   convolution_range, convolution_quantise, convolution_quantise_quads,
+    convolution_copy_tile, convolution_finish, convolution_add,   convolution_turn,     convolution_largest};

@@ -55,20 +55,61 @@ struct Pool {
     int64_t floats() const { return 2 * kTogether * padded(); }
 };
 
+// Rows first..end - 1 of one image's results.
+void pool_rows(const Pool& p, const float* x, int64_t channels, int64_t first, int64_t end, float* y) {
+    thread_local Buffer<float> room;
+    float* own = room.grow(p.floats());
+    std::vector<const float*> lines(static_cast<size_t>(std::max(p.kernel[0], p.kernel[1])));
+    for (int64_t c = 0; c < channels; ++c)
+        for (int64_t r = first; r < end; r += Pool::kTogether)
+            p.rows(x + c * p.height * p.width, r, std::min(end, r + Pool::kTogether), lines.data(), own,
+                   y + c * p.out_height * p.out_width);
+}
+
 void pool(const Pool& p, const float* x, int64_t images, int64_t channels, float* y, int threads) {
     // Shared out by rows, as a convolution's pixels are.
     const int64_t parts = images >= threads ? 1 : std::min<int64_t>(p.out_height, 2 * threads);
     auto task = [&](int64_t t) {
-        thread_local Buffer<float> room;
-        float* own = room.grow(p.floats());
-        std::vector<const float*> lines(static_cast<size_t>(std::max(p.kernel[0], p.kernel[1])));
-        const int64_t first = p.out_height * (t % parts) / parts, end = p.out_height * (t % parts + 1) / parts;
-        for (int64_t plane = t / parts * channels; plane < (t / parts + 1) * channels; ++plane)
-            for (int64_t r = first; r < end; r += Pool::kTogether)
-                p.rows(x + plane * p.height * p.width, r, std::min(end, r + Pool::kTogether), lines.data(), own,
-                       y + plane * p.out_height * p.out_width);
+        const int64_t image = t / parts, part = t % parts;
+        pool_rows(p, x + image * channels * p.height * p.width, channels, p.out_height * part / parts, p.out_height * (part + 1) / parts,
+                  y + image * channels * p.out_height * p.out_width);
     };
     parallel_blocks(threads, images * parts, task);
+}
+
+// The pooling of one image by the threads that make it: of rows that came from one call to `done`, and then the rest.
+class PoolBehind {
+  public:
+    PoolBehind(const Pool& pool, const float* x, int64_t channels, float* y)
+        : pool_(pool), x_(x), channels_(channels), y_(y), made_(static_cast<size_t>(pool.out_height), 0) {}
+    void done(int64_t first, int64_t end) {
+        int64_t from = first + pool_.before[0] + pool_.stride[0] - 1;
+        from = first == 0 ? 0 : std::min(from / pool_.stride[0], pool_.out_height);
+        int64_t to = from;  // windows that end within these rows, or at the image's end
+        while (to < pool_.out_height && (end == pool_.height || to * pool_.stride[0] - pool_.before[0] + pool_.kernel[0] <= end)) ++to;
+        if (from < to) pool_rows(pool_, x_, channels_, from, to, y_);
+        std::fill(made_.begin() + from, made_.begin() + to, 1);
+    }
+    void rest() {
+        for (int64_t r = 0; r < pool_.out_height; ++r)
+            if (made_[static_cast<size_t>(r)] == 0) pool_rows(pool_, x_, channels_, r, r + 1, y_);
+    }
+
+  private:
+    const Pool& pool_;
+    const float* x_;
+    int64_t channels_;
+    float* y_;
+    std::vector<char> made_;  // rows that are done
+};
+
+// Whether every value is in some window.
+bool covers(const Pool& p) {
+    for (int i = 0; i < 2; ++i) {
+        const int64_t size = i == 0 ? p.height : p.width, out = i == 0 ? p.out_height : p.out_width;
+        if (p.stride[i] > p.kernel[i] || (out - 1) * p.stride[i] - p.before[i] + p.kernel[i] < size) return false;
+    }
+    return true;
 }
 
 // The mean of each plane of so many numbers.
@@ -90,6 +131,23 @@ void means(const float* x, int64_t planes, int64_t count, float* y, int threads)
         }
     };
     parallel_blocks(threads, (planes + some - 1) / some, task);
+}
+
+// w [outputs][inputs] times x [images][inputs], with a bias or without.
+void linear(const float* x, int64_t images, const float* w, const float* bias, int64_t inputs, int64_t outputs, float* y, int threads) {
+    constexpr int64_t kAtOnce = 1 << 15;  // products of a task
+    const int64_t some = std::max<int64_t>(1, kAtOnce / inputs);
+    auto task = [&](int64_t t) {
+        for (int64_t o = t * some; o < std::min(outputs, (t + 1) * some); ++o)
+            for (int64_t i = 0; i < images; ++i) {
+                const float *a = w + o * inputs, *b = x + i * inputs;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t k = 0; k < inputs; ++k) sum += a[k] * b[k];
+                y[i * outputs + o] = bias == nullptr ? sum : sum + bias[o];
+            }
+    };
+    parallel_blocks(threads, (outputs + some - 1) / some, task);
 }
 
 // [images][rows][columns] to [images][columns][rows].
@@ -145,8 +203,18 @@ void ImageSteps::add_pool(int from, int to, const int64_t kernel[2], const int64
 
 void ImageSteps::add_mean(int from, int to) { push({nullptr, from, to, -1, 0, 0, {0, 0}, {0, 0}, {0, 0}}); }
 
+void ImageSteps::add_linear(int from, int to, int64_t inputs, int64_t outputs) {
+    if (inputs < 1 || outputs < 1 || inputs > (1 << 24) || outputs > (1 << 24))
+        throw std::invalid_argument("image steps: a size is out of range");
+    push({nullptr, from, to, -1, 0, 0, {0, 0}, {0, 0}, {0, 0}, inputs, outputs});
+}
+
 bool ImageSteps::size_of(const Step& step, const Size& in, Size* out) {
     if (step.convolution != nullptr) return step.convolution->sizes(in[0], in[1], in[2], out->data());
+    if (step.outputs > 0) {
+        *out = {step.outputs, 1, 1};
+        return in[0] == step.inputs && in[1] == 1 && in[2] == 1;
+    }
     *out = in;
     if (step.kernel[0] == 0) {
         *out = {in[0], 1, 1};
@@ -189,15 +257,21 @@ void ImageSteps::run(const float* x, int64_t images, Size in, const std::vector<
     for (size_t i = 0; i < steps_.size(); ++i) {
         int64_t& one = call.room[static_cast<size_t>(steps_[i].to)];
         one = std::max(one, count_of(call.sizes[i]));
-        if (steps_[i].convolution != nullptr) numbers += 2 * call.sizes[i][0], ++convolutions;
+        if (steps_[i].convolution != nullptr) numbers += 2 * call.sizes[i][0];
+        if (steps_[i].convolution != nullptr || steps_[i].outputs > 0) ++convolutions;
     }
     if (convolutions != norms.size()) throw std::invalid_argument("image steps: another number of convolutions");
     thread_local Buffer<float> scales;
     float* scale = scales.grow(numbers);
     size_t next = 0;
     for (size_t i = 0; i < steps_.size(); ++i) {
-        if (steps_[i].convolution == nullptr) continue;
+        if (steps_[i].convolution == nullptr && steps_[i].outputs == 0) continue;
         const Normalisation& norm = norms[next++];
+        if (steps_[i].convolution == nullptr) {
+            if (norm.gain == nullptr) throw std::invalid_argument("image steps: a matrix without values");
+            call.gains.push_back(norm.gain), call.biases.push_back(norm.own);
+            continue;
+        }
         const int64_t rows = call.sizes[i][0];
         if (norm.mean != nullptr) scaled(norm, rows, scale, scale + rows);
         call.gains.push_back(norm.mean == nullptr ? nullptr : scale);
@@ -243,11 +317,16 @@ void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y
         std::vector<float> ends(room.size() * static_cast<size_t>(3 * count));
         std::vector<bool> seen(room.size(), false);
         const auto of = [&](size_t value) { return ends.data() + value * static_cast<size_t>(3 * count); };
+        bool pooled = false;  // by the convolution before
         for (size_t i = 0; i < steps_.size(); ++i) {
             const Step& step = steps_[i];
             const size_t from = static_cast<size_t>(step.from), to = static_cast<size_t>(step.to);
             const Size &before = shapes[from], &made = call.sizes[i];
+            const auto pool_of = [&](const Step& of, const Size& in_size, const Size& out_size) {
+                return Pool{kernels, in_size[1], in_size[2], out_size[1], out_size[2], of.kernel, of.stride, of.before};
+            };
             const bool done = i + 1 == steps_.size() && !last;
+            bool kept_range = false;
             float* out = done ? result : kept[to].grow_raw(count * room[to]);
             if (step.convolution != nullptr) {
                 const bool channels_last = last && !turned && from == 0;
@@ -257,17 +336,39 @@ void ImageSteps::some(const Call& call, const float* x, int64_t images, float* y
                     seen[from] = true;
                 }
                 const float* added = step.added < 0 ? nullptr : values[static_cast<size_t>(step.added)];
-                step.convolution->run(values[from], count, before[1], before[2],
-                                      {call.gains[next], call.biases[next], added, step.least, step.most}, out, channels_last, false,
-                                      threads, of(from), of(to));
+                const ConvolutionEnd end{call.gains[next], call.biases[next], added, step.least, step.most};
+                const Step* after = i + 1 < steps_.size() ? &steps_[i + 1] : nullptr;
+                pooled = count == 1 && after != nullptr && after->convolution == nullptr && after->kernel[0] > 0 && after->from == step.to;
+                if (pooled) {
+                    const Pool own = pool_of(*after, made, call.sizes[i + 1]);
+                    const size_t result_of = static_cast<size_t>(after->to);
+                    float* small = i + 2 == steps_.size() && !last ? result : kept[result_of].grow_raw(room[result_of]);
+                    PoolBehind behind(own, out, made[0], small);
+                    const RowsDone then = [&](int64_t a, int64_t b) { behind.done(a, b); };
+                    step.convolution->run(values[from], count, before[1], before[2], end, out, channels_last, false, threads, of(from),
+                                          of(to), &then);
+                    behind.rest();
+                } else {
+                    step.convolution->run(values[from], count, before[1], before[2], end, out, channels_last, false, threads, of(from),
+                                          of(to));
+                }
+                ++next;
+            } else if (step.outputs > 0) {
+                linear(values[from], count, call.gains[next], call.biases[next], step.inputs, step.outputs, out, threads);
                 ++next;
             } else if (step.kernel[0] == 0) {
                 means(values[from], count * before[0], before[1] * before[2], out, threads);
             } else {
-                pool({kernels, before[1], before[2], made[1], made[2], step.kernel, step.stride, step.before}, values[from], count,
-                     before[0], out, threads);
+                const Pool own = pool_of(step, before, made);
+                if (!pooled) pool(own, values[from], count, before[0], out, threads);
+                pooled = false;
+                // Of values of one sign the largest that any window has is the largest of all.
+                bool same = seen[from] && covers(own);
+                for (int64_t k = 0; same && k < count; ++k) same = of(from)[3 * k] == 0;
+                if (same) std::copy_n(of(from), 3 * count, of(to));
+                kept_range = same;
             }
-            values[to] = out, shapes[to] = made, seen[to] = step.convolution != nullptr;
+            values[to] = out, shapes[to] = made, seen[to] = step.convolution != nullptr || kept_range;
             if (i + 1 == steps_.size() && last) turn(kernels, out, count, made[0], made[1] * made[2], result, threads);
         }
     }

@@ -29,10 +29,13 @@ class ImageSteps {
 
     // The mean of each channel.
     void add_mean(int from, int to);
+    // A matrix [outputs, inputs] in float32 times channels of one pixel each.
+    void add_linear(int from, int to, int64_t inputs, int64_t outputs);
 
     // The result's size for images of this one; false where they do not fit.
     bool sizes(Size in, Size* out) const;
-    // x: images as for `Convolution`; y alike. norms: one for each convolution, in order. Of several images each thread takes as many
+    // x: images as for `Convolution`; y alike. norms: one for each convolution, in order; for each matrix its values as `gain` and its
+    // bias as `own`. Of several images each thread takes as many
     // through all steps, without waiting for the others; those that are left over are shared out step by step.
     void run(const float* x, int64_t images, Size in, const std::vector<Normalisation>& norms, float* y, bool last, int threads) const;
 
@@ -42,8 +45,9 @@ class ImageSteps {
         int from, to, added;
         float least, most;
         int64_t kernel[2], stride[2], before[2];
+        int64_t inputs = 0, outputs = 0;  // of a matrix
     };
-    // What all images of a call have in common. room: of each value, for one image; gains, biases: of each convolution, or null.
+    // What all images of a call have in common. room: of each value, for one image; gains, biases: of each convolution or matrix, or null.
     struct Call {
         Size in;
         std::vector<Size> sizes;  // of what each step makes

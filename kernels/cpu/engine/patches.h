@@ -16,24 +16,26 @@
 
 namespace nstf::engine {
 
-// A padded image: [channel][row][phase][column]. The columns of a phase are those that one tap of a kernel with that stride meets, so
-// that a tap's pixels are neighbours.
+// A padded image: [channel][row][phase][column], or in quads [four channels][row][phase][column][4]. The columns of a phase are
+// those that one tap of a kernel with that stride meets, so that a tap's pixels are neighbours. In quads a word of a tile is four
+// channels of one tap, and its pixels are a copy of the image; else four columns of the weight, as they come, are mixed for every word.
 struct Image {
     static constexpr int64_t kBeyond = 64;  // bytes that are read or written beyond the end
 
+    int64_t each = 1;  // channels that lie side by side
     int64_t height = 0, phases = 1, phase = 0, row = 0, plane = 0, bytes = 0;  // height: with padding; the others in bytes
     int64_t before[2] = {0, 0}, kernel = 1, stride = 1, dilation = 1;         // padding; of the image's rows
 
     Image() = default;
-    Image(const ConvolutionShape& s, int64_t rows, int64_t columns) {
+    Image(const ConvolutionShape& s, int64_t rows, int64_t columns, bool quads) : each(quads ? 4 : 1) {
         before[0] = s.before[0], before[1] = s.before[1];
         kernel = s.kernel[0], stride = s.stride[0], dilation = s.dilation[0];
         height = rows + s.before[0] + s.after[0];
         phases = s.stride[1];
-        phase = (columns + s.before[1] + s.after[1] + phases - 1) / phases;
+        phase = (columns + s.before[1] + s.after[1] + phases - 1) / phases * each;
         row = phase * phases;
         plane = height * row;
-        bytes = plane * s.channels;
+        bytes = plane * (s.channels / each);
     }
 
     // Whether a row is in any patch.
@@ -74,22 +76,38 @@ struct Image {
         }
     }
 
+    // The same for a row of four channels [columns][4].
+    void spread_quads(const int8_t* codes, int64_t columns, int8_t zero, int8_t* to) const {
+        std::memset(to, zero, static_cast<size_t>(row));
+        if (phases == 1) {
+            std::memcpy(to + 4 * before[1], codes, static_cast<size_t>(4 * columns));
+            return;
+        }
+        for (int64_t p = 0; p < phases; ++p) {
+            const int64_t first = first_of(p), x = first * phases + p - before[1];
+            int8_t* line = to + p * phase + 4 * first;
+            if (phases == 2) copy_words(codes + 4 * x, 8, (columns - x + 1) / 2, line);
+            else copy_words(codes + 4 * x, 4 * phases, (columns - x + phases - 1) / phases, line);
+        }
+    }
+
     // A row of codes [columns][channels], or none, into all channels. to: of the first one. Some bytes beyond the codes are read.
     void spread_channels(const int8_t* codes, int64_t columns, int64_t channels, int8_t zero, int8_t* to) const {
         if (codes == nullptr) {
-            for (int64_t c = 0; c < channels; ++c) std::memset(to + c * plane, zero, static_cast<size_t>(row));
+            for (int64_t c = 0; c < channels / each; ++c) std::memset(to + c * plane, zero, static_cast<size_t>(row));
             return;
         }
         for (int64_t p = 0; p < phases; ++p) {
             const int64_t first = first_of(p), x = first * phases + p - before[1];
             const int64_t count = x < columns ? (columns - x + phases - 1) / phases : 0;
             int8_t* lines = to + p * phase;
-            for (int64_t c = 0; c < channels; ++c) {
+            for (int64_t c = 0; c < channels / each; ++c) {
                 int8_t* line = lines + c * plane;
-                for (int64_t i = 0; i < first; ++i) line[i] = zero;
-                for (int64_t i = first + count; i < phase; ++i) line[i] = zero;
+                for (int64_t i = 0; i < first * each; ++i) line[i] = zero;
+                for (int64_t i = (first + count) * each; i < phase; ++i) line[i] = zero;
+                if (each == 4) copy_words(codes + x * channels + 4 * c, phases * channels, count, line + 4 * first);
             }
-            turn_bytes(codes + x * channels, phases * channels, count, channels, lines + first);
+            if (each == 1) turn_bytes(codes + x * channels, phases * channels, count, channels, lines + first);
         }
     }
 
@@ -99,38 +117,45 @@ struct Image {
         return k - at + (even_odd ? at / 2 + at % 2 * 16 : at);
     }
 
-    // Where each column of a patch is, from the patch's place on: in the order of the weight's bytes, -1 beyond the last.
+    // The same among bytes in the order of an image in quads: [four channels][tap][4].
+    static int64_t place_in_quads(int64_t k, int64_t taps) {
+        const int64_t c = k / taps;
+        return (c / 4 * taps + k % taps) * 4 + c % 4;
+    }
+
+    // Where each column of a patch is, or each word of it in quads, from the patch's place on: in the order of the weight's bytes, -1
+    // beyond the last.
     std::vector<int32_t> columns(const ConvolutionShape& s, int64_t blocks, bool even_odd) const {
-        const int64_t taps = s.kernel[0] * s.kernel[1], count = s.channels / s.groups * taps;
-        std::vector<int32_t> found(static_cast<size_t>(blocks * 32), -1);
+        const int64_t taps = s.kernel[0] * s.kernel[1], count = s.channels / s.groups * taps / each;
+        std::vector<int32_t> found(static_cast<size_t>(blocks * 32 / each), -1);
         for (int64_t k = 0; k < count; ++k) {
             const int64_t c = k / taps, ky = k % taps / s.kernel[1] * s.dilation[0], kx = k % s.kernel[1] * s.dilation[1];
-            found[static_cast<size_t>(place(k, even_odd))] = static_cast<int32_t>(c * plane + ky * row + kx % phases * phase + kx / phases);
+            found[static_cast<size_t>(each == 4 ? k : place(k, even_odd))] =
+                static_cast<int32_t>(c * plane + ky * row + kx % phases * phase + kx / phases * each);
         }
         return found;
     }
 
-    // `count` pixels from `first`, counted through the images, as a tile: [word][64][4].
-    void patches(const int8_t* planes, const int32_t* columns, int64_t words, int64_t first, int64_t count, int64_t out_height,
-                 int64_t out_width, int8_t* out) const {
-        struct Segment {
-            const int8_t* from;
-            int64_t at, count;
-        };
-        Segment segments[kPixels];
+    // `count` pixels from `first`, counted through the images, as pieces of rows: [kPixels] at most.
+    int pieces(const int8_t* planes, int64_t first, int64_t count, int64_t out_height, int64_t out_width, PixelRun* runs) const {
         int found = 0;
         for (int64_t at = 0; at < count;) {
             const int64_t pixel = first + at, x = pixel % out_width, y = pixel / out_width % out_height;
             const int64_t n = std::min(out_width - x, count - at);
-            segments[found++] = {planes + pixel / (out_width * out_height) * bytes + y * stride * row + x, at, n};
+            runs[found++] = {planes + pixel / (out_width * out_height) * bytes + y * stride * row + x * each, at, n};
             at += n;
         }
+        return found;
+    }
+
+    // Those pixels as a tile, [word][64][4], from an image that is not in quads.
+    static void patches(const PixelRun* runs, int found, const int32_t* columns, int64_t words, int8_t* out) {
         static const int8_t zeros[kPixels + 16] = {};
         for (int64_t w = 0; w < words; ++w, columns += 4, out += 4 * kPixels) {
             // The last word may have fewer columns than four.
             const bool whole = columns[0] >= 0 && columns[1] >= 0 && columns[2] >= 0 && columns[3] >= 0;
             for (int i = 0; i < found; ++i) {
-                const Segment& s = segments[i];
+                const PixelRun& s = runs[i];
                 const int8_t* from[4];
                 for (int k = 0; k < 4; ++k) from[k] = whole || columns[k] >= 0 ? s.from + columns[k] : zeros;
                 for (int64_t p = 0; p < s.count; p += 16)
@@ -142,6 +167,11 @@ struct Image {
   private:
     // The first place of a phase that is no padding.
     int64_t first_of(int64_t p) const { return (std::max<int64_t>(before[1] - p, 0) + phases - 1) / phases; }
+
+    // Words of four bytes, `stride` bytes from one to the next.
+    static void copy_words(const int8_t* from, int64_t stride, int64_t count, int8_t* to) {
+        for (int64_t i = 0; i < count; ++i) std::memcpy(to + 4 * i, from + i * stride, 4);
+    }
 
     // `count` pixels, `stride` bytes from one to the next, with their channels: to the channels' lines, a plane from one to the next.
     void turn_bytes(const int8_t* codes, int64_t stride, int64_t count, int64_t channels, int8_t* to) const {

@@ -16,8 +16,8 @@ from nstf.proposals import Recipe, Signature
 from nstf_convert.pipeline.propose.units import Unit
 
 # Shares of the dense weight's multiplications: on a trained ResNet-18 most kernels of 256 outputs took Tucker's small ones.
-SHARES = (0.55, 0.35, 0.2, 0.1)
-TUCKER_SHARES = (0.35, 0.15, 0.1, 0.05)
+SHARES = (0.55, 0.45, 0.35, 0.28, 0.2, 0.14, 0.1)
+TUCKER_SHARES = (0.35, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
 # One scale a row: sums of small groups are scaled so often that it takes time.
 FACTORS = (
     Recipe("int_grid", {"bits": 6, "group": 0, "symmetric": True, "scale_bits": 16}),
@@ -44,7 +44,8 @@ def recipes(unit: Unit, allowed: set[str], known: Signature | None = None) -> li
             known is None or _low_rank_loss(known, shape, share) < (1 - share) * known.signal
         ):
             factors = FACTORS if share >= SEVERAL_FACTORS else FACTORS[:1]
-            out += [Recipe("svd", params, {"factor": factor}) for factor in factors]
+            made = [Recipe("svd", params, {"factor": factor}) for factor in factors]
+            out += [recipe for recipe in made if recipe not in out]  # small weights have few ranks
     for share in TUCKER_SHARES if "tucker" in allowed else ():
         params = parameters("tucker", shape, share, unit.stride)
         if params is None or (known is not None and not _tucker_may_win(known, shape, params, share)):
