@@ -5,9 +5,7 @@ tokenizer = nstf.runtime.load_tokenizer("model.nstf")
 tensors = nstf.runtime.load_tensors("model.nstf")    name -> dense tensor, for any architecture
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from nstf.runtime.generate import stream
     from nstf.runtime.loading import load, load_tensors, load_tokenizer
@@ -20,6 +18,8 @@ __all__ = ["load", "load_tensors", "load_tokenizer", "stream"]
 
 
 def __getattr__(name: str) -> object:
+    import importlib
+
     if name in _WHERE:
         found = getattr(importlib.import_module(f"nstf.runtime.{_WHERE[name]}"), name)
         globals()[name] = found

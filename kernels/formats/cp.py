@@ -6,20 +6,21 @@ Canonical polyadic decomposition (Hitchcock 1927); the weights of the terms are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape, check_shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "cp"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`rank`: number of rank-one terms. `view`: the shape the tensor is read in (same number of elements)."""
 

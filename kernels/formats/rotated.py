@@ -8,15 +8,16 @@ need only divide the axis, so that widths such as 576 = 9 x 64 work.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.scales import check_lead, matrix_shape
 from nstf.kernels.formats.shards import MatrixCut, Place, Places, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, EncodedTensor, Node, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,7 +29,7 @@ _INDEX_STEP = 0x9E3779B1
 _SEED_STEP = 0x632BE5AB
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`block_in`, `block_out`: size of the Hadamard blocks along the columns and the rows, 32, 64 or 128, 0 for none;
     `seed` of the signs; `lead` axes make the rows."""

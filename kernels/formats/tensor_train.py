@@ -6,21 +6,22 @@ Oseledets 2011, "Tensor-train decomposition".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "tensor_train"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`ranks`: the N-1 inner bond sizes of the chain over the N axes of `view`."""
 

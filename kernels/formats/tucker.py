@@ -5,21 +5,22 @@ Tucker 1966; an axis whose rank is its full size has no factor (partial Tucker, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "tucker"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`ranks`: size of the core along each axis of `view`; an axis has a factor if rank < size."""
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import _thread
 import hashlib
 import os
-import threading
 from collections import deque
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
 
 from nstf.errors import NstfError
+from nstf.kernels.records import frozen
 from nstf.runtime.artifact.header import TensorEntry, corrupt, short
 from nstf.runtime.artifact.manifest import TensorRecord
 from nstf.runtime.artifact.reader import Artifact, file_state, open_artifact
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 1 << 17
 
 
-@dataclass(frozen=True)
+@frozen
 class Verified:
     """What was checked: tensors (`shared_tensors` of them are other names), arrays, files; bytes read."""
 
@@ -45,13 +46,13 @@ def verify(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Verif
 def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified:
     """As `verify`, for a file that is open. A mapped file is read, so that what was checked need not stay in memory; of
     one in memory, that memory is checked."""
-    path, manifest, entries = artifact.path, artifact.manifest, artifact.entries
+    path, manifest, entries = artifact.where, artifact.manifest, artifact.entries
     digests = dict(zip(sorted(entries), manifest.sha256, strict=True))
     ordered = sorted(entries.items(), key=lambda item: item[1].start)
     end = max((entry.end for entry in entries.values()), default=1)
     mine = [(n, entry) for n, entry in ordered if entry.start * parts // end == part]
     try:
-        with path.open("rb") if artifact.state is not None else nullcontext() as file:
+        with open(path, "rb") if artifact.state is not None else nullcontext() as file:
             if file is not None and file_state(os.fstat(file.fileno())) != artifact.state:
                 raise corrupt(path, "the file changed while it was opened")
             for name, entry in mine:
@@ -70,7 +71,7 @@ def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified
     return Verified(len(manifest.tensors), shared, len(mine), len(manifest.files), size_bytes)
 
 
-def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> str:
+def _read_digest(file: BinaryIO, entry: TensorEntry, path: str, name: str) -> str:
     """The SHA-256 of an array, read in pieces."""
     digest, at = hashlib.sha256(), entry.start
     file.seek(at)
@@ -92,7 +93,7 @@ class Verifying:
     """
 
     def __init__(self, artifact: Artifact, own_mapping: bool = False) -> None:
-        self._path = artifact.path
+        self._path = artifact.where
         self._digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
         source = (artifact.again() if own_mapping else None) or artifact
         # Views taken now: the artifact may be closed while the thread still reads.
@@ -106,7 +107,7 @@ class Verifying:
         self._large = deque(sorted(large, key=lambda name: -self._views[name].nbytes))
         self._small = sorted(set(self._views) - set(large))
         # Held while the thread checks an array.
-        self._busy = threading.Lock()
+        self._busy = _thread.allocate_lock()
         if large:
             # Not threading.Thread, whose start waits for a sign of life: a thread that finds no memory gives none. Without
             # a thread all is checked where one waits.

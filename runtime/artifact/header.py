@@ -9,16 +9,20 @@ this one refuses them, since an artifact is input from a stranger. Every limit i
 wrong with a file is a `CorruptError` of one line.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.kernels.records import frozen
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 Shape = tuple[int, ...]
 
@@ -50,7 +54,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-@dataclass(frozen=True)
+@frozen
 class TensorEntry:
     """One array: `dtype` by its safetensors name, bytes [start, end) counted from the file's start."""
 
@@ -154,9 +158,9 @@ def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
     """The JSON text of a safetensors file, and the file's size in bytes. Raises CorruptError, UsageError."""
     try:
         # Stat first: opening a FIFO would wait for ever.
-        if not stat.S_ISREG(Path(path).stat().st_mode):
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise UsageError(f"{path}: not a regular file; give the path of a file")
-        with Path(path).open("rb") as file:
+        with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
