@@ -60,7 +60,7 @@ class _Fields:
             ],
             frozen=True,
         )
-        found = made.__dataclass_fields__
+        found = vars(made)["__dataclass_fields__"]
         type.__setattr__(cls, "__dataclass_fields__", found)
         return found
 

@@ -112,6 +112,8 @@ class Engine:
             )
             if not copy_later:
                 self._copying.finish()
+            if matrices.left:
+                _warn_of(artifact, matrices.left)
         except MemoryError as error:
             raise NstfError(f"{artifact.where}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
@@ -315,6 +317,20 @@ class Engine:
         return found[: number - nan], nan
 
 
+def _warn_of(artifact: Artifact, name: str) -> None:
+    """A line of what stays as it is stored; `kernels` tells it, too."""
+    try:
+        import logging
+    except MemoryError:  # there is none for saying so
+        return
+
+    logging.getLogger("nstf").warning(
+        "%s: not enough memory to repack %s and what follows, which stay as they are stored",
+        artifact.where,
+        name,
+    )
+
+
 def may_repack(artifact: Artifact, exact: bool) -> bool:
     """Whether an engine repacks a file when nothing is said of panels."""
     return not exact and artifact.size_bytes <= PANEL_BYTES
@@ -344,6 +360,7 @@ class _Matrices:
 
     def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None) -> None:
         self.kernels: dict[str, str] = {}
+        self.left = ""  # the first matrix that there was no memory to repack
         self.copies = ext.EngineCopies()
         self._artifact, self._exact, self._source = artifact, exact, source
         self._made: dict[str, Any] = {}
@@ -362,14 +379,7 @@ class _Matrices:
                 source = self._source.views(name)
                 return compile_matrix(encoded, self._exact, panel_source=source, copies=self.copies)
             except MemoryError:
-                self._source = None
-                import logging
-
-                logging.getLogger("nstf").warning(
-                    "%s: not enough memory to repack %s and what follows, which stay as they are stored",
-                    self._artifact.where,
-                    name,
-                )
+                self._source, self.left = None, name
         return compile_matrix(encoded, self._exact)
 
 

@@ -15,6 +15,7 @@ from nstf.runtime import byte_level
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.reader import Artifact, open_artifact
+from nstf.runtime.copying import pages_ahead
 from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
@@ -65,6 +66,7 @@ def stream(
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
     """
     with (
+        nullcontext() if exact else pages_ahead(path),
         open_artifact(path) as artifact,
         Verifying(artifact, may_repack(artifact, exact)) if verify else nullcontext() as check,
     ):
