@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from nstf.runtime.imports import uncollected
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,15 +25,16 @@ def generate(words: Sequence[str]) -> int | None:
     if request is None:
         return None
     artifact, prompt, numbers, exact = request
-    from nstf.runtime import engine_text
+    with uncollected():
+        from nstf.runtime import engine_text
 
-    pieces = engine_text.stream(
-        artifact, prompt, numbers.get("--max-new-tokens", 128), exact, numbers.get("--threads")
-    )
-    try:
-        piece = next(pieces, "")
-    except Exception:
-        return None
+        pieces = engine_text.stream(
+            artifact, prompt, numbers.get("--max-new-tokens", 128), exact, numbers.get("--threads")
+        )
+        try:
+            piece = next(pieces, "")
+        except Exception:
+            return None
     try:
         while True:
             sys.stdout.write(piece)

@@ -117,7 +117,7 @@ def parse_object(raw: bytes, where: object, name: str) -> dict[str, Any]:
     try:
         check_nesting(raw, f"its {name} is not JSON: it")
         # As text: json.loads would take bytes for UTF-16 where they look so, whose brackets are not those counted above.
-        found = json.loads(raw.decode("utf-8-sig"))
+        found = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except HeaderError as error:
         raise corrupt(where, error) from error
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,6 @@ is private and copy-on-write: writing into a tensor by mistake neither crashes n
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import struct
@@ -26,6 +25,7 @@ from nstf.runtime.artifact.header import (
     read_header,
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, Manifest, TensorRecord
+from nstf.runtime.artifact.sha256 import sha256
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dic
     # The digest covers the length, the JSON and its padding, with itself zeroed. It comes last, so that a
     # header that is wrong in itself gets the message that says how.
     zeroed = raw.replace(manifest.header_sha256.encode(), mf.NO_DIGEST.encode())
-    if hashlib.sha256(len(raw).to_bytes(8, "little") + zeroed).hexdigest() != manifest.header_sha256:
+    if sha256([memoryview(len(raw).to_bytes(8, "little") + zeroed)])[0].hex() != manifest.header_sha256:
         raise corrupt(where, "the header's SHA-256 differs from the one it states")
     return manifest, entries
 
