@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 import _thread
-import os
-from contextlib import contextmanager, suppress
-
-from nstf.kernels.cpu import ext
-from nstf.kernels.cpu.engine_matrix import PANEL_BYTES, available
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
-
-
-@contextmanager
-def pages_ahead(path: str | os.PathLike[str]) -> Iterator[None]:
-    """While what is inside opens the file at `path` and makes its copies, the system finds the memory for them on another
-    processor: 10 ms for 100 MB, and 100 where a virtual machine's host has to find it, too."""
-    try:
-        size = os.stat(path).st_size  # noqa: PTH116 (pathlib takes 3 ms to import)
-    except (OSError, ValueError):  # said where it is opened
-        size = 0
-    if not 0 < size <= PANEL_BYTES or not available():
-        yield
-        return
-    ext.reserve_pages(size)
-    try:
-        with suppress(RuntimeError, MemoryError):  # no thread: found when they are written to
-            _thread.start_new_thread(ext.populate_pages, ())
-        yield
-    finally:
-        ext.release_pages()
 
 
 class Copying:

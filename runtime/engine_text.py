@@ -15,9 +15,7 @@ from nstf.runtime import byte_level
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.reader import Artifact, open_artifact
-from nstf.runtime.copying import pages_ahead
 from nstf.runtime.engine import Engine, may_repack
-from nstf.runtime.imports import uncollected
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
 from nstf.runtime.tokenizing import foreign_errors
@@ -67,8 +65,6 @@ def stream(
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
     """
     with (
-        uncollected(),
-        nullcontext() if exact else pages_ahead(path),
         open_artifact(path) as artifact,
         Verifying(artifact, may_repack(artifact, exact)) if verify else nullcontext() as check,
     ):

@@ -4,14 +4,12 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from nstf.kernels import cpu
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix, matmul
 from nstf.kernels.formats import EncodedTensor, Node
 from nstf.kernels.formats.tree import format_of
@@ -173,65 +171,3 @@ def test_a_child_that_is_forked_while_another_thread_takes_memory_takes_its_own(
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
-
-
-@pytest.mark.skipif(not STATUS.exists(), reason="no /proc here")
-def test_reserved_pages_are_used_and_the_rest_goes_back(samples: ModuleType) -> None:
-    """Reserved for 64 MiB, of which copies of a matrix of 1 MiB take less and less."""
-    ext = cpu.ext
-    stored = encoded(samples, "shuffle", 1024, 2048)
-    x = torch.randn(1, 2048, generator=torch.Generator().manual_seed(0))
-    wanted = matmul(x, compile_matrix(stored), 1)
-    for count in (50, 3, 0):
-        gc.collect()
-        before, held = address_space(), resident()
-        ext.reserve_pages(64 << 20)
-        ext.populate_pages()
-        copies = [compile_matrix(stored, panels=1) for _ in range(count)]
-        ext.release_pages()
-        assert all(torch.equal(matmul(x, m, 1), wanted) for m in copies)
-        assert resident() < held + (count + 6 << 20)
-        copies.clear()
-        gc.collect()
-        assert address_space() < before + (34 << 20)
-
-
-def test_pages_may_be_found_while_matrices_come_and_go(samples: ModuleType) -> None:
-    """One thread finds pages, this one takes and frees blocks of theirs, and gives them back; in any order."""
-    ext = cpu.ext
-    stored = encoded(samples, "shuffle", 256, 512)
-    x = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
-    wanted = matmul(x, compile_matrix(stored), 1)
-    for turn in range(30):
-        ext.reserve_pages((1 + turn % 5) << 23)
-        ext.reserve_pages(1 << 23)  # a second one has no effect
-        finding = threading.Thread(target=ext.populate_pages)
-        finding.start()
-        copies = [compile_matrix(stored, panels=1) for _ in range(turn % 7)]
-        if turn % 2:
-            ext.release_pages()
-        assert all(torch.equal(matmul(x, m, 1), wanted) for m in copies)
-        copies.clear()
-        ext.release_pages()
-        finding.join()
-    ext.release_pages()
-    ext.populate_pages()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_process_may_fork_while_pages_are_found() -> None:
-    script = (
-        "import os, sys, threading\n"
-        "from nstf.kernels.cpu import ext\n"
-        "for _ in range(20):\n"
-        "    ext.reserve_pages(32 << 20)\n"
-        "    finding = threading.Thread(target=ext.populate_pages)\n"
-        "    finding.start()\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        ext.release_pages(); ext.reserve_pages(4 << 20); ext.populate_pages(); ext.release_pages(); os._exit(7)\n"
-        "    ext.release_pages(); finding.join()\n"
-        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -415,10 +415,6 @@ void bind_engine(nb::module_& m) {
         .def("sizes", &HeldSteps::sizes, "channels"_a, "height"_a, "width"_a)
         .def("run_at", &HeldSteps::run, "x"_a, "images"_a, "size"_a, "numbers"_a, "eps"_a, "y"_a, "last"_a, "threads"_a);
     nb::class_<HeldCopies>(m, "EngineCopies").def(nb::init<>()).def("run", &HeldCopies::run, "threads"_a);
-    m.def("reserve_pages", &reserve_large, "size"_a, "Large pages for copies of so many bytes, which follow soon.");
-    m.def("populate_pages", &populate_large, nb::call_guard<nb::gil_scoped_release>(),
-          "Has the system find the reserved pages; for a thread of its own.");
-    m.def("release_pages", &release_large, "Gives back the reserved pages that are not in use.");
     m.def("engine_packed", &packed, "linear"_a, "exact"_a, "copies"_a.none() = nb::none());
     m.def("engine_trellis", &make_trellis, "rows"_a, "cols"_a, "quarter_bits"_a, "section_rows"_a, "codes"_a,
           "numbers"_a.none(), "number_bits"_a, "scale"_a, "top"_a, "quantiles"_a.none(), "exact"_a, "copies"_a.none() = nb::none());

@@ -11,13 +11,6 @@ void* take_large(size_t bytes);
 // bytes: as many as were taken.
 void give_large(void* memory, size_t bytes) noexcept;
 
-// A chunk for blocks of `bytes` in all that will be taken soon; `populate_large`, on a thread of its own, has the system find
-// its pages meanwhile, which may take longer than filling them. `release_large` gives back what no block came to lie in; it is
-// called once all are taken, or none will be. All without an effect where there are no large pages, or no room.
-void reserve_large(size_t bytes) noexcept;
-void populate_large() noexcept;
-void release_large() noexcept;
-
 // Where a Buffer takes its memory.
 struct LargePages {
     static void* take(size_t bytes) { return take_large(bytes); }
