@@ -64,9 +64,7 @@ class ByteLevel:
 
     def encode(self, text: str) -> list[int] | None:
         """The tokens of a text, or None where the library has to look at it."""
-        if not text.isascii() or len(text) > MOST_CHARACTERS:
-            return None
-        if any(content in text for content, _ in self.added.values()):
+        if not suits(text) or any(content in text for content, _ in self.added.values()):
             return None
         characters = _characters()
         ids = list(self._before)
@@ -116,6 +114,11 @@ class ByteLevel:
 
 class _Other(Exception):
     """A tokenizer that is left to the library."""
+
+
+def suits(text: str) -> bool:
+    """Whether a text may be encoded here, whatever the tokenizer."""
+    return text.isascii() and len(text) <= MOST_CHARACTERS
 
 
 def read(content: bytes) -> ByteLevel | None:

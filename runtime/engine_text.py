@@ -122,7 +122,7 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
 def _encoded(artifact: Artifact, prompt: str) -> tuple[Any, list[int]]:
     """(what decodes tokens as transformers' tokenizer of this file would, the tokens of the prompt)."""
     settings, content = _checked(artifact), artifact.file("tokenizer.json")
-    quick = byte_level.read(content)
+    quick = byte_level.read(content) if byte_level.suits(prompt) else None
     ids = None if quick is None else quick.encode(prompt)
     if quick is not None and ids is not None:
         _check_tokens(artifact, settings, quick.added)
