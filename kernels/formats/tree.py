@@ -3,7 +3,7 @@
 A format is a module of this package with these names:
 
     KIND: str                                   the word in the manifest
-    Params: frozen dataclass                    `__post_init__` raises ValueError on a value out of range
+    Params: a `records.frozen` or frozen dataclass  `__post_init__` raises ValueError on a value out of range
     arrays(params, shape) -> {name: ArraySpec}  the arrays the node itself stores
     children(params, shape) -> {name: shape}    its children's names and dense shapes ({} for a leaf)
     decode(params, shape, arrays, children) -> Tensor   float32, of `shape`; `children` are decoded tensors
