@@ -98,7 +98,6 @@ class EncodedTensor:
 _FILES = {"int": "integer"}
 
 
-@cache
 def _files() -> frozenset[str]:
     """The modules of this package. Not by `pkgutil`, whose import takes longer than this."""
     folders = sys.modules["nstf.kernels.formats"].__path__
