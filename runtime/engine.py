@@ -318,17 +318,15 @@ class Engine:
 
 
 def _warn_of(artifact: Artifact, name: str) -> None:
-    """A line of what stays as it is stored; `kernels` tells it, too."""
+    line = (
+        f"{artifact.where}: not enough memory to repack {name} and what follows, which stay as they are stored"
+    )
     try:
         import logging
-    except MemoryError:  # there is none for saying so
-        return
-
-    logging.getLogger("nstf").warning(
-        "%s: not enough memory to repack %s and what follows, which stay as they are stored",
-        artifact.where,
-        name,
-    )
+    except MemoryError:  # there is none even for that: as logging would where nobody set it up
+        sys.stderr.write(f"{line}\n")
+    else:
+        logging.getLogger("nstf").warning("%s", line)
 
 
 def may_repack(artifact: Artifact, exact: bool) -> bool:
