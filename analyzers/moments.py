@@ -123,25 +123,6 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     return left.T @ right
 
 
-def mean_outer(
-    left: Sequence[Tensor],
-    right: Sequence[Tensor],
-    weights: Sequence[Tensor] | None = None,
-    workers: int = 1,
-    difference: bool = False,
-    product: Callable[[Tensor, Tensor], Tensor] = outer,
-    each: Callable[..., Iterable[tuple[Tensor, float]]] = map,
-) -> Tensor:
-    """sum_t w_t l_t r_t^T / sum_t w_t over the rows of several batches: [left features, right features] float32.
-
-    left, right: by batch, [n, features]; weights: by batch, [n], None for ones. The batches' sums are added in order,
-    so that the result does not depend on `workers`. Zero when the weights are. difference: of l - r in place of l, whose
-    rounding is relative to the difference; product: what multiplies, unless both are the same rows. workers: batches that
-    `each`, a `map`, is given at a time.
-    """
-    return begun_mean_outer(left, right, weights, workers, difference, product, each)()
-
-
 def begun_mean_outer(
     left: Sequence[Tensor],
     right: Sequence[Tensor],
@@ -151,7 +132,14 @@ def begun_mean_outer(
     product: Callable[[Tensor, Tensor], Tensor] = outer,
     each: Callable[..., Iterable[tuple[Tensor, float]]] = map,
 ) -> Callable[[], Tensor]:
-    """What waits for `mean_outer` and gives it back; where the sums are small and `each` has threads these have begun."""
+    """What waits for sum_t w_t l_t r_t^T / sum_t w_t over the rows of several batches, and gives it back: [left features,
+    right features] float32. Where the sums are small and `each` has threads these have begun.
+
+    left, right: by batch, [n, features]; weights: by batch, [n], None for ones. The batches' sums are added in order,
+    so that the result does not depend on `workers`. Zero when the weights are. difference: of l - r in place of l, whose
+    rounding is relative to the difference; product: what multiplies, unless both are the same rows. workers: batches that
+    `each`, a `map`, is given at a time. Raises ValueError without a batch.
+    """
 
     def one(index: int) -> tuple[Tensor, float]:
         x, y = left[index].float(), right[index].float()

@@ -4,12 +4,14 @@ Reading a file's structure and running it on the CPU engine need none of it, and
 Modules on that way say `from nstf.kernels.lazy import torch`, and name `Tensor` in annotations only.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 __all__ = ["torch"]
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     import torch
 else:
 
@@ -18,6 +20,8 @@ else:
             self._name = name
 
         def __getattr__(self, name: str) -> Any:
+            import importlib
+
             found = getattr(importlib.import_module(self._name), name)
             setattr(self, name, found)
             return found

@@ -1,12 +1,16 @@
 """What is derived from an encoded tensor once and used at every call, kept as long as the tensor lives."""
 
-import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from __future__ import annotations
 
-from nstf.kernels.formats.tree import EncodedTensor
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable
+    from typing import TypeVar
 
-T = TypeVar("T")
+    from nstf.kernels.formats.tree import EncodedTensor
+
+    T = TypeVar("T")
 
 
 def per_encoded(function: Callable[[EncodedTensor], T]) -> Callable[[EncodedTensor], T]:
@@ -22,6 +26,8 @@ def per_encoded(function: Callable[[EncodedTensor], T]) -> Callable[[EncodedTens
         entry = known.get(key)
         if entry is not None and entry[0]() is encoded:
             return entry[1]
+        import weakref
+
         result = function(encoded)
         known[key] = (weakref.ref(encoded, lambda _: known.pop(key, None)), result)
         return result

@@ -6,11 +6,14 @@ result = nstf.convert("./model", budget=0.5, dataset="docs/", output="model.nstf
 print(result.size_bytes, result.report["accuracy"]["final"])
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from __future__ import annotations
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any, Unpack
+
     from nstf_convert.keywords import ConvertKeywords
     from nstf_convert.options import ConvertResult
 
@@ -26,8 +29,8 @@ def convert(
     target_bpw: float | None = None,
     max_kl: float | None = None,
     dataset: str | Path | Sequence[str | Path] = (),
-    **options: "Unpack[ConvertKeywords]",
-) -> "ConvertResult":
+    **options: Unpack[ConvertKeywords],
+) -> ConvertResult:
     """Converts a model into one .nstf file that is never larger than the budget; gives back its path and report.
 
     model: a Hugging Face folder, a GGUF or ONNX file, or a hub name. output: by default the model's name with .nstf, in
@@ -38,6 +41,8 @@ def convert(
 
     Raises nstf.errors: UsageError, BudgetError (with the smallest size that can be), CorruptError, UnsupportedError.
     """
+    from pathlib import Path
+
     from nstf.errors import UsageError
     from nstf_convert.budget import Budget, Kind
     from nstf_convert.options import ConvertOptions

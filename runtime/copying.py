@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import _thread
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class Copying:

@@ -10,15 +10,12 @@ need of it, and importing it would take ten times as long as that token.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
 import os
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
@@ -29,20 +26,21 @@ from nstf.kernels.cpu.engine_matrix import (
     compile_matrix,
     decode_row,
 )
-from nstf.kernels.formats import decode
+from nstf.kernels.formats import EncodedTensor, decode
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.copying import Copying
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
     from nstf.runtime.attention_plan import AttentionPlan
     from nstf.runtime.token_sampler import TokenSampler
-
-_log = logging.getLogger("nstf")
 
 KV_CACHES = ("float16", "int8")
 ATTENTION = ("full", "planned")
@@ -114,10 +112,12 @@ class Engine:
             )
             if not copy_later:
                 self._copying.finish()
+            if matrices.left:
+                _warn_of(artifact, matrices.left)
         except MemoryError as error:
-            raise NstfError(f"{artifact.path}: not enough memory for the CPU engine to open it") from error
+            raise NstfError(f"{artifact.where}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
-            raise UnsupportedError(f"{artifact.path}: the CPU engine does not run it ({error})") from error
+            raise UnsupportedError(f"{artifact.where}: the CPU engine does not run it ({error})") from error
 
     def _panel_source(self, artifact: Artifact, panels: bool | None) -> Artifact | None:
         """Where what is repacked is read from; None for nothing."""
@@ -317,6 +317,16 @@ class Engine:
         return found[: number - nan], nan
 
 
+def _warn_of(artifact: Artifact, name: str) -> None:
+    line = f"{artifact.where}: not enough memory to repack {name} and what follows, which stay as they are stored"
+    try:
+        import logging
+    except MemoryError:  # there is none even for that: as logging would where nobody set it up
+        sys.stderr.write(f"{line}\n")
+    else:
+        logging.getLogger("nstf").warning("%s", line)
+
+
 def may_repack(artifact: Artifact, exact: bool) -> bool:
     """Whether an engine repacks a file when nothing is said of panels."""
     return not exact and artifact.size_bytes <= PANEL_BYTES
@@ -346,6 +356,7 @@ class _Matrices:
 
     def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None) -> None:
         self.kernels: dict[str, str] = {}
+        self.left = ""  # the first matrix that there was no memory to repack
         self.copies = ext.EngineCopies()
         self._artifact, self._exact, self._source = artifact, exact, source
         self._made: dict[str, Any] = {}
@@ -364,12 +375,7 @@ class _Matrices:
                 source = self._source.views(name)
                 return compile_matrix(encoded, self._exact, panel_source=source, copies=self.copies)
             except MemoryError:
-                self._source = None
-                _log.warning(
-                    "%s: not enough memory to repack %s and what follows, which stay as they are stored",
-                    self._artifact.path,
-                    name,
-                )
+                self._source, self.left = None, name
         return compile_matrix(encoded, self._exact)
 
 
@@ -411,17 +417,17 @@ def _build(
     prefix = next((p for p in _PREFIXES if f"{p}model.embed_tokens.weight" in names), None)
     if prefix is None:
         raise UnsupportedError(
-            f"{artifact.path}: no model.embed_tokens.weight, which the CPU engine starts from"
+            f"{artifact.where}: no model.embed_tokens.weight, which the CPU engine starts from"
         )
 
     def vector(name: str) -> array[float]:
         if name not in names:
-            raise UnsupportedError(f"{artifact.path}: no tensor {name!r}, which the CPU engine needs")
+            raise UnsupportedError(f"{artifact.where}: no tensor {name!r}, which the CPU engine needs")
         encoded = artifact.views(name)
         if encoded.tree.kind != "dense":
             return array("f", decode(artifact.encoded(name)).float().reshape(-1).tolist())
         return decode_row(
-            compile_matrix(dataclasses.replace(encoded, shape=(1, math.prod(encoded.shape)))), 0
+            compile_matrix(EncodedTensor(encoded.tree, (1, math.prod(encoded.shape)), encoded.arrays)), 0
         )
 
     def norm(name: str) -> array[float]:
@@ -433,7 +439,7 @@ def _build(
     head = f"{prefix}lm_head.weight"
     if head not in names:
         if not config.tied:
-            raise UnsupportedError(f"{artifact.path}: no tensor {head!r}, which the CPU engine needs")
+            raise UnsupportedError(f"{artifact.where}: no tensor {head!r}, which the CPU engine needs")
         head = embedding
     engine = ext.Engine(config.shape, matrix(embedding), matrix(head), norm(f"{root}norm.weight"))
     for frequencies in config.rotations:
@@ -453,7 +459,7 @@ def _build(
         engine.add_layer(layer | plan | {"window": config.windows[i], "rotation": config.rotation_of[i]})
     unused = sorted(n for n in names - known if n.startswith(root) and not n.endswith("rotary_emb.inv_freq"))
     if unused:
-        raise UnsupportedError(f"{artifact.path}: the CPU engine would ignore {unused[0]!r}")
+        raise UnsupportedError(f"{artifact.where}: the CPU engine would ignore {unused[0]!r}")
     return engine, matrix.kernels
 
 

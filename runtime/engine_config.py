@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from nstf.errors import UnsupportedError
+from nstf.kernels.records import frozen
 
-Config = Mapping[str, Any]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@frozen
 class Family:
     """How an architecture differs from Llama, and which keys of its config transformers reads."""
 
@@ -59,7 +62,7 @@ _LARGEST_SIZE = 1 << 30
 _MOST_LAYERS = 1 << 12
 
 
-@dataclass(frozen=True)
+@frozen
 class EngineConfig:
     """The sizes of the model, and per layer its window (0: none) and its number in `rotations`, the angles a position
     turns by, [head_size / 2]. biases: the projections that have one."""

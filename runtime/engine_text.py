@@ -4,12 +4,14 @@ Importing those two takes ten times as long as the first token of a small model.
 short way (special classes of tokenizers, settings that change what is chosen) is refused here and left to them.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from nstf.errors import UnsupportedError, UsageError
+from nstf.runtime import byte_level
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.artifact.generation import check_generation
 from nstf.runtime.artifact.reader import Artifact, open_artifact
@@ -17,6 +19,10 @@ from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
 from nstf.runtime.tokenizing import foreign_errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # Classes of transformers that take tokenizer.json as it is, and the settings that change nothing then.
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -67,9 +73,7 @@ def stream(
         # The tokenizers library keeps Python for itself while it reads a vocabulary; panels are made meanwhile.
         engine = Engine(artifact, exact, threads, kv_cache, attention, copy_later=True)
         try:
-            tokenizer = _tokenizer(artifact)
-            with foreign_errors(f"{artifact.path}: its tokenizer cannot encode this text"):
-                ids = tokenizer.encode(prompt).ids
+            tokenizer, ids = _encoded(artifact, prompt)
         finally:
             engine.finish()
         if check is not None:
@@ -115,36 +119,61 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _tokenizer(artifact: Artifact) -> Any:
-    """The `tokenizers.Tokenizer` that does what transformers' tokenizer of this file would."""
+def _encoded(artifact: Artifact, prompt: str) -> tuple[Any, list[int]]:
+    """(what decodes tokens as transformers' tokenizer of this file would, the tokens of the prompt)."""
+    settings, content = _checked(artifact), artifact.file("tokenizer.json")
+    quick = byte_level.read(content) if byte_level.suits(prompt) else None
+    ids = None if quick is None else quick.encode(prompt)
+    if quick is not None and ids is not None:
+        _check_tokens(artifact, settings, quick.added)
+        return quick, ids
+    tokenizer = _library(artifact, settings, content)
+    with foreign_errors(f"{artifact.where}: its tokenizer cannot encode this text"):
+        return tokenizer, list(tokenizer.encode(prompt).ids)
+
+
+def _checked(artifact: Artifact) -> dict[str, Any]:
+    """The tokenizer_config.json of a file whose tokenizer.json is all there is to its tokenizer. Raises UnsupportedError."""
     names = artifact.file_names()
     if "tokenizer.json" not in names or "tokenizer_config.json" not in names:
-        raise UnsupportedError(f"{artifact.path}: no tokenizer.json with its settings inside")
+        raise UnsupportedError(f"{artifact.where}: no tokenizer.json with its settings inside")
     settings = artifact.object("tokenizer_config.json")
     unknown = sorted(
         k for k in set(settings) - _NEUTRAL if k not in _NEUTRAL_OFF or settings[k] not in (None, False)
     )
     if unknown or settings.get("tokenizer_class") not in _CLASSES:
         what = f"setting {unknown[0]!r}" if unknown else f"class {settings.get('tokenizer_class')!r}"
-        raise UnsupportedError(f"{artifact.path}: a tokenizer of {what} is left to transformers")
+        raise UnsupportedError(f"{artifact.where}: a tokenizer of {what} is left to transformers")
+    return settings
+
+
+def _library(artifact: Artifact, settings: Mapping[str, Any], content: bytes) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json."""
     from tokenizers import Tokenizer
 
-    content = artifact.file("tokenizer.json")
-    with foreign_errors(f"{artifact.path}: its tokenizer.json cannot be read"):
+    with foreign_errors(f"{artifact.where}: its tokenizer.json cannot be read"):
         tokenizer = Tokenizer.from_buffer(content)
     added = tokenizer.get_added_tokens_decoder()
-    special = [t.content for t in added.values() if t.special]
+    _check_tokens(artifact, settings, {n: (token.content, token.special) for n, token in added.items()})
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _check_tokens(
+    artifact: Artifact, settings: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]
+) -> None:
+    """Raises UnsupportedError unless the tokens that the settings name are the tokenizer's. added: id -> (content, whether
+    it is special)."""
+    special = [content for content, is_special in added.values() if is_special]
     stated = settings.get("added_tokens_decoder") or {}
-    known = {str(number): (token.content, token.special) for number, token in added.items()}
+    known = {str(number): token for number, token in added.items()}
     same = isinstance(stated, dict) and all(
         isinstance(token, dict) and known.get(number) == (token.get("content"), token.get("special"))
         for number, token in stated.items()
     )
     if not same or any(settings.get(k) is not None and settings[k] not in special for k in _SPECIAL_TOKENS):
-        raise UnsupportedError(f"{artifact.path}: special tokens that tokenizer.json lacks")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        raise UnsupportedError(f"{artifact.where}: special tokens that tokenizer.json lacks")
 
 
 def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
@@ -156,14 +185,14 @@ def _generation(artifact: Artifact) -> tuple[frozenset[int], dict[str, Any]]:
         config, source = artifact.config(), "config.json"
         if "eos_token_id" not in config:  # its class has one
             raise UnsupportedError(
-                f"{artifact.path}: no generation_config.json inside, and no end of text stated"
+                f"{artifact.where}: no generation_config.json inside, and no end of text stated"
             )
         stated = {"eos_token_id": config["eos_token_id"]}
-    settings = check_generation(stated, artifact.path, source)
+    settings = check_generation(stated, artifact.where, source)
     usual: dict[str, Any] = {"top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     others = sorted(k for k, v in settings.items() if k not in WITHOUT_EFFECT | set(usual) and v is not None)
     if others:
-        raise UnsupportedError(f"{artifact.path}: setting {others[0]!r} is left to transformers")
+        raise UnsupportedError(f"{artifact.where}: setting {others[0]!r} is left to transformers")
     end = settings.get("eos_token_id")
     found = end if isinstance(end, list) else [] if end is None else [end]
     usual |= {k: settings[k] for k in usual if settings.get(k) is not None}

@@ -72,11 +72,14 @@ def stream(
 
     def work() -> None:
         try:
-            with torch.inference_mode(), torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options)
-        except _Left:
-            streamer.abandon()
+            try:
+                with torch.inference_mode(), torch.random.fork_rng():
+                    torch.manual_seed(seed)
+                    model.generate(
+                        inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
+                    )
+            except _Left:
+                streamer.end()
         except BaseException as error:
             failure.put(error)
             streamer.abandon()
@@ -133,7 +136,8 @@ def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
             super().put(value)
 
         def abandon(self) -> None:
-            """Ends the text, whatever failed: perhaps decoding itself, without which the caller would wait for ever."""
+            """Ends the text after an error, which the caller is told: perhaps of decoding itself, which then fails again
+            here, and the caller would wait for ever."""
             try:
                 self.end()
             except BaseException:

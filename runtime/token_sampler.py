@@ -6,13 +6,12 @@ Repetition penalty, temperature, top-k, top-p, min-p; then a draw by the sampler
 from __future__ import annotations
 
 import math
-import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu import AVAILABLE, ext
+from nstf.kernels.records import frozen
 
 
 def available() -> bool:
@@ -20,7 +19,7 @@ def available() -> bool:
     return AVAILABLE
 
 
-@dataclass(frozen=True)
+@frozen
 class Settings:
     """temperature: 0 takes the likeliest token. top_k: 0 for all. top_p: the likeliest tokens that have this share together.
     min_p: tokens with at least this share of the likeliest one's. repetition_penalty: logits of tokens that occurred in
@@ -62,6 +61,8 @@ class TokenSampler:
 
     def __init__(self, settings: Settings, prompt: Sequence[int] = ()) -> None:
         """prompt: tokens before the text, which the repetition penalty counts."""
+        import random
+
         self.settings = settings
         self._random = random.Random(settings.seed)
         self._known = set(prompt) if settings.repetition_penalty != 1 else set()

@@ -10,7 +10,7 @@ from typing import Any
 from nstf.errors import NstfError, UnsupportedError
 from nstf.integrations.serve.errors import wrong
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.loading import load_tokenizer
+from nstf.runtime.tokenizer_files import load_tokenizer
 from nstf.runtime.tokenizing import apply_template, encode, foreign_errors
 
 # What chat models write at the end of a turn; many files name another token as the end of a text.
@@ -71,7 +71,7 @@ class Prompts:
         if not self.has_template:
             raise wrong(
                 "messages",
-                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+                "this model has no chat template; use /v1/completions, or start the server with a template",
             )
         try:
             return self._ids(apply_template(self.own, list(messages)), add_special_tokens=False)

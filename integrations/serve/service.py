@@ -84,7 +84,7 @@ class Service:
             else:
                 if o.reproducible and engine.plan is not None:
                     raise UsageError(
-                        "--reproducible needs --attention full: which blocks a plan skips depends on how prompts are cut"
+                        "`reproducible` needs full attention: which blocks a plan skips depends on how prompts are cut"
                     )
                 engine.threads = o.threads
                 batch = Batch(engine, o.parallel, o.reproducible)
@@ -130,7 +130,7 @@ class Service:
     def _only_the_engine(self) -> None:
         """Raises UsageError for options that nothing but the CPU engine has."""
         o = self.options
-        given = {"--reproducible": o.reproducible, "--kv-cache int8": o.kv_cache != "float16"}
+        given = {"`reproducible`": o.reproducible, "`kv_cache` int8": o.kv_cache != "float16"}
         for option, stated in given.items():
             if stated:
                 raise UsageError(

@@ -8,10 +8,8 @@ products would take powers of that.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from array import array
-from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.packed_linear import packed, stored_bits
@@ -27,8 +25,12 @@ from nstf.kernels.formats.tree import (
     format_of,
 )
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 _PACKED = ("fp8", "grid", "int", "mxfp4")
@@ -183,7 +185,7 @@ def _as_matrix(encoded: EncodedTensor) -> EncodedTensor:
         return encoded
     if tree.kind in (*_PACKED, "shuffle", "trellis", "low_rank"):
         lead = tree.params.lead
-        node = Node(tree.kind, dataclasses.replace(tree.params, lead=1), tree.children)
+        node = Node(tree.kind, changed(tree.params, lead=1), tree.children)
         return EncodedTensor(node, (math.prod(shape[:lead]), math.prod(shape[lead:])), encoded.arrays)
     matrix = (math.prod(shape[:-1]), shape[-1])
     if tree.kind == "dense":

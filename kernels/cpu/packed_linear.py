@@ -6,14 +6,15 @@ product to torch: above `FUSED_BATCH` its blocked GEMM is faster than unpacking 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.lazy import torch
 from nstf.kernels.memo import per_encoded
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 NAME = "cpu.packed_linear"

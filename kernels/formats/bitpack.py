@@ -8,10 +8,9 @@ word per unit).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nstf.kernels.lazy import torch
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 

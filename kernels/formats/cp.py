@@ -6,20 +6,20 @@ Canonical polyadic decomposition (Hitchcock 1927); the weights of the terms are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape, check_shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "cp"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`rank`: number of rank-one terms. `view`: the shape the tensor is read in (same number of elements)."""
 
@@ -89,7 +89,7 @@ def _khatri_rao(factors: list[Tensor]) -> Tensor:
 def places(params: Params, shape: Shape, axis: int) -> Places | None:
     """The factor of the view's axis that starts where the cut axis does."""
     place = view_place(params.view, shape, axis)
-    return None if place is None else Places(1, {f"factor{place.axis}": replace(place, axis=0)})
+    return None if place is None else Places(1, {f"factor{place.axis}": changed(place, axis=0)})
 
 
 def narrowed(params: Params, shape: Shape, span: Span) -> Params:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ITEM_BYTES, ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,7 +18,7 @@ KIND = "dense"
 DTYPES = tuple(ITEM_BYTES)
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`dtype`: the stored dtype by its torch name, for example `bfloat16`."""
 

@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats.scales import (
     check_group,
     check_lead,
@@ -27,7 +24,9 @@ from nstf.kernels.formats.scales import (
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,7 +35,7 @@ KIND = "fp8"
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`variant` e4m3fn or e4m3fnuz; `group` columns share a scale (0: the whole row); `scale_bits` 16
     (float16) or 32 (float32); `lead` axes make the rows.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import (
     check_group,
@@ -21,14 +18,16 @@ from nstf.kernels.formats.scales import (
 )
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "grid"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`levels` of the table (16); `group` columns share a scale (0: the whole row); `scale_bits` 16 or 8;
     `lead`."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import (
     check_group,
@@ -23,14 +20,16 @@ from nstf.kernels.formats.scales import (
 )
 from nstf.kernels.formats.shards import MatrixCut, Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "int"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`bits` 2..8 per code; `group` columns share a scale (0: the whole row); `symmetric`: zero is
     2**(bits-1); `scale_bits` 16 (float16) or 8 (8-bit codes under one float16 per row); `lead` axes make

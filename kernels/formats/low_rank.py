@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.shards import Place, Places, Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "low_rank"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`rank`: inner dimension. `lead`: number of leading axes of the tensor that make the rows."""
 

@@ -6,9 +6,6 @@ a block's scale is E8M0, 2**(code - 127), with 255 for NaN. Codes are packed low
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats import bitpack
 from nstf.kernels.formats.scales import (
     check_lead,
@@ -21,7 +18,9 @@ from nstf.kernels.formats.scales import (
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,7 +31,7 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = _POSITIVE + tuple(-v for v in _POSITIVE)
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`lead` axes make the rows; the block size and the element type are the standard's."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats.shards import Place, Places, Span
 from nstf.kernels.formats.tree import MAX_DIMS, ArraySpec, Shape
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "permute"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`dims`: as in `torch.permute`: axis i of the tensor is axis dims[i] of the stored child."""
 

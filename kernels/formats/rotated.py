@@ -8,15 +8,15 @@ need only divide the axis, so that widths such as 576 = 9 x 64 work.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.scales import check_lead, matrix_shape
 from nstf.kernels.formats.shards import MatrixCut, Place, Places, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, EncodedTensor, Node, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,7 +28,7 @@ _INDEX_STEP = 0x9E3779B1
 _SEED_STEP = 0x632BE5AB
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`block_in`, `block_out`: size of the Hadamard blocks along the columns and the rows, 32, 64 or 128, 0 for none;
     `seed` of the signs; `lead` axes make the rows."""
@@ -171,7 +171,7 @@ def narrowed(params: Params, shape: Shape, span: Span) -> Params:
     else:
         first = part.columns[0] if params.block_in else 0
     moved = first // 2 * _INDEX_STEP * pow(_SEED_STEP, -1, 1 << 32)
-    return replace(params, seed=(params.seed + moved) % (1 << 31))
+    return changed(params, seed=(params.seed + moved) % (1 << 31))
 
 
 def separated(encoded: EncodedTensor) -> EncodedTensor:
@@ -179,6 +179,6 @@ def separated(encoded: EncodedTensor) -> EncodedTensor:
     params: Params = encoded.tree.params
     if not params.block_in or not params.block_out:
         return encoded
-    inner = Node(KIND, replace(params, block_out=0), encoded.tree.children)
-    tree = Node(KIND, replace(params, block_in=0), {"x": inner})
+    inner = Node(KIND, changed(params, block_out=0), encoded.tree.children)
+    tree = Node(KIND, changed(params, block_in=0), {"x": inner})
     return EncodedTensor(tree, encoded.shape, {f"x.{name}": array for name, array in encoded.arrays.items()})

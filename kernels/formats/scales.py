@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.shards import MatrixCut, Span, column_grain
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 

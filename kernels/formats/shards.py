@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.tree import (
     EncodedTensor,
@@ -30,12 +27,16 @@ from nstf.kernels.formats.tree import (
     child_encoded,
     format_of,
 )
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@frozen
 class Span:
     """The positions start to stop - 1 of an axis."""
 
@@ -52,7 +53,7 @@ class Span:
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
 
-@dataclass(frozen=True)
+@frozen
 class Place:
     """A cut at position p of a node is one at p * times / unit along an axis of a child."""
 
@@ -70,7 +71,7 @@ class Place:
         return whole // math.gcd(self.times, whole)
 
 
-@dataclass(frozen=True)
+@frozen
 class Places:
     """Where a cut falls in the children; those that are not named stay whole. grain: what the node itself asks."""
 
@@ -192,7 +193,7 @@ def _check_aligned(tree: Node, shape: Shape, span: Span) -> None:
         )
 
 
-@dataclass(frozen=True)
+@frozen
 class MatrixCut:
     """A span of an axis in the matrix view of a leaf: columns from `first` to `last`, or all columns of some rows."""
 

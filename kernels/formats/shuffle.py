@@ -16,9 +16,7 @@ symbols of one step of the paths, low half first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats import trellis
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
@@ -27,7 +25,9 @@ from nstf.kernels.formats.shuffle_tables import STEPS as STEPS
 from nstf.kernels.formats.shuffle_tables import TABLES as TABLES
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -42,7 +42,7 @@ CENTRE = 31.5
 _VALUES_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`quarter_bits`: 8..20, four times the bits per weight; `scale_bits` 16 or 8 per row; `lead` axes make the rows.
 

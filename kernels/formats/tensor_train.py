@@ -6,21 +6,21 @@ Oseledets 2011, "Tensor-train decomposition".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "tensor_train"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`ranks`: the N-1 inner bond sizes of the chain over the N axes of `view`."""
 
@@ -64,7 +64,7 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
 def places(params: Params, shape: Shape, axis: int) -> Places | None:
     """The middle of the core of the view's axis that starts where the cut axis does."""
     place = view_place(params.view, shape, axis)
-    return None if place is None else Places(1, {f"core{place.axis}": replace(place, axis=1)})
+    return None if place is None else Places(1, {f"core{place.axis}": changed(place, axis=1)})
 
 
 def narrowed(params: Params, shape: Shape, span: Span) -> Params:

@@ -3,7 +3,7 @@
 A format is a module of this package with these names:
 
     KIND: str                                   the word in the manifest
-    Params: frozen dataclass                    `__post_init__` raises ValueError on a value out of range
+    Params: a `records.frozen` or frozen dataclass  `__post_init__` raises ValueError on a value out of range
     arrays(params, shape) -> {name: ArraySpec}  the arrays the node itself stores
     children(params, shape) -> {name: shape}    its children's names and dense shapes ({} for a leaf)
     decode(params, shape, arrays, children) -> Tensor   float32, of `shape`; `children` are decoded tensors
@@ -14,19 +14,21 @@ Array names inside one encoded tensor are paths: `codes` at the root, `a.codes` 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
-import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+import sys
 from functools import cache, lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_type_hints
 
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import MISSING, NEW_DICT, defaults, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+    from typing import Any
+
     from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -52,7 +54,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@frozen
 class ArraySpec:
     """The dtype, by torch's name, and the shape a stored array must have."""
 
@@ -69,16 +71,16 @@ class ArraySpec:
         return found
 
 
-@dataclass(frozen=True)
+@frozen
 class Node:
     """One node of a tree. `params` is an instance of the format's `Params`."""
 
     kind: str
     params: Any
-    children: Mapping[str, Node] = field(default_factory=dict)
+    children: Mapping[str, Node] = NEW_DICT
 
 
-@dataclass(frozen=True)
+@frozen
 class EncodedTensor:
     """A tensor as it is stored: the tree, the dense shape, and the arrays by path."""
 
@@ -96,16 +98,18 @@ class EncodedTensor:
 _FILES = {"int": "integer"}
 
 
-def _files() -> list[str]:
-    package = importlib.import_module("nstf.kernels.formats")
-    return [info.name for info in pkgutil.iter_modules(package.__path__)]
+def _files() -> frozenset[str]:
+    """The modules of this package. Not by `pkgutil`, whose import takes longer than this."""
+    folders = sys.modules["nstf.kernels.formats"].__path__
+    names = (name.partition(".")[0] for folder in folders for name in os.listdir(folder))  # noqa: PTH208
+    return frozenset(name for name in names if not name.startswith("_"))
 
 
 @cache
 def _formats() -> dict[str, ModuleType]:
     """The formats by kind: every module of this package that names a KIND."""
     found = {}
-    for name in _files():
+    for name in sorted(_files()):
         module = importlib.import_module(f"nstf.kernels.formats.{name}")
         if hasattr(module, "KIND"):
             found[module.KIND] = module
@@ -239,7 +243,8 @@ def decode(encoded: EncodedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def node_to_json(node: Node) -> dict[str, Any]:
     """The manifest's form of a node: `{"kind": ..., <params>..., "children": {...}}`."""
-    out: dict[str, Any] = {"kind": node.kind, **_plain(dataclasses.asdict(node.params))}
+    own = {name: getattr(node.params, name) for name in defaults(type(node.params))}
+    out: dict[str, Any] = {"kind": node.kind, **_plain(own)}
     if node.children:
         out["children"] = {name: node_to_json(child) for name, child in node.children.items()}
     return out
@@ -267,16 +272,16 @@ def node_from_json(data: object, depth: int = 0) -> Node:
 
 def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
     """An instance of the dataclass `cls`; strict: no unknown key, no missing key, exact JSON types."""
-    fields, types = {f.name: f for f in dataclasses.fields(cls)}, _types(cls)
+    fields, types = defaults(cls), _types(cls)
     unknown = sorted(set(given) - set(fields))
     if unknown:
         raise FormatError(
             f"{where}: unknown key {unknown[0][:60]!r}; known are {', '.join(fields) or 'none'}"
         )
     values = {}
-    for name, f in fields.items():
+    for name, default in fields.items():
         if name not in given:
-            if f.default is dataclasses.MISSING:
+            if default is MISSING:
                 raise FormatError(f"{where}: key {name!r} is missing")
             continue
         values[name] = _typed(given[name], types[name], f"{where}.{name}")
@@ -288,13 +293,23 @@ def params_from_json(cls: type, given: Mapping[str, Any], where: str) -> Any:
         raise FormatError(f"{where}: {error}") from error
 
 
+# What parameters may be, as JSON has them.
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (int, str, bool, float)} | {
+    "tuple[int, ...]": tuple[int, ...]
+}
+
+
 @cache
 def _types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+    """The types of the fields of a record or a dataclass by name; annotations may be text."""
+    return {
+        name: _TYPES.get(kind, kind) if isinstance(kind, str) else kind
+        for name, kind in cls.__annotations__.items()
+    }
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:
-    if kind == tuple[int, ...]:
+    if kind == _TYPES["tuple[int, ...]"]:
         if not isinstance(value, list) or len(value) > 64 or any(type(v) is not int for v in value):
             raise FormatError(f"{where} must be a list of integers")
         return tuple(value)

@@ -15,9 +15,7 @@ import math
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
@@ -25,7 +23,9 @@ from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_sha
 from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,7 +44,7 @@ _QUANTILE_BITS = 12
 _TILES_AT_ONCE = 1 << 14
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`quarter_bits`: 4..24 per section, four times the bits per weight; `rows`: rows of each section, () for a single one
     with all rows; `scale_bits` 16 or 8 per row; `lead` axes make the rows. A section's rows, and the columns, are padded
@@ -342,7 +342,7 @@ def _cut_rows(
             codes.append(tiled[_whole_tiles(mine)].reshape(-1))
             rates.append(q)
             sizes.append(int(mine.sum()))
-    fresh = replace(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
+    fresh = changed(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
     scales = "scale_codes" if params.scale_bits == 8 else "scale"
     out = {
         "codes": torch.cat(codes),

@@ -5,21 +5,20 @@ Tucker 1966; an axis whose rank is its full size has no factor (partial Tucker, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.shards import Places, Span, narrowed_view, view_place
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed, frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "tucker"
 
 
-@dataclass(frozen=True)
+@frozen
 class Params:
     """`ranks`: size of the core along each axis of `view`; an axis has a factor if rank < size."""
 
@@ -67,7 +66,7 @@ def places(params: Params, shape: Shape, axis: int) -> Places | None:
         return None
     if params.ranks[place.axis] == params.view[place.axis]:
         return Places(1, {"core": place})
-    return Places(1, {f"factor{place.axis}": replace(place, axis=0)})
+    return Places(1, {f"factor{place.axis}": changed(place, axis=0)})
 
 
 def narrowed(params: Params, shape: Shape, span: Span) -> Params:

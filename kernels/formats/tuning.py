@@ -14,13 +14,15 @@ Names inside a tree are paths, as for arrays: `scale` at the root, `a.scale` in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from nstf.kernels.formats.tree import EncodedTensor, Node, child_encoded, decode, format_of, join
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import frozen
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 Values = Mapping[str, "Tensor"]
@@ -90,7 +92,7 @@ def with_units(encoded: EncodedTensor, values: Values) -> EncodedTensor:
     return EncodedTensor(encoded.tree, encoded.shape, arrays)
 
 
-@dataclass(frozen=True)
+@frozen
 class Prepared:
     """An encoded tensor ready to be decoded many times with different values: what is fixed, by path, unpacked."""
 

@@ -1,30 +1,30 @@
 """The `nstf` command: arguments to dataclasses, errors to exit codes.
 
 One file per sub-command, imported when it is the one that runs. Nothing here or there imports torch or transformers at
-the top: `nstf --help` must answer at once, and importing torch alone takes seconds.
+the top: `nstf --help` must answer at once, and importing torch alone takes seconds. Nor does this file import typer, which
+takes longer than the first token of a small model (quick.py).
 """
+
+from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import os
 import re
-import signal
 import sys
-import threading
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated
 
-import typer
-
-from nstf import __version__
 from nstf.errors import NstfError, UnsupportedError
-from nstf_convert.cli.memory_limit import causes, watch_limit
+from nstf_convert.cli import quick
 from nstf_convert.cli.output import clean, setup_logging
-from nstf_convert.cli.schema import GroupedCommand, with_flags
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import FrameType
+
+    import typer
 
 EPILOG = (
     "Every command takes --quiet (no progress), --verbose (a line for every stage) and --debug (full traceback); all but "
@@ -44,9 +44,7 @@ _LESS_MEMORY = {
     "profile": "fewer --tokens or a smaller --batch",
 }
 # What torch and Python say where memory ends, in errors of other classes.
-_NO_MEMORY = re.compile(
-    r"can(no|')t allocate memory|can't start new thread|std::bad_alloc|failed to map segment", re.IGNORECASE
-)
+_NO_MEMORY = r"can(no|')t allocate memory|can't start new thread|std::bad_alloc|failed to map segment"
 
 SUMMARIES = {
     "convert": "Convert a model under a byte budget.",
@@ -69,42 +67,9 @@ SUMMARIES = {
 
 def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
     """The command with these sub-commands: only the one that is about to run has to be imported."""
-    app = typer.Typer(
-        name="nstf",
-        help="A checkpoint and a byte budget in, one measured .nstf file out.",
-        epilog=EPILOG,
-        no_args_is_help=True,
-        add_completion=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(common_options)
-    for name in names:
-        module = importlib.import_module(f"nstf_convert.cli.{name}")
-        app.command(
-            name, cls=GroupedCommand, short_help=SUMMARIES[name], epilog=EPILOG, no_args_is_help=True
-        )(getattr(module, name))
-    return app
+    from nstf_convert.cli import commands
 
-
-def show_version(wanted: bool) -> None:
-    """Prints the version when asked; an option's callback runs before the missing command is noticed."""
-    if wanted:
-        typer.echo(f"nstf {__version__}")
-        raise typer.Exit()
-
-
-def common_options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every stage.")] = False,
-) -> None:
-    """Takes the options that have already been acted on, so that they are in the help."""
+    return commands.application(names)
 
 
 # What torch says on the CPU of a token beyond an embedding.
@@ -124,12 +89,16 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
     words, flags = _common_flags(arguments)
     debug = "debug" in flags
-    watch_limit()
     # Read when transformers is imported, much later: its advice on loading is noise beside our results.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
     setup_logging("quiet" in flags, "verbose" in flags, debug)
     try:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
+        if not flags and (written := quick.generate(words)) is not None:
+            return written
+        from nstf_convert.cli.memory_limit import watch_limit
+
+        watch_limit()
         with _interrupts() as pressed:
             try:
                 code = application(named)(words, prog_name="nstf", standalone_mode=False)
@@ -142,9 +111,11 @@ def run(arguments: Sequence[str]) -> int:
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
         if debug:
+            import traceback
+
             traceback.print_exc()
         if type(error).__name__ == "NoArgsIsHelpError":
-            typer.echo(error.format_message())  # type: ignore[attr-defined]
+            sys.stdout.write(error.format_message() + "\n")  # type: ignore[attr-defined]
             return 2
         code, message = _explain(error, words)
         sys.stderr.write(f"error: {message}\n")
@@ -158,6 +129,9 @@ def run(arguments: Sequence[str]) -> int:
 def _interrupts() -> Iterator[threading.Event]:
     """Set once Ctrl-C was pressed. A library may catch the KeyboardInterrupt and raise something else: torch takes one that
     comes while it makes a tensor of a storage for a wrong type."""
+    import signal
+    import threading
+
     pressed = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -188,13 +162,14 @@ def _common_flags(arguments: Sequence[str]) -> tuple[list[str], set[str]]:
 
 def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """(exit code, one line) for an exception."""
-    # What a library that found no memory looks like to those that wanted it: a model or a package that does not exist.
-    scarce = next((e for e in causes(error) if isinstance(e, MemoryError) or _NO_MEMORY.search(str(e))), None)
+    scarce = _scarce(error)
     if isinstance(error, NstfError) and (scarce is None or not isinstance(error, UnsupportedError)):
+        from nstf_convert.cli.schema import with_flags
+
         return error.exit_code, with_flags(clean(error))
     if type(error).__name__ == "OutOfMemoryError":
         return 1, f"the GPU has too little memory: {_gpu_memory_hint(words)}"
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":  # typer's
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
         return getattr(error, "exit_code", 2), _usage(error, words)
@@ -210,6 +185,17 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if type(error).__name__ == "PanicException":  # of tokenizers, safetensors: Rust's, and no Exception
         return UnsupportedError.exit_code, f"a library gives up on a file of the model: {clean(error)}"
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
+
+
+def _scarce(error: BaseException) -> BaseException | None:
+    """What says that memory ended, the error or one behind it: a library that found none looks like a model or a package
+    that does not exist to those that wanted it."""
+    from nstf_convert.cli.memory_limit import causes
+
+    def says_so(found: BaseException) -> bool:
+        return isinstance(found, MemoryError) or re.search(_NO_MEMORY, str(found), re.IGNORECASE) is not None
+
+    return next(filter(says_so, causes(error)), None)
 
 
 def _memory_hint(reason: str, words: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from nstf_convert.cli.convert import accuracy_pairs
 from nstf_convert.cli.eval_tasks import measure_tasks, print_tasks
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs
+from nstf_convert.cli.schema import with_flags
 
 if TYPE_CHECKING:
     from nstf_convert.gates.evaluate import Check
@@ -105,7 +106,7 @@ def eval(
     elif gates != Gates():
         raise UsageError("gates on the divergence compare with a reference: name it with --reference")
     if junit is not None:
-        write_junit(junit, junit_xml(str(artifact), checks, figures, time.monotonic() - start))
+        write_junit(junit, junit_xml(str(artifact), checks, figures, time.monotonic() - start, with_flags))
     if json:
         print_json(
             result | {"gates": [gate_json(c) for c in checks], "passed": all(c.passed for c in checks)}
@@ -116,7 +117,7 @@ def eval(
         if tasks is not None:
             print_tasks(answered)
         for c in checks:
-            typer.echo(f"  {'pass' if c.passed else 'FAIL'}  {c.message()}")
+            typer.echo(f"  {'pass' if c.passed else 'FAIL'}  {with_flags(c.message())}")
     failed = [c.message() for c in checks if not c.passed]
     if failed:
         raise GateFailed(f"{len(failed)} of {len(checks)} gates failed: {'; '.join(failed)}")
@@ -154,7 +155,7 @@ def check_asked(
 def gate_json(check: "Check") -> dict[str, Any]:
     """One gate's verdict."""
     return {
-        "gate": check.option.lstrip("-"),
+        "gate": check.gate.replace("_", "-"),
         "value": check.value,
         "bound": check.bound,
         "passed": check.passed,

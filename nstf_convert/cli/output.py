@@ -1,17 +1,17 @@
 """Where results and messages go: results on stdout, everything else on stderr."""
 
+from __future__ import annotations
+
 import json
 import logging
 import math
 import os
 import sys
-import textwrap
-from collections.abc import Sequence
-from typing import Any
 
-import typer
-
-from nstf_convert.cli.schema import with_flags
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
 
 SHORTEST_NAME = 24
 # As in nstf_convert.pipeline.progress, which imports torch's friends: shown unless --quiet.
@@ -42,6 +42,10 @@ def clean(text: object) -> str:
 
 def print_pairs(title: str, pairs: Sequence[tuple[str, object]]) -> None:
     """A heading and aligned `name  value` lines on stdout; long values wrap under themselves."""
+    import textwrap
+
+    import typer
+
     if title:
         typer.echo(title)
     width = max((len(name) for name, _ in pairs), default=0)
@@ -59,6 +63,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], left: 
     In a pipe nothing is cut: one line a row, made for grep and awk. On a terminal the first column gives way at
     its start (the ends of tensors' names tell them apart) until a row fits on a line.
     """
+    import typer
+
     cells = [[clean(c) for c in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
     terminal = sys.stdout.isatty()
@@ -95,6 +101,8 @@ class _StderrHandler(logging.Handler):
     """Plain lines on the stderr of the moment, above a tqdm bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from nstf_convert.cli.schema import with_flags
+
         prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         line = prefix + with_flags(clean(record.getMessage()))
         tqdm = sys.modules.get("tqdm")

@@ -42,8 +42,15 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     return wrap
 
 
-# Options of exports, by the fields of their Request.
-_OF_EXPORTS = {n: "--" + n.replace("_", "-") for n in ("allow_loss", "dtype", "overwrite", "source")}
+# Options of other commands than convert by their fields: those of exports, of gates and of the server.
+_OF_OTHERS = {
+    name: "--" + name.replace("_", "-")
+    for name in (
+        "allow_loss", "dtype", "overwrite", "source", "dataset", "tasks", "max_kl", "max_p99_kl", "min_top1",
+        "max_ppl_ratio", "min_cosine", "min_accuracy", "min_accuracy_norm", "max_flips", "reproducible", "kv_cache",
+        "attention",
+    )
+}  # fmt: skip
 # How the library's errors name an option: by its field, and `attention_plan=False` for what a flag turns off.
 _NAMED = re.compile(r"`(\w+)(=False)?`")
 
@@ -54,7 +61,7 @@ def with_flags(text: str) -> str:
     def flag(found: re.Match[str]) -> str:
         field = FIELDS.get(found[1])
         if field is None:
-            return _OF_EXPORTS.get(found[1], found[0])
+            return _OF_OTHERS.get(found[1], found[0])
         named = str(field.metadata["flag"]).split("/")[0] or "--" + found[1].replace("_", "-")
         return named.replace("--", "--no-", 1) if found[2] else named
 

@@ -61,38 +61,38 @@ class TaskGates:
 
 @dataclass(frozen=True)
 class Check:
-    """One gate applied: `value` against `bound`; `option` is the command line's name of it."""
+    """One gate applied: `value` against `bound`; `gate` is the field of Gates or TaskGates that states it."""
 
     name: str
-    option: str
+    gate: str
     value: float
     bound: float
     passed: bool
 
     def message(self) -> str:
-        """What was found, for example `mean KLD 0.0312 nats is above 0.01 (--max-kl)`."""
-        upper = self.option.startswith("--max")
+        """What was found, for example `mean KLD 0.0312 nats is above 0.01 (`max_kl`)`."""
+        upper = self.gate.startswith("max_")
         if self.passed:
             relation = "within" if upper else "at least"
         else:
             relation = "above" if upper else "below"
         value = "not a number: it fails" if math.isnan(self.value) else f"{self.value:.6g} is {relation}"
-        return f"{self.name} {value} {self.bound:g} ({self.option})"
+        return f"{self.name} {value} {self.bound:g} (`{self.gate}`)"
 
 
 _RULES = (
-    # option, field of Gates, words, field of Accuracy or Similarity
-    ("--max-kl", "max_kl", "mean KLD in nats", "mean_kl"),
-    ("--max-p99-kl", "max_p99_kl", "99th percentile of the KLD in nats", "p99_kl"),
-    ("--min-top1", "min_top1", "top-1 agreement", "top1"),
-    ("--max-ppl-ratio", "max_ppl_ratio", "perplexity ratio", "ppl_ratio"),
-    ("--min-cosine", "min_cosine", "smallest cosine similarity", "min_cosine"),
+    # field of Gates, words, field of Accuracy or Similarity
+    ("max_kl", "mean KLD in nats", "mean_kl"),
+    ("max_p99_kl", "99th percentile of the KLD in nats", "p99_kl"),
+    ("min_top1", "top-1 agreement", "top1"),
+    ("max_ppl_ratio", "perplexity ratio", "ppl_ratio"),
+    ("min_cosine", "smallest cosine similarity", "min_cosine"),
 )
 _TASK_RULES = (
-    # option, field of TaskGates, words, field of Group
-    ("--min-accuracy", "min_accuracy", "accuracy", "accuracy"),
-    ("--min-accuracy-norm", "min_accuracy_norm", "length-normalised accuracy", "accuracy_norm"),
-    ("--max-flips", "max_flips", "share of flipped answers", "flips"),
+    # field of TaskGates, words, field of Group
+    ("min_accuracy", "accuracy", "accuracy"),
+    ("min_accuracy_norm", "length-normalised accuracy", "accuracy_norm"),
+    ("max_flips", "share of flipped answers", "flips"),
 )
 
 
@@ -102,35 +102,35 @@ def check(gates: Gates, measured: Accuracy | Similarity) -> list[Check]:
     Raises UsageError for a gate of another kind of model.
     """
     checks = []
-    for option, gate, words, key in _RULES:
+    for gate, words, key in _RULES:
         bound = getattr(gates, gate)
         if bound is None:
             continue
         value = getattr(measured, key, None)
         if value is None:
             kind = "an encoder" if isinstance(measured, Similarity) else "a language model"
-            raise UsageError(f"{option} does not apply to {kind}: remove it")
-        checks.append(_check(words, option, value, bound))
+            raise UsageError(f"`{gate}` does not apply to {kind}: remove it")
+        checks.append(_check(words, gate, value, bound))
     return checks
 
 
 def check_tasks(gates: TaskGates, measured: Group) -> list[Check]:
-    """Every gate on multiple choice that was set, applied. Raises UsageError for --max-flips without a reference."""
+    """Every gate on multiple choice that was set, applied. Raises UsageError for max_flips without a reference."""
     checks = []
-    for option, gate, words, key in _TASK_RULES:
+    for gate, words, key in _TASK_RULES:
         bound = getattr(gates, gate)
         if bound is None:
             continue
         value = getattr(measured, key)
         if value is None:
-            raise UsageError(f"{option} compares with the reference's answers: name it with --reference")
-        checks.append(_check(words, option, value, bound))
+            raise UsageError(f"`{gate}` compares with the reference's answers: name the reference")
+        checks.append(_check(words, gate, value, bound))
     return checks
 
 
-def _check(words: str, option: str, value: float, bound: float) -> Check:
-    passed = value <= bound if option.startswith("--max") else value >= bound
-    return Check(words, option, value, bound, passed)
+def _check(words: str, gate: str, value: float, bound: float) -> Check:
+    passed = value <= bound if gate.startswith("max_") else value >= bound
+    return Check(words, gate, value, bound, passed)
 
 
 def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windows: Tensor) -> Accuracy:
@@ -208,7 +208,7 @@ def text_windows(tokenizer: Any, text: str, seq_len: int, count: int | None) -> 
         windows = cut_windows(ids, seq_len, count).clone()
     except ValueError as error:
         raise UsageError(
-            f"the dataset is too short: {error}; give more text or a shorter --seq-len"
+            f"the dataset is too short: {error}; give more text or a smaller `seq_len`"
         ) from error
     if count is not None and windows.shape[0] < count:
         log.warning(

@@ -2,15 +2,22 @@
 
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nstf_convert.gates.evaluate import Check
 
 
-def junit_xml(suite: str, checks: Sequence[Check], measured: Mapping[str, Any], seconds: float) -> str:
-    """The document. measured: figures by name, kept as properties; without gates there is one case."""
+def junit_xml(
+    suite: str,
+    checks: Sequence[Check],
+    measured: Mapping[str, Any],
+    seconds: float,
+    told: Callable[[str], str] = str,
+) -> str:
+    """The document. measured: figures by name, kept as properties; without gates there is one case. told: what
+    a gate's message becomes, in the words of who reads it."""
     failures = sum(not c.passed for c in checks)
     counts = {"tests": str(max(1, len(checks))), "failures": str(failures), "errors": "0", "skipped": "0"}
     root = ET.Element("testsuites", counts | {"name": "nstf eval", "time": f"{seconds:.3f}"})
@@ -20,15 +27,15 @@ def junit_xml(suite: str, checks: Sequence[Check], measured: Mapping[str, Any], 
         ET.SubElement(properties, "property", {"name": _legal(name), "value": _legal(value)})
     for entry in checks:
         case = ET.SubElement(
-            node, "testcase", {"classname": "nstf.gates", "name": entry.option.lstrip("-"), "time": "0"}
+            node, "testcase", {"classname": "nstf.gates", "name": entry.gate.replace("_", "-"), "time": "0"}
         )
         if not entry.passed:
             failure = ET.SubElement(
-                case, "failure", {"type": "GateFailed", "message": _legal(entry.message())}
+                case, "failure", {"type": "GateFailed", "message": _legal(told(entry.message()))}
             )
             failure.text = _legal(f"value {entry.value!r}\nbound {entry.bound!r}")
         else:
-            ET.SubElement(case, "system-out").text = _legal(entry.message())
+            ET.SubElement(case, "system-out").text = _legal(told(entry.message()))
     if not checks:
         ET.SubElement(node, "testcase", {"classname": "nstf.gates", "name": "measured", "time": "0"})
     ET.indent(root)

@@ -29,7 +29,7 @@ def measure(
         text = gates.read_text(dataset, CHARS_PER_TOKEN * seq_len * windows)
     if before.is_causal_lm:
         if text is None:
-            raise UsageError("--dataset is missing: give held-out text such as --dataset held-out.txt")
+            raise UsageError("`dataset` is missing: give the path of held-out text")
         if tokenizer is None:
             raise UsageError(f"{test.where} holds no tokenizer: a language model cannot be measured on text")
         batch = gates.text_windows(tokenizer, text, seq_len, windows)

@@ -89,7 +89,7 @@ class Side:
     def tokenizer(self) -> Any:
         """The tokenizer inside, or None."""
         import nstf.runtime
-        from nstf.runtime.loading import tokenizer_from_files
+        from nstf.runtime.tokenizer_files import tokenizer_from_files
 
         if self.artifact is not None:
             has = TOKENIZER_FILES & set(self.artifact.file_names())

@@ -40,9 +40,9 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Question]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"--tasks {path}: not UTF-8 text (byte {error.start}): give JSON lines") from error
+        raise UsageError(f"`tasks` {path}: not UTF-8 text (byte {error.start}): give JSON lines") from error
     except OSError as error:
-        raise UsageError(f"--tasks {path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"`tasks` {path}: cannot be read ({error.strerror})") from error
     found: list[Question] = []
     # Not splitlines(): it also splits at characters that JSON allows inside a string, such as U+2028.
     for number, line in enumerate(text.split("\n"), 1):
@@ -50,12 +50,12 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Question]:
             try:
                 found.append(parse(line, number))
             except ValueError as error:
-                raise UsageError(f"--tasks {path}, line {number}: {error}") from error
+                raise UsageError(f"`tasks` {path}, line {number}: {error}") from error
             if len(found) == limit:
                 break
     if not found:
         raise UsageError(
-            f"--tasks {path}: no question inside: give one JSON object a line, such as {EXAMPLE}"
+            f"`tasks` {path}: no question inside: give one JSON object a line, such as {EXAMPLE}"
         )
     return found
 

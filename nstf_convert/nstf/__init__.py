@@ -7,9 +7,7 @@ model = nstf.runtime.load("model.nstf")                               run: a tra
 docs/api.md describes these and the rest. Importing nstf is quick: torch and transformers are imported when they are needed.
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from nstf import errors as errors
     from nstf import runtime as runtime
@@ -43,6 +41,8 @@ __all__ = ["ConvertResult", "File", "StoredTensor", "convert", "errors", "open",
 
 
 def __getattr__(name: str) -> object:
+    import importlib
+
     if name in _PARTS:
         return importlib.import_module(f"nstf.{name}")
     if name in _NAMES:

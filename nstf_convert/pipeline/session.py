@@ -402,7 +402,7 @@ class Session:
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises UsageError when there is none."""
-        from nstf.runtime.loading import tokenizer_from_files
+        from nstf.runtime.tokenizer_files import tokenizer_from_files
 
         try:
             return tokenizer_from_files(self.checkpoint.files(), self.options.model)

@@ -7,9 +7,7 @@ verify(path)                                 every SHA-256
 parse_header(path)                           the header of any safetensors file
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from nstf.runtime.artifact.digests import Verified, verify
     from nstf.runtime.artifact.header import TensorEntry, parse_header
@@ -43,6 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    import importlib
+
     if name in _WHERE:
         found = getattr(importlib.import_module(f"nstf.runtime.artifact.{_WHERE[name]}"), name)
         globals()[name] = found

@@ -5,18 +5,24 @@ labels, `num_hidden_layers` of 10^6 a million layers. So each number that someth
 file's tensors can answer, and is checked before transformers sees it.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from nstf.errors import CorruptError
+from nstf.kernels.records import frozen
 from nstf.runtime.artifact.header import HeaderError, check_nesting, corrupt, short
 from nstf.runtime.artifact.manifest import Manifest, TensorRecord
 
-Config = Mapping[str, Any]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Config = Mapping[str, Any]
+
 
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 16
@@ -56,7 +62,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Limits:
     """What the model of a file may be made of. tensors: their number, other names included; dimension: the largest of any
     tensor; elements: of all tensors together, decoded."""
@@ -111,7 +117,7 @@ def parse_object(raw: bytes, where: object, name: str) -> dict[str, Any]:
     try:
         check_nesting(raw, f"its {name} is not JSON: it")
         # As text: json.loads would take bytes for UTF-16 where they look so, whose brackets are not those counted above.
-        found = json.loads(raw.decode("utf-8-sig"))
+        found = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except HeaderError as error:
         raise corrupt(where, error) from error
     except (ValueError, RecursionError) as error:

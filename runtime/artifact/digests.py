@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import _thread
-import hashlib
 import os
-import threading
 from collections import deque
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
 
 from nstf.errors import NstfError
+from nstf.kernels.records import frozen
 from nstf.runtime.artifact.header import TensorEntry, corrupt, short
 from nstf.runtime.artifact.manifest import TensorRecord
 from nstf.runtime.artifact.reader import Artifact, file_state, open_artifact
+from nstf.runtime.artifact.sha256 import sha256, together
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import BinaryIO
 
 CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 1 << 17
+# Bytes after which a group of arrays that are checked together ends; one of more than this part of all bytes stays alone.
+GROUP_BYTES, ALONE = 12 << 20, 32
 
 
-@dataclass(frozen=True)
+@frozen
 class Verified:
     """What was checked: tensors (`shared_tensors` of them are other names), arrays, files; bytes read."""
 
@@ -45,18 +49,18 @@ def verify(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Verif
 def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified:
     """As `verify`, for a file that is open. A mapped file is read, so that what was checked need not stay in memory; of
     one in memory, that memory is checked."""
-    path, manifest, entries = artifact.path, artifact.manifest, artifact.entries
+    path, manifest, entries = artifact.where, artifact.manifest, artifact.entries
     digests = dict(zip(sorted(entries), manifest.sha256, strict=True))
     ordered = sorted(entries.items(), key=lambda item: item[1].start)
     end = max((entry.end for entry in entries.values()), default=1)
     mine = [(n, entry) for n, entry in ordered if entry.start * parts // end == part]
     try:
-        with path.open("rb") if artifact.state is not None else nullcontext() as file:
+        with open(path, "rb") if artifact.state is not None else nullcontext() as file:
             if file is not None and file_state(os.fstat(file.fileno())) != artifact.state:
                 raise corrupt(path, "the file changed while it was opened")
             for name, entry in mine:
                 if file is None:
-                    found = hashlib.sha256(artifact.stored_bytes(name)).hexdigest()
+                    found = sha256([artifact.stored_bytes(name)])[0].hex()
                 else:
                     found = _read_digest(file, entry, path, name)
                 if found != digests[name]:
@@ -70,8 +74,10 @@ def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified
     return Verified(len(manifest.tensors), shared, len(mine), len(manifest.files), size_bytes)
 
 
-def _read_digest(file: BinaryIO, entry: TensorEntry, path: Path, name: str) -> str:
+def _read_digest(file: BinaryIO, entry: TensorEntry, path: str, name: str) -> str:
     """The SHA-256 of an array, read in pieces."""
+    import hashlib
+
     digest, at = hashlib.sha256(), entry.start
     file.seek(at)
     while at < entry.end:
@@ -92,7 +98,7 @@ class Verifying:
     """
 
     def __init__(self, artifact: Artifact, own_mapping: bool = False) -> None:
-        self._path = artifact.path
+        self._path = artifact.where
         self._digests = dict(zip(sorted(artifact.entries), artifact.manifest.sha256, strict=True))
         source = (artifact.again() if own_mapping else None) or artifact
         # Views taken now: the artifact may be closed while the thread still reads.
@@ -100,14 +106,11 @@ class Verifying:
         self._wrong: list[str] = []
         self._failure: BaseException | None = None
         self._stopped = False
-        # hashlib lets other threads run while it reads, but gets its turn back between arrays only when they let it: the
-        # thread takes the large ones, largest first, and leaves the small ones to who waits.
-        large = [name for name, view in self._views.items() if view.nbytes >= LARGE_BYTES]
-        self._large = deque(sorted(large, key=lambda name: -self._views[name].nbytes))
-        self._small = sorted(set(self._views) - set(large))
-        # Held while the thread checks an array.
-        self._busy = threading.Lock()
-        if large:
+        sizes = {name: view.nbytes for name, view in self._views.items()}
+        self._large, self._small = _groups(sizes, together())
+        # Held while the thread checks a group.
+        self._busy = _thread.allocate_lock()
+        if self._large:
             # Not threading.Thread, whose start waits for a sign of life: a thread that finds no memory gives none. Without
             # a thread all is checked where one waits.
             with suppress(RuntimeError, MemoryError):
@@ -115,8 +118,7 @@ class Verifying:
 
     def wait(self) -> None:
         """Raises CorruptError for an array that differs, and what reading raised."""
-        for name in self._small:
-            self._check(name)
+        self._check(self._small)
         with suppress(IndexError):
             while True:
                 self._check(self._large.popleft())
@@ -135,7 +137,7 @@ class Verifying:
         self._views.clear()  # whoever keeps this object must not keep the mapping
 
     def _end(self) -> None:
-        """Waits for the array that the thread has in hand."""
+        """Waits for what the thread has in hand."""
         with self._busy:
             pass
 
@@ -153,6 +155,30 @@ class Verifying:
                     self._failure = error
                     return
 
-    def _check(self, name: str) -> None:
-        if hashlib.sha256(self._views[name]).hexdigest() != self._digests[name]:
-            self._wrong.append(name)
+    def _check(self, names: list[str]) -> None:
+        for name, digest in zip(names, sha256([self._views[n] for n in names]), strict=True):
+            if digest.hex() != self._digests[name]:
+                self._wrong.append(name)
+
+
+def _groups(sizes: Mapping[str, int], side_by_side: bool) -> tuple[deque[list[str]], list[str]]:
+    """The arrays that a thread checks, by what it checks at a time, the largest first; and those left to who waits for it.
+
+    sizes: bytes by name. side_by_side: whether sixteen arrays at a time are faster (sha256.py); one that would be the last
+    of its group by far stays alone. hashlib lets other threads run while it reads, but gets its turn back between arrays
+    only when they let it: with it small arrays are left to who waits.
+    """
+    ordered = sorted(sizes, key=lambda name: -sizes[name])
+    if not side_by_side:
+        large = [name for name in ordered if sizes[name] >= LARGE_BYTES]
+        return deque([name] for name in large), ordered[len(large) :]
+    total = sum(sizes.values())
+    groups = deque([name] for name in ordered if sizes[name] > total / ALONE)
+    held = GROUP_BYTES
+    for name in ordered[len(groups) :]:
+        if held >= GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += sizes[name]
+    return groups, []

@@ -4,16 +4,20 @@ transformers looks at most of them when the first token is chosen, and raises er
 (a cache for each of `num_beams`). So each is checked when the file is loaded.
 """
 
-import logging
+from __future__ import annotations
+
 import math
 from functools import lru_cache
-from typing import Any
 
 from nstf.errors import CorruptError
-from nstf.runtime.artifact.config import MAX_INTEGER, Config
+from nstf.runtime.artifact.config import MAX_INTEGER
 from nstf.runtime.artifact.header import short
 
-_log = logging.getLogger("nstf")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from nstf.runtime.artifact.config import Config
 
 _LONGEST = 1 << 40
 # Sequences that are decoded side by side, each with a cache of its own.
@@ -201,7 +205,9 @@ def _draws_nothing(stated: Config) -> bool:
 @lru_cache(maxsize=256)
 def _warn_once(message: str) -> None:
     """A file is looked at more than once on its way to a text: by the engine, and by transformers where that has to."""
-    _log.warning("%s", message)
+    import logging
+
+    logging.getLogger("nstf").warning("%s", message)
 
 
 def _wanted(key: str, value: Any, vocab: int | None) -> str:

@@ -6,15 +6,11 @@ is private and copy-on-write: writing into a tensor by mistake neither crashes n
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import struct
 import zlib
 from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor
@@ -29,8 +25,14 @@ from nstf.runtime.artifact.header import (
     read_header,
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, Manifest, TensorRecord
+from nstf.runtime.artifact.sha256 import sha256
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Any, BinaryIO
+
     from torch import Tensor
 
 # What `memoryview` calls the elements; where it has no word, their bits.
@@ -59,7 +61,7 @@ def parse_structure(raw: bytes, size: int, where: object) -> tuple[Manifest, dic
     # The digest covers the length, the JSON and its padding, with itself zeroed. It comes last, so that a
     # header that is wrong in itself gets the message that says how.
     zeroed = raw.replace(manifest.header_sha256.encode(), mf.NO_DIGEST.encode())
-    if hashlib.sha256(len(raw).to_bytes(8, "little") + zeroed).hexdigest() != manifest.header_sha256:
+    if sha256([memoryview(len(raw).to_bytes(8, "little") + zeroed)])[0].hex() != manifest.header_sha256:
         raise corrupt(where, "the header's SHA-256 differs from the one it states")
     return manifest, entries
 
@@ -68,12 +70,12 @@ class Artifact:
     """An open `.nstf` file. Tensors taken from it stay valid after `close`."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, entries: dict[str, TensorEntry], mapping: mmap.mmap
+        self, where: str, manifest: Manifest, entries: dict[str, TensorEntry], mapping: mmap.mmap
     ) -> None:
-        self.path = path
-        self._place = path  # wherever the process goes
+        self.where = where
+        self._place = where  # wherever the process goes
         with suppress(OSError):  # it may be in a folder that was removed
-            self._place = path.absolute()
+            self._place = os.path.join(os.getcwd(), where)
         self.manifest = manifest
         self.entries = entries
         self.size_bytes = len(mapping)
@@ -85,6 +87,13 @@ class Artifact:
             if colon:
                 self._keys.setdefault(tensor, []).append(key)
 
+    @property
+    def path(self) -> Path:
+        """The file's, as it was given."""
+        from pathlib import Path
+
+        return Path(self.where)
+
     def names(self) -> list[str]:
         """The names of all tensors, shared ones included, sorted."""
         return sorted(self.manifest.tensors)
@@ -94,7 +103,7 @@ class Artifact:
         try:
             return self.manifest.record(name)
         except KeyError as error:
-            raise UsageError(f"{self.path}: no tensor {name!r}; `nstf inspect` lists the names") from error
+            raise UsageError(f"{self.where}: no tensor {name!r}; `nstf inspect` lists the names") from error
 
     def stored_name(self, name: str) -> str:
         """The name a tensor is stored under: its own, or that of the tensor it shares."""
@@ -112,7 +121,7 @@ class Artifact:
         """As `encoded`, with memoryviews in the place of tensors, float16 and bfloat16 as uint16: needs no torch."""
         record, stored = self.record(name), self.stored_name(name)
         arrays = {key: self._view(mf.array_name(stored, key)) for key in self._keys.get(stored, ())}
-        return EncodedTensor(record.tree, record.shape, cast("dict[str, Tensor]", arrays))
+        return EncodedTensor(record.tree, record.shape, arrays)  # type: ignore[arg-type]
 
     def file_names(self) -> list[str]:
         """The names of the files inside, sorted."""
@@ -123,7 +132,7 @@ class Artifact:
         record = self.manifest.files.get(name)
         if record is None:
             names = ", ".join(self.file_names()) or "none"
-            raise UsageError(f"{self.path}: no file {name!r} inside; there are {names}")
+            raise UsageError(f"{self.where}: no file {name!r} inside; there are {names}")
         entry = self.entries[FILE_PREFIX + name]
         stored = self._open_mapping()[entry.start : entry.end]
         if record.encoding == "raw":
@@ -133,23 +142,23 @@ class Artifact:
         try:
             content = unpacker.decompress(stored, record.size + 1)
         except zlib.error as error:
-            raise corrupt(self.path, f"file {name!r} cannot be unpacked ({error})") from error
+            raise corrupt(self.where, f"file {name!r} cannot be unpacked ({error})") from error
         if len(content) != record.size or not unpacker.eof or unpacker.unused_data:
-            raise corrupt(self.path, f"file {name!r} does not unpack to the {record.size} bytes stated")
+            raise corrupt(self.where, f"file {name!r} does not unpack to the {record.size} bytes stated")
         return content
 
     def object(self, name: str) -> dict[str, Any]:
         """The object of a JSON file inside. Raises as `file`, and CorruptError for what is no object or nested deeply."""
-        return parse_object(self.file(name), self.path, name)
+        return parse_object(self.file(name), self.where, name)
 
     def config(self) -> dict[str, Any]:
         """config.json, its numbers checked against the tensors. Raises UnsupportedError when there is none, CorruptError."""
         if "config.json" not in self.manifest.files:
             raise UnsupportedError(
-                f"{self.path}: no config.json inside, so no model can be built; use nstf.runtime.load_tensors"
+                f"{self.where}: no config.json inside, so no model can be built; use nstf.runtime.load_tensors"
             )
         found = self.object("config.json")
-        check_config(found, limits_of(self.manifest), self.path)
+        check_config(found, limits_of(self.manifest), self.where)
         return found
 
     def close(self) -> None:
@@ -174,12 +183,12 @@ class Artifact:
         if self.state is None:
             return
         try:
-            now = file_state(self._place.stat())
+            now = file_state(os.stat(self._place))
         except OSError:
             return
         if now != self.state and now[:2] == self.state[:2]:
             raise NstfError(
-                f"{self.path}: changed since it was opened; open it again, and replace files instead of writing into them "
+                f"{self.where}: changed since it was opened; open it again, and replace files instead of writing into them "
                 "(or open with mapped=False)"
             )
 
@@ -190,20 +199,20 @@ class Artifact:
         if self.state is None:
             return None
         try:
-            with self._place.open("rb") as file:
+            with open(self._place, "rb") as file:
                 if file_state(os.fstat(file.fileno())) != self.state:
                     return None
                 mapping = _mapped(file)
         except OSError:
             return None
         opened = Artifact(self._place, self.manifest, self.entries, mapping)
-        opened.path = self.path
+        opened.where = self.where
         opened.state = self.state
         return opened
 
     def _open_mapping(self) -> mmap.mmap:
         if self._mapping is None:
-            raise ValueError(f"{self.path}: the artifact is closed")
+            raise ValueError(f"{self.where}: the artifact is closed")
         return self._mapping
 
     def _array(self, name: str) -> Tensor:
@@ -237,11 +246,11 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
     is overwritten in place gives other values.
     Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
     """
-    path = Path(path)
+    path = os.fspath(path)
     raw, size = read_header(path)
     manifest, entries = parse_structure(raw, size, path)
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != size:
                 raise corrupt(path, "the file changed while it was opened")
             if mapped:
@@ -270,7 +279,7 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:
+def _read_whole(file: BinaryIO, size: int, path: str) -> mmap.mmap:
     """The content in memory of its own, which the rest of the code takes for a mapping."""
     memory = mmap.mmap(-1, size)
     file.seek(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nstf.analyzers.moments import STRIP, InputMoments, mean_outer, second_moment
+from nstf.analyzers.moments import STRIP, InputMoments, begun_mean_outer, second_moment
 
 
 @pytest.mark.parametrize("features", [5, STRIP, STRIP + 1, 2 * STRIP + 40])
@@ -23,8 +23,8 @@ def test_a_mean_with_weights_is_the_same_for_one_input_twice_and_for_two_copies(
     rows = [torch.randn(n, STRIP + 30, generator=generator) for n in (40, 9)]
     weights = [torch.rand(n, generator=generator) for n in (40, 9)]
     for given in (weights, None):
-        same = mean_outer(rows, rows, given)
-        copies = mean_outer(rows, [r.clone() for r in rows], given, workers=2)
+        same = begun_mean_outer(rows, rows, given)()
+        copies = begun_mean_outer(rows, [r.clone() for r in rows], given, workers=2)()
         torch.testing.assert_close(same, copies, rtol=1e-4, atol=1e-5)
 
 
@@ -46,8 +46,8 @@ def test_a_mean_of_differences_is_that_of_the_left_rows_without_the_right() -> N
     left = [r + 0.01 * torch.randn(r.shape, generator=generator) for r in right]
     weights = [torch.rand(n, generator=generator) for n in (30, 9)]
     for given in (weights, None):
-        wanted = mean_outer(left, right, given) - mean_outer(right, right, given)
-        found = mean_outer(left, right, given, workers=2, difference=True)
+        wanted = begun_mean_outer(left, right, given)() - begun_mean_outer(right, right, given)()
+        found = begun_mean_outer(left, right, given, workers=2, difference=True)()
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nstf.analyzers.moments import mean_outer
+from nstf.analyzers.moments import begun_mean_outer
 from nstf.analyzers.turnstile import call_order, calls_per_layer, run_in_step, run_layer_by_layer
 
 
@@ -180,8 +180,8 @@ def test_mean_outer_is_weighted_and_does_not_depend_on_workers() -> None:
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(50, 6, generator=g) for _ in range(5)]
     w = [torch.rand(50, generator=g) for _ in range(5)]
-    one = mean_outer(x, x, w, 1)
-    assert torch.equal(one, mean_outer(x, x, w, 3))
+    one = begun_mean_outer(x, x, w, 1)()
+    assert torch.equal(one, begun_mean_outer(x, x, w, 3)())
     rows, weights = torch.cat(x), torch.cat(w)
     assert torch.allclose(one, (rows * weights[:, None]).T @ rows / weights.sum(), atol=1e-6)
-    assert torch.allclose(mean_outer(x, x), rows.T @ rows / 250, atol=1e-6)
+    assert torch.allclose(begun_mean_outer(x, x)(), rows.T @ rows / 250, atol=1e-6)

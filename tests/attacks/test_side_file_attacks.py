@@ -257,7 +257,7 @@ def test_a_tokenizer_is_made_by_no_other_class(tmp_path: Path, name: str) -> Non
 
 
 def test_words_are_no_arguments() -> None:
-    from nstf.runtime.loading import _stripped
+    from nstf.runtime.tokenizer_files import _stripped
 
     words = {"x_path": 1, "vocab": "a", "init_inputs": 2}
     assert _stripped({"ids": words, "list": [words], "x_file": 1}) == {"ids": words, "list": [words]}
@@ -274,14 +274,14 @@ def test_special_tokens_stay(tmp_path: Path) -> None:
 def test_many_files_of_a_tokenizer_do_not_unpack_to_any_size(tmp_path: Path) -> None:
     # 256 MiB of zeros are 256 KiB in the file: hundreds of them would fill memory and the folder for temporary files.
     path = file_with(tmp_path / "m.nstf")
-    from nstf.runtime import loading
+    from nstf.runtime import tokenizer_files
 
-    stored = loading.MAX_TOKENIZER_BYTES
-    loading.MAX_TOKENIZER_BYTES = 1 << 20
+    stored = tokenizer_files.MAX_TOKENIZER_BYTES
+    tokenizer_files.MAX_TOKENIZER_BYTES = 1 << 20
     try:
         load_tokenizer(path)
         big = file_with(tmp_path / "b.nstf", vocab=b" " * (1 << 19), merges=b" " * (1 << 19))
         with pytest.raises(CorruptError, match="its tokenizer's files unpack to"):
             load_tokenizer(big)
     finally:
-        loading.MAX_TOKENIZER_BYTES = stored
+        tokenizer_files.MAX_TOKENIZER_BYTES = stored

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA, tensors
 
 from nstf.errors import NstfError, UnsupportedError
-from nstf.runtime import load, load_tokenizer, loading, stream
+from nstf.runtime import load, load_tokenizer, stream, tokenizer_files
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine_text import pieces
 from nstf.runtime.engine_text import stream as engine_stream
@@ -123,7 +123,7 @@ def test_a_keyboard_interrupt_passes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     path = file_with(tmp_path / "m.nstf")
-    monkeypatch.setattr(loading, "_check_settings", pressed)
+    monkeypatch.setattr(tokenizer_files, "_check_settings", pressed)
     with pytest.raises(KeyboardInterrupt):
         load_tokenizer(path)
 

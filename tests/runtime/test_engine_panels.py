@@ -134,14 +134,11 @@ def test_an_engine_for_one_text_keeps_no_more(
     path = write(tiny, tmp_path, LARGE, INT8)
 
     class Tokenizer:
-        def encode(self, text: str) -> Any:
-            return type("Encoding", (), {"ids": [3, 4, 5]})
-
         def decode(self, tokens: list[int], **_: Any) -> str:
             return "a " * len(tokens)
 
     monkeypatch.setattr(engine_text, "_generation", lambda artifact: (frozenset(), {}))
-    monkeypatch.setattr(engine_text, "_tokenizer", lambda artifact: Tokenizer())
+    monkeypatch.setattr(engine_text, "_encoded", lambda artifact, prompt: (Tokenizer(), [3, 4, 5]))
     pieces = engine_text.stream(path, "a time", 5)
     assert next(pieces) == "a "
     assert sum(mapped_bytes(path)) < path.stat().st_size / 4

@@ -158,7 +158,7 @@ def test_a_model_without_a_template_says_so(serve: Callable[..., Served], tmp_pa
     path = write_sample(tmp_path / "plain.nstf", template=None)
     plain = serve(path=path)
     status, found = plain.json(CHAT, HELLO)
-    assert status == 400 and "--chat-template" in found["error"]["message"]
+    assert status == 400 and "no chat template" in found["error"]["message"]
     given = serve(path=path, template=TEMPLATE)
     assert given.json(CHAT, HELLO)[0] == 200
     assert [s.json("/v1/models")[1]["data"][0]["chat"] for s in (plain, given)] == [False, True]

@@ -77,5 +77,5 @@ def test_reproducible_needs_the_engine(gpt2: Path) -> None:
     from nstf.integrations.serve.service import ServeOptions, Service
 
     options: dict[str, Any] = {"name": "x", "reproducible": True}
-    with pytest.raises(UsageError, match="--reproducible"):
+    with pytest.raises(UsageError, match="`reproducible` is for models that the CPU engine runs"):
         Service(gpt2, ServeOptions(**options))

@@ -106,14 +106,12 @@ def test_a_figure_that_is_not_a_number_never_passes():
     checks = check(Gates(min_cosine=0.5), Similarity(math.nan, math.nan, math.nan, 3))
     assert [c.passed for c in checks] == [False]
     assert "not a number" in checks[0].message()
-    with pytest.raises(UsageError, match="--max-kl does not apply to an encoder"):
+    with pytest.raises(UsageError, match="`max_kl` does not apply to an encoder"):
         check(Gates(max_kl=1.0), Similarity(1.0, 1.0, 0.0, 3))
 
 
 def test_junit_stays_well_formed_with_hostile_names():
-    document = junit_xml(
-        'a<b>&"\x00\x1b.nstf', [Check("k", "--max-kl", 2.0, 1.0, False)], {"n<": "\x07"}, 1.5
-    )
+    document = junit_xml('a<b>&"\x00\x1b.nstf', [Check("k", "max_kl", 2.0, 1.0, False)], {"n<": "\x07"}, 1.5)
     root = ET.fromstring(document)
     assert root.find("testsuite").get("name").startswith('a<b>&"') and root.get("failures") == "1"
     assert ET.fromstring(junit_xml("a", [], {}, 0.0)).find("testsuite/testcase").get("name") == "measured"

@@ -1,0 +1,64 @@
+"""The tensors of an artifact, each decoded when it is asked for: for any architecture."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from nstf.errors import UsageError
+from nstf.kernels.formats import FormatError, decode, dense
+from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.header import corrupt, short
+
+
+def load_tensors(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = torch.float32,
+    verify: bool = True,
+    mapped: bool = True,
+) -> "DecodedTensors":
+    """The tensors of an artifact by name, each decoded when it is asked for: works for any architecture.
+
+    dtype: of the decoded floating-point tensors; None gives each the dtype it had in the source model.
+    verify: check every SHA-256 first; a wrong one raises CorruptError. mapped: as for `load`.
+    """
+    return DecodedTensors(
+        open_artifact(path, verify=verify, mapped=mapped), None if dtype is None else named_dtype(dtype)
+    )
+
+
+class DecodedTensors(Mapping[str, Tensor]):
+    """Name -> dense tensor, decoded at each access and not kept. Shared names give equal tensors."""
+
+    def __init__(self, artifact: Artifact, dtype: torch.dtype | None) -> None:
+        self._artifact, self._dtype = artifact, dtype
+        self._names = artifact.names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._artifact.manifest.tensors:
+            raise KeyError(name)
+        self._artifact.check_unchanged()
+        try:
+            values = decode(self._artifact.encoded(name))
+        except FormatError as error:
+            raise corrupt(self._artifact.path, f"tensor {short(name)}: {error}") from error
+        stated = self._artifact.record(name).dtype
+        source = dense.torch_dtype(stated) if stated in dense.DTYPES else torch.float32
+        dtype = self._dtype or source
+        return values.to(dtype) if values.is_floating_point() and dtype.is_floating_point else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype by object or torch's name. Raises UsageError."""
+    name = str(dtype).removeprefix("torch.")
+    found = dense.torch_dtype(name) if name in dense.DTYPES else None
+    if found is None or not found.is_floating_point:
+        raise UsageError(f"dtype {str(dtype)[:40]!r} is not one of float32, bfloat16, float16, float64")
+    return found

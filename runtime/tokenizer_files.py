@@ -1,0 +1,144 @@
+"""The tokenizer (or, for a model without text, the processor) of the files an artifact holds, by transformers.
+
+No code of the checkpoint's author is run, and no other file read than those inside.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nstf.errors import NstfError, UnsupportedError, out_of_memory
+from nstf.runtime.artifact import open_artifact
+from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
+from nstf.runtime.artifact.header import check_nesting, corrupt, short
+from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
+from nstf.runtime.tokenizing import is_panic
+
+_NOT_TOKENIZER = ("config.json", "generation_config.json")
+# Of all files of a tokenizer together, unpacked: they are in memory, and in a temporary folder, at the same time.
+MAX_TOKENIZER_BYTES = 1 << 29
+# Of a tokenizer or a processor, whose keys become arguments of a class (so do all of the last, over the files that were
+# found); the others are vocabularies, with words for keys.
+_SETTINGS, _SPECIAL_TOKENS = "_config.json", "special_tokens_map.json"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer (or, for a model without text, the processor) whose files the artifact holds.
+
+    The files are written to a private temporary folder for the time of the call. Never runs remote code.
+    Raises UnsupportedError when there are no such files or transformers cannot read them, CorruptError for a config that the
+    tensors do not bear out.
+    """
+    with open_artifact(path) as artifact:
+        names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
+        if not names:
+            raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
+        if (size := sum(artifact.manifest.files[name].size for name in names)) > MAX_TOKENIZER_BYTES:
+            raise corrupt(path, f"its tokenizer's files unpack to {size} bytes, above {MAX_TOKENIZER_BYTES}")
+        files = {name: artifact.file(name) for name in names}
+        if "config.json" in artifact.file_names():
+            # transformers makes the model's config to find the tokenizer's class: a label for each of num_labels, say.
+            files["config.json"] = json.dumps(harmless(artifact.config())).encode()
+        return tokenizer_from_files(files, os.fspath(path))
+
+
+def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
+    """The tokenizer a folder of these files (config.json among them) would give. `where` names it in errors."""
+    from transformers import AutoTokenizer
+
+    # What cannot be removed from a folder for temporary files is no reason to fail.
+    with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
+        with disk_errors(Path(folder)):
+            for name, content in files.items():
+                Path(folder, name).write_bytes(_without_code(name, content, where))
+        try:
+            made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            _check_settings(made)
+            return made
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            if out_of_memory(error):
+                raise NstfError(
+                    f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
+                ) from error
+            if fault := disk_fault(error):
+                raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
+            reason = " ".join(str(error).split()).replace(folder, where)[:300]
+            names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER)))
+            raise UnsupportedError(
+                f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
+            ) from error
+
+
+def _check_settings(tokenizer: Any) -> None:
+    """Raises ValueError for a setting that every call would stumble over."""
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if type(longest) not in (int, float):
+        raise ValueError(f"model_max_length is {short(longest)}, expected a number")
+
+
+def _without_code(name: str, content: bytes, where: str) -> bytes:
+    """A tokenizer's file, where it holds settings without those that lead to code or to another file.
+
+    Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
+    """
+    if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
+        return content
+    try:
+        check_nesting(content, "the text")
+        found = json.loads(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
+    if isinstance(found, dict) and name != _SPECIAL_TOKENS:
+        _check_class(found.get("tokenizer_class"), name, where)
+    if name == "config.json":
+        return content
+    if name == _SPECIAL_TOKENS and isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
+    return json.dumps(_stripped(found)).encode()
+
+
+def _check_class(stated: object, source: str, where: str) -> None:
+    """Raises UnsupportedError for a class that is none of a tokenizer or a processor: transformers would make of the files
+    whatever of its own objects has that name, a model say. One that it lacks is left to it."""
+    if not isinstance(stated, str):
+        return
+    import transformers as library
+
+    for name in (stated, stated.removesuffix("Fast"), f"{stated}Fast"):
+        try:
+            found = getattr(library, name, None)
+        except (ImportError, RuntimeError):
+            continue
+        if found is None or (isinstance(found, type) and _makes_inputs(found)):
+            continue
+        raise UnsupportedError(
+            f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"
+        )
+
+
+def _makes_inputs(found: type) -> bool:
+    """Whether a class of transformers is one of tokenizers or processors, or stands for one whose libraries are missing."""
+    import transformers as library
+
+    if "requires_backends" in vars(found) or hasattr(found, "_backends"):
+        return True
+    # The others are asked for after it: importing them takes two seconds.
+    return issubclass(found, library.PreTrainedTokenizerBase) or issubclass(
+        found, (library.ProcessorMixin, library.FeatureExtractionMixin, library.ImageProcessingMixin)
+    )
+
+
+def _stripped(value: Any, arguments: bool = True) -> Any:
+    """arguments: whether the keys of a dictionary become arguments of a class, not words or tokens."""
+    if isinstance(value, dict):
+        return {
+            k: _stripped(v, k.endswith(ARGUMENTS_OF))
+            for k, v in value.items()
+            if not leads_away(k, v, arguments)
+        }
+    return [_stripped(v, False) for v in value] if isinstance(value, list) else value
