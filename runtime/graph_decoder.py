@@ -19,7 +19,7 @@ from nstf.errors import UnsupportedError
 from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.torch.rows import decode_rows
-from nstf.kernels.triton.linear import arch_of, unsuitable
+from nstf.kernels.triton.linear import arch_of, gated, unsuitable
 from nstf.kernels.triton.linear import rows as rows_on_gpu
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
@@ -280,7 +280,7 @@ class Decoder:
             qkv = together(layer.qkv, x)
             y = layer.o(self._attend(i, qkv, state))
             x = glue.add_norm(h, y, layer.ffn_norm, epsilon, self.dtype, layer.attention_out_norm)
-            y = layer.down(glue.gate(together(layer.gate_up, x), bool(self.config.shape["gelu"])))
+            y = layer.down(glue.gate(layer.gate_up, x, bool(self.config.shape["gelu"])))
             out_norm = layer.ffn_out_norm
         logits = self._head(glue.add_norm(h, y, self._norm, epsilon, self.dtype, out_norm))
         cap = float(self.config.shape["logit_cap"])
@@ -388,8 +388,15 @@ class _Glue:
         found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
         return found
 
-    def gate(self, x: Tensor, gelu: bool) -> Tensor:
-        found: Tensor = (
-            reference.gate(x, gelu) if self.kernels is None else self.kernels.gate(x, gelu, self.arch)
-        )
+    def gate(self, gate_up: tuple[Matrix, ...], x: Tensor, gelu: bool) -> Tensor:
+        """The gate of the products with x: in their launch, where they are one that knows how."""
+        if self.kernels is None:
+            return reference.gate(together(gate_up, x), gelu)
+        stack = gate_up[0]
+        if len(gate_up) == 1 and stack.encoded is not None and stack.whole is None and stack.bias is None:
+            with torch.cuda.device(x.device):
+                one = gated(x, stack.encoded, gelu, self.arch)
+            if one is not None:
+                return one
+        found: Tensor = self.kernels.gate(together(gate_up, x), gelu, self.arch)
         return found

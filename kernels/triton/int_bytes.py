@@ -55,7 +55,7 @@ from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.packed import EXPONENT, INTEGER, LANES, RUN, STEPS, Layout, Packed
 from nstf.kernels.triton.shuffle_operands import number_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import sum_spec
+from nstf.kernels.triton.sums import add_parts, room_for_parts, summed, summed_name
 from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_bytes import mma_bytes
 
@@ -73,7 +73,9 @@ def int_bytes_kernel(
     words,  # i32 [rows, width]
     scale,  # f16, or u8 in steps [rows, GROUPS]
     row_scale,  # f32 [rows], of steps
-    y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
+    y,  # [batch, rows], or [batch, rows / 2] with a gate
+    parts,  # f32 [programs along the columns, batch, rows]; y, where nothing is added up
+    counters,  # i32, of sums.add_parts
     batch,
     rows,
     cols,
@@ -91,6 +93,10 @@ def int_bytes_kernel(
     PDL: tl.constexpr,
     S: tl.constexpr,  # warps, side by side along the columns
     CHUNKS: tl.constexpr,  # of each warp
+    SPLIT: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GENERATION: tl.constexpr,
 ):
     J: tl.constexpr = 16 // BITS
     RUNS: tl.constexpr = CHUNKS * J
@@ -110,20 +116,32 @@ def int_bytes_kernel(
     end = tl.minimum((tl.program_id(1) + 1) * each * J * 32, cols)
     begin = tl.program_id(0) * 16
     step = tl.num_programs(0) * 16
+    # From one of the blocks that are on their way to the next, and to the first of the next ones.
+    apart = step
+    stride = BLOCKS * step
+    limit = rows
+    if GATE:
+        apart = rows // 2
+        stride = step
+        limit = rows // 2
 
     w = ()
     scales = ()
     factors = ()
     for b in tl.static_range(BLOCKS):
         if STEPS:
-            factors = factors + row_scales(row_scale, begin + b * step, rows, g)
-        w = w + block_words(words, begin + b * step, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
+            factors = factors + row_scales(row_scale, begin + b * apart, rows, g)
+        w = w + block_words(words, begin + b * apart, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
         scales = scales + block_scales(
-            scale, begin + b * step, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
+            scale, begin + b * apart, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
         )
     if PDL:
         for d in tl.static_range(AHEAD):
-            prefetch(words, begin + (BLOCKS + d) * step, rows, width, chunk, i % 32, CHUNKS)
+            if GATE:
+                ahead = tl.where(begin + step < limit, begin + step + d * apart, rows)
+            else:
+                ahead = begin + (BLOCKS + d) * step
+            prefetch(words, ahead, rows, width, chunk, i % 32, CHUNKS)
         tl.extra.cuda.gdc_wait()
 
     # The largest number of a warp's columns: sixteen lanes for each of two rows of activations.
@@ -199,7 +217,7 @@ def int_bytes_kernel(
     first_worth = tl.reshape(tl.broadcast_to(first_worth, [S, 8, 4]), [32 * S])
     second_worth = tl.reshape(tl.broadcast_to(second_worth, [S, 8, 4]), [32 * S])
 
-    for first in range(begin, rows, 2 * step):
+    for first in range(begin, limit, stride):
         coming = ()
         next_scales = ()
         next_factors = ()
@@ -246,7 +264,9 @@ def int_bytes_kernel(
                 lower *= factors[2 * b + 1]
             sums = sums + (tl.reshape(tl.join(upper, lower), [S, 8, 4, 2]),)
             # Into the registers that have just become free.
-            later = first + (BLOCKS + b) * step
+            later = first + stride + b * apart
+            if GATE:
+                later = tl.where(first + stride < limit, later, rows)
             if STEPS:
                 next_factors = next_factors + row_scales(row_scale, later, rows, g)
             coming = coming + block_words(words, later, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
@@ -261,10 +281,16 @@ def int_bytes_kernel(
         both = tl.permute(tl.reshape(both, [S, 32, 2, 2]), (0, 3, 1, 2))
         out = over_warps(tl.reshape(both, [2 * S, 32, 2]), 2 * S, 32, 2)
         inside = tl.arange(0, 32)
-        row = first + inside // 16 * step + inside % 16
+        row = first + inside // 16 * apart + inside % 16
         lines = tl.arange(0, 2)
         at = (tl.program_id(1) * batch + lines)[None, :] * rows + row[:, None]
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (lines < batch)[None, :])
+        tl.store(
+            parts + at, out.to(parts.dtype.element_ty), mask=(row < rows)[:, None] & (lines < batch)[None, :]
+        )
+    if SPLIT > 1 or GATE > 0:
+        add_parts(
+            parts, y, counters, batch, rows, tl.program_id(0), tl.num_programs(0), SPLIT, GATE, BLOCK, GENERATION
+        )
 
 
 def possible(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -292,10 +318,11 @@ def int_bytes_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
+    gelu: bool | None = None,
 ) -> list[KernelSpec]:
-    """The launches for X [batch, cols]: the product and, when the columns take several programs, the sum of their parts.
+    """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
 
-    `tile` overrides the choice; `out`: Y's dtype (X's when None).
+    `tile`, `out`, `gelu`: as in skinny.skinny_specs.
     """
     out = out or dtype
     chosen = _tile(layout.bits, arch) | (tile or {})
@@ -308,21 +335,25 @@ def int_bytes_specs(
     even = layout.cols == layout.padded and chunks % (split * s * many) == 0
     wide = even and layout.group == RUN * flush and 1 < count <= 16 and count & (count - 1) == 0
     whole_blocks = layout.rows % 16 == 0
+    blocks = triton.cdiv(layout.rows if gelu is None else layout.rows // 2, 16)
+    parted = split > 1 or gelu is not None
     sizes = {"rows": layout.rows, "cols": layout.cols, "width": layout.width(layout.bits)}
     product = KernelSpec(
         name=f"int_bytes_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}_s{s}c{many}"
         + ("e" if even else "")
         + ("w" if wide else "")
         + ("r" if whole_blocks else "")
-        + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
-        + ("p" if split > 1 else ""),
+        + (f"_{pointer_type(out)[1:]}" if not parted and out != dtype else "")
+        + (summed_name(split, gelu, batch, out) if parted else ""),
         fn=int_bytes_kernel,
         signature={
             "x": pointer_type(dtype),
             "words": "*i32",
             "scale": scale_type(layout),
             "row_scale": "*fp32",
-            "y": "*fp32" if split > 1 else pointer_type(out),
+            "y": pointer_type(out),
+            "parts": "*fp32" if parted else pointer_type(out),
+            "counters": "*i32",
             "batch": "i32",
             **dict.fromkeys(sizes, "i32"),
             "each": "i32",
@@ -340,30 +371,35 @@ def int_bytes_specs(
             "PDL": overlaps(arch),
             "S": s,
             "CHUNKS": many,
+            **summed(split, gelu, batch, arch),
         },
-        divisible=("x", "words", "scale", "row_scale", "y", *multiples(sizes)),
+        divisible=("x", "words", "scale", "row_scale", "y", "parts", "counters", *multiples(sizes)),
         num_warps=s,
         num_stages=1,
         options=overlap_options(arch) | ({} if triton.knobs.runtime.interpret else {"maxnreg": limit}),
         batch=batch,
         kind="int_bytes",
-        grid=(min(triton.cdiv(layout.rows, 16), max(1, chosen["PROGRAMS"] // split)), split, 1),
+        grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
     )
-    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
+    return [product]
 
 
 def int_bytes(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    layout, batch, split, many = packed.layout, len(x), specs[0].grid[1], specs[0].constants["CHUNKS"]
-    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
-    parts = y if split == 1 else torch.empty(split, *y.shape, dtype=torch.float32, device=x.device)
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), or [batch, rows / 2] with a gate, as the specs were
+    made for."""
+    (spec,) = specs
+    layout, batch, split, many = packed.layout, len(x), spec.grid[1], spec.constants["CHUNKS"]
+    gate = spec.constants["GATE"]
+    height = layout.rows // 2 if gate else layout.rows
+    y = torch.empty(batch, height, dtype=out or x.dtype, device=x.device)
+    parted = split > 1 or gate
+    parts, counters = room_for_parts(y, packed.words, split, batch, layout.rows, parted)
     width = layout.width(layout.bits)
     # As many for each program, in whole warps.
     each = triton.cdiv(triton.cdiv(width // LANES, split), many) * many
     words, scale, _, row_scale, _ = leaf_arguments(packed)
-    launch(specs[0], x, words, scale, row_scale, parts, batch, layout.rows, layout.cols, width, each)
-    if split > 1:
-        launch(specs[1], parts, y, y.numel())
+    sizes = (batch, layout.rows, layout.cols, width, each)
+    launch(spec, x, words, scale, row_scale, y, parts, counters, *sizes)
     return y
 
 

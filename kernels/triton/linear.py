@@ -85,6 +85,35 @@ def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _leaf(x, encoded, arch, torch.float32, x.dtype)
 
 
+def gated(x: Tensor, encoded: EncodedTensor, gelu: bool, arch: str) -> Tensor | None:
+    """act(g) u [batch, out / 2] in x's dtype for [g, u] = x W^T, in the launch of the product; None where there is none such.
+
+    g and u are rounded to x's dtype, as by a product of its own and kernels/torch/decode_step.gate.
+    """
+    from nstf.kernels.triton.int_bytes import int_bytes
+    from nstf.kernels.triton.skinny import skinny
+
+    made = gated_specs(encoded, len(x), x.dtype, gelu, arch)
+    if not made or not _readable(encoded):
+        return None
+    product = int_bytes if made[0].kind == "int_bytes" else skinny
+    return product(x, _packed(encoded), made)
+
+
+def gated_specs(
+    encoded: EncodedTensor, batch: int, dtype: torch.dtype, gelu: bool, arch: str
+) -> list[KernelSpec]:
+    """The launch of `gated`, or []. encoded: gate and up projection one above the other."""
+    from nstf.kernels.triton.tuner import packed_specs
+
+    if encoded.tree.kind not in PACKED or not _known(encoded, batch) or encoded.shape[0] % 32:
+        return []
+    layout, kernel = layout_of(encoded), _kernel_of(encoded, batch, dtype, arch)
+    if layout is None or kernel not in ("int_bytes", "skinny"):
+        return []
+    return list(packed_specs(layout, batch, dtype, arch, kernel, dtype, gelu))
+
+
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
     """decode(encoded)[ids] as `dtype`, [n, in], for ids int64 [n] on the GPU; None when no kernel does it.
 

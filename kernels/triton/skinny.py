@@ -53,7 +53,7 @@ from nstf.kernels.triton.operands import (
 )
 from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import sum_spec
+from nstf.kernels.triton.sums import add_parts, room_for_parts, summed, summed_name
 
 LARGEST_BATCH = 16
 
@@ -97,6 +97,7 @@ def skinny_product(
     place,  # of this program among those along the rows
     places,
     across,  # likewise along the columns
+    HALVED: tl.constexpr = False,  # a sixteen of the rows' upper half and that of the lower half beside it by turns
 ):
     DTYPE: tl.constexpr = tl.float32 if WIDE else (tl.float16 if CONVERT else x.dtype.element_ty)
     J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
@@ -154,12 +155,22 @@ def skinny_product(
         for _ in tl.static_range(CHUNKS * SUMS):
             starts = starts + (tl.zeros([S, 16, N], tl.float32),)
 
-    for first in range(begin, rows, step):
-        next_w = word_tiles(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+    end = rows
+    half = rows // 2
+    if HALVED:
+        end = begin + 2 * tl.cdiv(half - begin, step) * step
+    first = begin
+    for visit in range(begin, end, step):
+        if HALVED:
+            later = tl.where(first < half, first + half, tl.where(first + step < rows, first - half + step, rows))
+        else:
+            first = visit
+            later = first + step
+        next_w = word_tiles(words, later, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
         next_scales = ()
         if not WHOLE:
             next_scales = load_factors(
-                scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
+                scale, later, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
         zero = ()
         if ZERO < 0:
@@ -218,23 +229,35 @@ def skinny_product(
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
         w = next_w
         scales = next_scales
+        if HALVED:
+            first = later
 
 
 @triton.jit(do_not_specialize=["batch", "ones", "magic"])
 def skinny_kernel(
-    x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic,
+    x, words, scale, zeros, row_scale, table, y, parts, counters, batch, rows, cols, padded, ones, magic,
     PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
     AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, GENERATION: tl.constexpr,
 ):  # fmt: skip
-    """`skinny_product` by a grid of programs along rows and columns."""
-    skinny_product(
-        x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS, BITS,
-        ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N, S,
-        CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
-    )  # fmt: skip
+    """`skinny_product` by a grid of programs along rows and columns; the last of those with the same rows adds up."""
+    if SPLIT > 1 or GATE > 0:
+        skinny_product(
+            x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
+            BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N,
+            S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1), GATE > 0,
+        )  # fmt: skip
+        add_parts(
+            parts, y, counters, batch, rows, tl.program_id(0), tl.num_programs(0), SPLIT, GATE, BLOCK, GENERATION
+        )
+    else:
+        skinny_product(
+            x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
+            BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N,
+            S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
+        )  # fmt: skip
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -256,10 +279,12 @@ def skinny_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
+    gelu: bool | None = None,
 ) -> list[KernelSpec]:
-    """The launches for X [batch, cols]: the product and, when the columns take several programs, the sum of their parts.
+    """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
 
-    `tile` overrides the choice; `out`: Y's dtype (X's when None).
+    `tile` overrides the choice; `out`: Y's dtype (X's when None). gelu: Y [batch, rows / 2] is act(x[:, :rows / 2]) x[:, rows / 2:]
+    of the product x, with GELU or SiLU; for halves of whole sixteens of rows.
     """
     out = out or dtype
     interpreted = triton.knobs.runtime.interpret
@@ -290,13 +315,19 @@ def skinny_specs(
         # assembler then asks for the next codes early, not to save registers at the end.
         count = 0
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
-    blocks = triton.cdiv(layout.rows, 16)
+    options: dict[str, bool | int] = dict(overlap_options(arch))
+    most = 65536 // (32 * 4 * resident(layout, batch)) // 8 * 8
+    if gelu is not None and not interpreted and most < 255:
+        # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
+        options["maxnreg"] = most
+    blocks = triton.cdiv(layout.rows if gelu is None else layout.rows // 2, 16)
+    parted = split > 1 or gelu is not None
     product = KernelSpec(
         name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
         f"_n{n}s{s}c{each}"
         + ("e" if even else "")
-        + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
-        + ("p" if split > 1 else ""),
+        + (f"_{pointer_type(out)[1:]}" if not parted and out != dtype else "")
+        + (summed_name(split, gelu, batch, out) if parted else ""),
         fn=skinny_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -305,7 +336,9 @@ def skinny_specs(
             "zeros": "*u8",
             "row_scale": "*fp32",
             "table": "*fp16",
-            "y": "*fp32" if split > 1 else pointer_type(out),
+            "y": pointer_type(out),
+            "parts": "*fp32" if parted else pointer_type(out),
+            "counters": "*i32",
             **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic"), "i32"),
         },
         constants={
@@ -321,30 +354,31 @@ def skinny_specs(
             "S": s,
             "CHUNKS": each,
             "COUNT": count,
+            **summed(split, gelu, batch, arch),
         },
-        divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
+        divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", "parts", "counters", *even_sizes(layout)),
         num_warps=s,
         num_stages=1,
-        options=overlap_options(arch),
+        options=options,
         batch=batch,
         kind="skinny",
         grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
     )
-    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
+    return [product]
 
 
 def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    layout, batch = packed.layout, len(x)
-    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
-    parts = y
-    if len(specs) > 1:
-        parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    ones, magic = ones_and_magic(x.dtype, specs[0].constants)
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), or [batch, rows / 2] with a gate, as the specs were
+    made for."""
+    (spec,) = specs
+    layout, batch, split, gate = packed.layout, len(x), spec.grid[1], spec.constants["GATE"]
+    height = layout.rows // 2 if gate else layout.rows
+    y = torch.empty(batch, height, dtype=out or x.dtype, device=x.device)
+    parted = split > 1 or gate
+    parts, counters = room_for_parts(y, packed.words, split, batch, layout.rows, parted)
+    ones, magic = ones_and_magic(x.dtype, spec.constants)
     sizes = (batch, layout.rows, layout.cols, layout.padded)
-    launch(specs[0], x, *leaf_arguments(packed), parts, *sizes, ones, magic)
-    if len(specs) > 1:
-        launch(specs[1], parts, y, y.numel())
+    launch(spec, x, *leaf_arguments(packed), y, parts, counters, *sizes, ones, magic)
     return y
 
 

@@ -117,13 +117,22 @@ def kernel_of(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def packed_specs(
-    layout: Layout, batch: int, dtype: torch.dtype, arch: str, name: str, out: torch.dtype
+    layout: Layout,
+    batch: int,
+    dtype: torch.dtype,
+    arch: str,
+    name: str,
+    out: torch.dtype,
+    gelu: bool | None = None,
 ) -> tuple[KernelSpec, ...]:
-    """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long."""
+    """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long.
+
+    gelu: as in skinny_specs, for `int_bytes` and `skinny`.
+    """
     if name == "int_bytes":
-        return tuple(int_bytes_specs(layout, batch, dtype, arch, out))
+        return tuple(int_bytes_specs(layout, batch, dtype, arch, out, None, gelu))
     if name == "skinny":
-        return tuple(skinny_specs(layout, batch, dtype, arch, out))
+        return tuple(skinny_specs(layout, batch, dtype, arch, out, None, gelu))
     if name == "gemv":
         return tuple(gemv_specs(layout, dtype, arch, out))
     return tuple(specs_with(layout, batch, dtype, arch, name, out))
