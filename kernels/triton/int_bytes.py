@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.ending import PLAIN, Ending, Meeting, ending_name, is_parted
 from nstf.kernels.triton.int_bytes_operands import (
     BLOCKS,
     block_scales,
@@ -55,7 +56,7 @@ from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.packed import EXPONENT, INTEGER, LANES, RUN, STEPS, Layout, Packed
 from nstf.kernels.triton.shuffle_operands import number_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import add_parts, room_for_parts, summed, summed_name
+from nstf.kernels.triton.sums import SIGNATURE, add_parts, ending_arguments, ending_constants
 from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_bytes import mma_bytes
 
@@ -67,7 +68,7 @@ MOST_RUNS = 4
 AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
 
 
-@triton.jit(do_not_specialize=["batch", "each"])
+@triton.jit(do_not_specialize=["batch", "each", "known"])
 def int_bytes_kernel(
     x,  # [batch, cols]
     words,  # i32 [rows, width]
@@ -75,12 +76,18 @@ def int_bytes_kernel(
     row_scale,  # f32 [rows], of steps
     y,  # [batch, rows], or [batch, rows / 2] with a gate
     parts,  # f32 [programs along the columns, batch, rows]; y, where nothing is added up
-    counters,  # i32, of sums.add_parts
+    counters,  # from here on as sums.add_parts has them
+    squares,
+    h,
+    gain,
+    new_squares,
     batch,
     rows,
     cols,
     width,
     each,  # chunks of a program
+    known,
+    epsilon,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -95,7 +102,11 @@ def int_bytes_kernel(
     CHUNKS: tl.constexpr,  # of each warp
     SPLIT: tl.constexpr,
     GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+    ADDS: tl.constexpr,
+    LINES: tl.constexpr,
+    PER: tl.constexpr,
+    MOST: tl.constexpr,
     GENERATION: tl.constexpr,
 ):
     J: tl.constexpr = 16 // BITS
@@ -287,10 +298,11 @@ def int_bytes_kernel(
         tl.store(
             parts + at, out.to(parts.dtype.element_ty), mask=(row < rows)[:, None] & (lines < batch)[None, :]
         )
-    if SPLIT > 1 or GATE > 0:
+    if PER > 0:
         add_parts(
-            parts, y, counters, batch, rows, tl.program_id(0), tl.num_programs(0), SPLIT, GATE, BLOCK, GENERATION
-        )
+            parts, y, counters, squares, h, gain, new_squares, batch, rows, cols, known, epsilon, tl.program_id(0),
+            tl.num_programs(0), SPLIT, GATE, NORMED, ADDS, LINES, PER, MOST, GENERATION,
+        )  # fmt: skip
 
 
 def possible(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -318,11 +330,11 @@ def int_bytes_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
-    gelu: bool | None = None,
+    ending: Ending = PLAIN,
 ) -> list[KernelSpec]:
     """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
 
-    `tile`, `out`, `gelu`: as in skinny.skinny_specs.
+    `tile`, `out`, `ending`: as in skinny.skinny_specs.
     """
     out = out or dtype
     chosen = _tile(layout.bits, arch) | (tile or {})
@@ -335,16 +347,15 @@ def int_bytes_specs(
     even = layout.cols == layout.padded and chunks % (split * s * many) == 0
     wide = even and layout.group == RUN * flush and 1 < count <= 16 and count & (count - 1) == 0
     whole_blocks = layout.rows % 16 == 0
-    blocks = triton.cdiv(layout.rows if gelu is None else layout.rows // 2, 16)
-    parted = split > 1 or gelu is not None
+    blocks = triton.cdiv(layout.rows if ending.gelu is None else layout.rows // 2, 16)
+    parted = is_parted(split, ending)
     sizes = {"rows": layout.rows, "cols": layout.cols, "width": layout.width(layout.bits)}
     product = KernelSpec(
         name=f"int_bytes_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}_s{s}c{many}"
         + ("e" if even else "")
         + ("w" if wide else "")
         + ("r" if whole_blocks else "")
-        + (f"_{pointer_type(out)[1:]}" if not parted and out != dtype else "")
-        + (summed_name(split, gelu, batch, out) if parted else ""),
+        + ending_name(split, ending, batch, dtype, out),
         fn=int_bytes_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -354,9 +365,12 @@ def int_bytes_specs(
             "y": pointer_type(out),
             "parts": "*fp32" if parted else pointer_type(out),
             "counters": "*i32",
+            **SIGNATURE,
             "batch": "i32",
             **dict.fromkeys(sizes, "i32"),
             "each": "i32",
+            "known": "i32",
+            "epsilon": "fp32",
         },
         constants={
             "BITS": layout.bits,
@@ -371,9 +385,19 @@ def int_bytes_specs(
             "PDL": overlaps(arch),
             "S": s,
             "CHUNKS": many,
-            **summed(split, gelu, batch, arch),
+            **ending_constants(split, ending, batch, LARGEST_BATCH, arch),
         },
-        divisible=("x", "words", "scale", "row_scale", "y", "parts", "counters", *multiples(sizes)),
+        divisible=(
+            "x",
+            "words",
+            "scale",
+            "row_scale",
+            "y",
+            "parts",
+            "counters",
+            *SIGNATURE,
+            *multiples(sizes),
+        ),
         num_warps=s,
         num_stages=1,
         options=overlap_options(arch) | ({} if triton.knobs.runtime.interpret else {"maxnreg": limit}),
@@ -385,22 +409,23 @@ def int_bytes_specs(
 
 
 def int_bytes(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), or [batch, rows / 2] with a gate, as the specs were
-    made for."""
-    (spec,) = specs
-    layout, batch, split, many = packed.layout, len(x), spec.grid[1], spec.constants["CHUNKS"]
-    gate = spec.constants["GATE"]
-    height = layout.rows // 2 if gate else layout.rows
-    y = torch.empty(batch, height, dtype=out or x.dtype, device=x.device)
-    parted = split > 1 or gate
-    parts, counters = room_for_parts(y, packed.words, split, batch, layout.rows, parted)
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    return int_bytes_ended(x, packed, specs[0], out or x.dtype)[0]
+
+
+def int_bytes_ended(
+    x: Tensor, packed: Packed, spec: KernelSpec, out: torch.dtype, meeting: Meeting | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As skinny.skinny_ended."""
+    layout, many = packed.layout, spec.constants["CHUNKS"]
+    y, squares, pointers, last = ending_arguments(spec, x, layout.rows, packed.words, out, meeting)
     width = layout.width(layout.bits)
     # As many for each program, in whole warps.
-    each = triton.cdiv(triton.cdiv(width // LANES, split), many) * many
+    each = triton.cdiv(triton.cdiv(width // LANES, spec.grid[1]), many) * many
     words, scale, _, row_scale, _ = leaf_arguments(packed)
-    sizes = (batch, layout.rows, layout.cols, width, each)
-    launch(spec, x, words, scale, row_scale, y, parts, counters, *sizes)
-    return y
+    sizes = (len(x), layout.rows, layout.cols, width, each)
+    launch(spec, x, words, scale, row_scale, *pointers, *sizes, *last)
+    return y, squares
 
 
 def _flush(group: int, runs: int) -> int:

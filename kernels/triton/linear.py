@@ -31,6 +31,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.blocks import block, blocks, product32
+from nstf.kernels.triton.ending import MOST_SQUARES, Ending, Meeting
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -85,33 +86,36 @@ def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _leaf(x, encoded, arch, torch.float32, x.dtype)
 
 
-def gated(x: Tensor, encoded: EncodedTensor, gelu: bool, arch: str) -> Tensor | None:
-    """act(g) u [batch, out / 2] in x's dtype for [g, u] = x W^T, in the launch of the product; None where there is none such.
+def ended(
+    x: Tensor, encoded: EncodedTensor, ending: Ending, meeting: Meeting, arch: str
+) -> tuple[Tensor, Tensor | None]:
+    """The product with an ending (sums.py), for which `ended_specs` has a launch: (Y, the squares of its numbers)."""
+    from nstf.kernels.triton.int_bytes import int_bytes_ended
+    from nstf.kernels.triton.skinny import skinny_ended
 
-    g and u are rounded to x's dtype, as by a product of its own and kernels/torch/decode_step.gate.
-    """
-    from nstf.kernels.triton.int_bytes import int_bytes
-    from nstf.kernels.triton.skinny import skinny
-
-    made = gated_specs(encoded, len(x), x.dtype, gelu, arch)
-    if not made or not _readable(encoded):
-        return None
-    product = int_bytes if made[0].kind == "int_bytes" else skinny
-    return product(x, _packed(encoded), made)
+    (spec,) = ended_specs(encoded, len(x), x.dtype, ending, arch)
+    product = int_bytes_ended if spec.kind == "int_bytes" else skinny_ended
+    return product(x, _packed(encoded), spec, x.dtype, meeting)
 
 
-def gated_specs(
-    encoded: EncodedTensor, batch: int, dtype: torch.dtype, gelu: bool, arch: str
+def ended_specs(
+    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
 ) -> list[KernelSpec]:
-    """The launch of `gated`, or []. encoded: gate and up projection one above the other."""
+    """The launch of `ended`, or [] where there is none such."""
     from nstf.kernels.triton.tuner import packed_specs
 
-    if encoded.tree.kind not in PACKED or not _known(encoded, batch) or encoded.shape[0] % 32:
+    if encoded.tree.kind not in PACKED or not _known(encoded, batch):
         return []
     layout, kernel = layout_of(encoded), _kernel_of(encoded, batch, dtype, arch)
     if layout is None or kernel not in ("int_bytes", "skinny"):
         return []
-    return list(packed_specs(layout, batch, dtype, arch, kernel, dtype, gelu))
+    if ending.gelu is not None and layout.rows % 32:
+        return []
+    # Before it is divided by its root mean square a float16 might overflow.
+    if (ending.adds or ending.normed) and dtype != torch.bfloat16:
+        return []
+    found = list(packed_specs(layout, batch, dtype, arch, kernel, dtype, ending))
+    return [] if ending.adds and found[0].grid[0] > MOST_SQUARES else found
 
 
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.ending import PLAIN, Ending, Meeting, ending_name, is_parted
 from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
@@ -53,7 +54,7 @@ from nstf.kernels.triton.operands import (
 )
 from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import add_parts, room_for_parts, summed, summed_name
+from nstf.kernels.triton.sums import SIGNATURE, add_parts, ending_arguments, ending_constants
 
 LARGEST_BATCH = 16
 
@@ -162,7 +163,9 @@ def skinny_product(
     first = begin
     for visit in range(begin, end, step):
         if HALVED:
-            later = tl.where(first < half, first + half, tl.where(first + step < rows, first - half + step, rows))
+            later = tl.where(
+                first < half, first + half, tl.where(first + step < rows, first - half + step, rows)
+            )
         else:
             first = visit
             later = first + step
@@ -233,25 +236,28 @@ def skinny_product(
             first = later
 
 
-@triton.jit(do_not_specialize=["batch", "ones", "magic"])
+@triton.jit(do_not_specialize=["batch", "ones", "magic", "known"])
 def skinny_kernel(
-    x, words, scale, zeros, row_scale, table, y, parts, counters, batch, rows, cols, padded, ones, magic,
+    x, words, scale, zeros, row_scale, table, y, parts, counters, squares, h, gain, new_squares,
+    batch, rows, cols, padded, ones, magic, known, epsilon,
     PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
     AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, GENERATION: tl.constexpr,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
+    LINES: tl.constexpr, PER: tl.constexpr, MOST: tl.constexpr, GENERATION: tl.constexpr,
 ):  # fmt: skip
     """`skinny_product` by a grid of programs along rows and columns; the last of those with the same rows adds up."""
-    if SPLIT > 1 or GATE > 0:
+    if PER > 0:
         skinny_product(
             x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
             BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N,
             S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1), GATE > 0,
         )  # fmt: skip
         add_parts(
-            parts, y, counters, batch, rows, tl.program_id(0), tl.num_programs(0), SPLIT, GATE, BLOCK, GENERATION
-        )
+            parts, y, counters, squares, h, gain, new_squares, batch, rows, cols, known, epsilon, tl.program_id(0),
+            tl.num_programs(0), SPLIT, GATE, NORMED, ADDS, LINES, PER, MOST, GENERATION,
+        )  # fmt: skip
     else:
         skinny_product(
             x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
@@ -279,12 +285,11 @@ def skinny_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
-    gelu: bool | None = None,
+    ending: Ending = PLAIN,
 ) -> list[KernelSpec]:
     """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
 
-    `tile` overrides the choice; `out`: Y's dtype (X's when None). gelu: Y [batch, rows / 2] is act(x[:, :rows / 2]) x[:, rows / 2:]
-    of the product x, with GELU or SiLU; for halves of whole sixteens of rows.
+    `tile` overrides the choice; `out`: Y's dtype (X's when None). A gate takes halves of whole sixteens of rows.
     """
     out = out or dtype
     interpreted = triton.knobs.runtime.interpret
@@ -317,17 +322,14 @@ def skinny_specs(
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
     options: dict[str, bool | int] = dict(overlap_options(arch))
     most = 65536 // (32 * 4 * resident(layout, batch)) // 8 * 8
-    if gelu is not None and not interpreted and most < 255:
+    if ending != PLAIN and not interpreted and most < 255:
         # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
         options["maxnreg"] = most
-    blocks = triton.cdiv(layout.rows if gelu is None else layout.rows // 2, 16)
-    parted = split > 1 or gelu is not None
+    blocks = triton.cdiv(layout.rows if ending.gelu is None else layout.rows // 2, 16)
+    parted = is_parted(split, ending)
     product = KernelSpec(
         name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
-        f"_n{n}s{s}c{each}"
-        + ("e" if even else "")
-        + (f"_{pointer_type(out)[1:]}" if not parted and out != dtype else "")
-        + (summed_name(split, gelu, batch, out) if parted else ""),
+        f"_n{n}s{s}c{each}" + ("e" if even else "") + ending_name(split, ending, batch, dtype, out),
         fn=skinny_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -339,7 +341,9 @@ def skinny_specs(
             "y": pointer_type(out),
             "parts": "*fp32" if parted else pointer_type(out),
             "counters": "*i32",
-            **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic"), "i32"),
+            **SIGNATURE,
+            **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic", "known"), "i32"),
+            "epsilon": "fp32",
         },
         constants={
             **layout_constants(layout),
@@ -354,9 +358,21 @@ def skinny_specs(
             "S": s,
             "CHUNKS": each,
             "COUNT": count,
-            **summed(split, gelu, batch, arch),
+            **ending_constants(split, ending, batch, n, arch),
         },
-        divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", "parts", "counters", *even_sizes(layout)),
+        divisible=(
+            "x",
+            "words",
+            "scale",
+            "zeros",
+            "row_scale",
+            "table",
+            "y",
+            "parts",
+            "counters",
+            *SIGNATURE,
+            *even_sizes(layout),
+        ),
         num_warps=s,
         num_stages=1,
         options=options,
@@ -368,18 +384,21 @@ def skinny_specs(
 
 
 def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), or [batch, rows / 2] with a gate, as the specs were
-    made for."""
-    (spec,) = specs
-    layout, batch, split, gate = packed.layout, len(x), spec.grid[1], spec.constants["GATE"]
-    height = layout.rows // 2 if gate else layout.rows
-    y = torch.empty(batch, height, dtype=out or x.dtype, device=x.device)
-    parted = split > 1 or gate
-    parts, counters = room_for_parts(y, packed.words, split, batch, layout.rows, parted)
-    ones, magic = ones_and_magic(x.dtype, spec.constants)
-    sizes = (batch, layout.rows, layout.cols, layout.padded)
-    launch(spec, x, *leaf_arguments(packed), y, parts, counters, *sizes, ones, magic)
-    return y
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    return skinny_ended(x, packed, specs[0], out or x.dtype)[0]
+
+
+def skinny_ended(
+    x: Tensor, packed: Packed, spec: KernelSpec, out: torch.dtype, meeting: Meeting | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(Y as the spec's ending makes it, the squares of its numbers where that adds)."""
+    layout = packed.layout
+    y, squares, pointers, last = ending_arguments(spec, x, layout.rows, packed.words, out, meeting)
+    sizes = (len(x), layout.rows, layout.cols, layout.padded)
+    launch(
+        spec, x, *leaf_arguments(packed), *pointers, *sizes, *ones_and_magic(x.dtype, spec.constants), *last
+    )
+    return y, squares
 
 
 def ones_and_magic(dtype: torch.dtype, known: Mapping[str, Any]) -> tuple[int, int]:

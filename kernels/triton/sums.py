@@ -11,14 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.arrival import arrive, generation
+from nstf.kernels.triton.ending import MOST_SQUARES, Ending, Meeting, is_parted
 from nstf.kernels.triton.launching import handed_on, multiples, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-
 # Programs along the rows of a launch, at most: its counters.
 MOST_PLACES = 1024
-# What is done with a sum (GATE): nothing; the gate of a block whose gate and up projections lie one above the other.
-GATES = {None: 0, False: 1, True: 2}
 
 
 @triton.jit
@@ -32,8 +30,8 @@ def gated(g, u, GELU: tl.constexpr):
 
 
 @triton.jit
-def _total(parts, at, ok, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float32)
+def _total(parts, at, ok, size, SPLIT: tl.constexpr, LINES: tl.constexpr, PER: tl.constexpr):
+    total = tl.zeros([LINES, PER], tl.float32)
     for i in tl.static_range(SPLIT):
         # Past the first-level cache, which knows nothing of other multiprocessors.
         total += tl.load(parts + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
@@ -45,13 +43,24 @@ def add_parts(
     parts,  # f32 [SPLIT, batch, rows]
     y,  # [batch, rows], or [batch, rows / 2] with a gate
     counters,  # i32 [places]: zero between launches
+    squares,  # f32 [batch, known], of x (NORMED)
+    h,  # f32 [batch, rows] (ADDS)
+    gain,  # f32 [rows] (ADDS)
+    new_squares,  # f32 [batch, places], of h (ADDS)
     batch,
     rows,
+    cols,
+    known,
+    epsilon,
     place,
     places,
     SPLIT: tl.constexpr,
     GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+    ADDS: tl.constexpr,
+    LINES: tl.constexpr,
+    PER: tl.constexpr,
+    MOST: tl.constexpr,
     GENERATION: tl.constexpr,
 ):
     """y = the sum of the parts in the sixteens of rows place, place + places, ..., by the last program that has stored its own.
@@ -62,21 +71,35 @@ def add_parts(
     if arrive(counters + place, GENERATION, "acq_rel") == SPLIT - 1:
         tl.debug_barrier()
         tl.store(counters + place, 0)
+        line = tl.arange(0, LINES)[:, None]
+        strength = tl.full([LINES, 1], 1.0, tl.float32)
+        if NORMED:
+            k = tl.arange(0, MOST)[None, :]
+            some = tl.load(squares + line * known + k, mask=(line < batch) & (k < known), other=0.0)
+            strength = tl.rsqrt(tl.sum(some, axis=1, keep_dims=True) / cols + epsilon)
+        of_place = tl.zeros([LINES], tl.float32)
         height = rows // 2 if GATE else rows
         mine = ((height + 15) // 16 - place + places - 1) // places * 16
-        for begin in range(0, mine * batch, BLOCK):
-            i = begin + tl.arange(0, BLOCK)
-            line = i // mine
-            i -= line * mine
-            row = (place + i // 16 * places) * 16 + i % 16
+        for begin in range(0, mine, PER):
+            i = begin + tl.arange(0, PER)
+            row = ((place + i // 16 * places) * 16 + i % 16)[None, :]
             ok = (row < height) & (line < batch)
-            out = _total(parts, line * rows + row, ok, batch * rows, SPLIT, BLOCK)
+            out = _total(parts, line * rows + row, ok, batch * rows, SPLIT, LINES, PER) * strength
             if GATE:
-                up = _total(parts, line * rows + height + row, ok, batch * rows, SPLIT, BLOCK)
+                up = _total(parts, line * rows + height + row, ok, batch * rows, SPLIT, LINES, PER) * strength
                 # Rounded as by a product of its own.
                 out = out.to(y.dtype.element_ty).to(tl.float32)
                 out = gated(out, up.to(y.dtype.element_ty).to(tl.float32), GATE == 2)
+            if ADDS:
+                out = out.to(y.dtype.element_ty).to(tl.float32)
+                out += tl.load(h + line * rows + row, mask=ok, other=0.0)
+                tl.store(h + line * rows + row, out, mask=ok)
+                of_place += tl.sum(out * out, axis=1)
+                out *= tl.load(gain + row, mask=row < rows, other=0.0)
             tl.store(y + line * height + row, out.to(y.dtype.element_ty), mask=ok)
+        if ADDS:
+            n = tl.arange(0, LINES)
+            tl.store(new_squares + n * places + place, of_place, mask=n < batch)
 
 
 @triton.jit
@@ -108,28 +131,43 @@ def sum_spec(size: int, split: int, dtype: torch.dtype, arch: str) -> KernelSpec
     )
 
 
-def summed(split: int, gelu: bool | None, batch: int, arch: str) -> dict[str, int]:
-    """The constants of `add_parts`. gelu: of the gate; None: there is none."""
+SIGNATURE = {"squares": "*fp32", "h": "*fp32", "gain": "*fp32", "new_squares": "*fp32"}
+
+
+def ending_constants(split: int, ending: Ending, batch: int, lines: int, arch: str) -> dict[str, int | bool]:
+    """The constants of `add_parts`. lines: the largest batch that the same kernel takes."""
+    lines = 1 if batch == 1 else lines
+    parted = is_parted(split, ending)
     return {
         "SPLIT": split,
-        "GATE": GATES[gelu],
-        # More at once than a program has would be idle; more rows of activations are less of a wait for each.
-        "BLOCK": 0 if split == 1 and gelu is None else 256 if batch == 1 else 1024,
+        "GATE": 0 if ending.gelu is None else 2 if ending.gelu else 1,
+        "NORMED": ending.normed,
+        "ADDS": ending.adds,
+        "LINES": lines if parted else 0,
+        # Numbers at once: what a program has of one row of activations, as a rule.
+        "PER": (256 if lines == 1 else 1024 // lines) if parted else 0,
+        "MOST": MOST_SQUARES,
         "GENERATION": generation(arch),
     }
 
 
-def summed_name(split: int, gelu: bool | None, batch: int, out: torch.dtype) -> str:
-    """What of these is part of a kernel's name."""
-    gate = {None: "", False: "_silu", True: "_gelu"}[gelu]
-    return f"_p{split}{pointer_type(out)[1:]}{'' if batch == 1 else 'm'}{gate}"
+def ending_arguments(
+    spec: KernelSpec, x: Tensor, rows: int, words: Tensor, out: torch.dtype, meeting: Meeting | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[int, float]]:
+    """(Y, the squares of its numbers, (y, parts, counters, squares, h, gain, new_squares), (known, epsilon)) of a launch.
 
-
-def room_for_parts(
-    y: Tensor, words: Tensor, split: int, batch: int, rows: int, summed: bool
-) -> tuple[Tensor, Tensor]:
-    """(f32 [split, batch, rows] for the parts, counters) of a launch; where it adds up nothing, what stands for them."""
-    if not summed:
-        return y, words
-    parts = torch.empty(split, batch, rows, dtype=torch.float32, device=y.device)
-    return parts, handed_on(y.device, MOST_PLACES, torch.int32, "sums")
+    For what an ending does not need stand the matrix's words, of the type stated and never read.
+    """
+    made, batch, (places, split, _) = spec.constants, len(x), spec.grid
+    y = torch.empty(batch, rows // 2 if made["GATE"] else rows, dtype=out, device=x.device)
+    nothing = words.view(torch.float32)
+    meeting = meeting or Meeting()
+    squares, h, gain = (nothing if t is None else t for t in (meeting.squares, meeting.h, meeting.gain))
+    known = 1 if meeting.squares is None else meeting.squares.shape[1]
+    new_squares = torch.empty(batch, places, device=x.device) if made["ADDS"] else None
+    parts, counters = y, words
+    if made["PER"]:
+        parts = torch.empty(split, batch, rows, dtype=torch.float32, device=x.device)
+        counters = handed_on(x.device, MOST_PLACES, torch.int32, "sums")
+    into = nothing if new_squares is None else new_squares
+    return y, new_squares, (y, parts, counters, squares, h, gain, into), (known, meeting.epsilon)

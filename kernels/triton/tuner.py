@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nstf.kernels.triton import hopper, launch_errors
+from nstf.kernels.triton.ending import PLAIN, Ending
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.gemm_tile import tile_for
 from nstf.kernels.triton.gemv import gemv_specs
@@ -123,16 +124,16 @@ def packed_specs(
     arch: str,
     name: str,
     out: torch.dtype,
-    gelu: bool | None = None,
+    ending: Ending = PLAIN,
 ) -> tuple[KernelSpec, ...]:
     """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long.
 
-    gelu: as in skinny_specs, for `int_bytes` and `skinny`.
+    ending: of `int_bytes` and `skinny`.
     """
     if name == "int_bytes":
-        return tuple(int_bytes_specs(layout, batch, dtype, arch, out, None, gelu))
+        return tuple(int_bytes_specs(layout, batch, dtype, arch, out, None, ending))
     if name == "skinny":
-        return tuple(skinny_specs(layout, batch, dtype, arch, out, None, gelu))
+        return tuple(skinny_specs(layout, batch, dtype, arch, out, None, ending))
     if name == "gemv":
         return tuple(gemv_specs(layout, dtype, arch, out))
     return tuple(specs_with(layout, batch, dtype, arch, name, out))
