@@ -28,6 +28,8 @@ BLOCK_STEPS = 16
 # Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19. By rows that end at a step.
 NORMALISE = {1: 16, 2: 8}
 WARPS = 4
+# Of a launch: four programs for each multiprocessor of the largest card, whose costs take 0.7 MB each at most.
+MOST_ROWS = 528 * shuffle.SEGMENT
 CONSTANTS = {
     "COLUMNS": reference.BLOCK,
     "SEGMENT": shuffle.SEGMENT,
@@ -41,7 +43,7 @@ CONSTANTS = {
 
 @triton.jit(
     do_not_specialize=["rows", "steps", "low", "high"],
-    do_not_specialize_on_alignment=["target", "weight", "feedback"],
+    do_not_specialize_on_alignment=["target", "weight", "feedback", "costs"],
 )
 def _round_columns(
     target,  # f32 [rows, 16]
@@ -108,11 +110,11 @@ def _round_columns(
 
     state = tl.arange(0, 256)  # newest symbol, the one before
     before = (state & 15) << 8
-    z = tl.arange(0, 16)[:, None]
-    first_cost = costs + z * 16 + (state & 15)[None, :]
-    second_cost = costs + (PATH_STEPS + 1) * 256 + z * 16 + ((state >> 4) ^ (state & 15))[None, :]
-    # Where the path of a way stood: (b, a ^ z).
+    # Of a way (z, a, b): what it costs, and where its path stood: (b, a ^ z). In one dimension, so that the ways of a state
+    # come to one thread whatever the version of Triton: of [16, 256] 3.6 deals them out, and a step takes twice as long.
     way = tl.arange(0, 4096)
+    first_cost = costs + ((way >> 8) << 4) + (way & 15)
+    second_cost = costs + (PATH_STEPS + 1) * 256 + ((way >> 8) << 4) + (((way >> 4) ^ way) & 15)
     origin = ((way & 15) << 4) | (((way >> 4) & 15) ^ (way >> 8))
     block_step = tl.arange(0, BLOCK_STEPS)
     lane = tl.arange(0, LANES)
@@ -143,13 +145,13 @@ def _round_columns(
         if ENDS == 2:
             second = tl.load(second_cost, tl.load(twice) > 0, 0)
         for t in range(path_steps):
-            ways = tl.reshape(tl.gather(paths, origin, 0), [16, 256]) + first
+            ways = tl.gather(paths, origin, 0) + first
             first = tl.load(first_cost + (t + 1) * 256)
             if ENDS == 2:
                 ways += second
                 step = tl.where(step == steps - 1, 0, step + 1)
                 second = tl.load(second_cost + (t + 1) * 256, tl.load(twice + step) > 0, 0)
-            best = tl.min(ways, 0)  # of [a, b], which become b and c
+            best = tl.min(tl.reshape(ways, [16, 256]), 0)  # of [a, b], which become b and c
             tl.store(oldest + t * 256 + state, ((best >> 8) & 15).to(tl.uint8))
             paths = (best & ~0xF00) | before
             if t % NORMALISE == NORMALISE - 1:
@@ -204,6 +206,13 @@ def round_columns(
     rows, device = len(target), target.device
     if rows == 0:
         return torch.empty_like(target), target.new_empty(0, 2 * quarter_bits, 8, dtype=torch.uint8)
+    if rows > MOST_ROWS:
+        parts = [slice(i, i + MOST_ROWS) for i in range(0, rows, MOST_ROWS)]
+        found = [
+            round_columns(target[p], weight[p], level[p], importance[p], feedback, quarter_bits)
+            for p in parts
+        ]
+        return torch.cat([r for r, _ in found]), torch.cat([c for _, c in found])
     feedback = _no_feedback(device) if feedback is None else feedback
     target, weight, feedback = (t if t.stride(1) == 1 else t.contiguous() for t in (target, weight, feedback))
     form = _form(quarter_bits, device)
