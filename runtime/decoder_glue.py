@@ -1,8 +1,7 @@
-"""What a decoder does between its matrices, and with which of their launches it goes: Triton on a GPU, torch elsewhere.
+"""What a decoder does between its matrices, by Triton on a GPU and by torch elsewhere.
 
-A product that is one launch may end in the gate, or in the sum and norm of the residual stream (kernels/triton/ending.py).
-Of a norm such a launch leaves the root mean square to the product that follows: it is known when all of its programs have
-ended, and that one multiplies its sums by it.
+Where a product is of a kind that has endings (kernels/triton/ending.py), the gate, or the sum and norm of the residual
+stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows.
 """
 
 from contextlib import nullcontext
@@ -21,8 +20,8 @@ from nstf.runtime.stacking import Matrix, together
 
 @dataclass(frozen=True)
 class Normed:
-    """Activations of a norm. squares: f32 [batch, n], whose sum over n is that of the residual stream's squares; then `values`
-    are still to be divided by their root mean square. None: they are."""
+    """Activations of a norm. squares: f32 [batch, n], whose sum over n is that of the residual stream's squares: its root
+    mean square is still to be divided by. None: it was."""
 
     values: Tensor
     squares: Tensor | None = None
@@ -74,7 +73,7 @@ class Glue:
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def gate(self, gate_up: tuple[Matrix, ...], x: Normed, gelu: bool) -> Tensor:
-        """The gate of the products with x: in their launch, where they are one that knows how."""
+        """The gate of the products with x."""
         ending = Ending(gelu, x.squares is not None)
         if len(gate_up) == 1 and self._ends(gate_up[0], len(x.values), x.values.dtype, ending):
             return self._ended(gate_up[0], x.values, ending, Meeting(x.squares, self.epsilon))[0]
@@ -85,7 +84,7 @@ class Glue:
         return found
 
     def _ends(self, matrix: Matrix, batch: int, dtype: torch.dtype, ending: Ending) -> bool:
-        """Whether a product is one launch with this ending."""
+        """Whether a product has this ending."""
         if self.kernels is None or matrix.encoded is None:
             return False
         alone = matrix.whole is None and matrix.bias is None

@@ -50,7 +50,7 @@ def _together(artifact: Artifact, stack: tuple[str, ...]) -> Iterator[list[Encod
 def _ended(
     artifact: Artifact, config: EngineConfig, batches: list[int], dtype: torch.dtype, target: str
 ) -> Iterator[KernelSpec]:
-    """Products that end in the gate, or in the sum and norm of the residual stream, as decoder_glue.py launches them."""
+    """Products with their endings, as decoder_glue.py launches them."""
     gelu = bool(config.shape["gelu"])
     normed, adds = Ending(normed=True), Ending(adds=True)
     qkv, gate_up = _STACKS
@@ -59,7 +59,10 @@ def _ended(
         endings = (normed,) if len(parts) > 1 else (normed, Ending(gelu), Ending(gelu, normed=True))
         wanted += [(m, ending) for m in parts for ending in endings]
     for name in artifact.names():
-        if name.endswith((".self_attn.o_proj.weight", ".mlp.down_proj.weight")) and not config.family.out_norms:
+        if (
+            name.endswith((".self_attn.o_proj.weight", ".mlp.down_proj.weight"))
+            and not config.family.out_norms
+        ):
             wanted.append((artifact.encoded(name), adds))
         elif name.endswith(("lm_head.weight", "embed_tokens.weight")):
             wanted.append((artifact.encoded(name), normed))

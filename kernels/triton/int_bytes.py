@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.ending import PLAIN, Ending, Meeting, ending_name, is_parted
 from nstf.kernels.triton.int_bytes_operands import (
     BLOCKS,
     block_scales,
@@ -56,7 +55,7 @@ from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.packed import EXPONENT, INTEGER, LANES, RUN, STEPS, Layout, Packed
 from nstf.kernels.triton.shuffle_operands import number_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import SIGNATURE, add_parts, ending_arguments, ending_constants
+from nstf.kernels.triton.sums import sum_spec
 from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_bytes import mma_bytes
 
@@ -68,26 +67,18 @@ MOST_RUNS = 4
 AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
 
 
-@triton.jit(do_not_specialize=["batch", "each", "known"])
+@triton.jit(do_not_specialize=["batch", "each"])
 def int_bytes_kernel(
     x,  # [batch, cols]
     words,  # i32 [rows, width]
     scale,  # f16, or u8 in steps [rows, GROUPS]
     row_scale,  # f32 [rows], of steps
-    y,  # [batch, rows], or [batch, rows / 2] with a gate
-    parts,  # f32 [programs along the columns, batch, rows]; y, where nothing is added up
-    counters,  # from here on as sums.add_parts has them
-    squares,
-    h,
-    gain,
-    new_squares,
+    y,  # [batch, rows], or f32 [programs along the columns, batch, rows]
     batch,
     rows,
     cols,
     width,
     each,  # chunks of a program
-    known,
-    epsilon,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -100,14 +91,6 @@ def int_bytes_kernel(
     PDL: tl.constexpr,
     S: tl.constexpr,  # warps, side by side along the columns
     CHUNKS: tl.constexpr,  # of each warp
-    SPLIT: tl.constexpr,
-    GATE: tl.constexpr,
-    NORMED: tl.constexpr,
-    ADDS: tl.constexpr,
-    LINES: tl.constexpr,
-    PER: tl.constexpr,
-    MOST: tl.constexpr,
-    GENERATION: tl.constexpr,
 ):
     J: tl.constexpr = 16 // BITS
     RUNS: tl.constexpr = CHUNKS * J
@@ -127,32 +110,20 @@ def int_bytes_kernel(
     end = tl.minimum((tl.program_id(1) + 1) * each * J * 32, cols)
     begin = tl.program_id(0) * 16
     step = tl.num_programs(0) * 16
-    # From one of the blocks that are on their way to the next, and to the first of the next ones.
-    apart = step
-    stride = BLOCKS * step
-    limit = rows
-    if GATE:
-        apart = rows // 2
-        stride = step
-        limit = rows // 2
 
     w = ()
     scales = ()
     factors = ()
     for b in tl.static_range(BLOCKS):
         if STEPS:
-            factors = factors + row_scales(row_scale, begin + b * apart, rows, g)
-        w = w + block_words(words, begin + b * apart, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
+            factors = factors + row_scales(row_scale, begin + b * step, rows, g)
+        w = w + block_words(words, begin + b * step, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
         scales = scales + block_scales(
-            scale, begin + b * apart, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
+            scale, begin + b * step, rows, run, g, GROUP, GROUPS, RUNS, FLUSH, WIDE, ROWS16
         )
     if PDL:
         for d in tl.static_range(AHEAD):
-            if GATE:
-                ahead = tl.where(begin + step < limit, begin + step + d * apart, rows)
-            else:
-                ahead = begin + (BLOCKS + d) * step
-            prefetch(words, ahead, rows, width, chunk, i % 32, CHUNKS)
+            prefetch(words, begin + (BLOCKS + d) * step, rows, width, chunk, i % 32, CHUNKS)
         tl.extra.cuda.gdc_wait()
 
     # The largest number of a warp's columns: sixteen lanes for each of two rows of activations.
@@ -228,7 +199,7 @@ def int_bytes_kernel(
     first_worth = tl.reshape(tl.broadcast_to(first_worth, [S, 8, 4]), [32 * S])
     second_worth = tl.reshape(tl.broadcast_to(second_worth, [S, 8, 4]), [32 * S])
 
-    for first in range(begin, limit, stride):
+    for first in range(begin, rows, 2 * step):
         coming = ()
         next_scales = ()
         next_factors = ()
@@ -275,9 +246,7 @@ def int_bytes_kernel(
                 lower *= factors[2 * b + 1]
             sums = sums + (tl.reshape(tl.join(upper, lower), [S, 8, 4, 2]),)
             # Into the registers that have just become free.
-            later = first + stride + b * apart
-            if GATE:
-                later = tl.where(first + stride < limit, later, rows)
+            later = first + (BLOCKS + b) * step
             if STEPS:
                 next_factors = next_factors + row_scales(row_scale, later, rows, g)
             coming = coming + block_words(words, later, rows, width, chunk, g, t, CHUNKS, EVEN, ROWS16)
@@ -292,17 +261,10 @@ def int_bytes_kernel(
         both = tl.permute(tl.reshape(both, [S, 32, 2, 2]), (0, 3, 1, 2))
         out = over_warps(tl.reshape(both, [2 * S, 32, 2]), 2 * S, 32, 2)
         inside = tl.arange(0, 32)
-        row = first + inside // 16 * apart + inside % 16
+        row = first + inside // 16 * step + inside % 16
         lines = tl.arange(0, 2)
         at = (tl.program_id(1) * batch + lines)[None, :] * rows + row[:, None]
-        tl.store(
-            parts + at, out.to(parts.dtype.element_ty), mask=(row < rows)[:, None] & (lines < batch)[None, :]
-        )
-    if PER > 0:
-        add_parts(
-            parts, y, counters, squares, h, gain, new_squares, batch, rows, cols, known, epsilon, tl.program_id(0),
-            tl.num_programs(0), SPLIT, GATE, NORMED, ADDS, LINES, PER, MOST, GENERATION,
-        )  # fmt: skip
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=(row < rows)[:, None] & (lines < batch)[None, :])
 
 
 def possible(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -330,11 +292,10 @@ def int_bytes_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
-    ending: Ending = PLAIN,
 ) -> list[KernelSpec]:
-    """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
+    """The launches for X [batch, cols]: the product and, when the columns take several programs, the sum of their parts.
 
-    `tile`, `out`, `ending`: as in skinny.skinny_specs.
+    `tile` overrides the choice; `out`: Y's dtype (X's when None).
     """
     out = out or dtype
     chosen = _tile(layout.bits, arch) | (tile or {})
@@ -347,30 +308,24 @@ def int_bytes_specs(
     even = layout.cols == layout.padded and chunks % (split * s * many) == 0
     wide = even and layout.group == RUN * flush and 1 < count <= 16 and count & (count - 1) == 0
     whole_blocks = layout.rows % 16 == 0
-    blocks = triton.cdiv(layout.rows if ending.gelu is None else layout.rows // 2, 16)
-    parted = is_parted(split, ending)
     sizes = {"rows": layout.rows, "cols": layout.cols, "width": layout.width(layout.bits)}
     product = KernelSpec(
         name=f"int_bytes_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}_s{s}c{many}"
         + ("e" if even else "")
         + ("w" if wide else "")
         + ("r" if whole_blocks else "")
-        + ending_name(split, ending, batch, dtype, out),
+        + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
+        + ("p" if split > 1 else ""),
         fn=int_bytes_kernel,
         signature={
             "x": pointer_type(dtype),
             "words": "*i32",
             "scale": scale_type(layout),
             "row_scale": "*fp32",
-            "y": pointer_type(out),
-            "parts": "*fp32" if parted else pointer_type(out),
-            "counters": "*i32",
-            **SIGNATURE,
+            "y": "*fp32" if split > 1 else pointer_type(out),
             "batch": "i32",
             **dict.fromkeys(sizes, "i32"),
             "each": "i32",
-            "known": "i32",
-            "epsilon": "fp32",
         },
         constants={
             "BITS": layout.bits,
@@ -385,47 +340,38 @@ def int_bytes_specs(
             "PDL": overlaps(arch),
             "S": s,
             "CHUNKS": many,
-            **ending_constants(split, ending, batch, LARGEST_BATCH, arch),
         },
-        divisible=(
-            "x",
-            "words",
-            "scale",
-            "row_scale",
-            "y",
-            "parts",
-            "counters",
-            *SIGNATURE,
-            *multiples(sizes),
-        ),
+        divisible=("x", "words", "scale", "row_scale", "y", *multiples(sizes)),
         num_warps=s,
         num_stages=1,
         options=overlap_options(arch) | ({} if triton.knobs.runtime.interpret else {"maxnreg": limit}),
         batch=batch,
         kind="int_bytes",
-        grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
+        grid=(min(triton.cdiv(layout.rows, 16), max(1, chosen["PROGRAMS"] // split)), split, 1),
     )
-    return [product]
+    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
 
 
 def int_bytes(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    return int_bytes_ended(x, packed, specs[0], out or x.dtype)[0]
+    y = torch.empty(len(x), packed.layout.rows, dtype=out or x.dtype, device=x.device)
+    if len(specs) == 1:
+        int_bytes_into(y, x, packed, specs[0])
+    else:
+        parts = torch.empty(specs[0].grid[1], *y.shape, dtype=torch.float32, device=x.device)
+        int_bytes_into(parts, x, packed, specs[0])
+        launch(specs[1], parts, y, y.numel())
+    return y
 
 
-def int_bytes_ended(
-    x: Tensor, packed: Packed, spec: KernelSpec, out: torch.dtype, meeting: Meeting | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """As skinny.skinny_ended."""
+def int_bytes_into(parts: Tensor, x: Tensor, packed: Packed, spec: KernelSpec) -> None:
+    """The product alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
     layout, many = packed.layout, spec.constants["CHUNKS"]
-    y, squares, pointers, last = ending_arguments(spec, x, layout.rows, packed.words, out, meeting)
     width = layout.width(layout.bits)
     # As many for each program, in whole warps.
     each = triton.cdiv(triton.cdiv(width // LANES, spec.grid[1]), many) * many
     words, scale, _, row_scale, _ = leaf_arguments(packed)
-    sizes = (len(x), layout.rows, layout.cols, width, each)
-    launch(spec, x, words, scale, row_scale, *pointers, *sizes, *last)
-    return y, squares
+    launch(spec, x, words, scale, row_scale, parts, len(x), layout.rows, layout.cols, width, each)
 
 
 def _flush(group: int, runs: int) -> int:

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nstf.kernels.triton.ending import PLAIN, Ending, Meeting, ending_name, is_parted
 from nstf.kernels.triton.launching import (
     even_sizes,
     launch,
@@ -54,9 +53,18 @@ from nstf.kernels.triton.operands import (
 )
 from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.sums import SIGNATURE, add_parts, ending_arguments, ending_constants
+from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
+
+
+@triton.jit
+def steps_of(row_scale, row, rows, SCALES: tl.constexpr):
+    """The factors of the rows' steps, where there are any: asked for a block of rows ahead, as the words."""
+    if SCALES == 1:
+        return tl.load(row_scale + row, mask=row < rows, other=0)
+    else:
+        return row
 
 
 @triton.jit
@@ -98,7 +106,6 @@ def skinny_product(
     place,  # of this program among those along the rows
     places,
     across,  # likewise along the columns
-    HALVED: tl.constexpr = False,  # a sixteen of the rows' upper half and that of the lower half beside it by turns
 ):
     DTYPE: tl.constexpr = tl.float32 if WIDE else (tl.float16 if CONVERT else x.dtype.element_ty)
     J: tl.constexpr = 16 // PLANES[len(PLANES) - 1]
@@ -123,6 +130,8 @@ def skinny_product(
     scales = ()
     if not WHOLE:
         scales = load_factors(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT)
+    row = begin + tl.arange(0, 16)
+    steps = steps_of(row_scale, row, rows, SCALES)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -156,25 +165,14 @@ def skinny_product(
         for _ in tl.static_range(CHUNKS * SUMS):
             starts = starts + (tl.zeros([S, 16, N], tl.float32),)
 
-    end = rows
-    half = rows // 2
-    if HALVED:
-        end = begin + 2 * tl.cdiv(half - begin, step) * step
-    first = begin
-    for visit in range(begin, end, step):
-        if HALVED:
-            later = tl.where(
-                first < half, first + half, tl.where(first + step < rows, first - half + step, rows)
-            )
-        else:
-            first = visit
-            later = first + step
-        next_w = word_tiles(words, later, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
+    for first in range(begin, rows, step):
+        next_w = word_tiles(words, first + step, rows, padded, chunk0, PLANES, SHIFTS, S, CHUNKS, EVEN)
         next_scales = ()
         if not WHOLE:
             next_scales = load_factors(
-                scale, later, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
+                scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
+        next_steps = steps_of(row_scale, row + step, rows, SCALES)
         zero = ()
         if ZERO < 0:
             zero = load_factors(
@@ -221,49 +219,35 @@ def skinny_product(
         if CONVERT:
             acc *= back[:, None, :]
         out = over_warps(acc, S, 16, N) * AFTER
-        row = first + tl.arange(0, 16)
         if WHOLE:
             out *= scale_value(tl.load(scale + row, mask=row < rows, other=0), SCALES)[:, None]
         if SCALES == 1:
-            out *= tl.load(row_scale + row, mask=row < rows, other=0)[:, None]
+            out *= steps[:, None]
         line = tl.arange(0, N)
         at = (across * batch + line)[None, :] * rows + row[:, None]
         ok = (row < rows)[:, None] & (line < batch)[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
         w = next_w
         scales = next_scales
-        if HALVED:
-            first = later
+        steps = next_steps
+        row += step
 
 
-@triton.jit(do_not_specialize=["batch", "ones", "magic", "known"])
+@triton.jit(do_not_specialize=["batch", "ones", "magic"])
 def skinny_kernel(
-    x, words, scale, zeros, row_scale, table, y, parts, counters, squares, h, gain, new_squares,
-    batch, rows, cols, padded, ones, magic, known, epsilon,
+    x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic,
     PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
     AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
-    LINES: tl.constexpr, PER: tl.constexpr, MOST: tl.constexpr, GENERATION: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """`skinny_product` by a grid of programs along rows and columns; the last of those with the same rows adds up."""
-    if PER > 0:
-        skinny_product(
-            x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
-            BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N,
-            S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1), GATE > 0,
-        )  # fmt: skip
-        add_parts(
-            parts, y, counters, squares, h, gain, new_squares, batch, rows, cols, known, epsilon, tl.program_id(0),
-            tl.num_programs(0), SPLIT, GATE, NORMED, ADDS, LINES, PER, MOST, GENERATION,
-        )  # fmt: skip
-    else:
-        skinny_product(
-            x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS,
-            BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N,
-            S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
-        )  # fmt: skip
+    """`skinny_product` by a grid of programs along rows and columns."""
+    skinny_product(
+        x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS, BITS,
+        ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N, S,
+        CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
+    )  # fmt: skip
 
 
 def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
@@ -285,11 +269,10 @@ def skinny_specs(
     arch: str,
     out: torch.dtype | None = None,
     tile: dict[str, int] | None = None,
-    ending: Ending = PLAIN,
 ) -> list[KernelSpec]:
-    """The launch for X [batch, cols]. When the columns take several programs, the last of them adds up their parts.
+    """The launches for X [batch, cols]: the product and, when the columns take several programs, the sum of their parts.
 
-    `tile` overrides the choice; `out`: Y's dtype (X's when None). A gate takes halves of whole sixteens of rows.
+    `tile` overrides the choice; `out`: Y's dtype (X's when None).
     """
     out = out or dtype
     interpreted = triton.knobs.runtime.interpret
@@ -320,16 +303,13 @@ def skinny_specs(
         # assembler then asks for the next codes early, not to save registers at the end.
         count = 0
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
-    options: dict[str, bool | int] = dict(overlap_options(arch))
-    most = 65536 // (32 * 4 * resident(layout, batch)) // 8 * 8
-    if ending != PLAIN and not interpreted and most < 255:
-        # Told how many registers it may take, the assembler asks for the next words early, not late to save some.
-        options["maxnreg"] = most
-    blocks = triton.cdiv(layout.rows if ending.gelu is None else layout.rows // 2, 16)
-    parted = is_parted(split, ending)
+    blocks = triton.cdiv(layout.rows, 16)
     product = KernelSpec(
         name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
-        f"_n{n}s{s}c{each}" + ("e" if even else "") + ending_name(split, ending, batch, dtype, out),
+        f"_n{n}s{s}c{each}"
+        + ("e" if even else "")
+        + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
+        + ("p" if split > 1 else ""),
         fn=skinny_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -338,12 +318,8 @@ def skinny_specs(
             "zeros": "*u8",
             "row_scale": "*fp32",
             "table": "*fp16",
-            "y": pointer_type(out),
-            "parts": "*fp32" if parted else pointer_type(out),
-            "counters": "*i32",
-            **SIGNATURE,
-            **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic", "known"), "i32"),
-            "epsilon": "fp32",
+            "y": "*fp32" if split > 1 else pointer_type(out),
+            **dict.fromkeys(("batch", "rows", "cols", "padded", "ones", "magic"), "i32"),
         },
         constants={
             **layout_constants(layout),
@@ -358,47 +334,37 @@ def skinny_specs(
             "S": s,
             "CHUNKS": each,
             "COUNT": count,
-            **ending_constants(split, ending, batch, n, arch),
         },
-        divisible=(
-            "x",
-            "words",
-            "scale",
-            "zeros",
-            "row_scale",
-            "table",
-            "y",
-            "parts",
-            "counters",
-            *SIGNATURE,
-            *even_sizes(layout),
-        ),
+        divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=s,
         num_stages=1,
-        options=options,
+        options=overlap_options(arch),
         batch=batch,
         kind="skinny",
         grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
     )
-    return [product]
+    return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
 
 
 def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    return skinny_ended(x, packed, specs[0], out or x.dtype)[0]
+    layout, batch = packed.layout, len(x)
+    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
+    if len(specs) == 1:
+        skinny_into(y, x, packed, specs[0])
+    else:
+        parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
+        skinny_into(parts, x, packed, specs[0])
+        launch(specs[1], parts, y, y.numel())
+    return y
 
 
-def skinny_ended(
-    x: Tensor, packed: Packed, spec: KernelSpec, out: torch.dtype, meeting: Meeting | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(Y as the spec's ending makes it, the squares of its numbers where that adds)."""
+def skinny_into(parts: Tensor, x: Tensor, packed: Packed, spec: KernelSpec) -> None:
+    """The product alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
     layout = packed.layout
-    y, squares, pointers, last = ending_arguments(spec, x, layout.rows, packed.words, out, meeting)
     sizes = (len(x), layout.rows, layout.cols, layout.padded)
-    launch(
-        spec, x, *leaf_arguments(packed), *pointers, *sizes, *ones_and_magic(x.dtype, spec.constants), *last
-    )
-    return y, squares
+    ones, magic = ones_and_magic(x.dtype, spec.constants)
+    launch(spec, x, *leaf_arguments(packed), parts, *sizes, ones, magic)
 
 
 def ones_and_magic(dtype: torch.dtype, known: Mapping[str, Any]) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from nstf.kernels.triton import hopper, launch_errors
-from nstf.kernels.triton.ending import PLAIN, Ending
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.gemm_tile import tile_for
 from nstf.kernels.triton.gemv import gemv_specs
@@ -118,22 +117,13 @@ def kernel_of(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def packed_specs(
-    layout: Layout,
-    batch: int,
-    dtype: torch.dtype,
-    arch: str,
-    name: str,
-    out: torch.dtype,
-    ending: Ending = PLAIN,
+    layout: Layout, batch: int, dtype: torch.dtype, arch: str, name: str, out: torch.dtype
 ) -> tuple[KernelSpec, ...]:
-    """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long.
-
-    ending: of `int_bytes` and `skinny`.
-    """
+    """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long."""
     if name == "int_bytes":
-        return tuple(int_bytes_specs(layout, batch, dtype, arch, out, None, ending))
+        return tuple(int_bytes_specs(layout, batch, dtype, arch, out))
     if name == "skinny":
-        return tuple(skinny_specs(layout, batch, dtype, arch, out, None, ending))
+        return tuple(skinny_specs(layout, batch, dtype, arch, out))
     if name == "gemv":
         return tuple(gemv_specs(layout, dtype, arch, out))
     return tuple(specs_with(layout, batch, dtype, arch, name, out))

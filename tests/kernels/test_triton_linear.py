@@ -192,10 +192,10 @@ def test_a_correction_is_one_launch_unless_several_were_measured_to_be_faster(sa
 
     for shape, rank in (((4096, 4096), 16), ((28672, 8192), 64), ((14336, 4096), 128)):
         assert kinds(shape, rank, 8, "sm_90") == ["corrected_skinny"]
-    apart = ["skinny", "low_rank"]
+    apart = ["skinny", "sum", "low_rank"]
     assert kinds((8192, 28672), 64, 1, "sm_90") == apart == kinds((28672, 8192), 32, 1, "sm_90")
     assert kinds((4096, 4096), 129, 8, "sm_90") == apart
-    assert kinds((4096, 4096), 64, 9, "sm_90") == ["skinny"]
+    assert kinds((4096, 4096), 64, 9, "sm_90") == ["skinny", "sum"]
     assert kinds((8192, 28672), 64, 1, "gfx942") == ["corrected_gemv"]
 
 
