@@ -175,7 +175,6 @@ def compare(folder: Path, how: Work) -> tuple[Any, Any, Any]:
             device=how.device,
         )  # fmt: skip
         with Session(options, Stages(), may_drop=False) as session:
-            session.wait_for_kernels()
             units = [u for u in session.units.values() if u.kept is None and len(u.shape) == 4]
             mixed: dict[str, dict[str, Recipe]] = {}
             # All forms once with each number of steps: when time runs out it is the most steps that are missing.

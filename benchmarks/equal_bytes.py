@@ -258,7 +258,6 @@ def main() -> None:
             samples=args.samples, prefer="size", work_dir=args.work_dir or Path(folder) / "work",
         )  # fmt: skip
         with Session(options, Stages(), may_drop=False) as session:
-            session.wait_for_kernels()
             run(session, args, until)
 
 

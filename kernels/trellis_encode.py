@@ -4,7 +4,7 @@ They differ in how they round costs and, on a CPU above 3 bits, in which states 
 are the same within a few thousandths.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,23 +30,27 @@ def search_threads(count: int) -> Iterator[None]:
         _THREADS.reset(token)
 
 
-def warm_up(device: torch.device, codebook: Callable[[int], Tensor], workers: int) -> None:
-    """Compiles the searches of all rates for a GPU, `workers` at a time; a search that is not compiled yet waits seconds.
+def warm_up(
+    device: torch.device, codebook: Callable[[int], Tensor], rates: Iterable[int], workers: int
+) -> None:
+    """Compiles the searches of some rates (quarter bits) for a GPU, `workers` at a time: each takes a second.
 
     codebook: quarter bits -> float32 [65536]. Triton keeps what it compiled on disk for the next time.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def one(quarter_bits: int) -> None:
-        for tiles in (1, processors + 1):
-            encode_tiles(
-                torch.zeros(tiles, viterbi.TILE, device=device),
-                quarter_bits,
-                codebook(quarter_bits).to(device),
-            )
+        book = codebook(quarter_bits).to(device)
+        if side_by_side_pays(device, quarter_bits):
+            from nstf.kernels.triton import viterbi_half
+
+            viterbi_half.warm_up(quarter_bits, book)
+        else:
+            for tiles in (1, processors + 1):
+                encode_tiles(torch.zeros(tiles, viterbi.TILE, device=device), quarter_bits, book)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, range(viterbi.MIN_QUARTER_BITS, viterbi.MAX_QUARTER_BITS + 1)))
+        list(pool.map(one, rates))
 
 
 def encode_tiles(targets: Tensor, quarter_bits: int, codebook: Tensor) -> Tensor:

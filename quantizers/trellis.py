@@ -138,16 +138,20 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params; the weight is read once."""
     energies = {p.lead: row_energy(weight, p, stats) for p in {p.lead: p for p in params}.values()}
-    sums: dict[tuple[int, int], Tensor] = {}
+    sums: dict[tuple[int, int], list[float]] = {}
+    lost: dict[tuple[int, int, int, float, str], float] = {}
     out = []
     for p in params:
         energy = energies[p.lead]
-        order = row_order(energy, p.ranges, _sections(p, len(energy)))  # also checks the sections
-        if (p.lead, p.ranges) not in sums:
-            sums[p.lead, p.ranges] = torch.nn.functional.pad(energy[order].cumsum(0), (1, 0)).cpu()
+        if (p.lead, p.ranges) not in sums or p.ranges > 1:
+            order = row_order(energy, p.ranges, _sections(p, len(energy)))  # also checks the sections
+            sums[p.lead, p.ranges] = [0.0, *energy[order].cumsum(0).tolist()]
         total, at, cumulative = 0.0, 0, sums[p.lead, p.ranges]
         for q, n in _sections(p, len(cumulative) - 1):
-            total += float(cumulative[at + n] - cumulative[at]) * unit_loss(q, weight, p, stats)
+            key = q, p.lead, p.block, p.damping, p.rounding
+            if key not in lost:
+                lost[key] = unit_loss(q, weight, p, stats)
+            total += (cumulative[at + n] - cumulative[at]) * lost[key]
             at += n
         out.append(total)
     return out
@@ -174,12 +178,9 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     losses = {q: unit_loss(q, inner, params, stats) for q in MSE}
     typical = float(energy.clamp_min(float(energy.max()) * SMALLEST_ENERGY).log().mean().exp())
     allowed = {q: losses[q] for q in SECTION_RATES}
-    energy = energy.cpu()  # a GPU would be asked for every price
-    found = []
-    for q in sorted(losses):
-        # At this price the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
-        price = typical * losses[q] * 2 * math.log(2) / (cols / 8)
-        found.append(best_sections(energy, allowed, cols, price))
+    # At these prices the loss saved by the last byte is the same for all rows: dloss/dbyte = 2 ln 2 loss / (cols / 8).
+    prices = [typical * losses[q] * 2 * math.log(2) / (cols / 8) for q in sorted(losses)]
+    found = best_sections(energy, allowed, cols, prices)
     different = [s for s in dict.fromkeys(found) if len(s) > 1]
     return [*out, *(Recipe("trellis", {"sections": [list(section) for section in s]}) for s in different)]
 

@@ -67,7 +67,7 @@ class Division:
     def __init__(self, config: Mapping[str, Any], ranks: int) -> None:
         if not 1 <= ranks <= MAX_RANKS:
             raise UsageError(f"{ranks} ranks: give 1 to {MAX_RANKS}")
-        read = _config(config)
+        read = text_config(config)
         self.ranks, self._plan, self._heads = ranks, _plan(read), _heads(read)
 
     def spans(self, name: str, tree: Node, shape: tuple[int, ...]) -> tuple[Span, ...] | None:
@@ -119,15 +119,22 @@ def tensor_parts(artifact: Artifact, ranks: int) -> dict[str, Parts]:
     return {name: _parts(artifact, name, division) for name in artifact.names()}
 
 
-def _config(stated: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
+def text_config(stated: Mapping[str, Any]) -> Any:
+    """transformers' object for a config.json; of a model that reads images too, the part of its text.
+
+    Raises UnsupportedError for what transformers does not read.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
 
     from nstf.runtime.skeleton import harmless
 
     settings = harmless(stated)
     kind = settings.pop("model_type", None)
     try:
-        return AutoConfig.for_model(kind, **settings).get_text_config()
+        found = AutoConfig.for_model(str(kind), **settings).get_text_config()
+        if not isinstance(found, PreTrainedConfig):
+            raise TypeError("its config of the text is none")
+        return found
     except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
         raise UnsupportedError(
             f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"

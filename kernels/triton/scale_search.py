@@ -19,7 +19,7 @@ F16, F32, U8, E8M0, LARGEST = range(5)
 # Groups of a program, columns at a time, warps: a narrow group's sums stay inside a warp, a long row needs many threads.
 NARROW, WIDE = (4, 32, 1), (1, 1024, 4)
 WIDEST_NARROW = 256
-HEAD = tl.constexpr(8)  # numbers before the ratios in what `pack` makes
+HEAD = tl.constexpr(9)  # numbers before the ratios in what `pack` makes
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _extremes(
     return tl.min(low, 1), tl.max(high, 1), peak
 
 
-_SIZES = ["margin", "rows", "cols", "width", "frozen"]
+_SIZES = ["margin", "rows", "cols", "most_groups", "form_stride", "weight_stride", "frozen"]
 _ARRAYS = [
     "weight", "importance", "form", "largest", "scale_of", "zero_of", "loss_of", "top_of", "codes", "errors",
 ]  # fmt: skip
@@ -123,29 +123,40 @@ _ARRAYS = [
 # Not compiled again for other sizes, nor for views that start anywhere.
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_ARRAYS)
 def _round(
-    weight,  # f32 [rows, cols]
+    weight,  # f32 [forms or 1, rows, cols]
     importance,  # f32 [cols]
-    form,  # f32: see `pack`
-    largest,  # f32 [rows]: before the margin, or what LARGEST adds to
-    scale_of,  # f32 [rows, groups]
-    zero_of,  # f32 [rows, groups]
-    loss_of,  # f32 [rows, groups]
-    top_of,  # f32 [rows]: the super-scales used
-    codes,  # u8 [rows, cols]
-    errors,  # f32 [rows, cols]
+    form,  # f32 [forms, numbers]: see `pack`
+    largest,  # f32 [forms, rows]: before the margin, or what LARGEST adds to
+    scale_of,  # f32 [forms, rows, most_groups]
+    zero_of,  # f32 [forms, rows, most_groups]
+    loss_of,  # f32 [forms, rows, most_groups]
+    top_of,  # f32 [forms, rows]: the super-scales used
+    codes,  # u8 [forms, rows, cols]
+    errors,  # f32 [forms, rows, cols]
     margin,
     rows,
     cols,
-    width,
+    most_groups,
+    form_stride,
+    weight_stride,
     frozen,
     TABLE: tl.constexpr,
     GROUPS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    which = tl.program_id(1).to(tl.int64)
+    form += which * form_stride
+    weight += which * weight_stride
+    codes += which * rows * cols
+    errors += which * rows * cols
+    largest += which * rows
+    top_of += which * rows
+    width = tl.minimum(tl.load(form + 8).to(tl.int32), cols)
     groups = tl.cdiv(cols, width)
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     live = index < rows * groups
     row, group = index // groups, index % groups
+    index = which * rows * most_groups + row * most_groups + group
     column = group * width
     left = tl.where(live, tl.minimum(width, cols - column), 0)
     at = row.to(tl.int64) * cols + column
@@ -216,7 +227,7 @@ def _round(
 class Groups(NamedTuple):
     """`scale`, `zero`: float32 [rows, groups]; `largest`: the super-scales, float32 [rows, 1], zeros without; `codes`: uint8
     and `errors`: weight less its rounded value, float32, both [rows, cols]; `losses`: half of each group's weighted squared
-    error, float32 [rows, groups]."""
+    error, float32 [rows, groups]. Of several forms all are [forms, ...], where one has fewer groups the rest is not set."""
 
     scale: Tensor
     zero: Tensor
@@ -234,15 +245,27 @@ def pack(
     table: Sequence[float] = (),
     middles: Sequence[float] = (),
     *,
+    width: int,
     zero_points: bool = False,
     signs: bool = False,
     fit: bool = False,
     device: torch.device,
 ) -> Tensor:
-    """What the kernel knows of a format, float32; the arguments are those of `Levels`, `mode` as above."""
+    """What the kernel knows of a format, float32; the arguments are those of `Levels`, `mode` as above. width: columns of a
+    group."""
     tries = 3 if zero_points else 2 if signs else 1
     zero = 0 if table or zero_points else count // 2
-    head = (count - 1, reach, mode, tries, len(ratios), 2 if fit else 0, zero, (count - 1).bit_length())
+    head = (
+        count - 1,
+        reach,
+        mode,
+        tries,
+        len(ratios),
+        2 if fit else 0,
+        zero,
+        (count - 1).bit_length(),
+        width,
+    )
     # middles[i - 1] decides between table[i - 1] and table[i]: it lies at the table's start + (count - 1) + i.
     numbers = [*head, *ratios, *table, *middles]
     return torch.tensor(numbers, dtype=torch.float32, device=device)
@@ -252,7 +275,7 @@ def round_groups(
     weight: Tensor,
     importance: Tensor,
     form: Tensor,
-    width: int,
+    widths: Sequence[int],
     table: bool,
     *,
     frozen: tuple[Tensor, Tensor] | None = None,
@@ -260,25 +283,28 @@ def round_groups(
     margin: float = 1.0,
     errors: Tensor | None = None,
 ) -> Groups:
-    """Every group of `width` columns of `weight` float32 [rows, cols] rounded to nearest.
+    """Every group of columns of `weight` float32 [rows, cols] rounded to nearest.
 
-    importance: float32 [cols]. form: from `pack`; table: whether it has one. frozen: (scale, zero) instead of a search.
-    largest: float32 [rows], what times `margin` are the super-scales under U8, and what is raised to each row's largest
-    scale under LARGEST. errors: where they go. All contiguous.
+    importance: float32 [cols]. form: from `pack`; widths: the one it was made with; table: whether it has one. frozen:
+    (scale, zero) instead of a search. largest: float32 [rows], what times `margin` are the super-scales under U8, and what
+    is raised to each row's largest scale under LARGEST. errors: where they go. All contiguous.
+
+    Several forms in one launch: form [forms, numbers], `widths` all narrow or all wide, `largest`, `frozen` and `errors`
+    [forms, ...], and weight the same for all or [forms, rows, cols].
     """
-    rows, cols = weight.shape
-    width = min(width, cols)  # a group may be longer than the row
-    groups = triton.cdiv(cols, width)
-    size, columns, warps = NARROW if width <= WIDEST_NARROW else WIDE
+    rows, cols = weight.shape[-2:]
+    forms = form.shape[:-1]
+    groups = max(triton.cdiv(cols, w) for w in widths)
+    size, columns, warps = NARROW if is_narrow(widths[0], cols) else WIDE
     if errors is None:
-        errors = torch.empty_like(weight)
-    codes = torch.empty(rows, cols, dtype=torch.uint8, device=weight.device)
-    scale, zero, losses = weight.new_empty(3, rows, groups)
+        errors = weight.new_empty(*forms, rows, cols)
+    codes = torch.empty(*forms, rows, cols, dtype=torch.uint8, device=weight.device)
+    scale, zero, losses = weight.new_empty(3, *forms, rows, groups)
     if frozen is not None:
         scale, zero = frozen
-    used = weight.new_empty(rows, 1)
+    used = weight.new_empty(*forms, rows, 1)
     with torch.cuda.device_of(weight):
-        _round[(triton.cdiv(rows * groups, size),)](
+        _round[(triton.cdiv(rows * groups, size), len(widths))](
             weight,
             importance,
             form,
@@ -292,7 +318,9 @@ def round_groups(
             margin,
             rows,
             cols,
-            width,
+            groups,
+            form.shape[-1],
+            rows * cols if weight.dim() == 3 else 0,
             int(frozen is not None),
             TABLE=table,
             GROUPS=size,
@@ -301,3 +329,8 @@ def round_groups(
             num_stages=1,
         )
     return Groups(scale, zero, used, codes, errors, losses)
+
+
+def is_narrow(width: int, cols: int) -> bool:
+    """Whether groups of so many columns are a few to a program."""
+    return min(width, cols) <= WIDEST_NARROW

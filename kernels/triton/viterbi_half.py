@@ -105,6 +105,14 @@ def viterbi(targets: Tensor, quarter_bits: int, codebook: Tensor, launch: Launch
     return codes
 
 
+def warm_up(quarter_bits: int, codebook: Tensor) -> None:
+    """Compiles the search of a rate, for few tiles and for many, by a search of one."""
+    device = codebook.device
+    processors, _ = _sizes(_index(device))
+    for launch in {launch_for(tiles, quarter_bits, processors) for tiles in (1, processors + 1)}:
+        viterbi(torch.zeros(1, TILE, device=device), quarter_bits, codebook, launch)
+
+
 def search(
     targets: Tensor, quarter_bits: int, codebook: Tensor, room: Room, codes: Tensor, values: Tensor
 ) -> None:

@@ -22,6 +22,7 @@ import typer
 
 from nstf import __version__
 from nstf.errors import NstfError, UnsupportedError
+from nstf_convert.cli.memory_limit import causes, watch_limit
 from nstf_convert.cli.output import clean, setup_logging
 from nstf_convert.cli.schema import GroupedCommand, with_flags
 
@@ -43,7 +44,9 @@ _LESS_MEMORY = {
     "profile": "fewer --tokens or a smaller --batch",
 }
 # What torch and Python say where memory ends, in errors of other classes.
-_NO_MEMORY = re.compile(r"can(no|')t allocate memory|can't start new thread|std::bad_alloc", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"can(no|')t allocate memory|can't start new thread|std::bad_alloc|failed to map segment", re.IGNORECASE
+)
 
 SUMMARIES = {
     "convert": "Convert a model under a byte budget.",
@@ -121,6 +124,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
     words, flags = _common_flags(arguments)
     debug = "debug" in flags
+    watch_limit()
     # Read when transformers is imported, much later: its advice on loading is noise beside our results.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
     setup_logging("quiet" in flags, "verbose" in flags, debug)
@@ -184,7 +188,9 @@ def _common_flags(arguments: Sequence[str]) -> tuple[list[str], set[str]]:
 
 def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     """(exit code, one line) for an exception."""
-    if isinstance(error, NstfError):
+    # What a library that found no memory looks like to those that wanted it: a model or a package that does not exist.
+    scarce = next((e for e in causes(error) if isinstance(e, MemoryError) or _NO_MEMORY.search(str(e))), None)
+    if isinstance(error, NstfError) and (scarce is None or not isinstance(error, UnsupportedError)):
         return error.exit_code, with_flags(clean(error))
     if type(error).__name__ == "OutOfMemoryError":
         return 1, f"the GPU has too little memory: {_gpu_memory_hint(words)}"
@@ -192,8 +198,8 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return 130, _interrupted(words)
     if hasattr(error, "format_message") and isinstance(getattr(error, "exit_code", None), int):
         return getattr(error, "exit_code", 2), _usage(error, words)
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-        reason = clean(error) or "an allocation failed"
+    if scarce is not None and not isinstance(error, KeyboardInterrupt):
+        reason = clean(scarce) or "an allocation failed"
         return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
     if isinstance(error, OSError):
         return 1, _os_error(error)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nstf_convert.place.products import Products
 
 AIMS = ("time", "cost", "prompt")
-LONGEST_CONFIG = 1 << 22
+LONGEST_CONFIG = 1 << 24
 
 
 def place(

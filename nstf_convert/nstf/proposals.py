@@ -8,9 +8,11 @@ prices it, finds its loss and lets the planner choose. A module with `proposals`
 `nstf convert`; nothing else names it.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,6 +43,14 @@ class Recipe:
         if self.parts:
             out["parts"] = {n: p.to_json() for n, p in self.parts.items()}
         return out
+
+    @cached_property
+    def key(self) -> str:
+        """The recipe as text: equal for equal ones."""
+        return json.dumps(self.to_json(), sort_keys=True)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def family(self) -> str:

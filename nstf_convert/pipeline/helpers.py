@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, GRADIENTS, SharedStep
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Peaks, Stages, peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -243,11 +243,9 @@ def _do(session: "Session", job: Job | SharedStep) -> None:
         session.share_calibration()
     if isinstance(job, SharedStep) and job.step == CANDIDATES:
         leave_candidates(session, job)
-    if not isinstance(job, SharedStep) or job.step != GRADIENTS:
-        session.compile_ahead()  # the first process has compiled them by now: they are loaded while this one waits
     if isinstance(job, SharedStep):
         return
-    session.wait_for_kernels()
+    session.compile_for(job.mix)
     load = None
     if job.front_to_back:
         load = encode_in_prefix(session, job.mix, silent, job.corrected).loader()

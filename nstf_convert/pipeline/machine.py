@@ -89,9 +89,9 @@ class Machine:
 
     @property
     def compilers(self) -> int:
-        """Kernels that may be compiled side by side before a GPU starts."""
-        room = (self.host_bytes - GPU_BASE_BYTES) // COMPILE_BYTES
-        return max(1, min(self.threads // 2, room))
+        """Kernels that another process may compile side by side; 0 where the memory does not suffice for one."""
+        room = (self.host_bytes - 2 * GPU_BASE_BYTES) // COMPILE_BYTES
+        return max(0, min((self.threads + 1) // 2, room))
 
     def workers(self, bytes_each: int) -> int:
         """Threads that may work at a time when each needs so much memory; at least one. A GPU is driven by one."""

@@ -4,8 +4,8 @@ import gc
 import logging
 import math
 import shutil
-import threading
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import trellis
 from nstf.kernels.trellis_encode import warm_up
+from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
@@ -32,6 +33,7 @@ from nstf_convert.pipeline.products import rounding
 from nstf_convert.pipeline.progress import NOTICE, Stages
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.methods import method_families, reach
+from nstf_convert.pipeline.propose.recipe import Recipe, trellis_rates
 from nstf_convert.pipeline.propose.units import Statistics, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
 from nstf_convert.pipeline.store.workdir import WorkDir, content_key, undamaged
@@ -73,7 +75,8 @@ class Session:
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
-        self._compiling: threading.Thread | None = None
+        self._compiled: set[int] = set()
+        self._compiler: subprocess.Popen[bytes] | None = None
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
         self.probed: tuple[list[nn.Module], dict[str, str]] | None = None
         self.prediction: Prediction | None = None
@@ -82,6 +85,8 @@ class Session:
         try:
             self.helpers = Helpers(options, self._folder, self.machine)
             self._opened.callback(self.helpers.close)
+            if not self.helper:
+                self.compile_ahead()
             self._open_model()
             if check is not None:
                 check(self)
@@ -93,8 +98,6 @@ class Session:
             raise
 
     def _open_model(self) -> None:
-        if not self.helper:
-            self.compile_ahead()
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
             self.config = _config(self.checkpoint)
@@ -172,20 +175,6 @@ class Session:
         """Where the work is done."""
         return self.machine.device
 
-    def compile_ahead(self) -> None:
-        """Compiles the searches for a GPU while something else is done, such as opening and calibrating the model."""
-        if not self.machine.on_gpu or self._compiling is not None:
-            return
-
-        def run() -> None:
-            try:
-                warm_up(self.device, trellis.codebook, self.machine.compilers)
-            except Exception as error:  # the search itself will say what is wrong
-                log.debug("compiling ahead: %s", error)
-
-        self._compiling = threading.Thread(target=run, daemon=True)
-        self._compiling.start()
-
     @property
     def tokens_per_batch(self) -> int:
         """Tokens of one forward call: so few that the layers' inputs, kept for a backward pass, fit the bound."""
@@ -210,12 +199,30 @@ class Session:
         self.windows[step] = kept
         return kept
 
-    def wait_for_kernels(self) -> None:
-        """Returns when the searches are compiled."""
-        if self._compiling is not None:
+    def compile_ahead(self) -> None:
+        """Kernels for a GPU are compiled by another process while the model is opened, if there is memory for one."""
+        if self.machine.on_gpu and (workers := self.machine.compilers):
+            self._compiler = compile_ahead.started(self.device, workers)
+            if self._compiler is not None:
+                self._opened.callback(self._compiler.wait)
+                self._opened.callback(self._compiler.kill)
+
+    def compile_for(self, mix: Mapping[str, Recipe]) -> None:
+        """On a GPU: the searches that a mix needs are compiled when this returns; what was compiled ahead is loaded."""
+        if not self.machine.on_gpu:
+            return
+        if self._compiler is not None:
             with self.stages.stage("compile kernels"):
-                self._compiling.join()
-            self._compiling = None
+                self._compiler.wait()
+            self._compiler = None
+        rates = sorted({q for recipe in mix.values() for q in trellis_rates(recipe)} - self._compiled)
+        if rates:
+            self._compiled.update(rates)
+            with self.stages.stage("compile kernels"):
+                try:
+                    warm_up(self.device, trellis.codebook, rates, self.machine.threads)
+                except Exception as error:  # the search itself will say what is wrong
+                    log.debug("compiling: %s", error)
 
     def streamed(self, source: Callable[[str], Tensor], lazy: bool = False) -> StreamedModel:
         """A model of this architecture on the session's device, with weights from `source`.

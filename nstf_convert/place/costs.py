@@ -19,7 +19,7 @@ from nstf.kernels.formats.shards import grain
 from nstf.kernels.formats.tree import Shape
 from nstf.runtime.artifact.config import Limits, check_config
 from nstf.runtime.attention_windows import windows_of
-from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts
+from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts, text_config
 
 if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact
@@ -148,7 +148,7 @@ def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: floa
     """
     shapes = _shapes(config)
     stored = {n: (tree_of(encoding, n, s), s) for n, s in shapes.items()}
-    tied = bool(getattr(_text_config(config), "tie_word_embeddings", False))
+    tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
     heads = [n for n in stored if n.endswith("lm_head.weight")] if tied else []
     tables = [n for n in stored if n.endswith("embed_tokens.weight")]
     shared = {h: tables[0] for h in heads if tables}
@@ -196,7 +196,7 @@ def _model(
     problem: Callable[[int], str | None],
     latent: bool,
 ) -> Model:
-    text = _text_config(config)
+    text = text_config(config)
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
     try:
         facts = _facts(text, stored, kv_bits)
@@ -286,24 +286,6 @@ def _first_problem(
     return None
 
 
-def _text_config(config: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig, PreTrainedConfig
-
-    from nstf.runtime.skeleton import harmless
-
-    settings = harmless(config)
-    kind = settings.pop("model_type", None)
-    try:
-        found = AutoConfig.for_model(str(kind), **settings).get_text_config()
-        if not isinstance(found, PreTrainedConfig):
-            raise TypeError("its config of the text is none")
-        return found
-    except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
-        raise UnsupportedError(
-            f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"
-        ) from error
-
-
 def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Names and shapes of the weights that a config asks for; nothing is allocated."""
     import torch
@@ -315,7 +297,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         check_config(config, _CONFIG_LIMITS, "the config")
     except CorruptError as error:  # it speaks of tensors, and there are none
         raise UsageError("the config's sizes are beyond any model, or no sizes") from error
-    text = _text_config(config)
+    text = text_config(config)
     try:
         with torch.device("meta"), torch.no_grad(), no_hub_kernels(), parameters_on_meta(_CONFIG_LIMITS):
             model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)

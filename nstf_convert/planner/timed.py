@@ -160,11 +160,16 @@ def _program(
 
     with np.errstate(invalid="ignore"):  # where there is no option: infinite sizes at no price
         reduced = table.loss + a * table.size + b * table.seconds
+    reduced = np.where(np.isfinite(reduced), reduced, np.inf)
+    least = reduced.min(axis=1)
+    # No choice that keeps both bounds loses less than this (Lagrange). So one that is better than `choice` has no option
+    # whose reduced cost is farther from its unit's least than the rest of the way.
+    bound = float(least.sum()) - a * table.budget - b * table.bound
+    rest = max(0.0, table.totals(choice)[1] - bound)
     order = np.argsort(reduced, axis=1, kind="stable")[:, :_FREE]
-    pairs = set()
+    pairs = {(u, int(i)) for u, i in enumerate(choice)}
     for u in range(len(choice)):
-        pairs |= {(u, int(i)) for i in order[u] if np.isfinite(reduced[u, i])}
-        pairs |= {(u, int(choice[u])), (u, int(slow[u]))}
+        pairs |= {(u, int(i)) for i in order[u] if reduced[u, i] - least[u] <= rest}
     at = sorted(pairs)
     rows, options = np.array([u for u, _ in at]), np.array([i for _, i in at])
     ones = coo_matrix((np.ones(len(at)), (rows, range(len(at)))), shape=(len(choice), len(at)))

@@ -110,7 +110,8 @@ def compare(
             seen[family] = seen.get(family, 0) + 1
             tried.setdefault(family, []).extend(members)
             others = [p for p in tensor.priced if family_of(p.tree)[1] and family_of(p.tree)[0] != family]
-            ratios = [(p, r) for p in members if (r := ratio(p, others)) is not None]
+            hull = _hull(others)
+            ratios = [(p, r) for p in members if (r := _beside(p, hull)) is not None]
             if ratios:
                 best.setdefault(family, []).append(min(r for _, r in ratios))
             # Beyond the plain formats' sizes there is a ratio on one side of 1 alone: the median would lean to it.
@@ -139,8 +140,16 @@ def compare(
 
 def ratio(priced: Priced, plain: Sequence[Priced]) -> float | None:
     """The candidate's loss over that of the plain hull at its bytes; None where the plain formats have no such size."""
+    return _beside(priced, _hull(plain))
+
+
+def _hull(plain: Sequence[Priced]) -> list[Option]:
     points = [Option(p.size_bytes, p.loss) for p in plain]
-    hull = [points[i] for i in lower_hull(points)]
+    return [points[i] for i in lower_hull(points)]
+
+
+def _beside(priced: Priced, hull: Sequence[Option]) -> float | None:
+    """`ratio` to the plain formats on their hull."""
     if not hull:
         return None
     if priced.size_bytes < hull[0].size_bytes:

@@ -18,7 +18,7 @@ from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.matrix import Rounding, chunks, importance, matrix_view
 from nstf.quantizers.rounding.steps import in_steps
-from nstf.quantizers.rounding.sweep import Grid, sweep_with_errors
+from nstf.quantizers.rounding.sweep import Grid, launched_together, nearest_many, sweep_with_errors
 from nstf.quantizers.stats import Stats, row_loss
 
 # Weights that are looked at. Losses of independently rounded rows vary more: their errors add up in the few directions in
@@ -77,6 +77,9 @@ class _Sample:
     def losses(self, forms: Sequence[Form], rounding: Rounding) -> Tensor:
         """The loss of every row in each form, float64 [forms, rows]."""
         x, factor = self.rows, self.factor
+        together = launched_together(x, [(form.levels, form.group) for form in forms])
+        if len(together) < len(forms) and together:
+            return self._by_launches(forms, rounding, together)
         errors = x.new_empty(len(forms), *x.shape)
         grids = [self._rounded(form, out) for form, out in zip(forms, errors, strict=True)]
         if factor is None:
@@ -89,9 +92,44 @@ class _Sample:
                 # An order makes groups static: their scales are those of the weights, not of the targets.
                 grid = first if rounding.act_order or form.levels.steps < 256 else None
                 sweep_with_errors(target, form.levels, form.group, self.diagonal, grid, out)
+        return self._lost(forms, errors, change, factor)
+
+    def _by_launches(
+        self, forms: Sequence[Form], rounding: Rounding, together: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """`losses` with all forms of each of the lists `together` in one launch."""
+        x, factor = self.rows, self.factor
+        order = [at for same in together for at in same]
+        ordered = [forms[at] for at in order]
+        parts, start = [], 0
+        for same in together:
+            parts.append(slice(start, start + len(same)))
+            start += len(same)
+        given = [[(form.levels, form.group) for form in ordered[part]] for part in parts]
+        diagonal = self.diagonal.to(x).contiguous()
+        errors = x.new_empty(len(forms), *x.shape)
+        scales = [
+            nearest_many(x, own, diagonal, None, errors[part]) for own, part in zip(given, parts, strict=True)
+        ]
+        if factor is None:
+            lost = torch.stack([row_loss(error, self.hessian) for error in errors])
+        else:
+            change = errors
+            for _ in range(PASSES):
+                change = factor.fed(errors.flatten(0, 1)).view_as(errors)
+                targets = errors.add(x).sub_(change)
+                for own, part, known in zip(given, parts, scales, strict=True):
+                    kept = known if rounding.act_order else None
+                    nearest_many(targets[part], own, diagonal, kept, errors[part])
+            lost = self._lost(ordered, errors, change, factor)
+        places = torch.tensor(order, device="cpu").argsort()
+        return lost[places.to(lost.device)]
+
+    def _lost(self, forms: Sequence[Form], errors: Tensor, change: Tensor, factor: Factor) -> Tensor:
+        """What target errors lose that `change` the weights, both [forms, rows, cols]: float64 [forms, rows]."""
         added = factor.damping * factor.mean
         lost = (errors.square() @ factor.importance - added * change.square().sum(2)).double() / 2
-        kept = lost.new_tensor([[1 - _refit_gain(form, x.shape[1])] for form in forms])
+        kept = lost.new_tensor([[1 - _refit_gain(form, errors.shape[2])] for form in forms])
         return lost.clamp_min_(0) * kept
 
     def _rounded(self, form: Form, errors: Tensor) -> Grid:

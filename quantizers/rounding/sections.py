@@ -14,9 +14,9 @@ _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 
 
 def best_sections(
-    energy: Tensor, losses: dict[int, float], cols: int, price: float
-) -> tuple[tuple[int, int], ...]:
-    """The sections ((quarter bits, rows), ...) that lose least when a byte costs `price` (in units of loss).
+    energy: Tensor, losses: dict[int, float], cols: int, prices: Sequence[float]
+) -> list[tuple[tuple[int, int], ...]]:
+    """For each price of a byte (in units of loss) the sections ((quarter bits, rows), ...) that then lose least.
 
     energy: [rows], see `row_energy`. losses: quarter bits -> `unit_loss`. Sections are whole tiles of rows but the last.
     Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3) over the rates there are.
@@ -25,21 +25,33 @@ def best_sections(
     order = torch.sort(energy.double().cpu(), descending=True, stable=True).values
     tiles = torch.nn.functional.pad(order, (0, -len(order) % form.SIDE)).reshape(-1, form.SIDE).sum(1)
     bytes_of = tiles.new_tensor([cols * q / 32 * form.SIDE for q in rates])
-    cost = tiles[:, None] * tiles.new_tensor([losses[q] for q in rates]) + price * bytes_of
-    chosen = cost.argmin(1).cummax(0).values  # rows that matter less never get more bits
-    found = [[i, int((chosen == i).sum())] for i in range(len(rates)) if bool((chosen == i).any())]
-    cumulative = torch.cat([cost.new_zeros(1, len(rates)), cost.cumsum(0)])
+    lost = tiles[:, None] * tiles.new_tensor([losses[q] for q in rates])
+    costs = lost + tiles.new_tensor(prices)[:, None, None] * bytes_of
+    chosen = costs.argmin(2).cummax(1).values  # rows that matter less never get more bits
+    counts = torch.nn.functional.one_hot(chosen, len(rates)).sum(1).tolist()
+    found = []
+    for cost, tiles_of in zip(costs, counts, strict=True):
+        merged = _merged([[i, n] for i, n in enumerate(tiles_of) if n], cost)
+        sections = [(rates[i], n * form.SIDE) for i, n in merged]
+        q, rows = sections[-1]
+        found.append((*sections[:-1], (q, rows - (-len(order) % form.SIDE))))
+    return found
+
+
+def _merged(found: list[list[int]], cost: Tensor) -> list[list[int]]:
+    """[rate, tiles] of sections, those that are too small joined to the neighbour that costs least. cost: [tiles, rates]."""
+    if len(found) == 1 or min(n for _, n in found) >= SMALLEST_SECTION // form.SIDE:
+        return found
+    cumulative = torch.cat([cost.new_zeros(1, cost.shape[1]), cost.cumsum(0)]).tolist()
     while len(found) > 1 and min(n for _, n in found) < SMALLEST_SECTION // form.SIDE:
         at = min(range(len(found)), key=lambda i: found[i][1])
         start = sum(n for _, n in found[:at])
         end = start + found[at][1]
         near = [i for i in (at - 1, at + 1) if 0 <= i < len(found)]
-        into = min(near, key=lambda i: float(cumulative[end, found[i][0]] - cumulative[start, found[i][0]]))
+        into = min(near, key=lambda i: cumulative[end][found[i][0]] - cumulative[start][found[i][0]])
         found[into][1] += found[at][1]
         del found[at]
-    sections = [(rates[i], n * form.SIDE) for i, n in found]
-    q, rows = sections[-1]
-    return (*sections[:-1], (q, rows - (-len(order) % form.SIDE)))
+    return found
 
 
 def dealt_out(sections: Sequence[tuple[int, int]], ranges: int) -> tuple[tuple[int, int], ...]:

@@ -11,9 +11,9 @@ targets as they are then. Rows do not influence each other. `nstf.kernels.cpu` h
 this file is its reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -43,11 +43,17 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """`codes`: uint8 [rows, cols]; `grid`: their scales; `row_loss`: 1/2 sum_j D_j eta_j^2, float64 [rows]."""
+    """`codes`: uint8 [rows, cols]; `grid`: their scales; `losses`: 1/2 sum_j D_j eta_j^2 of rows or their parts, [rows] or
+    [rows, parts]."""
 
     codes: Tensor
     grid: Grid
-    row_loss: Tensor
+    losses: Tensor
+
+    @cached_property
+    def row_loss(self) -> Tensor:
+        """Of whole rows, float64 [rows]."""
+        return self.losses.sum(1, dtype=torch.float64) if self.losses.dim() == 2 else self.losses
 
     def decode(self, levels: Levels) -> Tensor:
         """The values, float32 [rows, cols]."""
@@ -292,7 +298,11 @@ def nearest_triton(
     """`sweep_with_errors` in one or two Triton kernels."""
     from nstf.kernels.triton.scale_search import round_groups
 
-    weight, importance, cols = weight.contiguous(), importance.contiguous(), weight.shape[1]
+    weight, importance, width = (
+        weight.contiguous(),
+        importance.contiguous(),
+        group_size(weight.shape[1], group),
+    )
     largest = None
     if grid is None and levels.scale == "u8":
         largest = _largest_triton(weight, levels, group, importance)
@@ -300,8 +310,8 @@ def nearest_triton(
     found = round_groups(
         weight,
         importance,
-        _packed(levels, weight.device),
-        group_size(cols, group),
+        _packed(levels, width, weight.device),
+        [width],
         levels.table is not None,
         frozen=frozen,
         largest=largest,
@@ -309,18 +319,73 @@ def nearest_triton(
         errors=out,
     )
     grid = grid or Grid(found.scale, found.zero, found.largest, group)
-    return Rounded(found.codes, grid, found.losses.sum(1, dtype=torch.float64)), found.errors
+    return Rounded(found.codes, grid, found.losses), found.errors
+
+
+# A format for rounding to nearest: what it can represent, and columns to a scale (0: the row).
+Rounding = tuple[Levels, int]
+
+
+def launched_together(weight: Tensor, forms: Sequence[Rounding]) -> list[list[int]]:
+    """Which of some forms `nearest_many` rounds this matrix to in one launch, by their places; [] where none of them is."""
+    if not _in_triton(weight) or any(levels.steps != 256 for levels, _ in forms):
+        return []
+    from nstf.kernels.triton.scale_search import is_narrow
+
+    cols = weight.shape[-1]
+    alike: dict[tuple[bool, bool, bool], list[int]] = {}
+    for at, (levels, group) in enumerate(forms):
+        kind = levels.table is None, is_narrow(group_size(cols, group), cols), levels.scale == "u8"
+        alike.setdefault(kind, []).append(at)
+    return list(alike.values())
+
+
+def nearest_many(
+    weight: Tensor,
+    forms: Sequence[Rounding],
+    importance: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    errors: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`sweep_with_errors` to several forms of one list of `launched_together`, in one or two launches for all of them.
+
+    weight: float32 [rows, cols], or [forms, rows, cols]. scales: (scale, zero) as this gives them back, [forms, rows, most
+    groups], to be kept; None: to be searched. errors: float32 [forms, rows, cols], what is left of the weights.
+    """
+    from nstf.kernels.triton.scale_search import round_groups
+
+    rows, cols = weight.shape[-2:]
+    many = tuple((levels, group_size(cols, group)) for levels, group in forms)
+    widths, table = [w for _, w in many], many[0][0].table is not None
+    largest = None
+    if scales is None and many[0][0].scale == "u8":
+        largest = weight.new_zeros(len(many), rows)
+        form = _packed_together(many, weight.device, largest=True)
+        round_groups(weight, importance, form, widths, table, largest=largest)
+    found = round_groups(
+        weight,
+        importance,
+        _packed_together(many, weight.device),
+        widths,
+        table,
+        frozen=scales,
+        largest=largest,
+        margin=SUPER_MARGIN,
+        errors=errors,
+    )
+    return found.scale, found.zero
 
 
 def search_triton(x: Tensor, importance: Tensor, levels: Levels, largest: Tensor) -> tuple[Tensor, Tensor]:
     """`search` in one Triton kernel, a group to a row: x [rows, n]."""
     from nstf.kernels.triton.scale_search import round_groups
 
+    width = x.shape[1]
     found = round_groups(
         x.contiguous(),
         importance.contiguous(),
-        _packed(levels, x.device),
-        x.shape[1],
+        _packed(levels, width, x.device),
+        [width],
         levels.table is not None,
         largest=largest,
     )
@@ -363,18 +428,19 @@ def _largest_triton(weight: Tensor, levels: Levels, group: int, importance: Tens
     from nstf.kernels.triton.scale_search import round_groups
 
     largest = weight.new_zeros(weight.shape[0], 1)
-    form = _packed(levels, weight.device, largest=True)
     width = group_size(weight.shape[1], group)
+    form = _packed(levels, width, weight.device, largest=True)
     round_groups(
-        weight.contiguous(), importance.contiguous(), form, width, levels.table is not None, largest=largest
+        weight.contiguous(), importance.contiguous(), form, [width], levels.table is not None, largest=largest
     )
     return largest
 
 
 # Kept on each device, as the tables of `Levels` are.
 @lru_cache(maxsize=256)
-def _packed(levels: Levels, device: torch.device, largest: bool = False) -> Tensor:
-    """What the Triton kernel knows of `levels`; `largest`: of float32 scales, whose largest are wanted."""
+def _packed(levels: Levels, width: int, device: torch.device, largest: bool = False) -> Tensor:
+    """What the Triton kernel knows of `levels` in groups of `width`; `largest`: of float32 scales, whose largest are
+    wanted."""
     from nstf.kernels.triton.scale_search import LARGEST, pack
 
     with torch.inference_mode(False):
@@ -385,8 +451,20 @@ def _packed(levels: Levels, device: torch.device, largest: bool = False) -> Tens
             levels.ratios,
             levels.table or (),
             levels.midpoints().tolist(),
+            width=width,
             zero_points=levels.table is None and not levels.symmetric,
             signs=levels.signs,
             fit=levels.fit,
             device=device,
+        )
+
+
+@lru_cache(maxsize=64)
+def _packed_together(
+    many: tuple[tuple[Levels, int], ...], device: torch.device, largest: bool = False
+) -> Tensor:
+    """`_packed` of several (levels, width), zeros behind the shorter ones: [forms, numbers]."""
+    with torch.inference_mode(False):
+        return torch.nn.utils.rnn.pad_sequence(
+            [_packed(levels, width, device, largest) for levels, width in many], batch_first=True
         )

@@ -77,6 +77,57 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(group: int, row
     assert done.returncode == 0, done.stderr
 
 
+# All forms of a list in one launch, of one matrix and of one each: what each alone gives; and estimates made of that.
+TOGETHER = """
+import torch
+from nstf.quantizers import int_grid, mxfp4
+from nstf.quantizers.rounding import estimate, sweep
+from nstf.quantizers.stats import Stats
+from tests.quantizers.conftest import normal
+rows, cols = 3, 320
+Params = int_grid.Params
+params = [Params(b, g, s, k) for b, g, s, k in (
+    (2, 32, True, 8), (3, 0, True, 16), (5, 64, False, 8), (2, 128, False, 8), (8, 0, True, 16), (4, 0, True, 8),
+    (3, 48, True, 8),
+)]
+forms = [(int_grid.levels(p), p.group) for p in params] + [(mxfp4.LEVELS, 32)]
+weight, importance = normal(rows, cols), torch.rand(cols) + 0.1
+weight[1, 64:128] = 0
+hessian = torch.eye(cols) + 0.1
+wanted = [estimate.Form(levels, group, estimate.Rounding("ldlq")) for levels, group in forms]
+alone = estimate.expected_losses(weight, 1, wanted, Stats(hessian))
+nearest = [estimate.Form(levels, group, estimate.Rounding("nearest")) for levels, group in forms]
+plain = estimate.expected_losses(weight, 1, nearest, Stats(hessian))
+sweep._in_triton = lambda weight: True
+lists = sweep.launched_together(weight, forms)
+assert sorted(at for same in lists for at in same) == list(range(len(forms))) and len(lists) == 4, lists
+for same in lists:
+    own = [forms[at] for at in same]
+    errors = torch.full((len(own), rows, cols), float("nan"))
+    scales = sweep.nearest_many(weight, own, importance, None, errors)
+    moved = torch.stack([weight * (1 + 0.1 * i) for i in range(len(own))])
+    again = torch.full_like(errors, float("nan"))
+    sweep.nearest_many(moved, own, importance, scales, again)
+    for i, (levels, group) in enumerate(own):
+        rounded, left = sweep.nearest_triton(weight, levels, group, importance, None)
+        groups = rounded.grid.scale.shape[1]
+        assert torch.equal(errors[i], left), (levels, group)
+        assert torch.equal(scales[0][i, :, :groups], rounded.grid.scale)
+        _, left = sweep.nearest_triton(moved[i].contiguous(), levels, group, importance, rounded.grid)
+        assert torch.equal(again[i], left), (levels, group)
+ours = estimate.expected_losses(weight, 1, wanted, Stats(hessian))
+assert torch.allclose(torch.tensor(ours), torch.tensor(alone), rtol=1e-3), (ours, alone)
+ours = estimate.expected_losses(weight, 1, nearest, Stats(hessian))
+assert torch.allclose(torch.tensor(ours), torch.tensor(plain), rtol=1e-3), (ours, plain)
+"""
+
+
+def test_forms_that_are_launched_together_give_what_each_gives_alone() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", TOGETHER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # The format's numbers lie before memory that nobody may touch. Interpreted, a read beyond them ends the process.
 AT_THE_END = """
 import ctypes, mmap, torch
@@ -88,8 +139,8 @@ area = mmap.mmap(-1, 2 * page)
 at = ctypes.addressof(ctypes.c_char.from_buffer(area))
 assert libc.mprotect(ctypes.c_void_p(at + page), page, 0) == 0  # PROT_NONE
 usual = sweep._packed
-def packed(levels, device):
-    form = usual(levels, device)
+def packed(levels, width, device):
+    form = usual(levels, width, device)
     there = torch.frombuffer(area, dtype=torch.float32, count=len(form), offset=page - 4 * len(form))
     return there.copy_(form)
 sweep._packed = packed
@@ -124,7 +175,9 @@ def test_the_kernel_compiles_for(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = on_gpu._round
     constants = {"TABLE": table, "GROUPS": shape[0], "COLS": shape[1]}
-    types = {"codes": "*u8", "margin": "fp32"} | dict.fromkeys(("rows", "cols", "width", "frozen"), "i32")
+    types = {"codes": "*u8", "margin": "fp32"} | dict.fromkeys(
+        ("rows", "cols", "most_groups", "form_stride", "weight_stride", "frozen"), "i32"
+    )
     source = ASTSource(
         fn=kernel,
         signature={

@@ -65,7 +65,7 @@ def test_rates_by_row_lose_less_than_one_rate_of_the_same_size():
     energy = trellis.row_energy(weight, base, stats)
     losses = {q: trellis.unit_loss(q, weight, base, stats) for q in trellis.MSE}
     price = float(energy.log().mean().exp()) * losses[12] * 2 * math.log(2) / (COLS / 8)
-    sections = trellis.best_sections(energy, losses, COLS, price)
+    sections = trellis.best_sections(energy, losses, COLS, [price])[0]
     mixed = replace(base, sections=sections)
     assert sum(n for _, n in sections) == 512 and len(sections) > 1
     assert trellis.bits((512, COLS), mixed) == pytest.approx(3, abs=0.3)
@@ -124,7 +124,7 @@ def test_sections_move_by_as_little_as_equal_parts_take():
 def test_sections_are_chosen_by_energy_and_small_ones_are_merged():
     energy = torch.cat([torch.full((16,), 1000.0), torch.full((200,), 1.0), torch.full((40,), 1e-4)]).double()
     losses = {q: 2.0 ** (-q / 2) for q in range(4, 25, 2)}
-    sections = trellis.best_sections(energy[torch.randperm(256)], losses, 64, 1e-3)
+    sections = trellis.best_sections(energy[torch.randperm(256)], losses, 64, [1e-3])[0]
     assert [q for q, _ in sections] == sorted((q for q, _ in sections), reverse=True)
     assert min(n for _, n in sections) >= trellis.SMALLEST_SECTION and sum(n for _, n in sections) == 256
 

@@ -208,3 +208,8 @@ def test_tokens_of_other_ranks_do_not_overflow_in_this_ones_experts(monkeypatch:
         divided_modules.derive(part, divided_modules.DividedExperts, first=2 * rank, ranks=ranks)
         parts.append(part(hidden, index, weights))
     torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_a_config_whose_text_has_none_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not read the config"):
+        Division({**LLAMA, "text_config": [0]}, 2)

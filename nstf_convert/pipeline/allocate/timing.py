@@ -8,7 +8,7 @@ of the targets, so that no target pays for another. A mean would let a file be s
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +70,8 @@ class Timing:
         # Convolutions take as long as their images are large: they are priced as they are, an image in the place of a token.
         self._layers = convolution_layers(session)
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
+        self._products: dict[tuple[Hashable, Recipe | None], tuple[float, ...]] = {}
+        self._together: dict[tuple[Hashable, ...], list[float]] = {}
         self._common: tuple[float, ...] | None = None
         self.bounds: dict[int, Bound | None] = {}
 
@@ -113,9 +115,16 @@ class Timing:
             elif layer is not None:
                 once = self.prices.convolution(layer, mixes.tree_of(unit, recipe))
             else:
-                once = self.prices.seconds(self._stored(unit, recipe))
+                once = self._product(unit, recipe)
             self._known[key] = tuple(uses * s for s in once)
         return self._known[key]
+
+    def _product(self, unit: Unit, recipe: Recipe | None) -> tuple[float, ...]:
+        """Seconds of a product by target, found once for all tensors of a shape."""
+        key = _form(unit), recipe
+        if key not in self._products:
+            self._products[key] = self.prices.seconds(self._stored(unit, recipe))
+        return self._products[key]
 
     def seconds(self, name: str, candidate: Candidate | Recipe) -> float:
         """What the planner counts for a tensor: one number for all targets."""
@@ -142,15 +151,18 @@ class Timing:
         return min(s / c for s, c in zip(launches, common, strict=True)) * common[0]
 
     def _launches(self, names: Sequence[str], recipe: Recipe) -> list[float]:
-        """The same by target."""
+        """The same by target, found once for all groups of these shapes."""
         units = [self.session.units[n] for n in names]
-        trees = [EncodedTensor(mixes.tree_of(u, recipe), u.shape, {}) for u in units]
-        # Tables are fitted to each tensor: grids stay apart.
-        together = trees[0].tree.kind != "grid" and agree(trees)
-        return [
-            (len(names) - 1) * ARCHITECTURES[t.name].launch_s if together and not t.is_cpu else 0.0
-            for t in self.targets
-        ]
+        key = recipe, *map(_form, units)
+        if key not in self._together:
+            trees = [EncodedTensor(mixes.tree_of(u, recipe), u.shape, {}) for u in units]
+            # Tables are fitted to each tensor: grids stay apart.
+            together = trees[0].tree.kind != "grid" and agree(trees)
+            self._together[key] = [
+                (len(names) - 1) * ARCHITECTURES[t.name].launch_s if together and not t.is_cpu else 0.0
+                for t in self.targets
+            ]
+        return self._together[key]
 
     def _alike(self, mix: Mapping[str, Recipe]) -> list[list[str]]:
         """The groups of tensors that may run as one and have one recipe."""
@@ -221,6 +233,11 @@ class Timing:
         if layer is not None:
             return self.prices.convolution(layer, tree)
         return self.prices.seconds((tree, unit.inner_shape, unit.lead))
+
+
+def _form(unit: Unit) -> Hashable:
+    """What decides, beside its recipe, how a tensor is stored."""
+    return unit.shape, unit.lead, unit.permute, unit.dtype
 
 
 def uses_of(unit: Unit, config: Mapping[str, object] | None) -> float:

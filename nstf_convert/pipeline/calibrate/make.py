@@ -256,7 +256,7 @@ def _data(session: "Session", model: StreamedModel) -> inputs.Data:
     samples = options.calibration_windows
     if options.datasets:
         if _arrays_given(session):
-            return inputs.tensor_data(Path(options.datasets[0]))
+            return inputs.tensor_data(Path(options.datasets[0]), model)
         tokenizer = session.tokenizer()
         return inputs.text_data(model, tokenizer, options.datasets, samples, options.seq_len, options.seed)
     if model.is_causal_lm:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nstf.errors import UsageError
 from nstf_convert.dataset import load_text, tokenise_windows
@@ -159,8 +159,12 @@ def prose() -> list[str]:
     return ["\n\n".join(paragraphs[i : i + 8]) for i in range(0, len(paragraphs), 8)]
 
 
-def tensor_data(path: Path) -> Data:
-    """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample."""
+def tensor_data(path: Path, model: StreamedModel) -> Data:
+    """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample.
+
+    Floats become float32. Raises UsageError for what is no such file, and for arrays that the model does not take: the first
+    sample is run.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -171,10 +175,36 @@ def tensor_data(path: Path) -> Data:
     counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
     if len(counts) != 1 or min(counts) < 4:
         raise UsageError(f"the dataset {path}: every array needs the same first axis of at least 4 samples")
+    arrays = {n: a.float() if a.is_floating_point() else a for n, a in arrays.items()}
+    _check_arrays(path, arrays, model)
     total = counts.pop()
     held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
     return _split(False, batches, total - held, {"origin": "dataset", "datasets": [_readable(path.name)]})
+
+
+def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel) -> None:
+    for name, array in arrays.items():
+        if array.is_complex() or array.numel() == 0 or not bool(array.isfinite().all()):
+            raise UsageError(f"the dataset {path}: {name} has to hold finite numbers")
+        table = model.module.get_input_embeddings() if name == "input_ids" else None
+        if (
+            isinstance(table, nn.Embedding)
+            and not 0 <= int(array.min()) <= int(array.max()) < table.num_embeddings
+        ):
+            raise UsageError(
+                f"the dataset {path}: {name} has tokens outside the model's {table.num_embeddings}"
+            )
+    try:
+        with torch.no_grad():
+            out = model.outputs(**{name: array[:1] for name, array in arrays.items()})
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code says of inputs that are not its own
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"the dataset {path} is not what the model takes: {reason}") from error
+    if not bool(out.isfinite().all()):
+        raise UsageError(f"the dataset {path}: the model's outputs for its first sample are not finite")
 
 
 def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:

@@ -229,7 +229,7 @@ class Run:
         """
         session = self.session
         chosen = [(session.units[n], r) for n, r in planned.mix.items()]
-        session.wait_for_kernels()
+        session.compile_for(planned.mix)
         with session.stages.stage("encode"):
             results = session.encoder.encode_all(chosen, counter(session, 2))
         rough = {}
@@ -256,7 +256,7 @@ class Run:
         """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured. done: the
         tensors that were encoded before."""
         session = self.session
-        session.wait_for_kernels()
+        session.compile_for(planned.mix)
         with session.stages.stage("encode front to back"):
             prefixed = encode_in_prefix(session, planned.mix, self._tick(done), session.options.front_to_back)
         with session.stages.stage("measure"):
@@ -323,7 +323,7 @@ class Run:
             self.stopped.append(stopped)
             return None
         corrected = session.options.front_to_back
-        session.wait_for_kernels()
+        session.compile_for(planned.mix)
         names: Collection[str] = ()
         for share, margin in rival.LOOKS:
             with session.stages.stage("encode front to back"):
@@ -383,7 +383,7 @@ class Run:
         expected loss, corrected by that)."""
         part = {n: r for n, r in planned.mix.items() if n in few}
         chosen = [(self.session.units[n], r) for n, r in part.items()]
-        self.session.wait_for_kernels()
+        self.session.compile_for(part)
         self.session.encoder.encode_all(chosen, lambda unit: None)
         measured = rival.part_score(self.session, part, part)
         expected = plans.expected_loss(self.scaled(self.table), part)

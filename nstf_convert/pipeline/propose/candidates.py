@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -62,26 +63,39 @@ def dense_recipes(dtype: str) -> list[Recipe]:
     return [Recipe("dense", {"dtype": name}) for name in names]
 
 
-def header_bytes(name: str, tree: Node, shape: Shape, dtype: str) -> int:
-    """Bytes a tensor takes in the file's header: its manifest entry, its arrays' entries and their digests."""
-    entry = json.dumps(
-        {name: {"shape": list(shape), "dtype": dtype, "tree": node_to_json(tree)}}, separators=(",", ":")
-    )
-    total = len(json.dumps(entry))
-    for path, spec in array_specs(tree, shape).items():
-        total += len(name) + len(path) + len(str(list(spec.shape))) + 70 + 24 + 69
-    return total
+@dataclass(frozen=True)
+class _Priced:
+    """A recipe for tensors of one shape. arrays_bytes: of all its `arrays` arrays; header_bytes: for an empty name."""
+
+    tree: Node
+    arrays: int
+    arrays_bytes: int
+    header_bytes: int
+
+
+# The layers of a model have few shapes between them, and plans ask again and again.
+@lru_cache(1 << 14)
+def _priced(
+    recipe: Recipe, shape: Shape, inner_shape: Shape, lead: int, permute: tuple[int, ...] | None, dtype: str
+) -> _Priced:
+    tree = recipes.tree_of(recipe, inner_shape, lead)
+    if permute is not None:
+        kind = format_of("permute")
+        tree = Node("permute", kind.Params(permute), {"x": tree})
+    entry = {"": {"shape": list(shape), "dtype": dtype, "tree": node_to_json(tree)}}
+    specs = array_specs(tree, shape)
+    # What a tensor takes in the file's header: its manifest entry, its arrays' entries and their digests.
+    header = len(json.dumps(json.dumps(entry, separators=(",", ":"))))
+    header += sum(len(path) + len(str(list(s.shape))) + 70 + 24 + 69 for path, s in specs.items())
+    return _Priced(tree, len(specs), sum(s.size_bytes for s in specs.values()), header)
 
 
 def price(unit: Unit, recipe: Recipe) -> tuple[Node, int]:
     """(tree of the whole tensor, bytes on disk): exact arrays, header within a few bytes, never below."""
-    inner = recipes.tree_of(recipe, unit.inner_shape, unit.lead)
-    tree = inner
-    if unit.permute is not None:
-        kind = format_of("permute")
-        tree = Node("permute", kind.Params(unit.permute), {"x": inner})
-    arrays = sum(s.size_bytes for s in array_specs(tree, unit.shape).values())
-    return tree, arrays + header_bytes(unit.name, tree, unit.shape, unit.dtype)
+    found = _priced(recipe, unit.shape, unit.inner_shape, unit.lead, unit.permute, unit.dtype)
+    # The manifest is text within text: what is escaped in a name is escaped twice.
+    name = len(json.dumps(json.dumps(unit.name))) - len(json.dumps(json.dumps("")))
+    return found.tree, found.arrays_bytes + found.header_bytes + name + found.arrays * len(unit.name)
 
 
 def arrays_bytes(unit: Unit, recipe: Recipe) -> int:

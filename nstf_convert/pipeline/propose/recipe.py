@@ -31,6 +31,7 @@ __all__ = [
     "permuted",
     "size_of",
     "tree_of",
+    "trellis_rates",
 ]
 
 
@@ -126,6 +127,15 @@ def estimate_many(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: 
     """`estimate` for several recipes of one quantiser."""
     params = [filled(r, tuple(weight.shape), lead) for r in wanted]
     return quantizers.method(wanted[0].method).estimate_many(weight, params, stats)  # type: ignore[no-any-return]
+
+
+def trellis_rates(recipe: Recipe) -> set[int]:
+    """The rates, in quarter bits, of trellis codes in a recipe and its parts."""
+    found = set().union(*map(trellis_rates, recipe.parts.values()))
+    if recipe.method == "trellis":
+        sections = recipe.params.get("sections", ())
+        found |= {q for q, _ in sections} or {recipe.params["quarter_bits"]}
+    return found
 
 
 def bytes_of(factor: Recipe) -> Callable[[Shape], int]:

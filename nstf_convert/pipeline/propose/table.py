@@ -1,6 +1,5 @@
 """The candidates of all tensors, with what is known of their losses."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,4 +94,4 @@ def _taken(
 
 def key_of(recipe: Recipe) -> str:
     """A recipe as a dictionary key."""
-    return json.dumps(recipe.to_json(), sort_keys=True)
+    return recipe.key

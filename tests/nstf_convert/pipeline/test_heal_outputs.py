@@ -109,7 +109,6 @@ def test_a_step_in_parts_has_the_gradients_of_the_whole(folder: Path, options, m
         "samples": 64,
     }
     with Session(options(work_dir=folder / "work", **changes), Stages()) as session:
-        session.wait_for_kernels()
         mix = {
             n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
         }

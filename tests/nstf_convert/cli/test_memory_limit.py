@@ -1,0 +1,63 @@
+"""Limits on the address space too low for the libraries: one line that says so, never a loop or another error."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nstf.errors import UnsupportedError
+from nstf_convert.cli import _explain
+from nstf_convert.cli.memory_limit import causes
+
+MIB = 1 << 20
+LIMITED = """
+import resource, sys
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = {limit} or pages * resource.getpagesize() + (100 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+"""
+LOADING = (
+    LIMITED
+    + """
+from nstf_convert.cli.memory_limit import watch_limit
+watch_limit()
+try:
+    import scipy
+except MemoryError as error:
+    print(error)
+"""
+)
+COMMAND = (
+    LIMITED
+    + """
+from nstf_convert.cli import run
+sys.exit(run(["place", "examples/shapes/dense-8b.json", "--encoding", "int4", "--machine", "h100x8"]))
+"""
+)
+
+
+def test_a_library_that_has_no_room_is_not_loaded() -> None:
+    found = subprocess.run([sys.executable, "-c", LOADING.format(limit=0)], capture_output=True, text=True)
+    assert found.stdout == "the limit on the address space leaves no room for scipy\n", found.stderr
+
+
+@pytest.mark.parametrize("size", [400, 850, 940])
+def test_a_command_under_a_limit_ends_in_one_line(size: int, request: pytest.FixtureRequest) -> None:
+    """Between 780 and 850 MiB SciPy's OpenBLAS asked without end for memory, on the machine where this was found."""
+    program = [sys.executable, "-c", COMMAND.format(limit=size * MIB)]
+    found = subprocess.run(program, capture_output=True, text=True, cwd=request.config.rootpath, timeout=120)
+    lines = found.stderr.strip().splitlines()
+    assert found.returncode == 0 or (found.returncode == 1 and "out of memory" in lines[-1]), found.stderr
+
+
+def test_a_missing_model_class_behind_missing_memory_is_told_as_memory() -> None:
+    error = UnsupportedError("cannot build a model")
+    error.__cause__ = ModuleNotFoundError("Could not import module")
+    error.__cause__.__context__ = ImportError("libx.so: failed to map segment from shared object")
+    assert _explain(error, ["place"]) == (
+        1,
+        "out of memory: libx.so: failed to map segment from shared object; free some, or raise its limit",
+    )
+    error.__cause__.__context__ = error  # a circle ends
+    assert list(causes(error)) == [error, error.__cause__]
+    assert _explain(error, ["place"])[0] == UnsupportedError.exit_code

@@ -1,0 +1,44 @@
+"""Data sets of arrays: what does not fit the model ends in one line before anything is calibrated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nstf_convert.cli import run
+
+IMAGES, WORDS = "examples/tiny_conv/model", "examples/tiny_llama/model"
+WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    "channels": (IMAGES, {"pixel_values": torch.randn(8, 5, 32, 32)}, "not what the model takes"),
+    "dimensions": (IMAGES, {"pixel_values": torch.randn(8, 3)}, "not what the model takes"),
+    "whole numbers": (IMAGES, {"pixel_values": torch.zeros(8, 3, 32, 32, dtype=torch.uint8)}, "not what the model takes"),
+    "a name": (IMAGES, {"foo": torch.randn(8, 3, 32, 32)}, "not what the model takes"),
+    "no pixels": (IMAGES, {"pixel_values": torch.zeros(8, 3, 0, 32)}, "finite numbers"),
+    "NaN": (IMAGES, {"pixel_values": torch.full((8, 3, 32, 32), float("nan"))}, "finite numbers"),
+    "complex": (IMAGES, {"pixel_values": torch.zeros(8, 3, 32, 32, dtype=torch.complex64)}, "finite numbers"),
+    "outputs": (IMAGES, {"pixel_values": torch.full((8, 3, 32, 32), 3e38)}, "outputs"),
+    "images for words": (WORDS, {"pixel_values": torch.randn(8, 3, 32, 32)}, "not what the model takes"),
+    "tokens": (WORDS, {"input_ids": torch.full((8, 16), 10**6)}, "tokens outside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arrays_that_do_not_fit_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, arrays, expected = WRONG[name]
+    save_file(arrays, tmp_path / "a.safetensors")
+    words = ["calibrate", model, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
+    assert run([*words, "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: the dataset ") and expected in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]
+
+
+def test_arrays_of_half_precision_are_taken(tmp_path: Path) -> None:
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    save_file({"pixel_values": images.half()}, tmp_path / "a.safetensors")
+    words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
+    assert run([*words, "--quiet"]) == 0
