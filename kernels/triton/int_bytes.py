@@ -60,8 +60,9 @@ from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 LARGEST_BATCH = 2
-# Below, skinny.py begins and ends faster (docs/gpu_speed.md).
-LEAST_WEIGHTS = 50_000_000
+# Below, skinny.py begins and ends faster (docs/gpu_speed.md); at 4 bits in groups of 64 in whole tokens of larger ones too.
+LEAST_WEIGHTS, LEAST_WEIGHTS_64 = 50_000_000, 200_000_000
+LEAST_COLUMNS_64 = 8192
 # Runs of a sum: more would leave the bits of a float32's mantissa.
 MOST_RUNS = 4
 AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
@@ -282,7 +283,10 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
     matrices."""
     if not possible(layout, batch, dtype, arch) or layout.rows * layout.cols < LEAST_WEIGHTS:
         return False
-    return layout.bits < 4 or layout.group < 128
+    if layout.bits < 4 or layout.group < 64:
+        return True
+    large = layout.rows * layout.cols >= LEAST_WEIGHTS_64 and layout.cols >= LEAST_COLUMNS_64
+    return large and layout.group < 128
 
 
 def int_bytes_specs(

@@ -51,11 +51,12 @@ from nstf.kernels.triton.operands import (
     scaled,
     word_tiles,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, STEPS, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
+_SMALL = 50_000_000
 
 
 @triton.jit
@@ -309,7 +310,8 @@ def skinny_specs(
         f"_n{n}s{s}c{each}"
         + ("e" if even else "")
         + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
-        + ("p" if split > 1 else ""),
+        + ("p" if split > 1 else "")
+        + (f"_r{chosen['REGISTERS']}" if "REGISTERS" in chosen else ""),
         fn=skinny_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -338,7 +340,7 @@ def skinny_specs(
         divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=s,
         num_stages=1,
-        options=overlap_options(arch),
+        options=overlap_options(arch) | ({"maxnreg": chosen["REGISTERS"]} if "REGISTERS" in chosen else {}),
         batch=batch,
         kind="skinny",
         grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
@@ -380,12 +382,18 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     More warps would meet more often, wider ones keep fewer loads on their way.
     """
     span = RUN * (16 // min(b for b, _ in layout.planes))
-    return {
+    tile = {
         "N": 8 if batch <= 8 else 16,
         "S": 4,
         "CHUNKS": max(1, 256 // span),
         "PROGRAMS": processors_of(arch) * resident(layout, batch),
     }
+    small = layout.rows * layout.cols < _SMALL
+    steps = layout.bits == 4 and layout.group == 64 and layout.scales == STEPS
+    if small and steps and batch <= 8 and overlaps(arch):
+        # With registers for three of them alone the assembler asks for the next words before it multiplies.
+        tile |= {"PROGRAMS": 3 * processors_of(arch), "REGISTERS": 168}
+    return tile
 
 
 def resident(layout: Layout, batch: int) -> int:
