@@ -8,6 +8,8 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton.architecture import Architecture
+from nstf.kernels.triton.ending import Ending
+from nstf.kernels.triton.linear import ended_specs
 from nstf.kernels.triton.packed import layout_of
 from nstf.kernels.triton.spec import KernelSpec, hollow
 from nstf.runtime.artifact import Artifact
@@ -24,15 +26,53 @@ _LOOKED_UP = 64
 
 def stacked_matrices(artifact: Artifact) -> Iterator[EncodedTensor]:
     """The stacks that decoding will make of an artifact's matrices, without their arrays."""
+    for stack in _STACKS:
+        for matrices in _together(artifact, stack):
+            if len(matrices) == 1:
+                yield matrices[0]
+
+
+def _together(artifact: Artifact, stack: tuple[str, ...]) -> Iterator[list[EncodedTensor]]:
+    """For each layer the stack of its matrices, without arrays, or these matrices where they do not agree."""
     names = set(artifact.names())
-    for first, *others in _STACKS:
-        end = f".{first}.weight"
-        for name in sorted(n for n in names if n.endswith(end)):
-            members = [name, *(f"{name.removesuffix(end)}.{other}.weight" for other in others)]
-            if names.issuperset(members):
-                parts = [artifact.encoded(member) for member in members]
-                if agree(parts):
-                    yield hollow(parts[0].tree, (sum(p.shape[0] for p in parts), *parts[0].shape[1:]))
+    first, *others = stack
+    end = f".{first}.weight"
+    for name in sorted(n for n in names if n.endswith(end)):
+        members = [name, *(f"{name.removesuffix(end)}.{other}.weight" for other in others)]
+        if names.issuperset(members):
+            parts = [artifact.encoded(member) for member in members]
+            if agree(parts):
+                shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+                parts = [hollow(parts[0].tree, shape)]
+            yield parts
+
+
+def _ended(
+    artifact: Artifact, config: EngineConfig, batches: list[int], dtype: torch.dtype, target: str
+) -> Iterator[KernelSpec]:
+    """Products with their endings, as decoder_glue.py launches them."""
+    gelu = bool(config.shape["gelu"])
+    normed, adds = Ending(normed=True), Ending(adds=True)
+    qkv, gate_up = _STACKS
+    wanted = [(m, normed) for parts in _together(artifact, qkv) for m in parts]
+    for parts in _together(artifact, gate_up):
+        endings = (normed,) if len(parts) > 1 else (normed, Ending(gelu), Ending(gelu, normed=True))
+        wanted += [(m, ending) for m in parts for ending in endings]
+    for name in artifact.names():
+        if (
+            name.endswith((".self_attn.o_proj.weight", ".mlp.down_proj.weight"))
+            and not config.family.out_norms
+        ):
+            wanted.append((artifact.encoded(name), adds))
+        elif name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            wanted.append((artifact.encoded(name), normed))
+    done = set()
+    for matrix, ending in wanted:
+        key = repr(matrix.tree), tuple(matrix.shape), ending
+        if key not in done:
+            done.add(key)
+            for batch in batches:
+                yield from ended_specs(matrix, batch, dtype, ending, target)
 
 
 def decoder_specs(
@@ -51,6 +91,7 @@ def decoder_specs(
     sizes = sorted({b for b in batches if b <= LARGEST_BATCH})
     for batch in sizes:
         made += _step(config, batch, dtype, row.target)
+    made += _ended(artifact, config, sizes, dtype, row.target)
     made += planned_specs(artifact, config, sizes, dtype, row)
     for name in artifact.names():
         layout = layout_of(artifact.encoded(name)) if name.endswith("embed_tokens.weight") else None

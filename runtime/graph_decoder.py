@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UnsupportedError
-from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.torch.rows import decode_rows
-from nstf.kernels.triton.linear import arch_of, unsuitable
 from nstf.kernels.triton.linear import rows as rows_on_gpu
+from nstf.kernels.triton.linear import unsuitable
+from nstf.runtime.decoder_glue import Glue
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
 from nstf.runtime.graphs import Graphs, Step, same_draws
 from nstf.runtime.sampling import Sampling, choose
-from nstf.runtime.stacking import Matrix, matrix_of, stacked, together
+from nstf.runtime.stacking import Matrix, matrix_of, stacked
 
 LARGEST_BATCH = 16
 # Positions of the first cache: growing from it costs a capture each time the sequence doubles.
@@ -97,7 +97,7 @@ class Decoder:
             ) from error
         self._state: State | None = None
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
-        self._glue = _Glue(self.device)
+        self._glue = Glue(self.device, float(self.config.shape["epsilon"]))
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
 
     @property
@@ -272,17 +272,18 @@ class Decoder:
 
     def logits(self, state: State) -> Tensor:
         """[batch, vocab] after the tokens of `state` at its position; their keys and values are in the cache then."""
-        glue, epsilon = self._glue, float(self.config.shape["epsilon"])
+        glue, gelu = self._glue, bool(self.config.shape["gelu"])
         h = self._embed(state.tokens).float()
-        y, out_norm = None, None
+        x = glue.first(h, self._layers[0].attention_norm, self.dtype)
         for i, layer in enumerate(self._layers):
-            x = glue.add_norm(h, y, layer.attention_norm, epsilon, self.dtype, out_norm)
-            qkv = together(layer.qkv, x)
-            y = layer.o(self._attend(i, qkv, state))
-            x = glue.add_norm(h, y, layer.ffn_norm, epsilon, self.dtype, layer.attention_out_norm)
-            y = layer.down(glue.gate(together(layer.gate_up, x), bool(self.config.shape["gelu"])))
-            out_norm = layer.ffn_out_norm
-        logits = self._head(glue.add_norm(h, y, self._norm, epsilon, self.dtype, out_norm))
+            last = i + 1 == len(self._layers)
+            gain = self._norm if last else self._layers[i + 1].attention_norm
+            following = (self._head,) if last else self._layers[i + 1].qkv
+            attended = self._attend(i, glue.products(layer.qkv, x), state)
+            x = glue.onto(h, layer.o, attended, layer.attention_out_norm, layer.ffn_norm, layer.gate_up)
+            y = glue.gate(layer.gate_up, x, gelu)
+            x = glue.onto(h, layer.down, y, layer.ffn_out_norm, gain, following)
+        logits = glue.products((self._head,), x)
         cap = float(self.config.shape["logit_cap"])
         return cap * torch.tanh(logits.float() / cap) if cap else logits
 
@@ -340,56 +341,3 @@ class Decoder:
     def _gain(self, norm: Any) -> Tensor:
         values: Tensor = norm.weight.float()
         return values + 1 if self.config.family.unit_norms else values
-
-
-class _Glue:
-    """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.arch = device, arch_of(device)
-        self.kernels: Any = None
-        if device.type == "cuda":
-            from nstf.kernels.triton import decode_step
-
-            self.kernels = decode_step
-        self._room: dict[Heads, Any] = {}
-
-    def reserve(self, batch: int, shapes: list[Heads]) -> None:
-        """Room for attention over these shapes."""
-        if self.kernels is not None:
-            self._room = {s: self.kernels.scratch(batch, s, self.device) for s in dict.fromkeys(shapes)}
-
-    def add_norm(
-        self,
-        h: Tensor,
-        y: Tensor | None,
-        gain: Tensor,
-        epsilon: float,
-        dtype: torch.dtype,
-        out_gain: Tensor | None,
-    ) -> Tensor:
-        if self.kernels is None:
-            return reference.add_norm(h, y, gain, epsilon, dtype, out_gain)
-        found: Tensor = self.kernels.add_norm(h, y, gain, epsilon, dtype, self.arch, out_gain)
-        return found
-
-    def attend(
-        self,
-        qkv: Tensor,
-        bias: Tensor | None,
-        gains: tuple[Tensor, Tensor] | None,
-        cache: Cache,
-        position: Tensor,
-        shape: Heads,
-    ) -> Tensor:
-        if self.kernels is None:
-            return reference.attend(qkv, bias, gains, cache, position, shape)
-        room = self._room[shape]
-        found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
-        return found
-
-    def gate(self, x: Tensor, gelu: bool) -> Tensor:
-        found: Tensor = (
-            reference.gate(x, gelu) if self.kernels is None else self.kernels.gate(x, gelu, self.arch)
-        )
-        return found

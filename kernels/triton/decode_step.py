@@ -21,6 +21,7 @@ from nstf.kernels.triton.architecture import architecture
 from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.sums import gated
 
 MOST_SPLITS = 32
 
@@ -72,16 +73,6 @@ def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
     g = tl.load(x + 2 * line + k, mask=ok, other=0.0).to(tl.float32)
     u = tl.load(x + 2 * line + size + k, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + line + k, gated(g, u, GELU).to(y.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def gated(g, u, GELU: tl.constexpr):
-    """act(g) u, f32."""
-    if GELU:
-        # 0.5 (1 + tanh z) is the logistic function of 2 z; z = sqrt(2 / pi) (g + 0.044715 g^3).
-        return g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g)) * u
-    else:
-        return g * tl.sigmoid(g) * u
 
 
 @triton.jit

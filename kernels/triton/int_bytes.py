@@ -60,8 +60,9 @@ from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 LARGEST_BATCH = 2
-# Below, skinny.py begins and ends faster (docs/gpu_speed.md).
-LEAST_WEIGHTS = 50_000_000
+# Below, skinny.py begins and ends faster (docs/gpu_speed.md); at 4 bits in groups of 64 in whole tokens of larger ones too.
+LEAST_WEIGHTS, LEAST_WEIGHTS_64 = 50_000_000, 200_000_000
+LEAST_COLUMNS_64 = 8192
 # Runs of a sum: more would leave the bits of a float32's mantissa.
 MOST_RUNS = 4
 AHEAD = tl.constexpr(2)  # blocks more that go to the second-level cache before activations are there
@@ -282,7 +283,10 @@ def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
     matrices."""
     if not possible(layout, batch, dtype, arch) or layout.rows * layout.cols < LEAST_WEIGHTS:
         return False
-    return layout.bits < 4 or layout.group < 128
+    if layout.bits < 4 or layout.group < 64:
+        return True
+    large = layout.rows * layout.cols >= LEAST_WEIGHTS_64 and layout.cols >= LEAST_COLUMNS_64
+    return large and layout.group < 128
 
 
 def int_bytes_specs(
@@ -354,17 +358,24 @@ def int_bytes_specs(
 
 def int_bytes(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
-    layout, batch, split, many = packed.layout, len(x), specs[0].grid[1], specs[0].constants["CHUNKS"]
-    y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
-    parts = y if split == 1 else torch.empty(split, *y.shape, dtype=torch.float32, device=x.device)
-    width = layout.width(layout.bits)
-    # As many for each program, in whole warps.
-    each = triton.cdiv(triton.cdiv(width // LANES, split), many) * many
-    words, scale, _, row_scale, _ = leaf_arguments(packed)
-    launch(specs[0], x, words, scale, row_scale, parts, batch, layout.rows, layout.cols, width, each)
-    if split > 1:
+    y = torch.empty(len(x), packed.layout.rows, dtype=out or x.dtype, device=x.device)
+    if len(specs) == 1:
+        int_bytes_into(y, x, packed, specs[0])
+    else:
+        parts = torch.empty(specs[0].grid[1], *y.shape, dtype=torch.float32, device=x.device)
+        int_bytes_into(parts, x, packed, specs[0])
         launch(specs[1], parts, y, y.numel())
     return y
+
+
+def int_bytes_into(parts: Tensor, x: Tensor, packed: Packed, spec: KernelSpec) -> None:
+    """The product alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
+    layout, many = packed.layout, spec.constants["CHUNKS"]
+    width = layout.width(layout.bits)
+    # As many for each program, in whole warps.
+    each = triton.cdiv(triton.cdiv(width // LANES, spec.grid[1]), many) * many
+    words, scale, _, row_scale, _ = leaf_arguments(packed)
+    launch(spec, x, words, scale, row_scale, parts, len(x), layout.rows, layout.cols, width, each)
 
 
 def _flush(group: int, runs: int) -> int:

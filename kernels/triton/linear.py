@@ -31,6 +31,7 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.blocks import block, blocks, product32
+from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -83,6 +84,41 @@ def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
         if encoded.tree.kind in ("add", *factors.KINDS):
             return _matmul(x, encoded, arch).float()
         return _leaf(x, encoded, arch, torch.float32, x.dtype)
+
+
+def ended(
+    x: Tensor, encoded: EncodedTensor, ending: Ending, meeting: Meeting, arch: str
+) -> tuple[Tensor, Tensor | None]:
+    """The product with an ending that `ended_specs` has launches for: (Y, the sums of squares where it adds)."""
+    from nstf.kernels.triton import sums
+    from nstf.kernels.triton.int_bytes import int_bytes_into
+    from nstf.kernels.triton.skinny import skinny_into
+
+    product, last = ended_specs(encoded, len(x), x.dtype, ending, arch)
+    parts = torch.empty(product.grid[1], len(x), encoded.shape[0], dtype=torch.float32, device=x.device)
+    into = int_bytes_into if product.kind == "int_bytes" else skinny_into
+    into(parts, x, _packed(encoded), product)
+    return sums.ended(parts, x.shape[1], x.dtype, last, meeting)
+
+
+def ended_specs(
+    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
+) -> list[KernelSpec]:
+    """The launches of `ended`: the product and what ends it. [] where there are none such."""
+    from nstf.kernels.triton.sums import ending_spec
+    from nstf.kernels.triton.tuner import packed_specs
+
+    if encoded.tree.kind not in PACKED or not _known(encoded, batch):
+        return []
+    layout, kernel = layout_of(encoded), _kernel_of(encoded, batch, dtype, arch)
+    if layout is None or kernel not in ("int_bytes", "skinny"):
+        return []
+    # Before it is divided by its root mean square a float16 might overflow.
+    if (ending.adds or ending.normed) and dtype != torch.bfloat16:
+        return []
+    product = packed_specs(layout, batch, dtype, arch, kernel, torch.float32)[0]
+    last = ending_spec(batch, layout.rows, layout.cols, product.grid[1], dtype, ending, arch)
+    return [product, last]
 
 
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -51,11 +51,21 @@ from nstf.kernels.triton.operands import (
     scaled,
     word_tiles,
 )
-from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, TABLE, Layout, Packed
+from nstf.kernels.triton.packed import FLOAT, INTEGER, RUN, STEPS, TABLE, Layout, Packed
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
+_SMALL = 50_000_000
+
+
+@triton.jit
+def steps_of(row_scale, row, rows, SCALES: tl.constexpr):
+    """The factors of the rows' steps, where there are any: asked for a block of rows ahead, as the words."""
+    if SCALES == 1:
+        return tl.load(row_scale + row, mask=row < rows, other=0)
+    else:
+        return row
 
 
 @triton.jit
@@ -121,6 +131,8 @@ def skinny_product(
     scales = ()
     if not WHOLE:
         scales = load_factors(scale, begin, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT)
+    row = begin + tl.arange(0, 16)
+    steps = steps_of(row_scale, row, rows, SCALES)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -161,6 +173,7 @@ def skinny_product(
             next_scales = load_factors(
                 scale, first + step, rows, cols, chunk0, GROUP, GROUPS, SPAN, FLUSH, S, CHUNKS, COUNT
             )
+        next_steps = steps_of(row_scale, row + step, rows, SCALES)
         zero = ()
         if ZERO < 0:
             zero = load_factors(
@@ -207,17 +220,18 @@ def skinny_product(
         if CONVERT:
             acc *= back[:, None, :]
         out = over_warps(acc, S, 16, N) * AFTER
-        row = first + tl.arange(0, 16)
         if WHOLE:
             out *= scale_value(tl.load(scale + row, mask=row < rows, other=0), SCALES)[:, None]
         if SCALES == 1:
-            out *= tl.load(row_scale + row, mask=row < rows, other=0)[:, None]
+            out *= steps[:, None]
         line = tl.arange(0, N)
         at = (across * batch + line)[None, :] * rows + row[:, None]
         ok = (row < rows)[:, None] & (line < batch)[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
         w = next_w
         scales = next_scales
+        steps = next_steps
+        row += step
 
 
 @triton.jit(do_not_specialize=["batch", "ones", "magic"])
@@ -296,7 +310,8 @@ def skinny_specs(
         f"_n{n}s{s}c{each}"
         + ("e" if even else "")
         + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
-        + ("p" if split > 1 else ""),
+        + ("p" if split > 1 else "")
+        + (f"_r{chosen['REGISTERS']}" if "REGISTERS" in chosen else ""),
         fn=skinny_kernel,
         signature={
             "x": pointer_type(dtype),
@@ -325,7 +340,7 @@ def skinny_specs(
         divisible=("x", "words", "scale", "zeros", "row_scale", "table", "y", *even_sizes(layout)),
         num_warps=s,
         num_stages=1,
-        options=overlap_options(arch),
+        options=overlap_options(arch) | ({"maxnreg": chosen["REGISTERS"]} if "REGISTERS" in chosen else {}),
         batch=batch,
         kind="skinny",
         grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
@@ -337,15 +352,21 @@ def skinny(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype 
     """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
     layout, batch = packed.layout, len(x)
     y = torch.empty(batch, layout.rows, dtype=out or x.dtype, device=x.device)
-    parts = y
-    if len(specs) > 1:
+    if len(specs) == 1:
+        skinny_into(y, x, packed, specs[0])
+    else:
         parts = torch.empty(specs[1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    ones, magic = ones_and_magic(x.dtype, specs[0].constants)
-    sizes = (batch, layout.rows, layout.cols, layout.padded)
-    launch(specs[0], x, *leaf_arguments(packed), parts, *sizes, ones, magic)
-    if len(specs) > 1:
+        skinny_into(parts, x, packed, specs[0])
         launch(specs[1], parts, y, y.numel())
     return y
+
+
+def skinny_into(parts: Tensor, x: Tensor, packed: Packed, spec: KernelSpec) -> None:
+    """The product alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
+    layout = packed.layout
+    sizes = (len(x), layout.rows, layout.cols, layout.padded)
+    ones, magic = ones_and_magic(x.dtype, spec.constants)
+    launch(spec, x, *leaf_arguments(packed), parts, *sizes, ones, magic)
 
 
 def ones_and_magic(dtype: torch.dtype, known: Mapping[str, Any]) -> tuple[int, int]:
@@ -361,12 +382,18 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
     More warps would meet more often, wider ones keep fewer loads on their way.
     """
     span = RUN * (16 // min(b for b, _ in layout.planes))
-    return {
+    tile = {
         "N": 8 if batch <= 8 else 16,
         "S": 4,
         "CHUNKS": max(1, 256 // span),
         "PROGRAMS": processors_of(arch) * resident(layout, batch),
     }
+    small = layout.rows * layout.cols < _SMALL
+    steps = layout.bits == 4 and layout.group == 64 and layout.scales == STEPS
+    if small and steps and batch <= 8 and overlaps(arch):
+        # With registers for three of them alone the assembler asks for the next words before it multiplies.
+        tile |= {"PROGRAMS": 3 * processors_of(arch), "REGISTERS": 168}
+    return tile
 
 
 def resident(layout: Layout, batch: int) -> int:

@@ -66,6 +66,9 @@ def test_which_products_take_it() -> None:
 
     assert all(taken(layout(bits, 64, scale_bits=8), batch) for bits in (2, 3, 4) for batch in (1, 2))
     assert taken(layout(3, 128)) and not taken(layout(4, 128))
+    shapes = ((28672, 4096), (4096, 14336), (128256, 4096))
+    assert not any(taken(layout(4, 64, *shape)) for shape in shapes)
+    assert all(taken(layout(3, 64, *shape)) and taken(layout(4, 32, *shape)) for shape in shapes)
     assert not any(taken(layout(bits, 64)) for bits in (5, 8))
     assert not taken(layout(4, 64, 4096, 4096)) and not taken(layout(4, 64), 3)
     assert not taken(layout(4, 64), 1, torch.float32) and not taken(layout(4, 64), 1, arch="gfx942")
@@ -75,6 +78,8 @@ def test_which_products_take_it() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_what_is_compiled_ahead_is_what_runs(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int_bytes, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(int_bytes, "LEAST_WEIGHTS_64", 0)
+    monkeypatch.setattr(int_bytes, "LEAST_COLUMNS_64", 0)
     monkeypatch.setattr(tuner, "packed_specs", tuner.packed_specs.__wrapped__)
     row, shape = ARCHITECTURES["sm_90"], (384, 2560)
     encoded = random_encoded(leaf("int", bits=bits, group=64, scale_bits=8), shape, 1)

@@ -1,0 +1,37 @@
+"""What follows a product in the launch that adds up its parts (sums.py). Nothing here imports triton."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is done with the sums of a product's parts.
+
+    gelu: Y [batch, rows / 2] is act(g) u of the two halves [g, u] of the product's rows, GELU by tanh or SiLU; None: no
+    gate.
+    normed: X was not divided by its root mean square; the sums are, by the squares that come with it.
+    adds: the sums are added onto the residual stream h; Y is h times the next norm's gain, to be divided by its root mean
+    square after the next product.
+    """
+
+    gelu: bool | None = None
+    normed: bool = False
+    adds: bool = False
+
+    @property
+    def name(self) -> str:
+        gate = {None: "", False: "_silu", True: "_gelu"}[self.gelu]
+        return gate + "_normed" * self.normed + "_adds" * self.adds
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What an ending works on. squares: f32 [batch, programs], sums of the squares of h (normed); h: f32 [batch, rows],
+    changed in place, and gain: f32 [rows] (adds)."""
+
+    squares: Tensor | None = None
+    epsilon: float = 0.0
+    h: Tensor | None = None
+    gain: Tensor | None = None

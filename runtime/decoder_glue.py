@@ -1,0 +1,121 @@
+"""What a decoder does between its matrices, by Triton on a GPU and by torch elsewhere.
+
+Where a product is of a kind that has endings (kernels/triton/ending.py), the gate, or the sum and norm of the residual
+stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nstf.kernels.torch import decode_step as reference
+from nstf.kernels.torch.decode_step import Cache, Heads
+from nstf.kernels.triton.ending import Ending, Meeting
+from nstf.kernels.triton.linear import arch_of, ended, ended_specs
+from nstf.runtime.stacking import Matrix, together
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Activations of a norm. squares: f32 [batch, n], whose sum over n is that of the residual stream's squares: its root
+    mean square is still to be divided by. None: it was."""
+
+    values: Tensor
+    squares: Tensor | None = None
+
+
+class Glue:
+    """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere."""
+
+    def __init__(self, device: torch.device, epsilon: float) -> None:
+        self.device, self.arch, self.epsilon = device, arch_of(device), epsilon
+        self.kernels: Any = None
+        if device.type == "cuda":
+            from nstf.kernels.triton import decode_step
+
+            self.kernels = decode_step
+        self._room: dict[Heads, Any] = {}
+
+    def reserve(self, batch: int, shapes: list[Heads]) -> None:
+        """Room for attention over these shapes."""
+        if self.kernels is not None:
+            self._room = {s: self.kernels.scratch(batch, s, self.device) for s in dict.fromkeys(shapes)}
+
+    def first(self, h: Tensor, gain: Tensor, dtype: torch.dtype) -> Normed:
+        """The norm of the residual stream h."""
+        return Normed(self._add_norm(h, None, gain, dtype, None))
+
+    def onto(
+        self,
+        h: Tensor,
+        matrix: Matrix,
+        x: Tensor,
+        out_gain: Tensor | None,
+        gain: Tensor,
+        following: tuple[Matrix, ...],
+    ) -> Normed:
+        """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
+        adds, batch = Ending(adds=True), len(x)
+        if out_gain is None and self._ends(matrix, batch, x.dtype, adds):
+            if all(self._ends(m, batch, x.dtype, Ending(normed=True)) for m in following):
+                return Normed(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)))
+        return Normed(self._add_norm(h, matrix(x), gain, x.dtype, out_gain))
+
+    def products(self, matrices: tuple[Matrix, ...], x: Normed) -> Tensor:
+        """Those with normed activations, side by side."""
+        if x.squares is None:
+            return together(matrices, x.values)
+        meeting = Meeting(squares=x.squares, epsilon=self.epsilon)
+        found = [self._ended(m, x.values, Ending(normed=True), meeting)[0] for m in matrices]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def gate(self, gate_up: tuple[Matrix, ...], x: Normed, gelu: bool) -> Tensor:
+        """The gate of the products with x."""
+        ending = Ending(gelu, x.squares is not None)
+        if len(gate_up) == 1 and self._ends(gate_up[0], len(x.values), x.values.dtype, ending):
+            return self._ended(gate_up[0], x.values, ending, Meeting(x.squares, self.epsilon))[0]
+        both = self.products(gate_up, x)
+        found: Tensor = (
+            reference.gate(both, gelu) if self.kernels is None else self.kernels.gate(both, gelu, self.arch)
+        )
+        return found
+
+    def _ends(self, matrix: Matrix, batch: int, dtype: torch.dtype, ending: Ending) -> bool:
+        """Whether a product has this ending."""
+        if self.kernels is None or matrix.encoded is None:
+            return False
+        alone = matrix.whole is None and matrix.bias is None
+        return alone and bool(ended_specs(matrix.encoded, batch, dtype, ending, self.arch))
+
+    def _ended(
+        self, matrix: Matrix, x: Tensor, ending: Ending, meeting: Meeting
+    ) -> tuple[Tensor, Tensor | None]:
+        assert matrix.encoded is not None
+        with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+            return ended(x, matrix.encoded, ending, meeting, self.arch)
+
+    def _add_norm(
+        self, h: Tensor, y: Tensor | None, gain: Tensor, dtype: torch.dtype, out_gain: Tensor | None
+    ) -> Tensor:
+        if self.kernels is None:
+            return reference.add_norm(h, y, gain, self.epsilon, dtype, out_gain)
+        found: Tensor = self.kernels.add_norm(h, y, gain, self.epsilon, dtype, self.arch, out_gain)
+        return found
+
+    def attend(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        gains: tuple[Tensor, Tensor] | None,
+        cache: Cache,
+        position: Tensor,
+        shape: Heads,
+    ) -> Tensor:
+        if self.kernels is None:
+            return reference.attend(qkv, bias, gains, cache, position, shape)
+        room = self._room[shape]
+        found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
+        return found

@@ -1,0 +1,128 @@
+"""Products with an ending against product, sum and what follows in launches of their own; as a program, as JSON.
+
+Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import importlib
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import leaf, random_encoded
+
+from nstf.kernels.formats import decode
+from nstf.kernels.torch import decode_step
+
+
+class Case(NamedTuple):
+    kernel: str
+    shape: tuple[int, int]
+    batch: int
+    dtype: str = "float16"
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part) for part in self)
+
+
+# One part of the columns and several, the last of them not full; more rows than one program has, and rows that fill none;
+# one row of activations, and several.
+CASES = [
+    Case("skinny", (96, 1024), 1),
+    Case("skinny", (544, 1064), 3),
+    Case("skinny", (41, 2056), 9),
+    Case("int_bytes", (288, 1280), 1),
+    Case("int_bytes", (41, 1000), 2),
+]
+EPSILON = 1e-5
+
+
+def product_of(case: Case, device: str) -> tuple[Any, Tensor]:
+    """(the packed matrix, activations)."""
+    from nstf.kernels.triton.packed import pack_leaf
+
+    tree = leaf("int", bits=4, group=64, scale_bits=8)
+    encoded = random_encoded(tree, case.shape, 1)
+    weight = decode(encoded).double()
+    # Sums of about one: not all of a gate's activations should be saturated.
+    x = torch.randn(case.batch, case.shape[1], generator=torch.Generator().manual_seed(2)).double()
+    x = (x / (x @ weight.T).std()).to(getattr(torch, case.dtype))
+    packed = pack_leaf(
+        type(encoded)(tree, encoded.shape, {k: v.to(device) for k, v in encoded.arrays.items()})
+    )
+    return packed, x.to(device)
+
+
+def parts_of(case: Case, packed: Any, x: Tensor) -> Tensor:
+    """f32 [programs along the columns, batch, rows]."""
+    module = importlib.import_module(f"nstf.kernels.triton.{case.kernel}")
+    specs = getattr(module, f"{case.kernel}_specs")
+    product = specs(packed.layout, case.batch, x.dtype, "sm_90", torch.float32)[0]
+    parts = torch.empty(product.grid[1], case.batch, case.shape[0], device=x.device)
+    getattr(module, f"{case.kernel}_into")(parts, x, packed, product)
+    return parts
+
+
+def ended(
+    case: Case, parts: Tensor, dtype: torch.dtype, ending: Any, meeting: Any
+) -> tuple[Tensor, Tensor | None]:
+    from nstf.kernels.triton import sums
+
+    last = sums.ending_spec(case.batch, *case.shape, len(parts), dtype, ending, "sm_90")
+    return sums.ended(parts, case.shape[1], dtype, last, meeting)
+
+
+def found(case: Case, device: str) -> dict[str, bool]:
+    """Whether each ending is what launches of their own give: the same bits, but where a root mean square comes in."""
+    from nstf.kernels.triton.ending import Ending, Meeting
+
+    packed, x = product_of(case, device)
+    parts, dtype = parts_of(case, packed, x), x.dtype
+    rows, cols = case.shape
+    exact = torch.zeros(case.batch, rows, device=device)
+    for part in parts:
+        exact += part
+    y, _ = ended(case, parts, dtype, Ending(), Meeting())
+    generator = torch.Generator().manual_seed(3)
+    h, gain = (torch.rand(n, rows, generator=generator).to(device) + 0.5 for n in (case.batch, 1))
+    stream = h.clone()
+    new, squares = ended(case, parts, dtype, Ending(adds=True), Meeting(h=stream, gain=gain[0]))
+    assert squares is not None
+    same = {
+        "the sum": torch.equal(y, exact.to(dtype)),
+        "the stream": torch.equal(stream, h + y.float()),
+        "times the gain": torch.equal(new, (stream * gain).to(dtype)),
+        "squares": torch.allclose(squares.sum(1), stream.pow(2).sum(1), rtol=1e-6),
+    }
+    before = torch.rand(case.batch, -(-cols // 256), generator=generator).to(device) * cols / 8
+    meeting = Meeting(squares=before, epsilon=EPSILON)
+    whole, _ = ended(case, parts, dtype, Ending(normed=True), meeting)
+    strength = torch.rsqrt(before.sum(1, keepdim=True) / cols + EPSILON)
+    same["normed"] = near(whole, (exact * strength).to(dtype))
+    for gelu in (False, True) if rows % 2 == 0 else ():
+        name = "gelu" if gelu else "silu"
+        gated, _ = ended(case, parts, dtype, Ending(gelu), Meeting())
+        same[name] = near(gated, decode_step.gate(y, gelu))
+        both, _ = ended(case, parts, dtype, Ending(gelu, normed=True), meeting)
+        same[f"{name}, normed"] = near(both, decode_step.gate(whole, gelu))
+    return same
+
+
+def near(y: Tensor, expected: Tensor) -> bool:
+    """Apart by one rounding of float16 at most."""
+    return torch.allclose(y.float(), expected.float(), rtol=1e-3, atol=1e-3)
+
+
+def main() -> None:
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
+    print(json.dumps({case.name: found(case, "cpu") for case in CASES}))
+
+
+if __name__ == "__main__":
+    main()

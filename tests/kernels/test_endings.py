@@ -1,0 +1,108 @@
+"""What products do in their own launch: sum, gate, residual stream and norm, interpreted on a CPU and run on a card."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+import ending_cases
+from conftest import leaf
+
+from nstf.kernels.triton import gates, linear
+from nstf.kernels.triton.aot import compile_spec
+from nstf.kernels.triton.architecture import ARCHITECTURES
+from nstf.kernels.triton.ending import Ending, Meeting
+from nstf.kernels.triton.spec import hollow
+from nstf.kernels.triton.sums import ending_spec
+
+CASES = {case.name: case for case in ending_cases.CASES}
+ENDINGS = (Ending(False), Ending(True, normed=True), Ending(normed=True), Ending(adds=True))
+INT4 = leaf("int", bits=4, group=128)
+
+
+def test_interpreted_endings_do_what_launches_of_their_own_do() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(Path(ending_cases.__file__))]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert set(found) == set(CASES)
+    assert [f"{name}: {what}" for name, same in found.items() for what, ok in same.items() if not ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_endings_on_a_gpu_do_what_launches_of_their_own_do(name: str) -> None:
+    assert not [what for what, ok in ending_cases.found(CASES[name], "cuda").items() if not ok]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["skinny", "int_bytes"])
+def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
+    """A chain that adds, norms and gates, each launch of which begins before the one in front of it has ended."""
+    case = ending_cases.Case(kernel, (2048, 2048), 1, "bfloat16")
+    packed, x = ending_cases.product_of(case, "cuda")
+    h, gain = torch.zeros(1, 2048, device="cuda"), torch.ones(2048, device="cuda")
+
+    def product(
+        x: torch.Tensor, ending: Ending, meeting: Meeting
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = ending_cases.parts_of(case, packed, x)
+        return ending_cases.ended(case, parts, x.dtype, ending, meeting)
+
+    def step() -> list[torch.Tensor]:
+        new, squares = product(x, Ending(adds=True), Meeting(h=h, gain=gain))
+        meeting = Meeting(squares=squares, epsilon=1e-5)
+        gated, _ = product(new, Ending(False, normed=True), meeting)
+        normed, _ = product(new, Ending(normed=True), meeting)
+        return [h, new, gated, normed]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for i in range(1000):
+        x.copy_(torch.randn_like(x))
+        h.zero_()
+        graph.replay()
+        if i % 10 == 0:
+            found = [y.clone() for y in captured]
+            h.zero_()
+            for one, other in zip(found, step(), strict=True):
+                assert torch.equal(one, other), i
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_an_ending_compiles_without_spills(ending: Ending, target: str) -> None:
+    row = ARCHITECTURES[target]
+    spec = ending_spec(1, 4096, 14336, 14, torch.bfloat16, ending, target)
+    report = compile_spec(spec, row).report(target)
+    assert gates.check(spec, report, row) == []
+
+
+def test_what_has_no_ending() -> None:
+    def none(
+        tree: object, shape: tuple[int, int], ending: Ending, dtype: torch.dtype = torch.bfloat16
+    ) -> bool:
+        matrix = hollow(tree, shape)  # type: ignore[arg-type]
+        return linear.ended_specs(matrix, 1, dtype, ending, "sm_90") == []
+
+    adds = Ending(adds=True)
+    assert not none(INT4, (4096, 4096), adds) and not none(INT4, (4096, 4096), Ending(False))
+    assert none(INT4, (4096, 4096), adds, torch.float16), (
+        "not divided by its root mean square, it might overflow"
+    )
+    assert not none(INT4, (4096, 4096), Ending(False), torch.float16)
+    assert none(leaf("trellis", quarter_bits=(10,)), (4096, 4096), adds)
+    assert linear.ended_specs(hollow(INT4, (4096, 4096)), 1, torch.bfloat16, adds, "gfx942") == []
+    assert linear.ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
