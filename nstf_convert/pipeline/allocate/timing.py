@@ -71,7 +71,7 @@ class Timing:
         self._layers = convolution_layers(session)
         self._known: dict[tuple[str, str], tuple[float, ...]] = {}
         self._products: dict[tuple[Hashable, Recipe | None], tuple[float, ...]] = {}
-        self._together: dict[tuple[Hashable, ...], list[float]] = {}
+        self._together: dict[tuple[Hashable, ...], bool] = {}
         self._common: tuple[float, ...] | None = None
         self.bounds: dict[int, Bound | None] = {}
 
@@ -151,18 +151,18 @@ class Timing:
         return min(s / c for s, c in zip(launches, common, strict=True)) * common[0]
 
     def _launches(self, names: Sequence[str], recipe: Recipe) -> list[float]:
-        """The same by target, found once for all groups of these shapes."""
+        """The same by target."""
         units = [self.session.units[n] for n in names]
         key = recipe, *map(_form, units)
         if key not in self._together:
             trees = [EncodedTensor(mixes.tree_of(u, recipe), u.shape, {}) for u in units]
             # Tables are fitted to each tensor: grids stay apart.
-            together = trees[0].tree.kind != "grid" and agree(trees)
-            self._together[key] = [
-                (len(names) - 1) * ARCHITECTURES[t.name].launch_s if together and not t.is_cpu else 0.0
-                for t in self.targets
-            ]
-        return self._together[key]
+            self._together[key] = trees[0].tree.kind != "grid" and agree(trees)
+        together = self._together[key]
+        return [
+            (len(names) - 1) * ARCHITECTURES[t.name].launch_s if together and not t.is_cpu else 0.0
+            for t in self.targets
+        ]
 
     def _alike(self, mix: Mapping[str, Recipe]) -> list[list[str]]:
         """The groups of tensors that may run as one and have one recipe."""

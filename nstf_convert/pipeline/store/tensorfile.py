@@ -42,11 +42,9 @@ def check_name(path: Path) -> None:
 class TensorFileWriter:
     """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
 
-    def __init__(self, path: Path, lasting: bool = True) -> None:
-        """lasting: also a power loss right after leaves it whole; without, a file that was just written may then be gone or
-        damaged, which its digests show."""
+    def __init__(self, path: Path) -> None:
         check_name(path)
-        self._path, self._lasting = path, lasting
+        self._path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
@@ -108,18 +106,14 @@ class TensorFileWriter:
             out.write(len(header).to_bytes(8, "little") + header)
             shutil.copyfileobj(data, out, 1 << 22)
             out.flush()
-            if self._lasting:
-                os.fsync(out.fileno())
+            os.fsync(out.fileno())
         partial.replace(self._path)
-        if self._lasting:
-            sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
 
-def write_tensors(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any], lasting: bool = True
-) -> None:
-    """Writes a small set of tensors with its metadata, crash-safe. lasting: as of `TensorFileWriter`."""
-    with TensorFileWriter(path, lasting) as writer:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Writes a small set of tensors with its metadata, crash-safe."""
+    with TensorFileWriter(path) as writer:
         writer.metadata = metadata
         for name, tensor in tensors.items():
             writer.add(name, tensor)

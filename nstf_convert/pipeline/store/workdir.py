@@ -6,9 +6,8 @@
     claims/<key>      empty: which process of a run with several GPUs makes what
     pieces/<key>      what these processes leave for each other while they share a calibration; gone when it is complete
 
-Every file appears by rename, so what exists is complete; digests tell when it was changed since. What takes long to make
-is on the disk before (fsync); a table of estimates may be lost with the power, and is made again. The budget is not part of
-the job: encoded tensors and decompositions are shared by all budgets.
+Every file appears by rename after fsync, so what exists is complete; digests tell when it was changed since. The budget is
+not part of the job: encoded tensors and decompositions are shared by all budgets.
 """
 
 import contextlib
@@ -204,8 +203,7 @@ class WorkDir:
         file = self._file(key, folder)
         if file.is_dir():  # in the place of a result that was made again without being looked for
             remove(file)
-        # A table is made again in a moment, and waiting for the disk twice for each tensor of a model takes longer.
-        write_tensors(file, tensors, {"key": key, "of": metadata}, lasting=bool(tensors))
+        write_tensors(file, tensors, {"key": key, "of": metadata})
 
     def drop_pieces(self) -> None:
         """Removes what processes have left for each other. Only when no other process is at work."""
