@@ -317,9 +317,9 @@ def prefill_spec(
     )
 
 
-def shares(size: int, arch: str, narrow: bool) -> bool:
+def shares(size: int, arch: str) -> bool:
     """Whether programs may take several heads of a KV head."""
-    return narrow and size == 128 and arch == "sm_90"
+    return size == 128 and arch == "sm_90"
 
 
 def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dict[str, int]:
@@ -331,7 +331,7 @@ def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dic
     """
     one = {"HEADS": together, "REGS": 0}
     if arch.startswith("sm_"):
-        if size == 128 and narrow and together > 1:
+        if size == 128 and together > 1:
             four = together == 4
             return {"QUERIES": 64, "TILE": 64, "WARPS": 8, "STAGES": 3 if four else 2, "EDGE": 64,
                     "HEADS": together, "REGS": 0 if four else 128}  # fmt: skip
@@ -386,12 +386,13 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    each = _tile(size, lists is not None, arch, narrow, 1)["QUERIES"]
+    # Fewer programs would leave a part of the card idle at the end.
+    if batch * len(members) // together * (count // 64) < 8 * processors_of(arch):
+        together = 1
+    each = _tile(size, lists is not None, arch, narrow, together)["QUERIES"]
     if tile is not None:
         each = tile.get("QUERIES", each)
     tiles = (start + count - 1) // each - start // each + 1
-    if batch * len(members) // together * tiles < 4 * processors_of(arch):
-        together = 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
         far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow, together,
