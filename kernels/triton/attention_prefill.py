@@ -387,7 +387,7 @@ def prefill(
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
     # Fewer programs would leave a part of the card idle at the end.
-    if batch * len(members) // together * (count // 64) < 8 * processors_of(arch):
+    if batch * len(members) // together * (count // 64) < 6 * processors_of(arch):
         together = 1
     each = _tile(size, lists is not None, arch, narrow, together)["QUERIES"]
     if tile is not None:
