@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
 
-A program takes 128 queries of a head (of a narrow band 64), aligned in the sequence, so that its blocks are those of the
-plan. Key blocks that all of its queries see entirely run without a mask; masks are left to the block of the diagonal and
-the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a
-range.
+A program takes 128 queries of a head (of a narrow band 64, of several heads that see the same keys 64 of each), aligned in
+the sequence, so that its blocks are those of the plan. Key blocks that all of its queries see entirely run without a mask;
+masks are left to the block of the diagonal and the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2).
+Block-sparse heads walk a list of blocks instead of a range.
 
 Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
 (attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
@@ -327,7 +327,7 @@ def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dic
 
     Timed on an H200 with heads of 128: 64 keys and three stages for ranges and bands, of lists only what stands here.
     Narrow bands: 64 queries have fewer masked steps, and the start and the end of one program overlaps the other of its
-    multiprocessor.
+    multiprocessor. Several heads together read keys and values once (and spill a few registers: faster all the same).
     """
     one = {"HEADS": together, "REGS": 0}
     if arch.startswith("sm_"):
