@@ -143,7 +143,7 @@ def run_prefill(
     kv = (k[None], v[None])
     arch = arch_of(q.device)
     narrow = rule is not None and rule[0] + rule[1] <= NARROW
-    together = HEADS // KV_HEADS if shares(SIZE, arch, narrow) else 1
+    together = HEADS // KV_HEADS if lists is None and shares(SIZE, arch) else 1
 
     def call() -> Tensor:
         prefill(

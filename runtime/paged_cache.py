@@ -143,7 +143,7 @@ class LayerCache:
         self._pairs: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._sparse: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
         for segment in self.plan.segments:
-            for pairs in (*self._of(segment), *(pairs for _, pairs in segment.together)):
+            for pairs in (*self._of(segment), *(pairs for pairs, _, _ in segment.together)):
                 if pairs:
                     self._pairs[pairs] = torch.tensor(pairs, dtype=torch.int32, device=device)
             for _, pairs in segment.sparse:
@@ -231,7 +231,7 @@ class LayerCache:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         far, near, near_start = self._read(pages, segment, k, v, start)
         narrow = segment.widest <= NARROW
-        for pairs, bands, together in segment.ranges(shares(forms.size, self.arch, narrow)):
+        for pairs, bands, together in segment.ranges(shares(forms.size, self.arch)):
             prefill(
                 q, far, near, out, self._pairs[pairs], self.rules, start, near_start, scale, self.arch, bands,
                 narrow=bands and narrow, together=together,

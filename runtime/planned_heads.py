@@ -20,8 +20,8 @@ class Segment:
     sparse: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by stride
     masked: bool  # whether a decoding query may see less than everything
     widest: int = 0  # positions of the sinks and the window of the banded heads, at most
-    # The banded heads again, as many side by side as the number says with one KV head and one rule.
-    together: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    # What `ranges` says of programs that take several heads.
+    together: tuple[tuple[tuple[tuple[int, int], ...], bool, int], ...] = ()
 
     @property
     def places(self) -> tuple[int, int]:
@@ -34,9 +34,8 @@ class Segment:
     def ranges(self, together: bool) -> list[tuple[tuple[tuple[int, int], ...], bool, int]]:
         """Launches of a prompt's heads that attend to ranges of keys: (heads, whether they have bands, how many neighbours
         see the same keys). together: whether a program may take several of these."""
-        banded = self.together if together else ((1, self.banded),)
-        found = [(self.dense, False, 1), *((pairs, True, number) for number, pairs in banded)]
-        return [launch for launch in found if launch[0]]
+        alone = ((self.dense, False, 1), (self.banded, True, 1))
+        return [launch for launch in (self.together if together else alone) if launch[0]]
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,23 @@ class PlannedHeads:
 
 
 def _together(
-    layer: LayerPlan, banded: list[tuple[int, int]]
-) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-    """Heads by fours, twos and alone: of those of one KV head and rule as many fours as there are, then twos."""
-    alike: dict[object, list[tuple[int, int]]] = {}
-    for head, place in banded:
-        alike.setdefault((place, layer.heads[head].streaming), []).append((head, place))
-    found: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []}
-    for pairs in alike.values():
-        rest = pairs
-        for number, taken in found.items():
-            end = len(rest) // number * number
-            taken += rest[:end]
-            rest = rest[end:]
-    return tuple((number, tuple(taken)) for number, taken in found.items() if taken)
+    layer: LayerPlan, dense: list[tuple[int, int]], banded: list[tuple[int, int]]
+) -> tuple[tuple[tuple[tuple[int, int], ...], bool, int], ...]:
+    """Of the heads of one KV head and rule as many fours as there are, of banded ones then twos, and those that remain."""
+    launches = []
+    for heads, bands in ((dense, False), (banded, True)):
+        alike: dict[object, list[tuple[int, int]]] = {}
+        for head, place in heads:
+            alike.setdefault((place, layer.heads[head].streaming), []).append((head, place))
+        found: dict[int, list[tuple[int, int]]] = {4: [], 2: [], 1: []} if bands else {4: [], 1: []}
+        for pairs in alike.values():
+            rest = pairs
+            for number, taken in found.items():
+                end = len(rest) // number * number
+                taken += rest[:end]
+                rest = rest[end:]
+        launches += [(tuple(taken), bands, number) for number, taken in found.items() if taken]
+    return tuple(launches)
 
 
 def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
@@ -108,7 +110,7 @@ def compiled(layer: LayerPlan, size: int) -> PlannedHeads:
                 by_stride,
                 bool(banded),
                 widest,
-                _together(layer, banded),
+                _together(layer, dense, banded),
             )
         )
     return PlannedHeads(layer, size, tuple(segments))

@@ -67,7 +67,7 @@ def _segment(
     # Without codes a prompt's keys are read from one place.
     same = not pages.forms.near
     narrow = segment.widest <= NARROW
-    for pairs, bands, together in segment.ranges(shares(layer.size, target, narrow)):
+    for pairs, bands, together in segment.ranges(shares(layer.size, target)):
         # Short prompts have a head in each program.
         for number in sorted({1, together}):
             yield prefill_spec(

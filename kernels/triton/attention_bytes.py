@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from nstf.kernels.triton.attention_lanes import (
-    ask_for,
     digits2,
     even_bytes,
     largest2,
@@ -297,28 +296,19 @@ def far_by_bytes(
     count,  # pages of this program
     GROUP: tl.constexpr,
     SKIP: tl.constexpr,
-    RECORD: tl.constexpr,
-    AHEAD: tl.constexpr,  # pages that are on their way to the second-level cache
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # ask for the first page before queries are there
-    LATE: tl.constexpr,  # pages are read when they are needed, not before
     HARDWARE: tl.constexpr,
 ):
     """(maxima [8], sums [8], four runs of 32 channels [32, 8], as eighths) of pages split, split + active, ..."""
     last = tl.maximum(count - 1, 0)
     # Without pages of its own a program reads one that is not used: it is there.
     place = tl.load(table + split) + shift
-    for a in tl.static_range(AHEAD):
-        if a < count:
-            ask_for(words + (tl.load(table + split + a * active) + shift) * 4, RECORD, HARDWARE)
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_wait()
-    if not LATE:
-        key_scales = _key_scales(words, place, HARDWARE)
-        keys = _key_codes(words, place, HARDWARE)
-        value_scales = _value_scales(words, place, SKIP, HARDWARE)
-        values = _value_codes(words, place, SKIP, HARDWARE)
-    if PDL and EARLY:
+    key_scales = _key_scales(words, place, HARDWARE)
+    keys = _key_codes(words, place, HARDWARE)
+    value_scales = _value_scales(words, place, SKIP, HARDWARE)
+    values = _value_codes(words, place, SKIP, HARDWARE)
+    if PDL:
+        # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
     queries, back = _queries(q, GROUP, HARDWARE)
     none = tl.zeros([32], tl.int32)
@@ -330,22 +320,12 @@ def far_by_bytes(
     for _ in tl.static_range(16):
         acc = acc + (flat,)
     ahead = tl.load(table + split + tl.minimum(1, last) * active) + shift
-    later = tl.load(table + split + tl.minimum(AHEAD, last) * active) + shift
     for step in tl.range(0, count, num_stages=1):
-        if AHEAD > 0:
-            ask_for(words + later * 4, RECORD, HARDWARE)
-            later = tl.load(table + split + tl.minimum(step + AHEAD + 1, last) * active) + shift
-        if LATE:
-            key_scales = _key_scales(words, place, HARDWARE)
-            keys = _key_codes(words, place, HARDWARE)
-            values = _value_codes(words, place, SKIP, HARDWARE)
         met, factor, base = _fold(queries, key_scales, back, HARDWARE)
-        if LATE:
-            value_scales = _value_scales(words, place, SKIP, HARDWARE)
         scores = _scores(keys, met, factor, base, HARDWARE)
-        if not LATE:
-            keys = _key_codes(words, ahead, HARDWARE)
-            key_scales = _key_scales(words, ahead, HARDWARE)
+        # Of the next page, into registers that have just become free.
+        keys = _key_codes(words, ahead, HARDWARE)
+        key_scales = _key_scales(words, ahead, HARDWARE)
         most = tl.maximum(
             tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3])),
             tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7])),
@@ -401,10 +381,8 @@ def far_by_bytes(
                         + (some[2] + some[3] * 256).to(tl.float32) * scale,
                     )
         acc = found
-        if not LATE:
-            values = _value_codes(words, ahead, SKIP, HARDWARE)
-            value_scales = _value_scales(words, ahead, SKIP, HARDWARE)
-        place = ahead
+        values = _value_codes(words, ahead, SKIP, HARDWARE)
+        value_scales = _value_scales(words, ahead, SKIP, HARDWARE)
         ahead = tl.load(table + split + tl.minimum(step + 2, last) * active) + shift
     runs = ()
     for j in tl.static_range(4):

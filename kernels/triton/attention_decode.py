@@ -26,7 +26,6 @@ from nstf.kernels.triton.attention_codes import (
     value_channel,
 )
 from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_of, tile_of
-from nstf.kernels.triton.attention_lanes import ask_for
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
 from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
@@ -112,9 +111,6 @@ def decode_kernel(
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
     RING: tl.constexpr,  # whether pages stand in a ring
     BYTES: tl.constexpr,  # attention_bytes.py
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
-    LATE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
@@ -145,13 +141,6 @@ def decode_kernel(
         place = _place(table, line, places, this, sink, ring, offset, head, RECORD, RING)
     mine = q + (line * (GROUP * KV) + rows)[None, :] * SIZE
     if BYTES:
-        if AHEAD > 0:
-            # Of the last pages what it will read, too.
-            unit = (split + active - far % active) % active
-            if unit < (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1:
-                row = (line * KEPT + head) * 128 + (far * 64 + unit * NEAR) % 128
-                ask_for(near_keys + row * SIZE, NEAR * SIZE * 2, HARDWARE)
-                ask_for(near_values + row * SIZE, NEAR * SIZE * 2, HARDWARE)
         top, total, acc = far_by_bytes(
             q + (line * (GROUP * KV) + number * GROUP) * SIZE,
             words,
@@ -162,11 +151,7 @@ def decode_kernel(
             count,
             GROUP,
             V_SKIP,
-            RECORD,
-            AHEAD,
             PDL,
-            EARLY,
-            LATE,
             HARDWARE,
         )
     else:
@@ -337,9 +322,6 @@ def decode_specs(
         "RING": ring,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
         "BYTES": bool(tile["BYTES"]),
-        "AHEAD": tile["AHEAD"],
-        "EARLY": bool(tile["EARLY"]),
-        "LATE": bool(tile["LATE"]),
         "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }

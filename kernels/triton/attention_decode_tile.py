@@ -3,8 +3,8 @@
 from nstf.kernels.triton.attention_pages import Forms
 from nstf.kernels.triton.launching import overlaps
 
-# Of attention_bytes.py: programs of a warp; how far ahead they ask for pages, when they read scales.
-BY_BYTES = {"BYTES": 1, "RESIDENT": 12, "REGS": 168, "STAGES": 2, "AHEAD": 2, "EARLY": 0, "LATE": 1}
+# Of attention_bytes.py: a page more is on its way in registers, so there are eight programs of a warp.
+BY_BYTES = {"BYTES": 1, "RESIDENT": 8, "REGS": 0, "STAGES": 2}
 
 
 def by_bytes(forms: Forms, group: int, masked: bool, ring: bool, arch: str) -> bool:
@@ -61,7 +61,4 @@ def tile_of(forms: Forms, masked: bool, arch: str) -> dict[str, int]:
         "FOLD": int(nvidia),
         "REGS": registers,
         "BYTES": 0,
-        "AHEAD": 0,
-        "EARLY": 0,
-        "LATE": 0,
     }

@@ -280,15 +280,3 @@ def mma_equal_rows(a, b, q0, q1, c, HARDWARE: tl.constexpr):
         column = tl.sum(tl.reshape(own, [8, 4]), axis=1)
         sums = of_query(tl.reshape(tl.broadcast_to(column[:, None], [8, 4]), [32]), 0)
         return c[0] + sums, c[1] + sums, c[2] + sums, c[3] + sums
-
-
-@triton.jit
-def ask_for(pointer, BYTES: tl.constexpr, HARDWARE: tl.constexpr):
-    """BYTES from a pointer of words on their way to the second-level cache: one lane asks. 16 bytes are the unit."""
-    if HARDWARE == 1:
-        lane = tl.arange(0, 32)
-        at = pointer.to(tl.int64) + lane * 0
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-            "=r,l,r,r", [at, lane, lane * 0 + BYTES], tl.uint32, False, 1,
-        )  # fmt: skip

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of many queries over lists of key blocks: dense, sink and window, or block-sparse.
 
-A program takes 128 queries of a head (of a narrow band 64), aligned in the sequence, so that its blocks are those of the
-plan. Key blocks that all of its queries see entirely run without a mask; masks are left to the block of the diagonal and
-the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2). Block-sparse heads walk a list of blocks instead of a
-range.
+A program takes 128 queries of a head (of a narrow band 64, of several heads that see the same keys 64 of each), aligned in
+the sequence, so that its blocks are those of the plan. Key blocks that all of its queries see entirely run without a mask;
+masks are left to the block of the diagonal and the edges of sinks and windows (FlashAttention-2, Dao 2023, with exp2).
+Block-sparse heads walk a list of blocks instead of a range.
 
 Quantised caches: a query in page P reads pages up to P - 2 in their stored form, which `far` holds as numbers of 16 bits
 (attention_pages.fetch made them, once for all queries of a chunk), and the last two from `near`, as they came. Of the two
@@ -317,9 +317,9 @@ def prefill_spec(
     )
 
 
-def shares(size: int, arch: str, narrow: bool) -> bool:
+def shares(size: int, arch: str) -> bool:
     """Whether programs may take several heads of a KV head."""
-    return narrow and size == 128 and arch == "sm_90"
+    return size == 128 and arch == "sm_90"
 
 
 def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dict[str, int]:
@@ -327,11 +327,11 @@ def _tile(size: int, lists: bool, arch: str, narrow: bool, together: int) -> dic
 
     Timed on an H200 with heads of 128: 64 keys and three stages for ranges and bands, of lists only what stands here.
     Narrow bands: 64 queries have fewer masked steps, and the start and the end of one program overlaps the other of its
-    multiprocessor.
+    multiprocessor. Several heads together read keys and values once (and spill a few registers: faster all the same).
     """
     one = {"HEADS": together, "REGS": 0}
     if arch.startswith("sm_"):
-        if size == 128 and narrow and together > 1:
+        if size == 128 and together > 1:
             four = together == 4
             return {"QUERIES": 64, "TILE": 64, "WARPS": 8, "STAGES": 3 if four else 2, "EDGE": 64,
                     "HEADS": together, "REGS": 0 if four else 128}  # fmt: skip
@@ -386,12 +386,13 @@ def prefill(
         raise ValueError(f"lists of blocks are for one sequence, not {batch}")
     if near[0].stride() != near[1].stride() or near[0].stride(2) != size:
         raise ValueError("near keys and values must lie alike, each position's channels side by side")
-    each = _tile(size, lists is not None, arch, narrow, 1)["QUERIES"]
+    # Fewer programs would leave a part of the card idle at the end.
+    if batch * len(members) // together * (count // 64) < 6 * processors_of(arch):
+        together = 1
+    each = _tile(size, lists is not None, arch, narrow, together)["QUERIES"]
     if tile is not None:
         each = tile.get("QUERIES", each)
     tiles = (start + count - 1) // each - start // each + 1
-    if batch * len(members) // together * tiles < 4 * processors_of(arch):
-        together = 1
     spec = prefill_spec(
         q.dtype, size, batch, len(members), tiles, lists is not None, bands,
         far[0].data_ptr() == near[0].data_ptr(), arch, tile, narrow, together,

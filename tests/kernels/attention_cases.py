@@ -228,6 +228,7 @@ PREFILL = {
     "heads together": Prefill(
         (200, 90), ("70 130 0",) * 4 + ("full", "5 40 0", "64 64 100", "64 64 100"), size=128, together=True
     ),
+    "codes and dense heads together": Prefill((128, 70), ("full",) * 8, "4c", "4t", size=128, together=True),
     "codes and heads together": Prefill(
         (256, 70), ("70 130 0", "70 130 0", "20 50 0", "70 130 0"), "4c", "4t", size=128, together=True
     ),
