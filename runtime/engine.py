@@ -318,9 +318,7 @@ class Engine:
 
 
 def _warn_of(artifact: Artifact, name: str) -> None:
-    line = (
-        f"{artifact.where}: not enough memory to repack {name} and what follows, which stay as they are stored"
-    )
+    line = f"{artifact.where}: not enough memory to repack {name} and what follows, which stay as they are stored"
     try:
         import logging
     except MemoryError:  # there is none even for that: as logging would where nobody set it up
