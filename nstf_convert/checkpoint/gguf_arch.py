@@ -168,8 +168,12 @@ def llama3_rope(rope: Config, head_dim: int, factors: list[float]) -> Config | N
     The file holds, for each frequency, what it is divided by; Llama 3.1 and 3.2 use low 1, high 4, original
     8192.
     """
-    if len(factors) != head_dim // 2 or not all(1 <= f < math.inf for f in factors):
-        return None
+    if (
+        len(factors) != head_dim // 2
+        or not all(1 <= f < math.inf for f in factors)
+        or "rope_theta" not in rope
+    ):
+        return None  # also where layers have rules of their own (Gemma 3)
     factor, low, high, original = round(max(factors), 4), 1.0, 4.0, 8192
     for i, stored in enumerate(factors):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * i / head_dim)

@@ -38,10 +38,10 @@ def member(folder: Path, name: object, named_by: str) -> Path:
             f"download the checkpoint again or do not trust it"
         )
     path = folder / name
-    if not path.exists():
-        dangling = " (a dangling link)" if path.is_symlink() else ""
+    if not exists(path):
+        dangling = " (a dangling link)" if is_link(path) else ""
         raise CorruptError(
-            f"{path} is missing{dangling} although {named_by} names it; download the checkpoint again"
+            f"{str(path)[:400]} is missing{dangling} although {named_by} names it; download the checkpoint again"
         )
     if not path.resolve().is_relative_to(allowed_root(folder)):
         raise CorruptError(

@@ -47,7 +47,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:
-    weight_map = read_index(folder / INDEX)
+    weight_map = read_index(member(folder, INDEX, str(folder)))
     found: dict[str, Entry] = {}
     for shard in sorted(set(weight_map.values())):
         entries = _entries(member(folder, shard, str(folder / INDEX)))

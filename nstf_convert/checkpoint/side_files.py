@@ -48,9 +48,16 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
             settings = strip_code(load_json(data, str(path)))
             if name == "generation_config.json":
                 settings = _generation(settings, path)
-            data = json.dumps(settings, ensure_ascii=False, indent=2).encode() + b"\n"
+            data = _encoded(settings, path)
         files[name] = data
     return files
+
+
+def _encoded(settings: Any, path: Path) -> bytes:
+    try:
+        return json.dumps(settings, ensure_ascii=False, indent=2).encode() + b"\n"
+    except UnicodeEncodeError as error:  # half of a pair of surrogates, escaped
+        raise CorruptError(f"{path} holds text that is not Unicode; download the checkpoint again") from error
 
 
 def _generation(settings: Any, path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.header import SAFETENSORS_NAMES
 from nstf_convert.checkpoint.paths import member, open_regular
+from nstf_convert.checkpoint.pickled import check_pickle
 from nstf_convert.checkpoint.safetensors_dir import read_index
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
@@ -32,7 +33,7 @@ def open_folder(folder: Path) -> Source:
     """The tensors of a folder with `pytorch_model.bin` or with an index and shards."""
     if not (folder / INDEX).exists():
         return open_file(member(folder, SINGLE, str(folder)))
-    weight_map = read_index(folder / INDEX)
+    weight_map = read_index(member(folder, INDEX, str(folder)))
     tensors: dict[str, tuple[Tensor, Path]] = {}
     for shard in sorted(set(weight_map.values())):
         path = member(folder, shard, str(folder / INDEX))
@@ -63,6 +64,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         )
     if head != b"PK\x03\x04":
         raise CorruptError(f"{path} is not a PyTorch file (it begins with {head!r}); download it again")
+    check_pickle(path)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

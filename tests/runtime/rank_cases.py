@@ -24,7 +24,7 @@ from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, array_specs
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.integer import Params as Int
-from nstf.runtime import divided_modules, graph_generate, loading
+from nstf.runtime import divided_modules, filling, graph_generate, loading
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.skeleton import build_skeleton, parameter_names
@@ -165,7 +165,7 @@ def refusals(folder: Path, rank: int) -> list[str]:
     found = [refusal(partial(nstf.runtime.load, folder / name, tensor_parallel=n)) for name, n in files]
     # One rank's part is damaged, which it finds while the parts are exchanged.
     error = FormatError("no such code") if rank else None
-    with unittest.mock.patch.object(loading, "check_values", side_effect=error):
+    with unittest.mock.patch.object(filling, "check_values", side_effect=error):
         return [*found, refusal(partial(nstf.runtime.load, folder / "1.nstf", tensor_parallel=2))]
 
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint.gguf_arch import llama3_rope
 from tests.nstf_convert.checkpoint.conftest import tiny
 from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, state, write
 
@@ -294,6 +295,11 @@ def test_llama_3_rope_factors_become_their_config(tmp_path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config is None
         assert "follow no rope scaling" in " ".join(checkpoint.notes)
+
+
+def test_factors_of_frequencies_where_layers_have_rules_of_their_own_are_no_scaling() -> None:
+    rope = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    assert llama3_rope(rope, 16, [8.0] * 8) is None
 
 
 def test_one_part_of_a_split_file_is_unsupported(tmp_path: Path) -> None:

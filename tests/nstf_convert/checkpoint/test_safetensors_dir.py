@@ -312,3 +312,31 @@ def test_large_tensors_are_read_in_parts_and_a_short_file_is_still_noticed(tmp_p
         assert bytes(found) == bytes(range(20, 170))
         with pytest.raises(CorruptError, match="ends 20 bytes too early"):
             paths.read_into(file, 20, memoryview(bytearray(200)), "numbers")
+
+
+def test_an_index_that_is_a_link_out_of_the_folder_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        outside = tmp_path / "outside.json"
+        outside.write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+        (llama_folder / f"{name}.index.json").symlink_to(outside)
+        with pytest.raises(CorruptError, match="a link that leaves"):
+            open_checkpoint(llama_folder)
+        (llama_folder / f"{name}.index.json").unlink()
+        (llama_folder / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_a_shard_with_a_name_too_long_for_a_file_is_corrupt(llama_folder: Path) -> None:
+    index = {"weight_map": {"x": "\u00e9" * 200}}  # 400 bytes
+    (llama_folder / "model.safetensors").unlink()
+    (llama_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptError, match="is missing"):
+        open_checkpoint(llama_folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+)
+def test_settings_with_half_a_pair_of_surrogates_are_corrupt(llama_folder: Path, name: str) -> None:
+    (llama_folder / name).write_text('{"chat_template": "\\ud800"}')
+    with open_checkpoint(llama_folder) as checkpoint, pytest.raises(CorruptError, match="not Unicode"):
+        checkpoint.files()

@@ -1,0 +1,146 @@
+"""What the pickle of a .bin checkpoint would make, read from its instructions before torch makes it.
+
+`torch.load(weights_only=True)` runs no code of the file's choice, but it makes what a few hundred bytes ask for: a bytearray
+of any size, a tensor of memory that nobody wrote, a tuple whose hash takes for ever. A state dict needs none of these.
+"""
+
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from nstf.errors import CorruptError, UnsupportedError
+
+# What `torch.save(model.state_dict())` names, in any torch since 1.6, and with parameters in place of tensors.
+NAMES = {
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch", "Size"),
+}
+# A storage names its type: torch FloatStorage, HalfStorage ...; with untyped ones, torch float32 ...
+_STORAGE = "Storage"
+# Of a pickle: 2^18 tensors take 30 MB.
+MOST_BYTES = 256 << 20
+# Objects inside an object, those that are there twice counted twice: hashing a tuple goes through them all.
+MOST_NESTED = 1 << 16
+
+_ONES = {
+    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
+    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_LIST",
+}  # fmt: skip
+_POPS = {"POP": 1, "APPEND": 1, "SETITEM": 2, "BUILD": 1}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+
+
+def check_pickle(path: Path) -> None:
+    """Raises UnsupportedError where a torch file's pickle makes anything but a state dict, CorruptError for what is none."""
+    for name, data in _pickles(path):
+        try:
+            _check(data)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{path} holds Python objects besides dense tensors ({error}), which are never loaded; convert it to "
+                "safetensors where you trust it"
+            ) from error
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CorruptError(
+                f"{path} cannot be read as PyTorch weights ({name}); download it again"
+            ) from error
+
+
+def _pickles(path: Path) -> list[tuple[str, bytes]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [i for i in archive.infolist() if i.filename.rpartition("/")[2] == "data.pkl"]
+            if any(i.file_size > MOST_BYTES or i.compress_type != zipfile.ZIP_STORED for i in found):
+                raise CorruptError(f"{path} has a pickle of a size that no state dict has; download it again")
+            return [(i.filename, archive.read(i)) for i in found]
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise CorruptError(
+            f"{path} cannot be read as PyTorch weights ({str(error)[:120]}); download it again"
+        ) from error
+
+
+def _check(data: bytes) -> None:
+    """Goes through the instructions with the count of what each object holds in place of the object."""
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
+    words: list[str] = []  # the last two strings: STACK_GLOBAL takes its names from there
+
+    def pop(count: int) -> int:
+        if count > len(stack) - (marks[-1] if marks else 0):
+            raise ValueError("too little on the stack")
+        total = sum(stack[len(stack) - count :])
+        del stack[len(stack) - count :]
+        return total
+
+    def push(count: int) -> None:
+        if count > MOST_NESTED:
+            raise UnsupportedError("an object of too many parts")
+        stack.append(count)
+
+    def to_mark() -> int:
+        return pop(len(stack) - marks[-1])
+
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if "UNICODE" in name:
+            words = [*words[-1:], str(argument)]
+        if name in _ONES:
+            push(1)
+        elif name == "GLOBAL":
+            _check_name(*_pair(argument))
+            push(1)
+        elif name == "STACK_GLOBAL":
+            if len(words) != 2:
+                raise ValueError("a global without names")
+            _check_name(words[0], words[1])
+            pop(2)
+            push(1)
+        elif name in _PUTS:
+            memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in _GETS:
+            push(memo[argument])
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in ("TUPLE", "LIST", "DICT"):
+            held = to_mark()
+            marks.pop()
+            push(1 + held if name == "TUPLE" else 1)
+        elif name in ("APPENDS", "SETITEMS", "POP_MARK"):
+            to_mark()
+            marks.pop()
+        elif name in _TUPLES:
+            push(1 + pop(_TUPLES[name]))
+        elif name in ("REDUCE", "BINPERSID"):
+            pop(2 if name == "REDUCE" else 1)
+            push(1)
+        elif name in _POPS:
+            pop(_POPS[name])
+        elif name == "DUP":
+            push(stack[-1])
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise UnsupportedError(f"made by {name}")
+
+
+def _pair(argument: Any) -> tuple[str, str]:
+    module, _, name = str(argument).partition(" ")
+    return module, name
+
+
+def _check_name(module: str, name: str) -> None:
+    known = (module, name) in NAMES or (module == "torch" and name.isidentifier() and _is_type(name))
+    if not known:
+        raise UnsupportedError(f"{module[:40]}.{name[:40]}")
+
+
+def _is_type(name: str) -> bool:
+    import torch
+
+    return name.endswith(_STORAGE) or isinstance(getattr(torch, name, None), torch.dtype)
