@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nstf.analyzers.by_thread import ByThread
+from nstf.errors import UnsupportedError
 
 # Squares that are in memory at a time on a CPU: in its caches they cost half.
 BLOCK = 1 << 15
@@ -98,8 +99,12 @@ def sampled_gradient(logits: Tensor, generator: torch.Generator, labels: int) ->
     logits: [n, vocabulary]; both results [n, vocabulary]. The gradient of -log p(y) is p - onehot(y). The sum over
     `labels` independent y ~ p, divided by sqrt(labels), has the same covariance diag(p) - p p^T, and is close to a
     Gaussian: one unlikely label alone would let its token count a hundred times what it should.
+
+    Raises UnsupportedError where the logits are NaN or all infinite.
     """
     p = torch.softmax(logits.float(), dim=-1)
+    if not bool(p.sum().isfinite()):
+        raise UnsupportedError("the model's outputs are not finite: its weights or its config are damaged")
     drawn = torch.multinomial(p, labels, replacement=True, generator=generator)
     diagonal = p * (1 - p)
     sample = p.mul_(labels).scatter_add_(1, drawn, p.new_full(drawn.shape, -1.0)).div_(labels**0.5)

@@ -90,6 +90,7 @@ class StreamedModel:
         """The original model, read lazily from its checkpoint."""
         if checkpoint.config is None:
             raise ValueError("the checkpoint has no config: its model cannot be run")
+
         return cls(
             checkpoint.config,
             checkpoint.get,

@@ -27,6 +27,7 @@ from nstf.runtime.engine import KV_CACHES, Engine
 from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.filling import fill
 from nstf.runtime.fused import choose_products
+from nstf.runtime.memory_limit import watch_limit
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton
 from nstf.runtime.tensors import named_dtype
@@ -71,6 +72,7 @@ def load(
     Raises UnsupportedError (an architecture that transformers does not know: use `load_tensors`),
     CorruptError, UsageError.
     """
+    watch_limit()
     if attention not in _ATTENTION:
         raise UsageError(f"attention {attention!r} is not one of {', '.join(_ATTENTION)}")
     if engine not in _ENGINE:
@@ -78,7 +80,7 @@ def load(
     if kv_cache not in KV_CACHES:
         raise UsageError(f"kv_cache {kv_cache!r} is not one of {', '.join(KV_CACHES)}")
     if kv_cache != "float16" and (
-        engine == "off" or attention != "full" or torch.device(device).type != "cpu"
+        engine == "off" or attention != "full" or stated_device(device).type != "cpu"
     ):
         raise UsageError(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"

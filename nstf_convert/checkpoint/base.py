@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UsageError
+from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.runtime.artifact.config import Limits, limits_of_shapes
 from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
@@ -140,7 +140,17 @@ class Checkpoint:
         try:
             return self._recipes[name]
         except KeyError:
-            raise KeyError(f"{self.path} has no parameter {name!r}") from None
+            raise NoParameterError(
+                f"{self.path} has no parameter {name[:200]!r}; where its model needs it, the config belongs to another "
+                "model or the file is not whole"
+            ) from None
+
+
+class NoParameterError(UnsupportedError, KeyError):
+    """A parameter that a checkpoint lacks: a KeyError for who asks by name, an error of a file for who runs its model."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def _not_finite(tensor: Tensor) -> int:

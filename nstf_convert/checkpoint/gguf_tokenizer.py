@@ -5,9 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nstf.errors import UnsupportedError
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.config import strip_code
 from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
+
+# Of a token: merges are made of all places where one can be divided, in time that grows with the square.
+MOST_LETTERS = 4096
 
 
 def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
@@ -18,6 +22,11 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     """
     if "tokenizer.ggml.tokens" not in metadata:
         return {}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if any(len(token) > MOST_LETTERS for token in tokens if isinstance(token, str | bytes)):
+        raise UnsupportedError(
+            f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
+        )
     from transformers import AutoTokenizer
 
     real = path.resolve()

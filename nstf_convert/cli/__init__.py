@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
         if not flags and (written := quick.generate(words)) is not None:
             return written
-        from nstf_convert.cli.memory_limit import watch_limit
+        from nstf.runtime.memory_limit import watch_limit
 
         watch_limit()
         with _interrupts() as pressed:
@@ -190,7 +190,7 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
 def _scarce(error: BaseException) -> BaseException | None:
     """What says that memory ended, the error or one behind it: a library that found none looks like a model or a package
     that does not exist to those that wanted it."""
-    from nstf_convert.cli.memory_limit import causes
+    from nstf.runtime.memory_limit import causes
 
     def says_so(found: BaseException) -> bool:
         return isinstance(found, MemoryError) or re.search(_NO_MEMORY, str(found), re.IGNORECASE) is not None

@@ -2,7 +2,6 @@
 
 import json as json_module
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,13 +126,10 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
         from nstf_convert.report.html import render
 
         content = render(report)
-    partial = path.with_name(f".{path.name}.part.{os.getpid()}")
-    try:
-        # The names of files may be of other bytes.
-        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    from nstf.runtime.artifact.atomic_file import write_whole
+
+    # The names of files may be of other bytes.
+    write_whole(path, content.encode("utf-8", errors="backslashreplace"))
 
 
 def print_summary(output: Path, size_bytes: int, budget_bytes: int | None, report: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """Gates as JUnit XML, the form every CI system shows: one test case a gate, a failure with the figures."""
 
-import os
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nstf.runtime.artifact.atomic_file import write_whole
 from nstf_convert.gates.evaluate import Check
 
 
@@ -44,12 +44,7 @@ def junit_xml(
 
 def write_junit(path: Path, document: str) -> None:
     """Writes the document; a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.part.{os.getpid()}")
-    try:
-        partial.write_text(document, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, document.encode())
 
 
 def _legal(value: object) -> str:

@@ -68,6 +68,12 @@ def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
     _sync_folder(path, size_bytes)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """`content` under the name `path`, whole or not at all. Raises UsageError and NstfError as `replacing` does."""
+    with replacing(path, len(content)) as output:
+        output.write(0, memoryview(content))
+
+
 def _sync_folder(path: Path, size_bytes: int) -> None:
     """Makes the rename survive a power cut. The new file is complete under its name already."""
     with disk_errors(path, size_bytes):
@@ -83,6 +89,8 @@ def _check_destination(path: Path, size_bytes: int) -> None:
     with disk_errors(path, size_bytes):
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the path of a file")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: is a device or a pipe, which a file would replace; give another path")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
         _remove_stale(path)

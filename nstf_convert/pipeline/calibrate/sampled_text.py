@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nstf.errors import UnsupportedError
 from nstf_convert.streamed import StreamedModel
 
 # Sequences sampled at once: the key-value cache of 20 x 512 tokens of a 135 M model takes 470 MB.
@@ -30,6 +31,10 @@ def sample_windows(model: StreamedModel, count: int, seq_len: int, seed: int, st
         while ids.shape[1] < seq_len:
             hidden = model.hidden(last, cache)
             probabilities = torch.softmax(model.logits(hidden[:, -1]).double(), dim=-1)
+            if not bool(probabilities.sum().isfinite()):
+                raise UnsupportedError(
+                    "the model's outputs are not finite: its weights or its config are damaged"
+                )
             last = torch.multinomial(probabilities, 1, generator=generator)
             ids = torch.cat([ids, last], dim=1)
         windows.append(ids)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nstf.errors import UnsupportedError
 from nstf_convert.pipeline.calibrate.batches import (
     PROBE_TOKENS,
     TOKENS_PER_BATCH,
@@ -38,7 +39,7 @@ from nstf_convert.pipeline.calibrate.batches import (
     report_batches,
     within,
 )
-from nstf_convert.pipeline.calibrate.gradients import end_loss_gradients
+from nstf_convert.pipeline.calibrate.gradients import Gradients, end_loss_gradients
 from nstf_convert.pipeline.calibrate.hessians import Consumer, gather_hessians
 from nstf_convert.pipeline.calibrate.share import GRADIENTS, HESSIANS, Sharer
 from nstf_convert.pipeline.calibrate.text import Batch, Data
@@ -83,6 +84,7 @@ def calibrate_model(
         gradients = end_loss_gradients(
             model, data, seed, lambda share: tick(back * share), tokens_per_batch, pieces, workers
         )
+        _check_gradients(gradients)
         for name, value in gradients.sensitivity.items():
             writer.add(name, value)
         for name, value in gradients.frequency.items():
@@ -91,7 +93,7 @@ def calibrate_model(
         if sharing is not None and consumer is not None:
             pieces = sharing.begin(HESSIANS, *gradients.stored())
         found = gather_hessians(
-            model, data, gradients, tokens_per_batch, lambda key, h: writer.add(f"hessian:{key}", h), consumer,
+            model, data, gradients, tokens_per_batch, lambda key, h: writer.add(f"hessian:{key}", _sound(key, h)), consumer,
             lambda share: tick((1 - back) * share), pieces, workers,
         )  # fmt: skip
         for key in sorted(found.entries.keys() & gradients.token_weight):
@@ -118,6 +120,27 @@ def calibrate_model(
             "domains": {n: list(v) for n, v in data.domains.items()},
             "held_out_digest": digest(data.held_out),
         }
+
+
+def _check_gradients(gradients: Gradients) -> None:
+    """Raises UnsupportedError for a model whose outputs say nothing about its weights: what follows would be made of NaN."""
+    found = gradients.sensitivity.values()
+    if not all(bool(value.isfinite().all()) for value in [*found, *gradients.token_weight.values()]):
+        raise UnsupportedError("the model's gradients are not finite: its weights or its config are damaged")
+    if found and not any(bool((value != 0).any()) for value in found):
+        raise UnsupportedError(
+            "the model's outputs depend on none of its weights: they or its config are damaged"
+        )
+
+
+def _sound(key: str, hessian: Tensor) -> Tensor:
+    """Second moments of inputs. Raises UnsupportedError where they are not finite, or the output layer's are zero."""
+    total = hessian.diagonal().sum()
+    if not bool(total.isfinite()) or (key == "head" and not bool(total > 0)):
+        raise UnsupportedError(
+            "the model's activations are zero or not finite: its weights or its config are damaged"
+        )
+    return hessian
 
 
 def data_needed(data: Data) -> tuple[dict[str, Tensor], dict[str, Any]]:

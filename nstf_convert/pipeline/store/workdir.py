@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -95,7 +96,7 @@ class WorkDir:
                 f"work directory {path} cannot be made ({error.strerror}): choose another one"
             ) from error
         with disk_errors(path / "lock"):
-            self._lock: IO[str] = (path / "lock").open("w")
+            self._lock: IO[str] = _lock_file(path / "lock")
         if shared:
             self._check_job(dict(job))
             return
@@ -111,7 +112,7 @@ class WorkDir:
                 self._clear()
             self._check_job(dict(job))
             for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
-                left.unlink(missing_ok=True)  # half-written when an earlier run was killed
+                remove(left)  # half-written when an earlier run was killed
             shutil.rmtree(path / "claims", ignore_errors=True)
         except BaseException:
             self.close()
@@ -149,6 +150,8 @@ class WorkDir:
             write_json(file, {**job, NAMES: self._names})
             return
         try:
+            if not file.is_file():
+                raise ValueError("it is no file")
             found = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
@@ -247,6 +250,15 @@ def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorF
         remove(path)
         return None
     return file
+
+
+def _lock_file(path: Path) -> IO[str]:
+    """The open file of a lock. Raises UsageError where something else has its name: opening a pipe would wait for ever."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is no file, so nothing can be locked by it: choose another work directory")
+    return os.fdopen(descriptor, "w")
 
 
 def remove(path: Path) -> None:

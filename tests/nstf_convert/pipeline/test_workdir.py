@@ -148,3 +148,16 @@ def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
     monkeypatch.setattr(Path, "unlink", removed)
     work.close()
     assert [n for n in names if n.exists()] == [stuck]
+
+
+@pytest.mark.parametrize("name", ["lock", "job.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UsageError, CorruptError), match=name.partition(".")[0]):
+        WorkDir(tmp_path, JOB, names=NAMES)
+
+
+def test_a_folder_with_the_name_of_a_half_written_file_goes(tmp_path: Path) -> None:
+    (tmp_path / ".x.part.1").mkdir()
+    WorkDir(tmp_path, JOB, names=NAMES).close()
+    assert not (tmp_path / ".x.part.1").exists()

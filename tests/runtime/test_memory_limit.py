@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.memory_limit import causes
 from nstf_convert.cli import _explain
-from nstf_convert.cli.memory_limit import causes
 
 MIB = 1 << 20
 LIMITED = """
@@ -19,7 +19,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 LOADING = (
     LIMITED
     + """
-from nstf_convert.cli.memory_limit import watch_limit
+from nstf.runtime.memory_limit import watch_limit
 watch_limit()
 try:
     import scipy
