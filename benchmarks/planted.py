@@ -2,7 +2,7 @@
 
     python benchmarks/planted.py [--noise 0 0.1 0.3]
 
-bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
+Each row: the form that loses least beside plain formats of its bytes among those that a conversion would make, its
 bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
 tensor. Below the smallest plain format the hull is the line to the erased tensor. No calibration: all errors count alike.
 """
