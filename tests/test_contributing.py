@@ -139,7 +139,13 @@ def test_a_whole_conversion_uses_both_methods_of_the_page(
     given = {"MODEL": str(model), "TEXT": str(text), "OUT": str(out), "REPORT": str(report)}
     words = [given.get(word, word) for word in command[1].split()]
     # What the page leaves out makes it quick.
-    code = run([*words, *"--samples 6 --seq-len 32 --threads 1 --effort fast --prefer size".split()])
+    quick = "--samples 6 --seq-len 32 --threads 1 --effort fast --prefer size".split()
+    code = run(["plan", *words[1 : words.index("--output")], *quick, "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    expected = {t["name"]: t["method"] for t in json.loads(printed.out)["tensors"]}
+    assert expected[planted] == "kronecker" and set(expected.values()) == {"dense", "kronecker", "nf4"}
+    code = run([*words, *quick])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     written = json.loads(report.read_text())
