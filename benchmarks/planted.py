@@ -2,7 +2,7 @@
 
     python benchmarks/planted.py [--noise 0 0.1 0.3]
 
-bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
+Each row: the form that loses least beside plain formats of its bytes among those that a conversion would make, its
 bytes, and its loss beside that of the lower hull of plain formats at its bytes, both as shares of the loss of erasing the
 tensor. Below the smallest plain format the hull is the line to the erased tensor. No calibration: all errors count alike.
 """
@@ -23,13 +23,15 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.planner import Option, lower_hull
 
-# Kind -> (role, product of random factors, their shapes); matrices of prime sides have no reshape.
+# Kind -> (role, product of random factors, their shapes); matrices of prime sides have no reshape. "+" is no product: what
+# all experts share and, a tenth as large, what tells them apart.
 KINDS: dict[str, tuple[str, str, tuple[tuple[int, ...], ...]]] = {
     "noise": ("up", "ij->ij", ((256, 192),)),
     "low rank 8": ("up", "ir,rj->ij", ((257, 8), (8, 191))),
     "CP of rank 6": ("conv", "ir,jr,kr,lr->ijkl", ((64, 6), (48, 6), (3, 6), (3, 6))),
     "Tucker 3 x 12 x 12": ("expert_stack", "abc,ia,jb,kc->ijk", ((3, 12, 12), (16, 3), (40, 12), (48, 12))),
     "train 3, 8": ("expert_stack", "ib,bjc,ck->ijk", ((16, 3), (3, 40, 8), (8, 48))),
+    "one matrix + 0.1 each": ("expert_stack", "+", ((1, 64, 96), (8, 64, 96))),
 }
 
 
@@ -37,7 +39,8 @@ def row(kind: str, noise: float) -> str:
     """A line of the table."""
     role, product, shapes = KINDS[kind]
     generator = torch.Generator().manual_seed(0)
-    weight = torch.einsum(product, *(torch.randn(shape, generator=generator) for shape in shapes))
+    factors = [torch.randn(shape, generator=generator) for shape in shapes]
+    weight = factors[0] + 0.1 * factors[1] if product == "+" else torch.einsum(product, *factors)
     weight = weight / weight.std() + noise * torch.randn(weight.shape, generator=generator)
     lead = 2 if role == "expert_stack" else 1
     unit = Unit("w", tuple(weight.shape), "float32", role, lead)

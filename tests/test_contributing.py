@@ -17,9 +17,12 @@ import nstf.kernels.formats
 import nstf.quantizers
 from nstf.decomposers.factors import dense_bytes, dense_leaf, lead_for
 from nstf.kernels.formats import EncodedTensor, check, decode, stored_bytes, tree
+from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers import int_grid
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.cli import run
+from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline import Budget, plan
 from nstf_convert.pipeline.propose import methods
 
 from .nstf_convert.pipeline.conftest import WORDS, make_llama
@@ -136,7 +139,13 @@ def test_a_whole_conversion_uses_both_methods_of_the_page(
     given = {"MODEL": str(model), "TEXT": str(text), "OUT": str(out), "REPORT": str(report)}
     words = [given.get(word, word) for word in command[1].split()]
     # What the page leaves out makes it quick.
-    code = run([*words, *"--samples 6 --seq-len 32 --threads 1 --effort fast --prefer size".split()])
+    quick = "--samples 6 --seq-len 32 --threads 1 --effort fast --prefer size".split()
+    code = run(["plan", *words[1 : words.index("--output")], *quick, "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    expected = {t["name"]: t["method"] for t in json.loads(printed.out)["tensors"]}
+    assert expected[planted] == "kronecker" and set(expected.values()) == {"dense", "kronecker", "nf4"}
+    code = run([*words, *quick])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     written = json.loads(report.read_text())
@@ -158,6 +167,36 @@ def test_a_whole_conversion_uses_both_methods_of_the_page(
     reference.load_state_dict({n: decoded.get(n, v) for n, v in reference.state_dict().items()})
     with torch.no_grad():
         torch.testing.assert_close(logits.float(), reference(tokens).logits, rtol=0.02, atol=0.02)
+
+
+def test_a_contributed_method_is_asked_again_at_the_bits_of_a_first_plan(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though `add`, whose corrections are the built-in use of it, is not among the methods."""
+    kronecker = example["decomposers/kronecker.py"]
+    planned = []
+
+    def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+        if room.planned is None:
+            return []
+        planned.append(room.planned)
+        params, factor = {"rank": 2, "rows": 8, "cols": 8}, Recipe("int_grid", {"bits": 8, "group": 0})
+        return [Recipe("kronecker", params, {"factor": factor})]
+
+    monkeypatch.setattr(kronecker, "proposals", proposals)
+    checkpoint = tmp_path / "planted.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2, *size, generator=generator) for size in ((8, 8), (12, 8)))
+    name = "layers.0.mlp.up_proj.weight"
+    save_file({name: torch.einsum("rij,rkl->ikjl", a, b).reshape(96, 64)}, checkpoint)
+    report = plan(
+        ConvertOptions(
+            model=str(checkpoint), budget=Budget("ratio", 0.13), output=tmp_path / "out.nstf", threads=1,
+            formats=("int_grid", "kronecker"), prefer="size",
+        )
+    )  # fmt: skip
+    assert planned and 0.0 < min(planned) <= max(planned) <= 4.0
+    assert [t["method"] for t in report["tensors"]] == ["kronecker"]
 
 
 def test_the_methods_of_the_page_can_be_asked_for_by_name_alone(example: dict[str, ModuleType]) -> None:

@@ -2,7 +2,7 @@
 
     proposals(signature, target, room) -> recipes
 
-signature: what was learnt of the tensor. target: what time costs where the file will run. room: the bytes that are of
+signature: what was learnt of the tensor. target: whether time counts where the file will run. room: the bytes that are of
 interest, what the same bytes buy elsewhere, and how hard to look. A recipe says how the tensor would be stored; the pipeline
 prices it, finds its loss and lets the planner choose. A module with `proposals` in one of the two folders is a method of
 `nstf convert`; nothing else names it.
@@ -135,8 +135,8 @@ class FactorForm:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the file will run. timed: whether the plan counts time, so that forms are wanted that are faster than others of
-    the same bytes though they lose more."""
+    """What a method is told of where the file will run: nothing but whether time counts there, no device and no prices.
+    timed: forms are wanted that are faster than others of the same bytes though they lose more."""
 
     timed: bool = False
 
@@ -161,8 +161,9 @@ class Room:
     may be stored. bits: the bits a weight of the whole file, or None where its size is not known; a form that no plan of
     about so many can take is not wanted. rival: bytes of the arrays -> loss that plain formats, and what was made already,
     have there, or that such a plan allows; plain: that of plain formats alone. size_of: recipe -> bytes of its arrays.
-    planned: None, or the bits a weight that a first plan gives the tensor, where what is only worth a look at a known rate
-    is proposed. quick: whether only what is expected to win is wanted. looks: what was ruled out, filled by `may_win`.
+    planned: None, or the bits a weight that a first plan gives the tensor: decomposers are asked once more, without
+    sizes, where these are few (at most 4) and the effort is not the least, for what is only worth a look at a known rate.
+    quick: whether only what is expected to win is wanted. looks: what was ruled out, filled by `may_win`.
     """
 
     methods: frozenset[str] = frozenset()

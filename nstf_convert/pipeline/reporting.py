@@ -122,9 +122,7 @@ def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
     recipe = final.planned.mix.get(name)
     note = f"copied: {unit.kept}" if unit.kept else ""
     options = run.table.candidates.get(name, ())
-    rejected = [
-        schema.Alternative(c.tree, c.size_bytes, c.loss) for c in worth_showing(options) if c.recipe != recipe
-    ]
+    rejected = [schema.Alternative(c.tree, c.loss) for c in worth_showing(options) if c.recipe != recipe]
     return schema.TensorReport(
         name=name,
         role=unit.role,

@@ -1,7 +1,8 @@
 """The report of a conversion as plain data: everything that was decided and measured, and what was rejected.
 
 `report.json` is `build(...)` written as JSON. Sizes are bytes, times seconds, divergences nats, losses the
-expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What was not measured is null.
+expected end loss 1/2 tr(dW H dW^T) weighted by the tensor's sensitivity. What was not measured is null. Bytes of a tensor
+and of what was rejected for it are those of its arrays; the header is a section of its own.
 
     {"version": 1,
      "tool": {"name": "nstf", "version": "0.1.0", "command": "nstf convert ..."},
@@ -83,7 +84,6 @@ class Alternative:
     """An encoding that was priced and not taken."""
 
     tree: Node
-    size_bytes: int
     expected_loss: float
 
 
@@ -236,6 +236,8 @@ def section_of(role: str) -> str:
 def _tensor(t: TensorReport) -> dict[str, Any]:
     numel = math.prod(t.shape)
     size = stored_bytes(t.tree, t.shape)
+    # Of the arrays alone, as the tensor's own: the header has a section of its own.
+    rejected = [(stored_bytes(a.tree, t.shape), a) for a in t.rejected]
     return {
         "name": t.name,
         "role": t.role,
@@ -254,8 +256,8 @@ def _tensor(t: TensorReport) -> dict[str, Any]:
         "note": t.note,
         "signature": dict(t.signature),
         "rejected": [
-            {"encoding": compact(a.tree), "size_bytes": a.size_bytes, "expected_loss": a.expected_loss}
-            for a in sorted(t.rejected, key=lambda a: (a.size_bytes, a.expected_loss))
+            {"encoding": compact(a.tree), "size_bytes": size_bytes, "expected_loss": a.expected_loss}
+            for size_bytes, a in sorted(rejected, key=lambda r: (r[0], r[1].expected_loss))
         ],
     }
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nstf import decomposers
 from nstf.decomposers.add import LOW_BITS
 from nstf.errors import BudgetError
 from nstf_convert.pipeline import mix as mixes
@@ -39,11 +40,11 @@ ROUGH = ("decomposed", "hybrid")
 
 @dataclass
 class Run:
-    """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are
-    made. true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report.
-    with_hybrids: tensors whose hybrids were looked at. grown: decompositions whose ranks were adapted. timing: what mixes
-    cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what ranks
-    allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
+    """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are made.
+    true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report. with_hybrids:
+    tensors for which decomposers were asked at few bits. grown: decompositions whose ranks were adapted. timing: what
+    mixes cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what
+    ranks allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
     decompositions, which measured worse. factor: how many times what is expected of them decompositions lose in plans;
     rounds: of `pays`, for the report."""
 
@@ -67,12 +68,12 @@ class Run:
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
     ) -> Planned:
-        """The best plan within a budget, with hybrids added where it gives few bits; what it takes of decompositions was
-        made, where the Hessians are at hand. Raises BudgetError."""
+        """The best plan within a budget, with what decomposers propose for tensors that it gives few bits; what it takes of
+        decompositions was made, where the Hessians are at hand. Raises BudgetError."""
         session = self.session
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
-            if "add" in self.allowed and session.options.level.thorough:
+            if self.allowed.intersection(decomposers.METHODS) and session.options.level.thorough:
                 bits = plans.planned_bits(session, planned)
                 low = [session.units[n] for n in bits if n not in self.with_hybrids and bits[n] <= LOW_BITS]
                 low = [u for u in low if session.statistics.has_hessian(u)]
@@ -138,16 +139,16 @@ class Run:
                 lambda u: None,
             )
         self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
-        self._add(
-            {n: [c for c in found if self.table.find(n, c.recipe) is None] for n, found in more.items()}
-        )
+        self._add(more)
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact)
         return self._confirmed(planned, budget_bytes, weights, exact)
 
     def _add(self, found: Mapping[str, Sequence[Candidate]]) -> None:
-        """Puts further candidates into the table, by tensor; with ranks to divide among, those that can be divided."""
+        """Puts further candidates into the table, by tensor, as far as it lacks them; with ranks to divide among, those that
+        can be divided."""
         for name, more in found.items():
+            more = [c for c in more if self.table.find(name, c.recipe) is None]
             if self.divisions is not None:
                 more = self.divisions.kept(self.session.units[name], more)
             self.table = self.table.with_more(name, more)

@@ -47,11 +47,7 @@ def loss_of(tree: Node, shape: tuple[int, ...], weight: float) -> float:
 
 
 def tensor(name: str, role: str, shape: tuple[int, ...], tree: Node, weight: float) -> report.TensorReport:
-    rejected = [
-        report.Alternative(n, stored_bytes(n, shape), loss_of(n, shape, weight))
-        for n in candidates()
-        if n != tree
-    ]
+    rejected = [report.Alternative(n, loss_of(n, shape, weight)) for n in candidates() if n != tree]
     return report.TensorReport(
         name,
         role,

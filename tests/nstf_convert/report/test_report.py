@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nstf.kernels.formats import Node, permute
+from nstf.kernels.formats import Node, permute, stored_bytes
 from nstf.kernels.formats.tree import kinds as format_kinds
 from nstf_convert.report.build import TensorReport, layer_of, section_of
 from nstf_convert.report.describe import compact, disk_bits, nominal_bits
@@ -105,6 +105,21 @@ def test_the_page_is_self_contained_and_well_formed(report):
     assert parsed.tags.count("svg") >= 10
 
 
+def test_a_form_has_the_same_bytes_whether_it_was_chosen_or_rejected():
+    forms = sample.integer(3), sample.integer(4)
+    rows = [
+        TensorReport(
+            "w", "up", (64, 64), "bfloat16", one, 8192, 0.5, rejected=[sample.report.Alternative(two, 0.7)]
+        )
+        for one, two in (forms, forms[::-1])
+    ]
+    written = [sample.sample(tensors=[row])["tensors"][0] for row in rows]
+    for one, two in (written, written[::-1]):
+        (rejected,) = one["rejected"]
+        assert (rejected["encoding"], rejected["size_bytes"]) == (two["encoding"], two["size_bytes"])
+    assert [t["size_bytes"] for t in written] == [stored_bytes(form, (64, 64)) for form in forms]
+
+
 def test_the_style_is_closed_so_that_no_rule_swallows_the_rest(report):
     style = re.search(r"<style>(.*)</style>", render(report), re.DOTALL).group(1)
     depth = 0
@@ -125,7 +140,7 @@ def test_the_page_shows_every_part(report):
 def test_text_of_the_model_cannot_become_markup():
     evil = '</title><script>alert(1)</script>"onload="x'
     tensor = TensorReport(evil, evil, (64, 64), "bfloat16", sample.integer(4), 8192, 0.5, note=evil,
-                          rejected=[sample.report.Alternative(sample.integer(3), 100, 0.7)])  # fmt: skip
+                          rejected=[sample.report.Alternative(sample.integer(3), 0.7)])  # fmt: skip
     facts = sample.report.ModelFacts(evil, evil, evil, evil, 4096, 8192, 1)
     calibration = sample.report.CalibrationFacts(
         evil, False, 1, 1, 1, 0, [sample.report.ExpertTokens(evil, (1, 0))]
