@@ -247,6 +247,10 @@ def open_artifact(path: str | os.PathLike[str], *, verify: bool = False, mapped:
     Raises CorruptError, UnsupportedError (a newer version or encoding), UsageError (no such file).
     """
     path = os.fspath(path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:  # half of a pair of surrogates
+        raise UsageError(f"{path!a}: no file can have such a name") from error
     raw, size = read_header(path)
     manifest, entries = parse_structure(raw, size, path)
     try:

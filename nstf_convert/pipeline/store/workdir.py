@@ -204,6 +204,8 @@ class WorkDir:
     ) -> None:
         """Stores a result under its key."""
         file = self._file(key, folder)
+        if not file.parent.is_dir():
+            remove(file.parent)  # a file or a link in the place of a folder of results
         if file.is_dir():  # in the place of a result that was made again without being looked for
             remove(file)
         write_tensors(file, tensors, {"key": key, "of": metadata})

@@ -2,11 +2,13 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
@@ -161,3 +163,15 @@ def test_a_folder_with_the_name_of_a_half_written_file_goes(tmp_path: Path) -> N
     (tmp_path / ".x.part.1").mkdir()
     WorkDir(tmp_path, JOB, names=NAMES).close()
     assert not (tmp_path / ".x.part.1").exists()
+
+
+def test_a_file_in_the_place_of_a_folder_of_results_goes(tmp_path: Path) -> None:
+    key = "ab" * 32
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        work.put(key, {"x": torch.ones(2)}, {})
+        found = next(tmp_path.rglob(f"*{key[2:]}*"))
+        folder = found.parent
+        shutil.rmtree(folder)
+        folder.symlink_to("nowhere")
+        work.put(key, {"x": torch.ones(2)}, {})
+        assert folder.is_dir() and not folder.is_symlink()

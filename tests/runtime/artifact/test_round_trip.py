@@ -310,6 +310,11 @@ def test_verify_names_the_array_that_differs(tmp_path: Path, sample: dict[str, A
         )
 
 
+def test_a_name_that_no_file_can_have_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no file can have"):
+        open_artifact("\ud800")
+
+
 def test_file_that_is_missing_a_folder_or_a_fifo_is_a_usage_error(tmp_path: Path) -> None:
     import os
 
