@@ -79,9 +79,7 @@ def load(
         raise UsageError(f"engine {engine!r} is not one of {', '.join(_ENGINE)}")
     if kv_cache not in KV_CACHES:
         raise UsageError(f"kv_cache {kv_cache!r} is not one of {', '.join(KV_CACHES)}")
-    if kv_cache != "float16" and (
-        engine == "off" or attention != "full" or stated_device(device).type != "cpu"
-    ):
+    if kv_cache != "float16" and (engine == "off" or attention != "full" or not _is_cpu(device)):
         raise UsageError(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
         )
@@ -94,6 +92,13 @@ def load(
     ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
     with _enough_memory(path):
         return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
+
+
+def _is_cpu(device: str | torch.device) -> bool:
+    try:
+        return torch.device(device).type == "cpu"
+    except RuntimeError:
+        return stated_device(device).type == "cpu"  # which says what is wrong with it
 
 
 @contextmanager
