@@ -121,7 +121,7 @@ def near(y: Tensor, expected: Tensor) -> bool:
 
 def main() -> None:
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
-    print(json.dumps({case.name: found(case, "cpu") for case in CASES}))
+    print(json.dumps({case.name: found(case, "cpu") for case in CASES if case.name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":
