@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from nstf.runtime.imports import left_out
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate.share import Pieces, SharedStep
 from nstf_convert.pipeline.machine import Machine, keep_within
@@ -76,13 +77,15 @@ class Answer:
 @dataclass(frozen=True)
 class Start:
     """What a helper is told first. bounds: the first process's, which decide about bytes; gpu_bytes: what the helper itself
-    may take of its GPU; any_size: as in `Session`; rehearses: whether it prepares for candidates before it is asked."""
+    may take of its GPU; any_size: as in `Session`; rehearses: whether it prepares for candidates before it is asked;
+    without: libraries that the first process leaves out."""
 
     options: ConvertOptions
     bounds: Machine
     gpu_bytes: int
     any_size: bool
     rehearses: bool
+    without: Sequence[str]
 
 
 class Helpers:
@@ -112,7 +115,7 @@ class Helpers:
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
             with _seeing_only(device):
-                found = _started(Start(own, bounds, gpu_bytes, any_size, self._beside))
+                found = _started(Start(own, bounds, gpu_bytes, any_size, self._beside, left_out()))
             if found is None:
                 self._failed("Python cannot be started")
                 continue

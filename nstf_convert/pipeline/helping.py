@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from nstf.runtime.imports import leave_out
 from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
@@ -27,7 +28,9 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     connection = Connection(descriptor)
     with suppress(EOFError, OSError):
-        serve(connection, connection.recv())
+        start = connection.recv()
+        leave_out(start.without)
+        serve(connection, start)
 
 
 def serve(connection: Connection, start: Start) -> None:

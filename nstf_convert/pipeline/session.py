@@ -80,6 +80,8 @@ class Session:
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
         self.probed: tuple[list[nn.Module], dict[str, str]] | None = None
         self.prediction: Prediction | None = None
+        # Whether a file's layout was shown to what reads it (allocate.plan).
+        self.layout_checked = False
         # What is calibrated on, where the prediction has read it before.
         self.data: Data | None = None
         try:

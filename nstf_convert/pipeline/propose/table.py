@@ -1,6 +1,6 @@
 """The candidates of all tensors, with what is known of their losses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,15 @@ __all__ = ["Table", "build_table", "is_slow", "key_of", "leave_candidates"]
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of every tensor that may change, by name. fused: the group of tensors that must be stored alike."""
+    """The candidates of every tensor that may change, by name. fused: the group of tensors that must be stored alike.
+    known: what plans have made of the table, by what it was made for."""
 
     candidates: Mapping[str, Sequence[Candidate]]
     fused: Mapping[str, str] = field(default_factory=dict)
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _by_recipe: dict[str, dict[Recipe, Candidate]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def with_more(self, name: str, extra: Sequence[Candidate]) -> "Table":
         """The table with further candidates for one tensor."""
@@ -36,7 +41,9 @@ class Table:
 
     def find(self, name: str, recipe: Recipe) -> Candidate | None:
         """The candidate of a tensor with this recipe."""
-        return next((c for c in self.candidates[name] if c.recipe == recipe), None)
+        if name not in self._by_recipe:  # of equal recipes the first
+            self._by_recipe[name] = {c.recipe: c for c in reversed(self.candidates[name])}
+        return self._by_recipe[name].get(recipe)
 
 
 def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
