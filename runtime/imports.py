@@ -1,8 +1,13 @@
 """Importing large libraries."""
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+# What transformers imports where it is installed, and no language model needs: images for the losses of
+# object detection, statistics for generation with a draft.
+NOT_FOR_TEXT = ("PIL", "torchvision", "sklearn")
 
 
 @contextmanager
@@ -19,3 +24,15 @@ def uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+def leave_out(names: Iterable[str]) -> None:
+    """These libraries are not there for the rest of this process, but where they were imported before. For a command, not a
+    library: others in the process may want them."""
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as Python's import system has it
+
+
+def left_out() -> list[str]:
+    """Those of `NOT_FOR_TEXT` that are."""
+    return [name for name in NOT_FOR_TEXT if name in sys.modules and sys.modules[name] is None]

@@ -10,6 +10,7 @@ from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
+from nstf_convert.cli.unused import leave_out_unused
 
 
 @with_options(
@@ -42,6 +43,7 @@ def calibrate(
     """
     options.check_output(output, [model, *(settings["datasets"] or [])], settings["force"])
     chosen = options.build_options(model, output, None, settings)
+    leave_out_unused(model)
     from nstf_convert import pipeline
 
     path = Path(pipeline.calibrate(chosen))

@@ -16,6 +16,7 @@ from nstf_convert.cli.attention import chosen_pairs
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
+from nstf_convert.cli.unused import leave_out_unused
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def convert(
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )
+    leave_out_unused(model)
     with uncollected():
         from nstf_convert import pipeline
 

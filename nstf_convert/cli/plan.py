@@ -11,6 +11,7 @@ from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
+from nstf_convert.cli.unused import leave_out_unused
 
 
 @with_options(
@@ -49,6 +50,7 @@ def plan(
             "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
         )
     chosen = options.build_options(model, Path("model.nstf"), budget_texts, settings, force=True)
+    leave_out_unused(model)
     from nstf_convert import pipeline
 
     result = pipeline.plan(chosen)
@@ -71,6 +73,7 @@ def show_frontier(
     if svg is not None and not svg.parent.is_dir():
         raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
     chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
+    leave_out_unused(model)
     from nstf_convert import pipeline
     from nstf_convert.report import frontier as report
 

@@ -1,43 +1,58 @@
-"""Further GPUs: a process each, which makes results and leaves them in the work directory.
+"""Helpers: further processes, which make results and leave them in the work directory (nstf_convert.pipeline.helping).
 
-The process of the first GPU does the whole conversion. What a helper has put into the work directory it finds there, under
-the address of its content, instead of making it: the file is the same bytes for any number of GPUs, and a helper that
-fails costs time and nothing else. Processes, since the precision of matrix products is a setting of the whole process.
+The first process does the whole conversion. What a helper has put into the work directory it finds there, under the
+address of its content, instead of making it: the file is the same bytes for any number of helpers, and one that fails
+costs time and nothing else. Processes, since the precision of matrix products is a setting of the whole process.
 
-Helpers take a part of the calibration (nstf_convert.pipeline.calibrate.share), and encode and measure the best single
-formats while the first process does so with the mix.
+A helper on each further GPU takes a part of the calibration (nstf_convert.pipeline.calibrate.share), and encodes and
+measures the best single formats while the first process does so with the mix. Helpers beside the first process, on its own
+GPU, take a part of the candidates alone: of small matrices these are Python and launches, which leave the GPU idle.
 """
 
 import logging
-import multiprocessing
 import os
-import signal
-import threading
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
-from multiprocessing.connection import Connection, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from nstf.runtime.imports import left_out
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
+from nstf_convert.pipeline.calibrate.share import Pieces, SharedStep
 from nstf_convert.pipeline.machine import Machine, keep_within
-from nstf_convert.pipeline.progress import Peaks, Stages, peaks
+from nstf_convert.pipeline.progress import Peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
-
-if TYPE_CHECKING:
-    from nstf_convert.pipeline.session import Session
 
 log = logging.getLogger("nstf")
 
+# Helpers beside the first process: at most so many, each for so many of the machine's cores, and what one may take of the
+# bound on the GPU's memory. Below these bounds there are none, nor for checkpoints of other sizes: smaller ones are done
+# before helpers are ready, and the matrices of larger ones keep a GPU busy.
+MOST_BESIDE, CORES_EACH, GPU_SHARE = 3, 4, 1 / 8
+LEAST_GPU_BYTES, LEAST_HOST_BYTES = 24 << 30, 16 << 30
+SMALLEST_CHECKPOINT, LARGEST_CHECKPOINT = 64 << 20, 1 << 30
+
+# What a helper's Python runs. It does not import the user's script, which may convert without asking what it is run as, and
+# it ignores Ctrl-C from its first line on: the first process decides what an interruption means.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.path[:] = sys.argv[2:]
+from nstf_convert.pipeline.helping import main
+main(int(sys.argv[1]))
+"""
+
 # Which GPUs a process sees; on AMD's the first of these that is set.
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-GONE = "it ended; a Python script that converts needs `if __name__ == '__main__':`"
+GONE = "it ended"
 
 Mix = Mapping[str, Recipe]
 
@@ -59,39 +74,62 @@ class Answer:
     peaks: Peaks
 
 
-class Helpers:
-    """The processes of all GPUs but the first. They open the model at once, and the work directory with their first job."""
+@dataclass(frozen=True)
+class Start:
+    """What a helper is told first. bounds: the first process's, which decide about bytes; gpu_bytes: what the helper itself
+    may take of its GPU; any_size: as in `Session`; rehearses: whether it prepares for candidates before it is asked;
+    without: libraries that the first process leaves out."""
 
-    def __init__(self, options: ConvertOptions, folder: Path, machine: Machine) -> None:
-        """machine: of the first process; each helper takes one of the further devices and keeps to the same bounds, which
-        decide about bytes. The host's memory is shared out."""
-        share, devices = machine.host_bytes // len(machine.devices), machine.devices[1:]
-        context = multiprocessing.get_context("spawn")
-        self._processes = []
+    options: ConvertOptions
+    bounds: Machine
+    gpu_bytes: int
+    any_size: bool
+    rehearses: bool
+    without: Sequence[str]
+
+
+class Helpers:
+    """Further processes. They open the model at once, and the work directory with their first job."""
+
+    def __init__(
+        self,
+        options: ConvertOptions,
+        folder: Path,
+        machine: Machine,
+        beside: int | None = None,
+        any_size: bool = False,
+    ) -> None:
+        """machine: of the first process. beside: so many helpers on its own GPU, for candidates; None: one on each further
+        GPU, which keeps to the same bounds. The host's memory is shared out. any_size: as in `Session`."""
+        self._machine, self._beside = machine, beside is not None
+        devices = machine.devices[1:] if beside is None else (machine.device,) * beside
+        share = machine.host_bytes // (1 + len(devices))
+        gpu_bytes = machine.gpu_bytes if beside is None else int(GPU_SHARE * machine.gpu_bytes)
+        self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._busy: list[Connection] = []
         self._gone: set[Connection] = set()
         self._peaks: dict[Connection, Peaks] = {}
         self._devices: dict[Connection, str] = {}
         for device in devices:
-            ours, theirs = context.Pipe()
             alone = torch.device("cuda", 0) if device.type == "cuda" else device
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
-            process = context.Process(target=_serve, args=(theirs, own, bounds), daemon=True)
             with _seeing_only(device):
-                process.start()
-            theirs.close()
-            self._processes.append((process, ours))
-            self._devices[ours] = str(device)
+                found = _started(Start(own, bounds, gpu_bytes, any_size, self._beside, left_out()))
+            if found is None:
+                self._failed("Python cannot be started")
+                continue
+            self._processes.append(found)
+            self._devices[found[1]] = str(device)
 
     @property
     def any(self) -> bool:
-        """Whether there is another GPU whose process is alive."""
+        """Whether there is a helper that is alive."""
         return bool(self._alive())
 
     @property
     def peaks(self) -> list[Peaks]:
-        """What each helper had taken of memory when it last answered."""
+        """What each helper had taken of memory when it last answered, or was ended."""
         return list(self._peaks.values())
 
     def _alive(self) -> list[Connection]:
@@ -103,9 +141,9 @@ class Helpers:
             self._send(connection, job)
 
     def start_all(self, job: SharedStep) -> None:
-        """Begins with a job that all GPUs share."""
+        """Begins with a job that all helpers share. Those beside the first process may not be ready: each has a door."""
         for connection in self._alive():
-            self._send(connection, job)
+            self._send(connection, replace(job, door=self._door(connection)))
 
     def _send(self, connection: Connection, job: Job | SharedStep) -> None:
         try:
@@ -117,12 +155,25 @@ class Helpers:
     def _lost(self, connection: Connection) -> None:
         if connection not in self._gone:
             self._gone.add(connection)
-            _failed(GONE)
+            self._failed(GONE)
+
+    def _failed(self, why: str) -> None:
+        if self._beside:
+            log.info("a process beside this one failed (%s): its work is done here", why)
+        else:
+            log.warning("another GPU's process failed (%s): its work is done on the first one", why)
 
     @property
     def busy(self) -> bool:
         """Whether jobs were begun that nobody has waited for."""
         return bool(self._busy)
+
+    def shut_out(self, pieces: Pieces) -> None:
+        """Nothing waits for helpers that have not begun with a step, and they will not: its pieces are all taken."""
+        self._busy = [c for c in self._busy if not pieces.take(self._door(c))]
+
+    def _door(self, connection: Connection) -> str:
+        return f"door {connection.fileno()}" if self._beside else ""
 
     def wait(self) -> None:
         """Returns when all jobs are done, or have failed: then the caller finds nothing and does them itself."""
@@ -135,15 +186,66 @@ class Helpers:
                 continue
             self._peaks[connection] = replace(answer.peaks, device=self._devices[connection])
             if answer.failure:
-                _failed(answer.failure)
+                self._failed(answer.failure)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """What helpers on the first process's own GPU may take is not this one's inside."""
+        if not (self._beside and self.any and self._machine.on_gpu):
+            yield
+            return
+        left = self._machine.gpu_bytes * (1 - GPU_SHARE * len(self._alive()))
+        torch.cuda.empty_cache()
+        keep_within(int(left), self._machine.devices)
+        try:
+            yield
+        finally:
+            keep_within(self._machine.gpu_bytes, self._machine.devices)
 
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
         for process, connection in self._processes:
+            if connection not in self._peaks and (taken := _host_peak(process.pid)):
+                self._peaks[connection] = Peaks(self._devices[connection], taken, None)
             connection.close()
-            process.terminate()
-            process.join()
+            process.kill()
+        for process, _ in self._processes:
+            process.wait()
         self._processes, self._busy = [], []
+
+
+def count_beside(machine: Machine, checkpoint_bytes: int) -> int:
+    """How many helpers work beside the first process, on its own GPU."""
+    fits = SMALLEST_CHECKPOINT <= checkpoint_bytes <= LARGEST_CHECKPOINT
+    roomy = machine.gpu_bytes >= LEAST_GPU_BYTES and machine.host_bytes >= LEAST_HOST_BYTES
+    if not (machine.on_gpu and len(machine.devices) == 1 and fits and roomy):
+        return 0
+    return max(0, min(MOST_BESIDE, machine.threads // CORES_EACH - 1))
+
+
+def _started(start: Start) -> "tuple[subprocess.Popen[bytes], Connection] | None":
+    """A helper's process and the connection to it, or None where none can be started."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
+    try:
+        # Its stdin ends with this process.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+    except OSError:
+        return None
+    finally:
+        theirs.close()
+    with suppress(OSError):  # it has ended: found out with the first job
+        ours.send(start)
+    return process, ours
+
+
+def _host_peak(process: int) -> int:
+    """The largest resident set of a process, in bytes; 0 where the system does not say."""
+    try:
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return 0 if found is None else 1024 * int(found[1])
 
 
 @contextmanager
@@ -172,85 +274,3 @@ def visible_name(amd: bool, environment: Mapping[str, str]) -> str:
 def visible_as(index: int, visible: str | None) -> str:
     """What CUDA calls the GPU that torch numbers `index` where `visible` (None: nothing) restricts what is seen."""
     return str(index) if visible is None else visible.split(",")[index].strip()
-
-
-def _failed(why: str) -> None:
-    log.warning("another GPU's process failed (%s): its work is done on the first one", why)
-
-
-def _serve(connection: Connection, options: ConvertOptions, bounds: Machine) -> None:
-    """What a helper does: jobs, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides what an interruption means
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    session: Session | None = None
-    joined, failure = False, ""
-    try:
-        session = _session(options, bounds)
-    except Exception as error:  # told with the first job
-        failure = _told(error)
-    while True:
-        try:
-            job = connection.recv()
-        except (EOFError, OSError):
-            break
-        if session is not None:
-            try:
-                if not joined:
-                    session.join()
-                joined, failure = True, ""
-                _do(session, job)
-            except Exception as error:
-                failure = _told(error)
-        try:
-            connection.send(Answer(failure, peaks(bounds.device)))
-        except OSError:
-            break
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _end_with_parent() -> None:
-    """A first process that is killed cannot end its helpers: these would go on for hours, and keep their GPU."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _session(options: ConvertOptions, bounds: Machine) -> "Session":
-    from nstf_convert.pipeline.session import Session  # which starts the helpers
-
-    if bounds.on_gpu:
-        keep_within(bounds.gpu_bytes, bounds.devices)
-    return Session(options, Stages(), given=bounds)
-
-
-def _do(session: "Session", job: Job | SharedStep) -> None:
-    from nstf_convert.pipeline.calibrate.batches import domains
-    from nstf_convert.pipeline.calibrate.make import help_with
-    from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
-    from nstf_convert.pipeline.mix import REFERENCES, measure
-    from nstf_convert.pipeline.propose.table import leave_candidates
-
-    def silent(unit: Unit) -> None:
-        """Progress is the first process's."""
-
-    if isinstance(job, SharedStep) and job.step != CANDIDATES:
-        help_with(session, job)
-    else:
-        session.share_calibration()
-    if isinstance(job, SharedStep) and job.step == CANDIDATES:
-        leave_candidates(session, job)
-    if isinstance(job, SharedStep):
-        return
-    session.compile_for(job.mix)
-    load = None
-    if job.front_to_back:
-        load = encode_in_prefix(session, job.mix, silent, job.corrected).loader()
-    else:
-        session.encoder.encode_all([(session.units[n], r) for n, r in job.mix.items()], silent)
-    for split in REFERENCES:
-        if session.calibration is not None and domains(session.calibration, split):
-            measure(session, job.mix, split, load)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ def shared_names(session: Session) -> dict[str, str]:
     return dict(session.checkpoint.ties)
 
 
+@lru_cache(1 << 14)
 def file_name(name: str) -> str:
     """A tensor's name in the artifact: ONNX names may be paths or hold colons, which are percent-encoded there."""
     from urllib.parse import quote

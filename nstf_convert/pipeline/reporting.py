@@ -1,6 +1,8 @@
 """report.json: everything that was decided and measured, and what was rejected."""
 
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +11,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Final
-from nstf_convert.pipeline.progress import peaks
+from nstf_convert.pipeline.progress import Peaks, peaks
 from nstf_convert.pipeline.propose import methods
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.session import Session
@@ -197,7 +199,7 @@ def resources(session: Session) -> dict[str, Any]:
     machine, predicted = session.machine, session.prediction
     windows = _windows(session)
     fewer = windows is not None and min(windows.values()) < windows["asked"]
-    taken = [peaks(machine.device), *session.helpers.peaks]
+    taken = [peaks(machine.device), *session.helpers.peaks, *session.beside.peaks]
     return {
         "devices": [str(d) for d in machine.devices],
         "threads": machine.threads,
@@ -205,7 +207,7 @@ def resources(session: Session) -> dict[str, Any]:
         "host_bound_bytes": machine.host_bytes,
         "host_peak_bytes": sum(p.host_bytes for p in taken),
         "gpu_bound_bytes": machine.gpu_bytes or None,
-        "gpu_peak_bytes": max((p.gpu_bytes for p in taken if p.gpu_bytes is not None), default=None),
+        "gpu_peak_bytes": _of_the_fullest(taken),
         "peaks": [asdict(p) for p in taken],
         "memory_short": machine.short and fewer,
         "windows": windows,
@@ -214,6 +216,15 @@ def resources(session: Session) -> dict[str, Any]:
         "predicted_host_bytes": None if predicted is None else predicted.host_bytes,
         "predicted_gpu_bytes": None if predicted is None else predicted.gpu_bytes,
     }
+
+
+def _of_the_fullest(taken: Sequence[Peaks]) -> int | None:
+    """The memory taken of the GPU of which most was: the peaks of its processes, as if they came together."""
+    of = Counter[str]()
+    for found in taken:
+        if found.gpu_bytes is not None:
+            of[found.device] += found.gpu_bytes
+    return max(of.values(), default=None)
 
 
 def _windows(session: Session) -> dict[str, int] | None:

@@ -26,7 +26,7 @@ from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
 from nstf_convert.pipeline.calibrate.text import Data, longest_window
-from nstf_convert.pipeline.helpers import Helpers
+from nstf_convert.pipeline.helpers import Helpers, count_beside
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
@@ -34,9 +34,9 @@ from nstf_convert.pipeline.progress import NOTICE, Stages
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.methods import method_families, reach
 from nstf_convert.pipeline.propose.recipe import Recipe, trellis_rates
-from nstf_convert.pipeline.propose.units import Statistics, find_units
+from nstf_convert.pipeline.propose.units import Statistics, Unit, find_units
 from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
-from nstf_convert.pipeline.store.workdir import WorkDir, content_key, undamaged
+from nstf_convert.pipeline.store.workdir import Store, WorkDir, content_key, undamaged
 from nstf_convert.streamed import StreamedModel
 
 log = logging.getLogger("nstf")
@@ -80,6 +80,8 @@ class Session:
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
         self.probed: tuple[list[nn.Module], dict[str, str]] | None = None
         self.prediction: Prediction | None = None
+        # Whether a file's layout was shown to what reads it (allocate.plan).
+        self.layout_checked = False
         # What is calibrated on, where the prediction has read it before.
         self.data: Data | None = None
         try:
@@ -100,6 +102,7 @@ class Session:
     def _open_model(self) -> None:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
+            self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
             self.model = self._build_model()
@@ -108,13 +111,23 @@ class Session:
                 self._opened.callback(gc.unfreeze)
                 gc.freeze()
 
+    def _help_beside(self) -> None:
+        """Starts helpers on the same GPU, before this process spends its time on imports. What keeps all Hessians makes no
+        candidates."""
+        count = (
+            0 if self.helper or not self.may_drop else count_beside(self.machine, self.checkpoint.total_bytes)
+        )
+        self.beside = Helpers(self.options, self._folder, self.machine, count, self.any_size)
+        self._opened.callback(self.beside.close)
+
     def _open_work(self) -> None:
         new = not self._folder.exists()
         self.work = self._opened.enter_context(self._work_dir())
         self._made_folder = new
         self._opened.callback(self.helpers.close)  # before the lock goes
+        self._opened.callback(self.beside.close)
         self.source = self._expanded()
-        self.units = {u.name: u for u in find_units(self._infos(), self.model)}
+        self.units = self.found_units()
         self.calibration: TensorFile | None = None
         self.statistics = Statistics(None, self.device)
         self.encoder = self.encoder_for("none")
@@ -159,6 +172,7 @@ class Session:
         after a mistake in the input, whose correction makes it another session."""
         if not self.helper and getattr(self, "calibration", None) is not None:
             self.helpers.close()
+            self.beside.close()
             self.work.drop_pieces()
         self._opened.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
@@ -255,14 +269,19 @@ class Session:
         """Whether the Hessians of all layers are at hand, so that tensors can be encoded on their own."""
         return all(self.statistics.has_hessian(u) for u in self.units.values())
 
-    def encoder_for(self, calibration: str) -> Encoder:
-        """What encodes the units by the session's statistics, which came from the calibration of that fingerprint."""
+    def found_units(self) -> dict[str, Unit]:
+        """The checkpoint's tensors, by name."""
+        return {u.name: u for u in find_units(self._infos(), self.model)}
+
+    def encoder_for(self, calibration: str, work: Store | None = None) -> Encoder:
+        """What encodes the units by the session's statistics, which came from the calibration of that fingerprint. work:
+        where its results go, if not to the work directory."""
         identity = content_key(checkpoint=self.checkpoint.fingerprint(), calibration=calibration)
         few = not self.options.level.thorough and self.options.formats is None
         methods = method_families(None)
         few = few and all(reach(methods, u.cols) for u in self.units.values() if u.kept is None)
         timed = self.options.bounds_time
-        known = self.work, self._at_hand, self.statistics, identity, self.config, self.machine
+        known = work or self.work, self._at_hand, self.statistics, identity, self.config, self.machine
         return Encoder(*known, few, timed, self._budget_bits())
 
     def _budget_bits(self) -> float | None:

@@ -59,15 +59,17 @@ def allocate(
     budget_bytes: int,
     exact: bool = True,
     bound_seconds: float | None = None,
+    hulls: Sequence[Sequence[int]] | None = None,
 ) -> Allocation:
     """The best choice within `budget_bytes` and, where that is given, within `bound_seconds`.
 
-    exact: spend the last bytes by the integer program; without it the Lagrangian choice is returned.
+    exact: spend the last bytes by the integer program; without it the Lagrangian choice is returned. hulls: `lower_hull` of
+    each unit's options, where it is known.
     Raises Infeasible, TooSlow, and ValueError for a unit without options.
     """
     if any(not options for options in units):
         raise ValueError("a unit has no options")
-    hulls = [lower_hull(options) for options in units]
+    hulls = hulls or [lower_hull(options) for options in units]
     smallest = sum(options[hull[0]].size_bytes for options, hull in zip(units, hulls, strict=True))
     if smallest > budget_bytes:
         raise Infeasible(smallest, budget_bytes)

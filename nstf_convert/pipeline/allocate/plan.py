@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 from nstf.errors import BudgetError
 from nstf.runtime.artifact import artifact_size
@@ -13,7 +15,7 @@ from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe, describe, tree_of
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.session import Session
-from nstf_convert.planner import Infeasible, Option, TooSlow, allocate
+from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, lower_hull
 
 # (tensor, candidate) -> seconds that a token spends on it.
 Seconds = Callable[[str, Candidate], float]
@@ -41,12 +43,8 @@ def plan_mix(
 
     Raises BudgetError with the smallest file that can be written, TooSlow where none is fast enough.
     """
-    groups = _groups(table)
-    options, picks = [], []
-    for names in groups:
-        shared = _shared_options(table, names, weights or {}, seconds, saved)
-        options.append([o for o, _ in shared])
-        picks.append([p for _, p in shared])
+    choices = _choices(table, weights, seconds, saved)
+    groups, options, picks = choices.groups, choices.options, choices.picks
     fixed = exact_size(session, {}, meta, skip=set(table.candidates))
     target = budget_bytes - fixed
     best: Planned | None = None
@@ -55,14 +53,14 @@ def plan_mix(
         # The first round only learns by how much the prices overstate the header.
         finish = exact and step > 0
         try:
-            allocation = allocate(options, max(0, target), finish, bound_seconds)
+            allocation = allocate(options, max(0, target), finish, bound_seconds, choices.hulls)
         except TooSlow:
             if best is not None:
                 break
             if step > 0:
                 raise
             # Prices overstate the header: what they do so by may be what a faster choice needs.
-            smaller = allocate(options, target, exact=False)
+            smaller = allocate(options, target, exact=False, hulls=choices.hulls)
             priced = fixed + smaller.size_bytes
             target += max(0, priced - exact_size(session, _mix(groups, picks, smaller.choice), meta) - 32)
             continue
@@ -146,12 +144,15 @@ def _uniform_recipes(table: Table) -> list[Recipe]:
 def exact_size(
     session: Session, mix: Mapping[str, Recipe], meta: Mapping[str, Any], skip: set[str] | None = None
 ) -> int:
-    """The exact size of the file in bytes. skip: names left out, to find what everything else takes."""
+    """The exact size of the file in bytes. skip: names left out, to find what everything else takes. Whether a reader would
+    accept the file is asked of a session's first one, and again when one is written."""
+    checked = not skip and not session.layout_checked
+    session.layout_checked |= checked
     left_out = {mixes.file_name(n) for n in skip or ()}
     wanted = {n: e for n, e in mixes.entries(session, mix).items() if n not in left_out}
     shared = {mixes.file_name(a): mixes.file_name(s) for a, s in mixes.shared_names(session).items()}
     shared = {a: s for a, s in shared.items() if s in wanted}
-    return artifact_size(wanted, shared, session.checkpoint.files(), dict(meta))
+    return artifact_size(wanted, shared, session.checkpoint.files(), dict(meta), checked)
 
 
 def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:
@@ -184,6 +185,37 @@ def _groups(table: Table) -> list[tuple[str, ...]]:
     for name in sorted(table.candidates):
         members.setdefault(table.fused.get(name, name), []).append(name)
     return [tuple(v) for _, v in sorted(members.items())]
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What a plan chooses among. options, picks: of each group of tensors that are stored alike, prices and recipes; hulls:
+    of options, which any number of bytes could want."""
+
+    groups: list[tuple[str, ...]]
+    options: list[list[Option]]
+    picks: list[list[dict[str, Recipe]]]
+
+    @cached_property
+    def hulls(self) -> list[list[int]]:
+        return [lower_hull(options) for options in self.options]
+
+
+def _choices(
+    table: Table, weights: Mapping[str, float] | None, seconds: Seconds | None, saved: Saved | None
+) -> _Choices:
+    """Those of a table, made once where no tensor has a weight of its own: a bound on time takes a dozen plans."""
+    key = "choices", seconds, saved
+    if not weights and key in table.known:
+        return cast(_Choices, table.known[key])
+    groups = _groups(table)
+    shared = [_shared_options(table, names, weights or {}, seconds, saved) for names in groups]
+    found = _Choices(
+        groups, [[o for o, _ in each] for each in shared], [[p for _, p in each] for each in shared]
+    )
+    if not weights:
+        table.known[key] = found
+    return found
 
 
 def _shared_options(

@@ -24,11 +24,13 @@ NEEDED = "needed"
 
 @dataclass(frozen=True)
 class SharedStep:
-    """A step that is shared: GRADIENTS, HESSIANS or CANDIDATES. identity, tokens_per_batch: of the calibration."""
+    """A step that is shared: GRADIENTS, HESSIANS or CANDIDATES. identity, tokens_per_batch: of the calibration. door: a
+    piece that the helper must take before any other; where the first process has, it came too late. Empty: there is none."""
 
     step: str
     identity: str
     tokens_per_batch: int
+    door: str = ""
 
 
 class Pieces:

@@ -27,7 +27,7 @@ from nstf_convert.pipeline.propose.decoded import lost
 from nstf_convert.pipeline.propose.methods import structured, versions
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
-from nstf_convert.pipeline.store.workdir import WorkDir, content_key
+from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
 ALGORITHMS = 8
@@ -53,7 +53,7 @@ class Encoder:
 
     def __init__(
         self,
-        work: WorkDir,
+        work: Store,
         source: Callable[[str], Tensor],
         statistics: Statistics,
         identity: str,

@@ -1,6 +1,6 @@
 """The candidates of all tensors, with what is known of their losses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,15 @@ __all__ = ["Table", "build_table", "is_slow", "key_of", "leave_candidates"]
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of every tensor that may change, by name. fused: the group of tensors that must be stored alike."""
+    """The candidates of every tensor that may change, by name. fused: the group of tensors that must be stored alike.
+    known: what plans have made of the table, by what it was made for."""
 
     candidates: Mapping[str, Sequence[Candidate]]
     fused: Mapping[str, str] = field(default_factory=dict)
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _by_recipe: dict[str, dict[Recipe, Candidate]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def with_more(self, name: str, extra: Sequence[Candidate]) -> "Table":
         """The table with further candidates for one tensor."""
@@ -36,7 +41,9 @@ class Table:
 
     def find(self, name: str, recipe: Recipe) -> Candidate | None:
         """The candidate of a tensor with this recipe."""
-        return next((c for c in self.candidates[name] if c.recipe == recipe), None)
+        if name not in self._by_recipe:  # of equal recipes the first
+            self._by_recipe[name] = {c.recipe: c for c in reversed(self.candidates[name])}
+        return self._by_recipe[name].get(recipe)
 
 
 def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
@@ -44,6 +51,7 @@ def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
     units = [u for u in session.units.values() if u.kept is None]
     known = [u for u in units if session.statistics.calibrated(u)]
     found = _shared(session, known, allowed, progress)
+    session.beside.close()
     signals = sorted(session.encoder.signal(u, allowed) for u in known)
     if signals:
         session.statistics.set_typical(signals[len(signals) // 2])
@@ -55,14 +63,19 @@ def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
 def _shared(
     session: Session, units: Sequence[Unit], allowed: set[str], progress: Any
 ) -> dict[str, Sequence[Candidate]]:
-    """The candidates of calibrated tensors; where all Hessians are at hand, other GPUs' processes work out a part."""
-    helpers, encoder = session.helpers, session.encoder
+    """The candidates of calibrated tensors; where all Hessians are at hand, helpers work out a part."""
+    encoder = session.encoder
+    helpers = session.helpers if session.helpers.any else session.beside
     if helpers.any and session.keeps_hessians:
         identity, tokens = session.calibration_fingerprint(), session.tokens_per_batch
         sharing = Sharer(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
-        pieces = sharing.begin(CANDIDATES, {}, {})
-        if len(_taken(session, units, allowed, pieces, progress)) < len(units):
-            pieces.wait()
+        with helpers.room():
+            pieces = sharing.begin(CANDIDATES, {}, {})
+            taken = _taken(session, units, allowed, pieces, progress)
+            session.beside.shut_out(pieces)
+            if len(taken) < len(units):
+                pieces.wait()
+            session.beside.close()  # their memory is this process's again
     # What was worked out is found.
     return encoder.each(units, lambda u: encoder.candidates(u, allowed), progress)
 
@@ -72,7 +85,8 @@ def leave_candidates(session: Session, shared: SharedStep) -> None:
     allowed = method_families(session.options.formats, session.options.bounds_time)
     pieces = Pieces(session.work, shared, allowed)
     units = [u for u in session.units.values() if u.kept is None and session.statistics.calibrated(u)]
-    _taken(session, units, allowed, pieces, lambda unit: None)
+    if not shared.door or pieces.take(shared.door):
+        _taken(session, units, allowed, pieces, lambda unit: None)
 
 
 def _taken(

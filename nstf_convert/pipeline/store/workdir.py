@@ -3,7 +3,7 @@
     job.json          what the results belong to; a run that differs is refused with the difference
     calibration...    Hessians, sensitivities, held-out reference
     store/ab/<key>    one encoded tensor, or one table of estimates, by the SHA-256 of everything it depends on
-    claims/<key>      empty: which process of a run with several GPUs makes what
+    claims/<key>      empty: which process of a run with several makes what
     pieces/<key>      what these processes leave for each other while they share a calibration; gone when it is complete
 
 Every file appears by rename after fsync, so what exists is complete; digests tell when it was changed since. The budget is
@@ -20,7 +20,7 @@ import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from torch import Tensor
 
@@ -65,6 +65,19 @@ OWN_FILES = (
     "heal-????????????????.safetensors",
     "job.json",
 )
+
+
+class Store(Protocol):
+    """Where results are kept by key: a work directory, or what stands in for one."""
+
+    def find(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The stored (tensors, metadata), or None."""
+
+    def find_metadata(self, key: str) -> dict[str, Any] | None:
+        """The metadata alone, or None."""
+
+    def put(self, key: str, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+        """Stores a result."""
 
 
 class WorkDir:

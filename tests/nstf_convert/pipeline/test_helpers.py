@@ -1,8 +1,11 @@
-"""Further devices: the same bytes as with one, and a process that fails is no harm. Here both devices are the CPU."""
+"""Helpers: the same bytes as without, and one that fails is no harm. Here all devices are the CPU."""
 
 import logging
 import os
+import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import make
-from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, visible_name
+from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, count_beside, visible_name
 from nstf_convert.pipeline.improve import front_to_back
-from nstf_convert.pipeline.machine import machine
+from nstf_convert.pipeline.machine import Machine, machine
+from nstf_convert.pipeline.propose import table
+from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.rehearsal import rehearse
 
 from .conftest import assert_not_worse_than_one_format
 
@@ -87,13 +93,136 @@ def test_a_helper_that_is_killed_is_noticed(early, default_options, tmp_path, ca
         with caplog.at_level(logging.WARNING, "nstf"):
             if early:
                 process.kill()
-                process.join()
+                process.wait()
             helpers.start([Job({}, True, True)])
             process.kill()  # seconds before it could answer
             helpers.wait()
         assert not helpers.busy and "failed (it ended" in caplog.text
     finally:
         helpers.close()
+
+
+@pytest.fixture
+def one_beside(monkeypatch) -> None:
+    monkeypatch.setattr(sessions, "count_beside", lambda machine, checkpoint_bytes: 1)
+
+
+def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
+    default_options, converted, one_beside, monkeypatch, tmp_path
+) -> None:
+    jobs, taken = [], []
+    start_all, send, work = Helpers.start_all, Helpers._send, table._taken
+
+    def once_it_began(self, job):
+        start_all(self, job)
+        claims = tmp_path / "two.nstf.work" / "claims"
+        until = time.monotonic() + 120
+        while not list(claims.glob("*")) and time.monotonic() < until:  # its door, and its first piece
+            time.sleep(0.01)
+
+    def sent(self, connection, job):
+        jobs.append(job.step)
+        send(self, connection, job)
+
+    def counted(session, units, *rest):
+        found = work(session, units, *rest)
+        taken.append((len(found), len(units)))
+        return found
+
+    monkeypatch.setattr(Helpers, "start_all", once_it_began)
+    monkeypatch.setattr(Helpers, "_send", sent)
+    monkeypatch.setattr(table, "_taken", counted)
+    report = convert(default_options(output=tmp_path / "two.nstf")).report
+    assert (tmp_path / "two.nstf").read_bytes() == converted.content
+    assert jobs == ["candidates"]
+    assert len(taken) == 1 and taken[0][0] < taken[0][1]
+    peaks = report["resources"]["peaks"]
+    assert [p["device"] for p in peaks] == ["cpu", "cpu"]
+    assert report["resources"]["host_peak_bytes"] == sum(p["host_bytes"] for p in peaks)
+
+
+def test_nothing_waits_for_a_process_that_is_not_ready(
+    default_options, converted, one_beside, monkeypatch, tmp_path
+) -> None:
+    begun = []
+    start = Helpers.__init__
+
+    def stopped(self, *arguments):
+        start(self, *arguments)
+        for process, _ in self._processes:
+            os.kill(process.pid, signal.SIGSTOP)
+            begun.append(process)
+
+    monkeypatch.setattr(Helpers, "__init__", stopped)
+    report = convert(default_options(output=tmp_path / "two.nstf")).report
+    assert (tmp_path / "two.nstf").read_bytes() == converted.content
+    assert len(begun) == 1 and begun[0].returncode == -signal.SIGKILL
+    assert [p["gpu_bytes"] for p in report["resources"]["peaks"]] == [None, None]
+
+
+def test_a_process_beside_that_dies_at_work_is_no_harm(
+    default_options, converted, one_beside, monkeypatch, tmp_path, caplog
+) -> None:
+    start_all = Helpers.start_all
+
+    def killed_when_it_began(self, job):
+        start_all(self, job)
+        claims = tmp_path / "two.nstf.work" / "claims"
+        until = time.monotonic() + 120
+        while len(list(claims.glob("*"))) < 2 and time.monotonic() < until:  # its door, and a piece
+            time.sleep(0.001)
+        self._processes[0][0].kill()
+
+    monkeypatch.setattr(Helpers, "start_all", killed_when_it_began)
+    with caplog.at_level(logging.INFO, "nstf"):
+        convert(default_options(output=tmp_path / "two.nstf"))
+    assert (tmp_path / "two.nstf").read_bytes() == converted.content
+    assert "a process beside this one failed (it ended)" in caplog.text
+
+
+def test_a_helper_ends_with_the_process_that_started_it(default_options, tmp_path) -> None:
+    helpers = Helpers(default_options(), tmp_path / "nothing.work", machine("cpu", None, None, 1), 1)
+    process, _ = helpers._processes[0]
+    try:
+        process.stdin.close()  # as the system does for a process that is killed
+        assert process.wait(60) == 1
+    finally:
+        helpers.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpu", "host", "checkpoint", "count"),
+    [
+        (16, 100 << 30, 90 << 30, 269 << 20, 3),
+        (8, 100 << 30, 90 << 30, 269 << 20, 1),
+        (4, 100 << 30, 90 << 30, 269 << 20, 0),
+        (16, 20 << 30, 90 << 30, 269 << 20, 0),
+        (16, 100 << 30, 12 << 30, 269 << 20, 0),
+        (16, 100 << 30, 90 << 30, 11 << 20, 0),
+        (16, 100 << 30, 90 << 30, 2 << 30, 0),
+    ],
+)
+def test_helpers_beside_need_cores_memory_and_a_small_model(cores, gpu, host, checkpoint, count) -> None:
+    gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    assert count_beside(Machine(gpus[:1], cores, host, gpu), checkpoint) == count
+    assert count_beside(Machine(gpus, cores, host, gpu), checkpoint) == 0
+    assert count_beside(Machine((CPU,), cores, host, 0), checkpoint) == 0
+
+
+def test_a_rehearsal_needs_no_calibration_and_leaves_nothing(default_options, tmp_path, monkeypatch) -> None:
+    worked = []
+    candidates = Encoder.candidates
+    monkeypatch.setattr(
+        Encoder, "candidates", lambda self, u, allowed: worked.append(candidates(self, u, allowed))
+    )
+    given = machine("cpu", None, None, 2)
+    session = sessions.Session(default_options(output=tmp_path / "none.nstf"), sessions.Stages(), given=given)
+    with session:
+        names = rehearse(session)
+        shapes = {session.units[n].inner_shape for n in names}
+    assert len(names) == len(shapes) >= 3
+    assert all(len(found) > 5 for found in worked)
+    assert list(Path(tmp_path).iterdir()) == []
 
 
 @pytest.mark.parametrize(("visible", "wanted"), [(None, "1"), ("4,5", "5"), ("GPU-a, GPU-b", "GPU-b")])

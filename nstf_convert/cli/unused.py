@@ -1,0 +1,30 @@
+"""Libraries that a command leaves out because the model it opens does not need them."""
+
+import json
+from pathlib import Path
+
+from nstf.runtime.imports import NOT_FOR_TEXT, leave_out
+
+# Configs are kilobytes; what is larger is read, and refused, by those who open the model.
+MOST_BYTES = 1 << 20
+OTHER_INPUTS = ("vision", "image", "video", "audio")
+
+
+def leave_out_unused(model: str) -> None:
+    """transformers does not find what it imports for images where the model is a language model."""
+    if _reads_text_alone(Path(model)):
+        leave_out(NOT_FOR_TEXT)
+
+
+def _reads_text_alone(model: Path) -> bool:
+    if model.suffix == ".gguf":
+        return model.is_file()
+    try:
+        with (model / "config.json").open("rb") as file:
+            config = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(config, dict) or not isinstance(names := config.get("architectures"), list):
+        return False
+    causal = names and all(isinstance(n, str) and n.endswith("ForCausalLM") for n in names)
+    return bool(causal) and not any(word in key for key in config for word in OTHER_INPUTS)

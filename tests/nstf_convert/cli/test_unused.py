@@ -1,0 +1,71 @@
+"""Commands on a language model do without the libraries that transformers would import for images."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nstf.runtime.imports import NOT_FOR_TEXT
+from nstf_convert.cli import unused
+
+OPEN = """
+import sys
+from nstf_convert.cli.unused import leave_out_unused
+if sys.argv[1]:
+    leave_out_unused(sys.argv[1])
+from nstf.runtime.skeleton import build_skeleton
+config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1,
+          "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
+build_skeleton(config)
+"""
+
+
+def written(folder, config) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_language_model_is_opened_without_them(leaves_out, tmp_path) -> None:
+    model = written(tmp_path / "model", {"architectures": ["LlamaForCausalLM"]})
+    for name in NOT_FOR_TEXT:  # each says that it is imported, and that it is not to be had after all
+        (tmp_path / "libraries" / name).mkdir(parents=True)
+        said = f"print('imported', {name!r})\nraise ImportError"
+        (tmp_path / "libraries" / name / "__init__.py").write_text(said)
+    paths = os.pathsep.join([str(tmp_path / "libraries"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", OPEN, model if leaves_out else ""]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert (ran.returncode == 0) or not leaves_out, ran.stderr
+    assert ("imported" in ran.stdout) is not leaves_out
+
+
+@pytest.mark.parametrize(
+    ("config", "left_out"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, True),
+        ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, False),
+        ({"architectures": ["OddForCausalLM"], "vision_config": {}}, False),
+        ({"architectures": ["TimmWrapperForImageClassification"]}, False),
+        ({"architectures": []}, False),
+        ({"architectures": [["LlamaForCausalLM"]]}, False),
+        ([], False),
+    ],
+)
+def test_only_where_the_config_names_a_language_model(config, left_out, tmp_path, monkeypatch) -> None:
+    found = []
+    monkeypatch.setattr(unused, "leave_out", found.extend)
+    unused.leave_out_unused(written(tmp_path / "model", config))
+    assert bool(found) is left_out
+
+
+def test_a_folder_without_a_config_is_left_to_those_who_open_it(tmp_path, monkeypatch) -> None:
+    found = []
+    monkeypatch.setattr(unused, "leave_out", found.extend)
+    unused.leave_out_unused(str(tmp_path))
+    unused.leave_out_unused(str(tmp_path / "none.gguf"))
+    (tmp_path / "config.json").write_bytes(b"\xff" + b"[" * 100000)
+    unused.leave_out_unused(str(tmp_path))
+    assert not found
