@@ -44,11 +44,10 @@ Mix = Mapping[str, Recipe]
 
 @dataclass(frozen=True)
 class Job:
-    """A mix to encode and measure: front to back or every tensor on its own; `corrected` as in `encode_in_prefix`."""
+    """A mix to encode and measure: in the pass over the layers that the options ask for, or every tensor on its own."""
 
     mix: Mix
-    front_to_back: bool
-    corrected: bool
+    in_pass: bool
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def _session(options: ConvertOptions, bounds: Machine) -> "Session":
 def _do(session: "Session", job: Job | SharedStep) -> None:
     from nstf_convert.pipeline.calibrate.batches import domains
     from nstf_convert.pipeline.calibrate.make import help_with
-    from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+    from nstf_convert.pipeline.improve.passes import encode_in_pass
     from nstf_convert.pipeline.mix import REFERENCES, measure
     from nstf_convert.pipeline.propose.table import leave_candidates
 
@@ -247,8 +246,8 @@ def _do(session: "Session", job: Job | SharedStep) -> None:
         return
     session.compile_for(job.mix)
     load = None
-    if job.front_to_back:
-        load = encode_in_prefix(session, job.mix, silent, job.corrected).loader()
+    if job.in_pass:
+        load = encode_in_pass(session, job.mix, silent).loader()
     else:
         session.encoder.encode_all([(session.units[n], r) for n, r in job.mix.items()], silent)
     for split in REFERENCES:
