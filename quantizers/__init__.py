@@ -14,6 +14,7 @@ A method is a module of this folder with these names; a new file is found and te
 and, where they say something,
 
     encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]    tensors gain from being encoded together
+    ACROSS        that gain is there for tensors of other Hessians too, and none changes another's result
     NAME          what users call it, where that is not the file's name
     ON_REQUEST    tried only where it is named or the plan counts time
     REACH         bits a weight up to which no other plain format loses less at its bytes; fits(cols): for which rows

@@ -228,15 +228,16 @@ def _of_the_fullest(taken: Sequence[Peaks]) -> int | None:
 
 
 def _windows(session: Session) -> dict[str, int] | None:
-    """How many windows there were, how many were calibrated on, and waited while layers were encoded front to back."""
+    """How many windows there were, how many were calibrated on, and waited while layers were encoded."""
     file = session.calibration
     if file is None:
         return None
     calibrated = int(file.metadata["source"]["fit_windows"])
     asked = int(file.metadata["source"].get("found_windows", calibrated))
     found = {"asked": asked, "calibrated": calibrated}
-    if "front to back" in session.windows:
-        found["front_to_back"] = session.windows["front to back"]
+    for step in ("front to back", "encode"):
+        if step in session.windows:
+            found[step.replace(" ", "_")] = session.windows[step]
     return found
 
 

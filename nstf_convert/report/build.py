@@ -30,7 +30,7 @@ and of what was rejected for it are those of its arrays; the header is a section
      "stages": [{"name", "seconds", "peak_memory_bytes"}],
      "resources": {"devices", "threads", "host_bound_bytes", "host_peak_bytes", "gpu_bound_bytes", "gpu_peak_bytes",
                    "peaks": [{"device", "host_bytes", "gpu_bytes"}],
-                   "memory_short", "windows": {"asked", "calibrated", "front_to_back"} | null,
+                   "memory_short", "windows": {"asked", "calibrated", "front_to_back" or "encode"} | null,
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "speed": {"prefer", "min_speed", "bound": why, "bound_seconds", "threads",
                "targets": [{"target", "isa", "prices": "measured" | "modelled", "products_seconds", "predicted_rate",

@@ -129,9 +129,45 @@ def test_matrices_of_one_hessian_are_encoded_together_as_alone(monkeypatch, scra
         for rows, q in ((256, 12), (512, 12), (40, 12), (256, 12), (256, 9))
     ]
     together = shuffle.encode_many(items, scratch)
-    assert calls[::4] == ([256 + 512 + 64, 256, 256] if scratch > 1 else [256, 512, 64, 256, 256])
+    assert calls[::4] == ([256 + 512 + 64, 256, 256] if scratch > 1 else [256, 256, 512, 64, 256])
     for item, found in zip(items, together, strict=True):
         alone = shuffle.encode(*item)
         assert found.tree == alone.tree and found.shape == alone.shape
         lost, expected = (loss(item[0], decode(e), stats) for e in (found, alone))
         assert lost == pytest.approx(expected, rel=0.02)
+
+
+@compiled
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rounding", ["ldlq", "nearest"])
+def test_matrices_of_other_hessians_are_searched_at_the_same_time_and_change_nothing(
+    monkeypatch, rounding, device
+):
+    calls = []
+
+    def counted(target, *given):
+        calls.append(len(target))
+        return search(target, *given)
+
+    search = shuffle.round_columns
+    monkeypatch.setattr(shuffle, "round_columns", counted)
+    params = [shuffle.Params(q, rounding=rounding, block=32) for q in (12, 9)]
+    wider = 1 if device == "cpu" else 10
+    groups = []
+    for i, (sizes, cols, p) in enumerate(
+        [([256, 512], 64, 0), ([512], 64, 0), ([288], 64, 0), ([40], 64, 0), ([256], 96, 0), ([256], 64, 1)]
+    ):
+        cols *= wider
+        mixed = torch.randn(cols, cols, generator=torch.Generator().manual_seed(i))
+        stats = Stats((mixed.T @ mixed / cols + 0.05 * torch.eye(cols)).to(device))
+        rows = [(normal(n, cols, seed=n + i).to(device), torch.rand(n).to(device) + 0.5) for n in sizes]
+        groups.append([(weight, params[p], stats.for_rows(counts)) for weight, counts in rows])
+    alone = [found for group in groups for found in shuffle.encode_many(group)]
+    calls.clear()
+    together = shuffle.encode_many([item for group in groups for item in group])
+    # Those of one width and rate are one search, but for a second one that ends beside a whole segment.
+    if rounding == "ldlq" and device == "cpu":
+        assert calls == [256 + 512 + 512 + 288] * 4 + [64] * 4 + [256] * 6 + [256] * 4
+    for found, expected in zip(together, alone, strict=True):
+        assert found.tree == expected.tree
+        assert all(torch.equal(found.arrays[k], expected.arrays[k]) for k in expected.arrays)

@@ -16,7 +16,7 @@ from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve import rival
-from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.improve.passes import encode_in_pass, stage_of
 from nstf_convert.pipeline.improve.rival import Stopped
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.candidates import Candidate
@@ -253,17 +253,17 @@ class Run:
             measured = mixes.measure(self.session, planned.mix)
         return self._noted(Trial(planned, measured))
 
-    def front_to_back(self, planned: Planned, done: Collection[str] = ()) -> Trial:
-        """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured. done: the
+    def in_a_pass(self, planned: Planned, done: Collection[str] = ()) -> Trial:
+        """The plan encoded in a pass over the layers (front to back, where the options ask for that) and measured. done: the
         tensors that were encoded before."""
         session = self.session
         session.compile_for(planned.mix)
-        with session.stages.stage("encode front to back"):
-            prefixed = encode_in_prefix(session, planned.mix, self._tick(done), session.options.front_to_back)
+        with session.stages.stage(stage_of(session)):
+            found = encode_in_pass(session, planned.mix, self._tick(done))
         with session.stages.stage("measure"):
-            measured = mixes.measure(session, planned.mix, load=prefixed.loader())
-        losses = {n: r.loss for n, r in prefixed.results.items()}
-        return self._noted(Trial(planned, measured, prefixed.loader(), losses))
+            measured = mixes.measure(session, planned.mix, load=found.loader())
+        losses = {n: r.loss for n, r in found.results.items()}
+        return self._noted(Trial(planned, measured, found.loader(), losses))
 
     def _tick(self, done: Collection[str]) -> Callable[[Unit], None]:
         """Counts the tensors of a pass that were not `done` by an earlier one."""
@@ -276,8 +276,8 @@ class Run:
         return self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
 
     def encoded(self, planned: Planned) -> Trial:
-        """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
-        return self.measure(planned) if self._one_by_one else self.front_to_back(planned)
+        """The plan by the last steps that the options ask for: in a pass, or every tensor on its own."""
+        return self.measure(planned) if self._one_by_one else self.in_a_pass(planned)
 
     @property
     def _one_by_one(self) -> bool:
@@ -285,8 +285,7 @@ class Run:
 
     def ahead(self, found: Sequence[Planned]) -> None:
         """Other GPUs, if there are any, begin with the last steps of some plans."""
-        corrected = self.session.options.front_to_back
-        self.session.helpers.start([Job(p.mix, not self._one_by_one, corrected) for p in found])
+        self.session.helpers.start([Job(p.mix, not self._one_by_one) for p in found])
 
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
@@ -323,21 +322,18 @@ class Run:
         if (stopped := self._first_look(planned, mix)) is not None:
             self.stopped.append(stopped)
             return None
-        corrected = session.options.front_to_back
         session.compile_for(planned.mix)
         names: Collection[str] = ()
         for share, margin in rival.LOOKS:
-            with session.stages.stage("encode front to back"):
-                prefixed = encode_in_prefix(session, planned.mix, self._tick(names), corrected, share)
-            if len(prefixed.results) == len(names):
+            with session.stages.stage(stage_of(session)):
+                part = encode_in_pass(session, planned.mix, self._tick(names), share)
+            if len(part.results) == len(names):
                 continue  # few layers: no more than at the look before
-            names = prefixed.results.keys()
+            names = part.results.keys()
             if len(names) == len(planned.mix):
                 break
             with session.stages.stage("measure"):
-                found = rival.compared(
-                    session, self.scaled(self.table), planned, prefixed.loader(), mix, names
-                )
+                found = rival.compared(session, self.scaled(self.table), planned, part.loader(), mix, names)
             log.info(
                 "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
                 planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
@@ -345,7 +341,7 @@ class Run:
             if found.expected > margin * mix.score:
                 self.stopped.append(found)
                 return None
-        return self.front_to_back(planned, names)
+        return self.in_a_pass(planned, names)
 
     def _first_look(self, planned: Planned, mix: Trial) -> Stopped | None:
         """Why a single format cannot win by a few layers of it and of the mix, or None."""

@@ -19,6 +19,7 @@ from nstf.quantizers.stats import Stats
 
 __all__ = [
     "Recipe",
+    "across",
     "bytes_of",
     "decode",
     "decompose",
@@ -109,6 +110,13 @@ def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int
     for i, encoded in zip(plain, quantizers.encode_many(batch, scratch), strict=True):
         out[i] = encoded
     return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
+
+
+def across(recipe: Recipe) -> bool:
+    """Whether tensors gain from being encoded with those of other Hessians, which changes nothing in them."""
+    if recipe.method not in quantizers.METHODS:
+        return False
+    return bool(getattr(quantizers.method(recipe.method), "ACROSS", False))
 
 
 def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
