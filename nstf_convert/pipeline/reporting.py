@@ -4,6 +4,8 @@ import zlib
 from dataclasses import asdict
 from typing import Any
 
+from nstf.proposals import Look
+from nstf_convert.export import engines
 from nstf_convert.pipeline import header
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
@@ -16,6 +18,10 @@ from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Option, pareto
 from nstf_convert.report import build as schema
 from nstf_convert.report import families
+
+# Why a method has no candidate: a bound; and where no method said why.
+RULED_OUT = "a bound from below: forms that were tried lose less in the same bytes, or cost less at any price of a byte"
+ELSEWHERE = "the target does not hold its forms, or they cannot be divided among the ranks"
 
 
 def expected_losses(run: Run, final: Final) -> dict[str, float]:
@@ -136,7 +142,32 @@ def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
         method="dense" if recipe is None else methods.name_of(recipe.method),
         signature=session.encoder.signature(unit) if session.options.signatures else {},
         rejected=rejected,
+        not_tried=_not_tried(run, name),
     )
+
+
+def _not_tried(run: Run, name: str) -> list[schema.NotTried]:
+    """Of every method of the conversion that has no candidate for a tensor: why. None for one that is copied."""
+    options, unit = run.table.candidates.get(name), run.session.units[name]
+    if options is None:
+        return []
+    engine = engines.engine_of(run.allowed)
+    looks: dict[str, Look] = {}
+    for look in run.session.encoder.looks(unit, run.allowed):
+        looks.setdefault(look.method, look)
+    out = []
+    for method in sorted(set(methods.known()) & run.allowed - {"dense", *(c.recipe.method for c in options)}):
+        found = looks.get(method)
+        shown = methods.name_of(method)
+        if found is None:
+            engine_only = f"no form of it fits {engine} files" if engine else ELSEWHERE
+            out.append(schema.NotTried(shown, engine_only))
+        elif found.reason:
+            out.append(schema.NotTried(shown, found.reason))
+        else:
+            ratio = found.least / found.rival if found.rival > 0.0 else None
+            out.append(schema.NotTried(shown, RULED_OUT, found.size_bytes, ratio))
+    return out
 
 
 def worth_showing(options: "tuple[Candidate, ...] | list[Candidate] | Any") -> list[Candidate]:
