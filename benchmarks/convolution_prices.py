@@ -26,7 +26,7 @@ from nstf.runtime.modules import geometry_of
 from nstf_convert.pipeline.propose import recipe as recipes
 
 # Shares of the multiplications of a 3x3 kernel that are measured; integers beside them.
-SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7)
+SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.38, 0.42, 0.5, 0.6, 0.7)
 TUCKER_SHARES = (0.05, 0.1, 0.15, 0.25, 0.35)
 LARGE_SIDE, ROUNDS = 224, 15
 

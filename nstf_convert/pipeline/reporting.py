@@ -1,5 +1,6 @@
 """report.json: everything that was decided and measured, and what was rejected."""
 
+import math
 import zlib
 from dataclasses import asdict
 from typing import Any
@@ -115,10 +116,13 @@ def _ruled_out(run: Run) -> dict[str, list[float]]:
     for name, options in run.table.candidates.items():
         tried = {c.recipe.method for c in options}
         unit = run.session.units[name]
+        closest: dict[str, float] = {}
         for look in run.session.encoder.looks(unit, run.allowed):
             if look.method not in tried and look.rival > 0.0:
-                family = families.family_of_kind(methods.kind_of(look.method), experts=unit.lead == 2)
-                out.setdefault(family, []).append(look.least / look.rival)
+                closest[look.method] = min(_ratio(look), closest.get(look.method, math.inf))
+        for method, ratio in closest.items():
+            family = families.family_of_kind(methods.kind_of(method), experts=unit.lead == 2)
+            out.setdefault(family, []).append(ratio)
     return out
 
 
@@ -154,7 +158,9 @@ def _not_tried(run: Run, name: str) -> list[schema.NotTried]:
     engine = engines.engine_of(run.allowed)
     looks: dict[str, Look] = {}
     for look in run.session.encoder.looks(unit, run.allowed):
-        looks.setdefault(look.method, look)
+        known = looks.get(look.method)
+        if known is None or (not look.reason and _ratio(look) < _ratio(known)):
+            looks[look.method] = look
     out = []
     for method in sorted(set(methods.known()) & run.allowed - {"dense", *(c.recipe.method for c in options)}):
         found = looks.get(method)
@@ -165,9 +171,14 @@ def _not_tried(run: Run, name: str) -> list[schema.NotTried]:
         elif found.reason:
             out.append(schema.NotTried(shown, found.reason))
         else:
-            ratio = found.least / found.rival if found.rival > 0.0 else None
+            ratio = _ratio(found) if found.rival > 0.0 else None
             out.append(schema.NotTried(shown, RULED_OUT, found.size_bytes, ratio))
     return out
+
+
+def _ratio(look: Look) -> float:
+    """How many times what has to be beaten a form loses at least; infinite where nothing is lost there."""
+    return look.least / look.rival if look.rival > 0.0 else math.inf
 
 
 def worth_showing(options: "tuple[Candidate, ...] | list[Candidate] | Any") -> list[Candidate]:

@@ -6,9 +6,9 @@ factor that only a measurement tells (5.5 on a trained ResNet-18, docs/convoluti
 
 Where bytes alone count the measured factor adapts ranks: the plan is made again with it, neighbouring ranks are worked out
 at the price that it leaves of a byte, and what measures best is kept. Where a file is to be fast, its mix has to lose no
-more than the single format that its bound on time was made from. One that loses more is planned again with the expected losses of
-decompositions times the factor that was measured: the plan then takes less of them and is slower, and its promise is
-likelier to hold. Where healing was asked for, both sides are healed for a share of the time before they are compared: it
+more than the single format that its bound on time was made from. One that loses more is planned again with the expected
+losses of decompositions times the factor that was measured: the plan then takes less of them and is slower, and its promise
+is likelier to hold. Where healing was asked for, both sides are healed for a share of the time before they are compared: it
 gives structure back more than it gives integers.
 """
 
