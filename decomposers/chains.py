@@ -10,6 +10,7 @@ from one spectrum, what Tucker loses at least from two (nstf.decomposers.bounds)
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from nstf.kernels.formats.tree import Shape
@@ -18,6 +19,8 @@ from nstf.proposals import Recipe, Room, Signature
 # Shares of the dense weight's multiplications: on a trained ResNet-18 most kernels of 256 outputs took Tucker's small ones.
 SHARES = (0.55, 0.45, 0.35, 0.28, 0.2, 0.14, 0.1)
 TUCKER_SHARES = (0.35, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
+# Steps of a rank that a plan took: between neighbouring shares there are about two.
+NEXT = 1.125
 # Low ranks of this share and above have factors of all kinds: of fewer numbers the bytes hardly count.
 SEVERAL_FACTORS = 0.35
 # Tucker's bases are found in turns, which takes minutes for larger weights: theirs are those of the unfoldings.
@@ -30,6 +33,10 @@ def low_ranks(signature: Signature, room: Room) -> list[Recipe]:
     """Low ranks of a convolution at each of SHARES, where its spectrum does not rule them out."""
     if not _suits("svd", signature, room):
         return []
+    if room.near is not None:
+        most = min(signature.shape[0], math.prod(signature.shape[1:]))
+        found = [r for r in _beside(int(room.near.params["rank"])) if r < most]
+        return [replace(room.near, params={**room.near.params, "rank": r}) for r in found]
     out: list[Recipe] = []
     for share in SHARES:
         params = low_rank_params(signature.shape, share)
@@ -51,6 +58,11 @@ def tuckers(signature: Signature, room: Room) -> list[Recipe]:
     if math.prod(signature.shape[2:]) == 1:
         room.skip("tucker", "a 1x1 kernel in three stages takes no fewer multiplications than in two")
         return []
+    if room.near is not None:
+        (out_rank, in_rank, *whole), sizes = room.near.params["ranks"], signature.shape
+        pairs = zip(_beside(out_rank), _beside(in_rank), strict=False)
+        kept = [[a, b, *whole] for a, b in pairs if a < sizes[0] and b < sizes[1]]
+        return [replace(room.near, params={**room.near.params, "ranks": ranks}) for ranks in kept]
     out: list[Recipe] = []
     for share in TUCKER_SHARES:
         params = tucker_params(signature.shape, share, signature.stride)
@@ -119,6 +131,15 @@ def _tucker_loss(signature: Signature, ranks: list[int]) -> float:
     for side in sides:
         side.sharpen()
     return max(side.left_out(rank) for side, rank in zip(sides, ranks, strict=False))
+
+
+def _beside(rank: int) -> list[int]:
+    """The next multiples of 8 that are about an eighth away, the larger one first."""
+    return [
+        r
+        for r in dict.fromkeys((_whole(max(rank + 8, rank * NEXT)), _whole(min(rank - 8, rank / NEXT))))
+        if r != rank
+    ]
 
 
 def _whole(rank: float) -> int:

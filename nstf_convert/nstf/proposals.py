@@ -174,8 +174,9 @@ class Room:
     planned: None, or the bits a weight that a first plan gives the tensor: all methods are asked once more, without
     sizes, where these are few (at most FEW_BITS) and the effort is not the least, for what is only worth a look at a known
     rate; of what they propose again nothing is made again. faster: whether forms of a convolution are wanted that take fewer
-    multiplications than the dense weight, whatever their bytes; without sizes. quick: whether only what is expected to win
-    is wanted. looks: what was ruled out and why, filled by `may_win`, `beats` and `skip`.
+    multiplications than the dense weight, whatever their bytes; without sizes. near: None, or such a form that a plan took:
+    of its method the next ranks on both sides are wanted then, and nothing else. quick: whether only what is expected to
+    win is wanted. looks: what was ruled out and why, filled by `may_win`, `beats` and `skip`.
     """
 
     methods: frozenset[str] = frozenset()
@@ -188,6 +189,7 @@ class Room:
     size_of: Callable[[Recipe], int] = lambda recipe: 0
     planned: float | None = None
     faster: bool = False
+    near: Recipe | None = None
     quick: bool = False
     looks: list[Look] = field(default_factory=list, compare=False)
 

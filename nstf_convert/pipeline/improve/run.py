@@ -120,7 +120,8 @@ class Run:
     def _with_ranks(
         self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
-        """The plan with the ranks of its decompositions adapted to what a byte buys in the other tensors."""
+        """The plan with the ranks of its decompositions adapted: to what a byte buys in the other tensors, and, of
+        convolutions in a plan that bounds time, to what their next ranks on both sides lose and take."""
         session = self.session
         chosen = {
             n: found
@@ -129,15 +130,22 @@ class Run:
             and session.statistics.has_hessian(session.units[n])
             and (found := self.table.find(n, r)) is not None
         }  # fmt: skip
-        if not chosen or planned.price <= 0.0:
+        bounded = self.timing is not None and self.timing.bounds_time
+        faster = {n for n in chosen if bounded and session.units[n].role == "conv"}
+        if planned.price <= 0.0:
+            chosen = {n: c for n, c in chosen.items() if n in faster}
+        if not chosen:
             return planned
+
+        def others(unit: Unit) -> list[Candidate]:
+            own = chosen[unit.name]
+            if unit.name in faster:
+                return session.encoder.beside(unit, self.allowed, own.recipe)
+            # What was measured of decompositions makes a byte of theirs worth less, or more, than their losses say.
+            return session.encoder.grown(unit, self.allowed, own, planned.price / self.factor)
+
         with session.stages.stage("ranks"):
-            more = session.encoder.each(
-                [session.units[n] for n in chosen],
-                # What was measured of decompositions makes a byte of theirs worth less, or more, than their losses say.
-                lambda u: session.encoder.grown(u, self.allowed, chosen[u.name], planned.price / self.factor),
-                lambda u: None,
-            )
+            more = session.encoder.each([session.units[n] for n in chosen], others, lambda u: None)
         self.grown |= {(n, key_of(found.recipe), self.factor) for n, found in chosen.items()}
         self._add(more)
         with session.stages.stage("plan"):

@@ -262,6 +262,13 @@ class Encoder:
         self._asked[unit.name] = found["looks"]
         return [self._candidate(unit, data, v) for data, v in found["losses"]]
 
+    def beside(self, unit: Unit, allowed: set[str], chosen: Recipe) -> list[Candidate]:
+        """The next ranks of a form of fewer multiplications that a plan took, with measured losses."""
+        methods = allowed & {chosen.method}
+        room = replace(self._room(unit, methods), faster=True, factors=structure.row_forms(), near=chosen)
+        wanted = registry.structured(self._learnt(unit), Target(self._timed), room)
+        return [self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True) for r in wanted]
+
     def grown(self, unit: Unit, allowed: set[str], chosen: Candidate, price: float) -> list[Candidate]:
         """Other ranks of a decomposition that a plan took, made while they pay at its price of a byte (nats)."""
         made = structure.grow(

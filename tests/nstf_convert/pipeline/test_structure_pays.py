@@ -185,6 +185,23 @@ def test_ranks_follow_what_the_mix_measured(ranked: Ranked) -> None:
     assert ranked.prices[-1] == pytest.approx(0.01 / ranked.factor)  # type: ignore[attr-defined]
 
 
+def test_next_ranks_of_convolutions_are_worked_out_where_time_is_bounded(ranked: Ranked) -> None:
+    """At no price of a byte too: what such a plan is short of is time."""
+    asked = []
+    ranked.session.units["w"].role = "conv"
+    ranked.session.units["v"].role = "up"
+    ranked.session.encoder.beside = lambda unit, allowed, recipe: (
+        asked.append(recipe) or [replace(low_rank(16, 0.1, True), size_bytes=16)]
+    )
+    ranked.timing = SimpleNamespace(bounds_time=True, bounds={})  # type: ignore[assignment]
+    planned = replace(ranked.planned(1000, None, True), price=0.0)
+    assert ranked._with_ranks(planned, 1000, None, True).mix["w"] == low_rank(16, 0.1).recipe
+    assert asked == [low_rank(8, 0.2).recipe] and ranked.prices == []  # type: ignore[attr-defined]
+    ranked.timing = SimpleNamespace(bounds_time=False, bounds={})  # type: ignore[assignment]
+    ranked.grown.clear()
+    assert ranked._with_ranks(planned, 1000, None, True) is planned
+
+
 def test_ranks_that_lose_what_is_expected_of_them_stay(ranked: Ranked) -> None:
     ranked.truth = 1.0
     mix = ranked.measure(

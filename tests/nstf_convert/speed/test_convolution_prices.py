@@ -113,6 +113,34 @@ def test_chains_that_spectra_rule_out_are_not_made() -> None:
     assert not any(method == "tucker" for method, _ in methods(few))
 
 
+@pytest.mark.parametrize("method", ["svd", "tucker"])
+def test_the_next_ranks_of_a_chain_that_a_plan_took_lie_within_the_shares_on_both_sides(method: str) -> None:
+    torch.manual_seed(0)
+    shape, factor = (128, 64, 3, 3), structure.row_forms()[0].recipe
+    known = Signature(torch.randn(shape), Stats(), 1, "conv", stride=(1, 1))
+    params = chains.low_rank_params(shape, 0.28) if method == "svd" else chains.tucker_params(shape, 0.25)
+    near = Recipe(method, {**params, "iterations": 0} if method == "tucker" else params, {"factor": factor})
+    room = Room(frozenset({method}), faster=True, factors=structure.row_forms(), near=near)
+    found = registry.structured(known, Target(True), room)
+
+    def share(recipe: Recipe) -> float:
+        return multiplications(tree_of(recipe, shape, 1), shape) / math.prod(shape)
+
+    larger, smaller = found
+    limits = (0.2, 0.45) if method == "svd" else (0.15, 0.35)
+    assert limits[0] < share(smaller) < share(near) < share(larger) < limits[1]
+    ranks = {"rank", "ranks"}
+    for recipe in found:
+        assert recipe.parts == near.parts
+        assert {k: v for k, v in recipe.params.items() if k not in ranks} == {
+            k: v for k, v in near.params.items() if k not in ranks
+        }
+    # Whole channels are no chain: there is nothing beyond.
+    whole = {"rank": 120} if method == "svd" else {**near.params, "ranks": [120, 56, 3, 3]}
+    beyond = registry.structured(known, Target(True), replace(room, near=replace(near, params=whole)))
+    assert len(beyond) == 1 and share(beyond[0]) < share(replace(near, params=whole))
+
+
 def test_a_layer_is_measured_once_and_found_by_the_next_conversion(monkeypatch, tmp_path) -> None:
     calls = []
 
