@@ -343,15 +343,45 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
         if metric is None and stats.hessian is not None:
             trace = float(stats.hessian.diagonal().sum())
         lost = MSE[p.quarter_bits] * trace / (2 * (1 - _growth(metric, p.quarter_bits)))
+        if not p.block:
+            lost *= 1 + _beyond(matrix_view(weight, p.lead), p.quarter_bits) / MSE[p.quarter_bits]
         out.append(energies[p.lead] * lost)
     return out
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """Every rate; none where another method loses less and time does not count."""
+    """Every rate; none where another method loses less and time does not count.
+
+    Of convolutions in the weights' own basis, the one that kernels read: what a kernel sees would have to be rotated patch
+    by patch. Where time does not count, in a rotated one as well.
+    """
     if room.from_bits and not target.timed:
+        room.skip(
+            "shuffle",
+            f"another method loses less up to {room.from_bits} bits a weight, and time does not count",
+        )
         return []
-    return [Recipe("shuffle", {"quarter_bits": q}) for q in form.RATES]
+    own: list[dict[str, int]] = [{}]
+    if not target.timed and basis_block(signature.shape, signature.lead) == 0:
+        own.append({"block": rotated.block_for(signature.cols)})
+    return [Recipe("shuffle", {"quarter_bits": q, **basis}) for basis in own for q in form.RATES]
+
+
+def basis_block(shape: tuple[int, ...], lead: int) -> int:
+    """The block of the rotation where a recipe names none: none for a convolution."""
+    return 0 if len(shape) - lead > 1 else rotated.block_for(math.prod(shape[lead:]))
+
+
+def _beyond(matrix: Tensor, q: int) -> float:
+    """What the range of the codes cuts off weights in their own basis, as a share of their energy: a rotated basis has next
+    to none of it, some trained kernels have more than everything else that is lost."""
+    reach, lost, total = form.CENTRE * form.STEPS[q], 0.0, 0.0
+    for part in _parts(matrix):
+        rows = part.float()
+        scale = rows.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
+        lost += float(((rows / scale).abs() - reach).clamp_min(0.0).square().sum(dtype=torch.float64))
+        total += rows.numel()
+    return lost / max(1.0, total)
 
 
 def _shared(energy: Tensor) -> Tensor:

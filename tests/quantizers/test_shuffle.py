@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
+from nstf.analyzers.signatures import Signature
 from nstf.kernels import shuffle_encode
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import decode
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.torch import shuffle_search
-from nstf.quantizers import grid16, int_grid, shuffle
+from nstf.proposals import Room, Target
+from nstf.quantizers import filled, grid16, int_grid, shuffle
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
 
@@ -171,3 +173,29 @@ def test_matrices_of_other_hessians_are_searched_at_the_same_time_and_change_not
     for found, expected in zip(together, alone, strict=True):
         assert found.tree == expected.tree
         assert all(torch.equal(found.arrays[k], expected.arrays[k]) for k in expected.arrays)
+
+
+@compiled
+@pytest.mark.parametrize("q", [8, 12, 16])
+def test_forecasts_in_the_weights_own_basis_know_what_the_codes_cannot_reach(q):
+    generator = torch.Generator().manual_seed(q)
+    weight = (
+        normal(96, 192, seed=q) * torch.rand(96, 192, generator=generator).clamp_min(0.02).rsqrt()
+    )  # long tails
+    params = shuffle.Params(q, rounding="ldlq")
+    stats = Stats(correlated_hessian(192))
+    true = loss(weight, decode(shuffle.encode(weight, params, stats)), stats)
+    gaussian = shuffle.estimate(normal(96, 192, seed=1) * weight.std(), params, stats)
+    assert 0.6 < shuffle.estimate(weight, params, stats) / true < 1.4
+    assert q < 16 or true > 1.6 * gaussian  # what a forecast for Gaussian weights would miss
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_convolution_is_coded_in_the_basis_that_kernels_read(timed):
+    weight = normal(64, 64, seed=1).reshape(64, 16, 2, 2)
+    trees = {}
+    for role, given in (("conv", weight), ("up", weight.flatten(1))):
+        known = Signature(given, Stats(), 1, role)
+        found = shuffle.proposals(known, Target(timed), Room())
+        trees[role] = {shuffle.tree(filled(r, known.shape, 1)).kind for r in found}
+    assert trees == {"conv": {"shuffle"} if timed else {"shuffle", "rotated"}, "up": {"rotated"}}

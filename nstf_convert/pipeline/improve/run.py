@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nstf import decomposers
-from nstf.decomposers.add import LOW_BITS
 from nstf.errors import BudgetError
+from nstf.proposals import FEW_BITS
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
@@ -41,12 +40,12 @@ ROUGH = ("decomposed", "hybrid")
 @dataclass
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are made.
-    true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report. with_hybrids:
-    tensors for which decomposers were asked at few bits. grown: decompositions whose ranks were adapted. timing: what
-    mixes cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what
-    ranks allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
-    decompositions, which measured worse. factor: how many times what is expected of them decompositions lose in plans;
-    rounds: of `pays`, for the report."""
+    true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report. asked_again:
+    tensors for which methods were asked at the bits of a first plan. grown: decompositions whose ranks were adapted.
+    timing: what mixes cost in time; without it only bytes count. stopped: single formats that were given up early.
+    divisions: what ranks allow, where the file is to be divided among some; free: the table without that. plain_only:
+    plans take no decompositions, which measured worse. factor: how many times what is expected
+    of them decompositions lose in plans; rounds: of `pays`, for the report."""
 
     session: Session
     meta: Meta
@@ -55,8 +54,8 @@ class Run:
     timing: Timing | None = None
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
-    with_hybrids: set[str] = field(default_factory=set)
-    grown: set[tuple[str, str]] = field(default_factory=set)
+    asked_again: set[str] = field(default_factory=set)
+    grown: set[tuple[str, str, float]] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
     divisions: Divisions | None = None
@@ -68,19 +67,19 @@ class Run:
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
     ) -> Planned:
-        """The best plan within a budget, with what decomposers propose for tensors that it gives few bits; what it takes of
+        """The best plan within a budget, with what methods propose for tensors that it gives few bits; what it takes of
         decompositions was made, where the Hessians are at hand. Raises BudgetError."""
         session = self.session
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
-            if self.allowed.intersection(decomposers.METHODS) and session.options.level.thorough:
+            if session.options.level.thorough:
                 bits = plans.planned_bits(session, planned)
-                low = [session.units[n] for n in bits if n not in self.with_hybrids and bits[n] <= LOW_BITS]
+                low = [session.units[n] for n in bits if n not in self.asked_again and bits[n] <= FEW_BITS]
                 low = [u for u in low if session.statistics.has_hessian(u)]
                 found = session.encoder.each(
                     low, lambda u: session.encoder.at_few_bits(u, self.allowed, bits[u.name]), lambda u: None
                 )
-                self.with_hybrids |= found.keys()
+                self.asked_again |= found.keys()
                 self._add(found)
             planned = self.planned(budget_bytes, weights, exact)
         planned = self._confirmed(planned, budget_bytes, weights, exact)
@@ -121,24 +120,33 @@ class Run:
     def _with_ranks(
         self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
-        """The plan with the ranks of its decompositions adapted to what a byte buys in the other tensors."""
+        """The plan with the ranks of its decompositions adapted: to what a byte buys in the other tensors, and, of
+        convolutions in a plan that bounds time, to what their next ranks on both sides lose and take."""
         session = self.session
         chosen = {
             n: found
             for n, r in planned.mix.items()
-            if r.family == "decomposed" and (n, key_of(r)) not in self.grown
+            if r.family == "decomposed" and (n, key_of(r), self.factor) not in self.grown
             and session.statistics.has_hessian(session.units[n])
             and (found := self.table.find(n, r)) is not None
         }  # fmt: skip
-        if not chosen or planned.price <= 0.0:
+        bounded = self.timing is not None and self.timing.bounds_time
+        faster = {n for n in chosen if bounded and session.units[n].role == "conv"}
+        if planned.price <= 0.0:
+            chosen = {n: c for n, c in chosen.items() if n in faster}
+        if not chosen:
             return planned
+
+        def others(unit: Unit) -> list[Candidate]:
+            own = chosen[unit.name]
+            if unit.name in faster:
+                return session.encoder.beside(unit, self.allowed, own.recipe)
+            # What was measured of decompositions makes a byte of theirs worth less, or more, than their losses say.
+            return session.encoder.grown(unit, self.allowed, own, planned.price / self.factor)
+
         with session.stages.stage("ranks"):
-            more = session.encoder.each(
-                [session.units[n] for n in chosen],
-                lambda u: session.encoder.grown(u, self.allowed, chosen[u.name], planned.price),
-                lambda u: None,
-            )
-        self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
+            more = session.encoder.each([session.units[n] for n in chosen], others, lambda u: None)
+        self.grown |= {(n, key_of(found.recipe), self.factor) for n, found in chosen.items()}
         self._add(more)
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact)
