@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.formats import shuffle
+from nstf.kernels.triton.byte_product import mma_bytes
 from nstf.kernels.triton.launching import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.shuffle import Prepared
@@ -46,7 +47,6 @@ from nstf.kernels.triton.shuffle_operands import (
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
 from nstf.kernels.triton.trellis import hardware_of
-from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 LARGEST_BATCH = 64
 # Rows of activations whose digits fit the eight columns of B.
