@@ -29,9 +29,8 @@ from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_o
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
 from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
-from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.launching import hardware_of, launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit

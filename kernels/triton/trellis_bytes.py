@@ -21,9 +21,9 @@ import triton.language as tl
 from nstf.kernels.formats import trellis
 from nstf.kernels.triton.byte_product import mma_bytes
 from nstf.kernels.triton.gemv import multiples, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.launching import hardware_of
 from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.trellis import hardware_of
 from nstf.kernels.triton.trellis_rows import aligned, lane_words, pair_words, state
 
 LARGEST_BATCH = 4
