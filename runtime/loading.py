@@ -61,8 +61,8 @@ def load(
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
     `model.generate` use the C++ engine on a CPU and captured graphs on a GPU where they can, "exact" the engine without
-    its int8 activations, "off" neither. Convolutions on a CPU have int8 activations with
-    "auto" alone (docs/convolutions.md).
+    its int8 activations, "off" neither. Convolutions and experts on a CPU have int8 activations with
+    "auto" alone (docs/convolutions.md, docs/structure.md).
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
@@ -220,7 +220,7 @@ def _compute_dtype(
 
 
 def _use_expert_loop(model: Any) -> None:
-    """Experts run one by one, so that only those that are hit are decoded."""
+    """Where experts are not grouped (experts.py) they run one by one, so that only those that are hit are decoded."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_experts_implementation_internal"):

@@ -20,6 +20,7 @@
 #include "../parallel.h"
 #include "argmax.h"
 #include "convolution.h"
+#include "held.h"
 #include "image_steps.h"
 #include "leaves.h"
 #include "layer_plan.h"
@@ -36,11 +37,6 @@ namespace {
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Stored = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-
-struct Held {  // a matrix, and what must live as long
-    Shared matrix;
-    std::vector<nb::object> keep;
-};
 
 std::vector<float> copied(const Floats& a) { return {a.data(), a.data() + a.size()}; }
 
@@ -185,9 +181,6 @@ Held make_chain(const std::string& kind, int64_t rows, int64_t cols, const std::
     held.matrix = chain(which, rows, cols, view, ranks, matrices, how);
     return held;
 }
-
-// More threads than any machine has cores for; with them times some shares each, no count overflows.
-int limited(int threads) { return std::clamp(threads, 1, 4096); }
 
 void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int threads) {
     if (batch < 0) throw std::invalid_argument("a product with fewer than no rows of activations");
@@ -460,6 +453,7 @@ void bind_engine(nb::module_& m) {
     m.def("isa", [] { return std::string(nstf::name(nstf::isa())); }, "The one kernels are chosen for.");
     m.def("use_isa", &nstf::use_isa, "isa"_a, "Chooses kernels for another one from here on; \"\": the best.");
     bind_attention(m);
+    bind_grouped(m);
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>(), "shape"_a, "embedding"_a, "head"_a,
              "final_norm"_a)
