@@ -14,7 +14,7 @@ import re
 import sys
 from contextlib import contextmanager
 
-from nstf.errors import NstfError, UnsupportedError
+from nstf.errors import NstfError, UnsupportedError, UsageError, no_place
 from nstf_convert.cli import quick
 from nstf_convert.cli.output import clean, setup_logging
 
@@ -177,7 +177,7 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         reason = clean(scarce) or "an allocation failed"
         return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
     if isinstance(error, OSError):
-        return 1, _os_error(error)
+        return (UsageError.exit_code if no_place(error) else 1), _os_error(error)
     if isinstance(error, IndexError) and str(error) == _NO_ROW and any(w in OF_TEXT for w in words[:1]):
         return UnsupportedError.exit_code, (
             f"{clean(error)}: perhaps the tokenizer makes tokens beyond the model's vocabulary; fetch both again"
@@ -231,6 +231,8 @@ def _os_error(error: OSError) -> str:
     where = f": {clean(error.filename)}" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk{where}; free some space and run the same command again"
+    if no_place(error):
+        return f"nothing can lie at that path ({clean(error.strerror)}){where}; check it"
     return f"{clean(error.strerror or error)}{where}"
 
 
