@@ -166,7 +166,11 @@ def _load(
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with full attention") from error
     generates = engine != "off" and hasattr(model, "generate")
-    if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
+    if generates and device.type == "cpu" and compute == torch.float32 and ranks is not None:
+        from nstf.runtime.divided_engine import divided_engine
+
+        use_engine(model, lambda _: divided_engine(model, artifact, ranks, engine == "exact"), ranks)
+    elif generates and device.type == "cpu" and compute == torch.float32:
         # Its matrices are views of the same mapping, or panels: then pages of the mapping are only in memory as far as
         # modules read them. Of arrays that were written into, there is no file to make panels of.
         def build(as_loaded: bool) -> Engine:

@@ -295,6 +295,18 @@ class Engine {
         if (d.contains("heads")) layer.plan = layer_plan(d);
         model_.add_layer(std::move(layer));
     }
+    // sum(address, numbers), join(address of [count, rows], count, address of [count, vocab]): Python functions, called with its
+    // lock. What they raise ends the call.
+    void divide(nb::object sum, nb::object join) {
+        model_.divide({[sum](float* values, int64_t count) {
+                           nb::gil_scoped_acquire locked;
+                           sum(reinterpret_cast<uintptr_t>(values), count);
+                       },
+                       [join](const float* part, int64_t count, float* logits) {
+                           nb::gil_scoped_acquire locked;
+                           join(reinterpret_cast<uintptr_t>(part), count, reinterpret_cast<uintptr_t>(logits));
+                       }});
+    }
     void add_rotation(Floats frequencies) { model_.add_rotation(copied(frequencies)); }
 
     // Addresses: ids int64 [count], logits float32 [vocab] or [count, vocab].
@@ -364,6 +376,7 @@ class Engine {
         auto real = [&](const char* key) { return nb::cast<float>(d[key]); };
         s.hidden = number("hidden"), s.layers = number("layers"), s.heads = number("heads"), s.kv_heads = number("kv_heads");
         s.head_size = number("head_size"), s.ffn = number("ffn"), s.vocab = number("vocab"), s.context = number("context");
+        s.first_row = d.contains("first_row") ? number("first_row") : 0, s.rows = d.contains("rows") ? number("rows") : s.vocab;
         s.epsilon = real("epsilon"), s.score_scale = real("score_scale"), s.embedding_scale = real("embedding_scale");
         s.logit_cap = real("logit_cap"), s.gelu = nb::cast<bool>(d["gelu"]);
         return s;
@@ -459,6 +472,7 @@ void bind_engine(nb::module_& m) {
              "final_norm"_a)
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
+        .def("divide", &Engine::divide, "sum"_a, "join"_a, "For one process of several: how results are put together.")
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
         .def("go_on", &Engine::go_on, "token"_a, "first"_a, "count"_a, "stop"_a, "found"_a, "threads"_a,
              "Runs a token and goes on with the likeliest ones: (tokens found, whether the last one's logits are NaN).")
