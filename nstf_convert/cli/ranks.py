@@ -131,9 +131,9 @@ def _told(error: Exception, rank: int) -> NstfError:
     """What the parent is sent: our errors as they are, others as the line that the command would print."""
     if isinstance(error, NstfError):
         return error
-    from nstf_convert.cli import _explain
+    from nstf_convert.cli.messages import explain
 
-    return RankFailed(f"rank {rank}: {_explain(error, ())[1]}")
+    return RankFailed(f"rank {rank}: {explain(error, ())[1]}")
 
 
 def _end_with_parent() -> None:
