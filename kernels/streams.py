@@ -44,7 +44,8 @@ def in_turn(jobs: Sequence[Iterator[None]], device: torch.device) -> None:
     """Runs jobs that do not depend on each other to their ends; on a GPU each in a stream of its own, a step each in turn.
 
     A stream takes about a thousand launches before the next one waits: of jobs of more than that the second would begin when
-    the first has nearly ended. Steps may not wait for the device. What jobs hand on must be made before or held after this.
+    the first has nearly ended. The first job should be the one of most steps: where others fill the GPU, it need not wait
+    until they leave room. Steps may not wait for the device. What jobs hand on must be made before or held after this.
     """
     if device.type != "cuda" or len(jobs) < 2:
         for job in jobs:
@@ -53,7 +54,8 @@ def in_turn(jobs: Sequence[Iterator[None]], device: torch.device) -> None:
         return
     current = torch.cuda.current_stream(device)
     ready = current.record_event()
-    streams = _streams(device.index or 0)[: len(jobs)]
+    index = device.index or 0
+    streams = [*_streams(index, "first"), *_streams(index)][: len(jobs)]
     for stream in streams:
         stream.wait_event(ready)
     left = [(job, streams[i % len(streams)]) for i, job in enumerate(jobs)]
@@ -141,5 +143,5 @@ class _Graph:
 @cache
 def _streams(index: int, purpose: str = "jobs") -> list[torch.cuda.Stream]:
     """Always the same ones: each keeps memory that was freed in it, and a workspace for matrix products."""
-    count = MOST_STREAMS if purpose == "jobs" else 1
-    return [torch.cuda.Stream(index) for _ in range(count)]  # type: ignore[no-untyped-call]
+    count, priority = MOST_STREAMS if purpose == "jobs" else 1, -1 if purpose == "first" else 0
+    return [torch.cuda.Stream(index, priority=priority) for _ in range(count)]  # type: ignore[no-untyped-call]

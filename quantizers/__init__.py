@@ -14,7 +14,8 @@ A method is a module of this folder with these names; a new file is found and te
 and, where they say something,
 
     encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]    tensors gain from being encoded together
-    ACROSS        that gain is there for tensors of other Hessians too, and none changes another's result
+    ACROSS        that gain is there for tensors of other Hessians too, which change nothing in it: encode_many takes
+                  (items, scratch, room), see below
     NAME          what users call it, where that is not the file's name
     ON_REQUEST    tried only where it is named or the plan counts time
     REACH         bits a weight up to which no other plain format loses less at its bytes; fits(cols): for which rows
@@ -82,15 +83,17 @@ def filled(recipe: "Recipe", shape: tuple[int, ...], lead: int) -> Any:
 
 
 def encode_many(
-    items: "Sequence[tuple[str, Tensor, Any, Stats | None]]", scratch: int = 1 << 28
+    items: "Sequence[tuple[str, Tensor, Any, Stats | None]]", scratch: int = 1 << 28, room: int | None = None
 ) -> "list[EncodedTensor]":
-    """The tensors of (method, weight, params, stats), in order. `scratch`: bytes a method may use to encode side by side."""
+    """The tensors of (method, weight, params, stats), in order. `scratch`: bytes a method may use to encode side by side
+    what shares a Hessian; `room`: what does not, where that is another number."""
     found: dict[int, EncodedTensor] = {}
     for name in dict.fromkeys(item[0] for item in items):
         module = method(name)
         at = [i for i, item in enumerate(items) if item[0] == name]
         own = [items[i][1:] for i in at]
         together = getattr(module, "encode_many", None)
-        encoded = together(own, scratch) if together else [module.encode(*item) for item in own]
+        beside = (room,) if getattr(module, "ACROSS", False) else ()
+        encoded = together(own, scratch, *beside) if together else [module.encode(*item) for item in own]
         found.update(zip(at, encoded, strict=True))
     return [found[i] for i in range(len(items))]

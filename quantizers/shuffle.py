@@ -117,13 +117,14 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
 
 
 def encode_many(
-    items: Sequence[tuple[Tensor, Params, Stats | None]], scratch: int = 1 << 28
+    items: Sequence[tuple[Tensor, Params, Stats | None]], scratch: int = 1 << 28, room: int | None = None
 ) -> list[EncodedTensor]:
     """What `encode` gives for each (weight, params, stats), up to the rounding of sums.
 
     A path is 256 rows of one column, and a GPU goes through columns one after another. So matrices of one rate and one
     Hessian are searched under one another, as many as `scratch` bytes allow; those of other Hessians under these, which
-    changes nothing in either (`ACROSS`); and those of other widths and rates beside them.
+    changes nothing in either (`ACROSS`); and those of other widths and rates beside them, as far as all that fits `room`
+    bytes (None: scratch).
     """
     plans = [_Plan(*item) for item in items]
     together: dict[object, list[_Plan]] = {}
@@ -132,10 +133,11 @@ def encode_many(
     stacks = [[_Stack(batch) for batch in _batches(same, scratch)] for same in together.values()]
     # Of one Hessian's stacks each waits for the one before: together they need not fit the memory.
     for turn in zip_longest(*stacks):
-        searches = [_Search(column) for column in _columns([stack for stack in turn if stack])]
-        in_turn([search.steps() for search in searches], plans[0].matrix.device)
-        for search in searches:
-            search.finish()
+        for some in _fitting([stack for stack in turn if stack], scratch if room is None else room):
+            searches = [_Search(column) for column in _columns(some)]
+            in_turn([search.steps() for search in searches], plans[0].matrix.device)
+            for search in searches:
+                search.finish()
     return [plan.encoded() for plan in plans]
 
 
@@ -209,11 +211,27 @@ class _Stack:
         self.rows = sum(self.sizes)
 
 
+def _fitting(stacks: Sequence[_Stack], room: int) -> Iterator[list[_Stack]]:
+    """Stacks in parts that fit so many bytes, one at least."""
+    part: list[_Stack] = []
+    taken = 0
+    for stack in stacks:
+        size = _BYTES * stack.rows * stack.cols
+        if part and taken + size > room:
+            yield part
+            part, taken = [], 0
+        part.append(stack)
+        taken += size
+    if part:
+        yield part
+
+
 def _columns(stacks: Sequence[_Stack]) -> list[list[_Stack]]:
-    """Stacks that are searched under one another: of one rate, width and device, all but the last of whole segments."""
+    """Stacks that are searched under one another: of one rate and width, all but the last of whole segments. The widest
+    come first."""
     alike: dict[object, list[_Stack]] = {}
     for stack in stacks:
-        key = stack.quarter_bits, stack.cols, stack.metric is None, stack.parts[0][0].matrix.device
+        key = stack.quarter_bits, stack.cols, stack.metric is None
         alike.setdefault(key, []).append(stack)
     out = []
     for found in alike.values():
@@ -221,7 +239,7 @@ def _columns(stacks: Sequence[_Stack]) -> list[list[_Stack]]:
         ragged = [stack for stack in found if stack.rows % form.SEGMENT]
         out.append(whole + ragged[:1])
         out.extend([stack] for stack in ragged[1:])
-    return out
+    return sorted(out, key=lambda found: -found[0].cols)
 
 
 class _Search:

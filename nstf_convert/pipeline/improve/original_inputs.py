@@ -250,7 +250,9 @@ class _Pass:
         ]
 
         def encode(at: Sequence[int]) -> None:
-            done = recipes.encode_many([items[i] for i in at], self.session.machine.scratch_bytes)
+            # All that waits fits the memory by what a weight takes.
+            room = self.room if len(waiting) > 1 else None
+            done = recipes.encode_many([items[i] for i in at], self.session.machine.scratch_bytes, room)
             for i, encoded in zip(at, done, strict=True):
                 self._keep(units[i], items[i][1], encoded, items[i][2])
 

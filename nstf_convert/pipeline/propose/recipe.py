@@ -98,11 +98,14 @@ def _composed(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Encode
     return assemble(module.KIND, params, shape, children)
 
 
-def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int) -> list[EncodedTensor]:
+def encode_many(
+    items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int, room: int | None = None
+) -> list[EncodedTensor]:
     """`encode` of several (recipe, weight, stats, lead), those of one format together: what fills a GPU.
 
     scratch: bytes that encoding side by side may take. With less, rows are encoded in several parts, each of which goes
-    through all columns: the same codes, more and smaller launches.
+    through all columns: the same codes, more and smaller launches. room: what tensors of several Hessians may take, where
+    that is another number: it changes no code.
     """
     out: list[EncodedTensor | None] = [None] * len(items)
     plain = [i for i, item in enumerate(items) if item[0].method in quantizers.METHODS]
@@ -110,7 +113,7 @@ def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int
     for i in plain:
         recipe, weight, stats, lead = items[i]
         batch.append((recipe.method, weight, filled(recipe, tuple(weight.shape), lead), stats))
-    for i, encoded in zip(plain, quantizers.encode_many(batch, scratch), strict=True):
+    for i, encoded in zip(plain, quantizers.encode_many(batch, scratch, room), strict=True):
         out[i] = encoded
     return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
 

@@ -131,11 +131,11 @@ def test_too_little_memory_for_all_that_waits_is_no_failure(opened, together, mo
     expected = arrays_of(session, mix)
     real, failed = original_inputs.recipes.encode_many, []
 
-    def encode_many(items, scratch):
+    def encode_many(items, scratch, room):
         if len(items) > 4:
             failed.append(len(items))
             raise torch.OutOfMemoryError("too much")
-        return real(items, scratch)
+        return real(items, scratch, room)
 
     monkeypatch.setattr(original_inputs.recipes, "encode_many", encode_many)
     assert same(expected, arrays_of(opened("short"), mix))
