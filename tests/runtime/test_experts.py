@@ -79,7 +79,15 @@ def same(a: Tensor, b: Tensor) -> bool:
 CHOICES = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])
 
 
-@pytest.mark.parametrize("make", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", gpt_oss, nemotron], ids=["mixtral", "qwen3-moe", "gpt-oss", "nemotron"])
+MADE = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": gpt_oss,
+    "nemotron": nemotron,
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_layer_is_what_the_loop_over_its_experts_gives(
     tiny: ModuleType, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
