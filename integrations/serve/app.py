@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,8 +25,13 @@ from nstf.integrations.serve.protocol import parse
 from nstf.integrations.serve.replies import Replies
 from nstf.integrations.serve.service import Service
 from nstf.integrations.serve.stream import EventStream, Gone, unless_gone
+from nstf.runtime.memory_limit import has_room
 
 BODY_SECONDS = 30.0  # for the whole body of a request
+# Address space that is free before a request is tokenised in a thread: a library in Rust ends the process where it finds no
+# memory, and Python waits without end for a thread that finds none.
+ROOM_BYTES = 64 << 20
+NO_ROOM = "the server has too little memory for this request at the moment"
 PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {
     "/": ("chat.html", "text/html"),
@@ -39,6 +45,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+_log = logging.getLogger("nstf")
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -98,6 +106,8 @@ class App:
                 response = _refusal(error)
             except (Gone, ClientDisconnect):
                 response = Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                response = _refusal(_failed(error, path))
             self.service.metrics.add("requests_total", 1, f'path="{path}",status="{response.status_code}"')
             return response
 
@@ -156,6 +166,8 @@ class App:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
+        if not has_room(ROOM_BYTES):
+            raise ApiError(503, NO_ROOM)
         answer = await run_in_threadpool(self.service.begin, request, emit)
         replies = Replies(request, answer, self.service.options.name, self.service.prompts.token_text)
         if request.stream:
@@ -212,8 +224,19 @@ class App:
 
 
 def _refusal(error: ApiError) -> Response:
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(
+        error.status
+    )
     return JSONResponse(error.to_json(), error.status, headers)
+
+
+def _failed(error: Exception, path: str) -> ApiError:
+    """What a client is told of an error that is not its own. Memory that ended is a line in our log, all else is a bug."""
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        _log.warning("%s: %s", path, NO_ROOM)
+        return ApiError(503, NO_ROOM)
+    _log.exception("%s failed", path)
+    return ApiError(500, "the server failed at this request; its log says more")
 
 
 async def _all(pieces: asyncio.Queue[Piece]) -> list[Piece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,6 +15,13 @@ HEAD_SECONDS = 30.0
 # asyncio's and h11's objects of a connection hold one another, with up to 250 KB that it sent: they go when Python looks for
 # such rings, which it does the more rarely the more there is besides.
 LOOK_EVERY = 100
+# Connections that asyncio takes at once, before this file hears of the first of them.
+BURST = 16
+# Descriptors that connections leave for files, and for those that are taken only to be told that there are too many.
+SPARE = 2 * BURST
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
 
 
 class Connection(H11Protocol):
@@ -28,7 +36,12 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._begin()
+        # The system gives the lowest number that is free: one near the limit says that few are.
+        if transport.get_extra_info("socket").fileno() >= _descriptors() - SPARE:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
+            self._begin()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -67,3 +80,9 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self.transport.close()
+
+
+def _descriptors() -> float:
+    """How many this process may have open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return float("inf") if most == resource.RLIM_INFINITY else most

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +19,18 @@ import uvicorn
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.app import App
-from nstf.integrations.serve.connection import Connection
+from nstf.integrations.serve.connection import BURST, Connection
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 GRACE_SECONDS = 10
+# Connections that the system keeps until they are taken.
+BACKLOG = 2048
+# What `accept` says where descriptors or memory end, and how often that is said.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SAY_SECONDS = 60.0
+
+_log = logging.getLogger("nstf")
 
 
 class _Server(uvicorn.Server):
@@ -53,9 +64,33 @@ class _Server(uvicorn.Server):
             timer.cancel()
 
     async def startup(self, sockets: Any = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_Scarcity())
         await super().startup(sockets)
         if self.started:
+            for listening in [s for server in self.servers for s in server.sockets]:
+                _wait_longer(listening.fileno())
             self._ready(self.servers[0].sockets[0].getsockname()[1])
+
+
+class _Scarcity:
+    """What asyncio reports beside tasks. That a connection cannot be taken is one line now and then: by itself it writes a
+    traceback for each attempt, megabytes a second where a client holds all connections."""
+
+    _said = -SAY_SECONDS
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _SCARCE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._said >= SAY_SECONDS:
+            self._said = time.monotonic()
+            _log.warning("connections are not taken for now: %s", error.strerror)
+
+
+def _wait_longer(descriptor: int) -> None:
+    """Lets the system keep BACKLOG connections of a listening socket: asyncio keeps only as many as it takes at once."""
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        listening.listen(BACKLOG)
 
 
 def allowed_hosts(host: str, key: str | None) -> frozenset[str] | None:
@@ -83,6 +118,7 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         timeout_graceful_shutdown=GRACE_SECONDS + 5,
         timeout_keep_alive=30,
         lifespan="on",
+        backlog=BURST,
     )
     server = _Server(config, ready, app.service.close)
     gc.collect()

@@ -54,6 +54,10 @@ def explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return UnsupportedError.exit_code, (
             f"{clean(error)}: perhaps the tokenizer makes tokens beyond the model's vocabulary; fetch both again"
         )
+    if isinstance(error, RuntimeError) and str(error).startswith(
+        "Symlink loop"
+    ):  # pathlib's, before Python 3.13
+        return 2, f"{clean(error)}: give a path that leads somewhere"
     if type(error).__name__ == "PanicException":  # of tokenizers, safetensors: Rust's, and no Exception
         return UnsupportedError.exit_code, f"a library gives up on a file of the model: {clean(error)}"
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"

@@ -74,12 +74,13 @@ def show_frontier(
         raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
     chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
     leave_out_unused(model)
+    from nstf.runtime.artifact.atomic_file import write_whole
     from nstf_convert import pipeline
     from nstf_convert.report import frontier as report
 
     found = pipeline.frontier(chosen)
     if svg is not None:
-        svg.write_text(report.figure(found), encoding="utf-8")
+        write_whole(svg, report.figure(found).encode("utf-8", errors="backslashreplace"))
     if json:
         print_json(found)
         return

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,36 @@ def test_a_signal_ends_the_server_after_the_answers(artifact: Path, number: sign
         assert response.read().endswith(b"data: [DONE]\n\n")
         connection.close()
         assert server.wait(30) == 0
-        assert server.stderr is not None and "Traceback" not in server.stderr.read()
+        assert server.stderr is not None
+        said = server.stderr.read()
+        assert "Traceback" not in said and "leaked" not in said
+
+
+def test_clients_that_hold_all_connections_fill_no_log(artifact: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with process("serve", artifact, "--port", 0, "--threads", 1) as server:
+        port = port_of(server)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (64, 64))
+        held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(100)]
+        refused = 0
+        for connection in held:
+            connection.settimeout(0.01)
+            with suppress(TimeoutError, ConnectionResetError):
+                refused += b" 503 " in connection.recv(1000)
+        for connection in held:
+            connection.close()
+        assert refused >= 30
+        end = time.monotonic() + 60
+        answer = b""
+        while b'"ok"' not in answer and time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                answer = b"".join(iter(lambda: connection.recv(1000), b""))
+        assert b'"ok"' in answer
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0 and server.stderr is not None
+        said = server.stderr.read()
+        assert "Traceback" not in said and len(said) < 1000
 
 
 def test_a_port_in_use_is_named(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
