@@ -58,9 +58,16 @@ FORMATS = {
     "grid g64": leaf("grid", group=64),
     **{f"shuffle {q / 4:g} bits": leaf("shuffle", quarter_bits=q) for q in (8, 12, 14, 16, 18)},
     **{f"trellis {q / 4:g} bits": leaf("trellis", quarter_bits=(q,)) for q in (4, 8, 10, 12, 16)},
-    "rotated trellis 2 bits": Node(
-        "rotated", format_of("rotated").Params(block_in=128), {"x": leaf("trellis", quarter_bits=(8,))}
-    ),
+    # As conversions write them.
+    **{
+        f"rotated {name}": Node("rotated", format_of("rotated").Params(block_in=128), {"x": tree})
+        for name, tree in {
+            "trellis 2 bits": leaf("trellis", quarter_bits=(8,)),
+            "trellis 3 bits": leaf("trellis", quarter_bits=(12,)),
+            "shuffle 3 bits": leaf("shuffle", quarter_bits=12),
+            "shuffle 4 bits": leaf("shuffle", quarter_bits=16),
+        }.items()
+    },
 }
 
 

@@ -84,10 +84,8 @@ def models(config: dict[str, Any], tree: Node, head: Node) -> tuple[Any, Callabl
         encoded = random_encoded(own, tuple(parameter.shape), seed)
         some = decode(EncodedTensor(own, encoded.shape, encoded.arrays))[:256].std()
         # Weights of 0.02, as models begin with.
-        for array in ("scale_super", "scale"):
-            if array in encoded.arrays:
-                encoded.arrays[array].mul_(0.02 / some)
-                break
+        scales = [a for end in ("scale_super", "scale") for a in encoded.arrays if a.split(".")[-1] == end]
+        encoded.arrays[scales[0]].mul_(0.02 / some)
         stored[name] = EncodedParameter(encoded, DTYPE)
         attach(module, leaf, stored[name])
 

@@ -41,8 +41,8 @@ CASES = [
     Case("int_bytes", (288, 1280), 1),
     Case("int_bytes", (41, 1000), 2),
     Case("trellis", (96, 1088), 1),
-    Case("sections", (352, 64), 3),
-    Case("shuffle", (320, 320), 1),
+    Case("sections", (96, 64), 3),
+    Case("shuffle", (256, 320), 1),
     Case("shuffle", (64, 128), 6),
 ]
 EPSILON = 1e-5
@@ -52,7 +52,7 @@ TREES = {
     "skinny": leaf("int", bits=4, group=64, scale_bits=8),
     "int_bytes": leaf("int", bits=4, group=64, scale_bits=8),
     "trellis": leaf("trellis", quarter_bits=(11,)),
-    "sections": leaf("trellis", quarter_bits=(8, 16), rows=(176, 176)),
+    "sections": leaf("trellis", quarter_bits=(8, 16), rows=(48, 48)),
     "shuffle": leaf("shuffle", quarter_bits=13),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.ended import basis_of, ended_specs
 from nstf.kernels.triton.ending import Basis, Ending, Meeting
+from nstf.kernels.triton.rotate import rotate_spec
 from nstf.kernels.triton.spec import hollow
 from nstf.kernels.triton.sums import ending_spec
 
@@ -147,3 +149,20 @@ def test_products_of_paths_end_too_and_activations_are_turned_where_they_are_mad
     for other in (both, plain):
         assert basis_of(hollow(other, (4096, 4096)), 1, torch.bfloat16, "sm_90") is None
     assert basis_of(hollow(tree, (4096, 4096)), 1, torch.bfloat16, "gfx942") is None
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_a_lane_has_the_number_of_its_place_where_lanes_exchange(block: int) -> None:
+    """Shuffles say nothing of wrong lanes: one layout for all tensors, a number of each lane, and none that is moved."""
+    basis = Basis(block, 0, torch.float32)
+    for spec in (
+        ending_spec(1, 4096, 14336, 14, torch.bfloat16, Ending(adds=True, turned=basis), "sm_90"),
+        rotate_spec(1, 4096, block, 0, torch.bfloat16, torch.float32, False, "sm_90"),
+    ):
+        text = str(compile_spec(spec, ARCHITECTURES["sm_90"]).stages["ttgir"])
+        layouts = set(re.findall(r"#ttg\.blocked<\{.*?\}>", text))
+        assert layouts == {
+            "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [2], order = [0]}>"
+        }
+        assert "convert_layout" not in text and "#ttg.linear" not in text
+        assert text.count("shfl.sync.bfly") == 4 * 5

@@ -90,10 +90,11 @@ def test_a_file_for_a_gpu_has_groups_alike_where_that_saves_launches(options, mo
         layers = [[stored[f"model.layers.{i}.mlp.{p}_proj.weight"] for p in ("gate", "up")] for i in range(2)]
         return report["speed"]["targets"][0]["products_seconds"], layers
 
-    # In matrices this small launches are nearly all the time there is, and a single format of 4 bits saves all it can.
+    # In matrices this small launches are nearly all the time there is, and what stacks saves all it can: integers of up to 4
+    # bits, and trellises of one rate.
     seconds, layers = planned("0.98")
-    assert all(gate == up and gate.startswith("int") for gate, up in layers)
-    assert seconds < 0.75 * planned(None)[0]
+    assert all(gate == up and gate.startswith(("int", "trellis")) for gate, up in layers)
+    assert seconds < 0.85 * planned(None)[0]
 
 
 def test_launches_are_saved_by_formats_that_stack(run) -> None:
@@ -105,7 +106,10 @@ def test_launches_are_saved_by_formats_that_stack(run) -> None:
 
     plain = {"group": 32, "symmetric": True, "scale_bits": 8}
     assert saved("int_grid", bits=4, **plain) == ARCHITECTURES["sm_90"].launch_s
-    assert saved("int_grid", bits=5, **plain) == saved("trellis", quarter_bits=12) == 0.0
+    assert saved("trellis", quarter_bits=12, block=32) == ARCHITECTURES["sm_90"].launch_s
+    rows = run.session.units[names[0]].shape[0]
+    sections = ((8, rows // 2), (12, rows - rows // 2))
+    assert saved("int_grid", bits=5, **plain) == saved("trellis", sections=sections) == 0.0
     assert saved("grid16", group=32, scale_bits=8) == 0.0
     run.timing.targets = targets.parse(["avx2"], False)
     assert saved("int_grid", bits=4, **plain) == 0.0
