@@ -191,16 +191,27 @@ def _jsonl(file: Path, field: str | None) -> Iterator[str]:
 def _text_of(record: object, field: str | None, where: str) -> str:
     """The text of one record: a string, or the first known field that holds a string or a chat."""
     if isinstance(record, str) and field is None:
-        return record
+        return _unicode(record, where)
     for name in (field,) if field else FIELDS:
         value = record.get(name) if isinstance(record, dict) else None
         if isinstance(value, str):
-            return value
+            return _unicode(value, where)
         turns = value if isinstance(value, list) else []
         if turns and all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in turns):
-            return "\n\n".join(t["content"] for t in turns)
+            return _unicode("\n\n".join(t["content"] for t in turns), where)
     known = field or ", ".join(FIELDS)
     raise UsageError(f"the dataset {where}: no text under {known}; name the field that has it")
+
+
+def _unicode(text: str, where: str) -> str:
+    """The text, refused where it has halves of characters, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the dataset {where}: the text is not Unicode (half a character at {error.start}); write it again"
+        ) from error
+    return text
 
 
 def _parquet(file: Path, field: str | None) -> Iterator[str]:

@@ -163,7 +163,8 @@ def _sample(matrix: Tensor, rounding: Rounding, stats: Stats) -> _Sample:
         importance(stats, cols, rounding.damping, matrix.device) if factor is None else factor.importance
     )
     energy = torch.cat([matrix[s:e].float().square() @ diagonal for s, e in chunks(rows, cols)]) * weights
-    step = max(1, rows * cols // SAMPLE["nearest" if factor is None else "ldlq"])
+    # Of rows longer than the whole sample one is taken.
+    step = min(rows, max(1, rows * cols // SAMPLE["nearest" if factor is None else "ldlq"]))
     picked = slice(step // 2, None, step)
     sampled = energy[picked].sum()
     carried = torch.where(sampled == 0, 1.0, energy.sum() / sampled)

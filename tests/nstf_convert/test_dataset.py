@@ -277,3 +277,14 @@ def test_a_file_that_the_disk_does_not_give_is_named(
     for read in (lambda: list(load_text(tmp_path / name)), lambda: fingerprint(tmp_path / name)):
         with pytest.raises(NstfError, match=rf"{name} cannot be read \(Input/output error\)"):
             read()
+
+
+@pytest.mark.parametrize(
+    "record", ["a \ud800", {"text": "\udc00"}, {"messages": [{"role": "user", "content": "\ud83d"}]}]
+)
+def test_half_a_character_is_named_with_its_line(tmp_path: Path, record: Any) -> None:
+    # The tokenizer was blamed for it, as one that is not supported.
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps("good \U0001f600") + "\n" + json.dumps(record))
+    with pytest.raises(UsageError, match=r"x\.jsonl, line 2: the text is not Unicode"):
+        list(load_text(path))

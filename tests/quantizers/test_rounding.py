@@ -225,3 +225,18 @@ def test_without_the_extension_the_result_is_as_good(weight, stats, monkeypatch)
     assert loss(weight, decode(int_grid.encode(weight, params, stats)), stats) == pytest.approx(
         fast, rel=1e-3
     )
+
+
+@needs_extension
+@pytest.mark.parametrize("shape", [(1, 1 << 19), (2, 1 << 19), (3, 1 << 19)])
+def test_losses_of_rows_longer_than_the_sample_are_estimated(shape):
+    # No row was taken, which the C++ refused: a ValueError in the middle of a conversion.
+    from nstf.quantizers.rounding.estimate import Form, expected_losses
+    from nstf.quantizers.rounding.matrix import Rounding
+
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    form = Form(LEVELS["int3"], 64, Rounding("nearest"))
+    rounded = sweep(weight, form.levels, 64, torch.ones(shape[1]))
+    exact = float((weight - rounded.decode(form.levels)).square().sum()) / 2
+    (found,) = expected_losses(weight, 1, [form], None)
+    assert 0.9 * exact < found < 1.1 * exact
