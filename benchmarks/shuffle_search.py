@@ -1,6 +1,6 @@
 """The search of shuffle codes on a GPU: the time of a step, and weights a second, of one or two forms of the kernel in turn.
 
-    python benchmarks/shuffle_search.py [--rows 4096 28672] [--bits 3 4] [--cols 64] [--warps 2 4 8] [--other FILE]
+    python benchmarks/shuffle_search.py [--rows 4096 28672] [--bits 3 4] [--cols 64] [--warps 4 8] [--other FILE]
 
 FILE: another form of kernels/triton/shuffle_search.py, for instance an older one:
 `git show COMMIT:kernels/triton/shuffle_search.py > FILE`. Then the codes of both are compared too. A step is one symbol of a
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
     parser.add_argument("--cols", type=int, default=64, help="a multiple of 16")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warps", type=int, nargs="+", default=[shuffle_search.WARPS], help="of a program")
+    parser.add_argument("--warps", type=int, nargs="+", default=[4, 8], help="of a program")
     parser.add_argument("--other", type=Path)
     arguments = parser.parse_args()
     # (warps of a program, None: as the form has them; the form)
@@ -79,7 +79,7 @@ def main() -> None:
             for number in range(arguments.rounds + 1):  # the first one compiles
                 for name, (warps, module) in forms.items():
                     if warps is not None:
-                        module.WARPS = warps  # type: ignore[attr-defined]
+                        module.WARPS = dict.fromkeys(("alone", "beside"), warps)  # type: ignore[attr-defined]
                     seconds, codes[name] = run(module, given, q)
                     if number:
                         best[name] = min(best.get(name, seconds), seconds)

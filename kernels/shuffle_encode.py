@@ -22,16 +22,18 @@ def round_columns(
     feedback: Tensor | None,
     quarter_bits: int,
     which: Tensor | None = None,
+    beside: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) where the targets are: see kernels/torch/shuffle_search.py.
 
     feedback: [16, 16], or [matrices, 16, 16] of matrices under one another; which: then the matrix of each segment of 256
-    rows, int32 on the targets' device. On a CPU it takes torch's number of threads.
+    rows, int32 on the targets' device. beside: segments that are searched in other streams of a GPU at the same time, whose
+    programs need room as well. On a CPU it takes torch's number of threads.
     """
     if target.is_cuda and triton.AVAILABLE:
         from nstf.kernels.triton import shuffle_search as on_gpu
 
-        return on_gpu.round_columns(target, weight, level, importance, feedback, quarter_bits, which)
+        return on_gpu.round_columns(target, weight, level, importance, feedback, quarter_bits, which, beside)
     if which is not None and feedback is not None:
         return _matrix_by_matrix(target, weight, level, importance, feedback, quarter_bits, which.tolist())
     device, tables = target.device, shuffle_search.float_tables(quarter_bits)

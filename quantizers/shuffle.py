@@ -6,21 +6,19 @@ to 4 bits the mean squared error is 0.15 to 0.21 bit above the rate-distortion b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from nstf.kernels.formats import EncodedTensor, Node, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import shuffle as form
-from nstf.kernels.shuffle_encode import BLOCK, round_columns
-from nstf.kernels.streams import in_turn
+from nstf.kernels.shuffle_encode import BLOCK
 from nstf.proposals import Recipe, Room, Signature, Target
-from nstf.quantizers.rounding.block_ldlq import SPAN
 from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
+from nstf.quantizers.rounding.shuffle_columns import search
 from nstf.quantizers.stats import Stats
 
 __all__ = [
@@ -57,15 +55,11 @@ MSE = {
 }
 # One seed for the signs of all tensors, so that q, k and v share the rotation of their input: that of `trellis`.
 SEED = 0
-# Rows that matter more than this many times the mean of their path count as so many in the search, whose costs have 16 bits.
-_MOST = 8.0
 # A path gives more of its bits to rows that matter more. Of neighbours that are so many the loss is close to what the best
 # division of their bits leaves: the geometric mean of their weights instead of the arithmetic one.
 _SHARING = 4
 _LEAST = 2.0**-6  # of the mean of such neighbours: what the others cannot take more of
 _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
-_BYTES = 20  # that a weight takes while it is searched
-_LARGEST = 1 << 26  # weights that are searched at a time
 
 
 @dataclass(frozen=True)
@@ -130,14 +124,7 @@ def encode_many(
     together: dict[object, list[_Plan]] = {}
     for plan in plans:
         together.setdefault(plan.kind, []).append(plan)
-    stacks = [[_Stack(batch) for batch in _batches(same, scratch)] for same in together.values()]
-    # Of one Hessian's stacks each waits for the one before: together they need not fit the memory.
-    for turn in zip_longest(*stacks):
-        for some in _fitting([stack for stack in turn if stack], scratch if room is None else room):
-            searches = [_Search(column) for column in _columns(some)]
-            in_turn([search.steps() for search in searches], plans[0].matrix.device)
-            for search in searches:
-                search.finish()
+    search(list(together.values()), scratch, scratch if room is None else room)
     return [plan.encoded() for plan in plans]
 
 
@@ -162,6 +149,7 @@ class _Plan:
         row_weight = torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight
         self.row_weight = row_weight.reshape(-1).to(self.scale)
         self.kind = (id(self.metric) if self.metric else None, q, params.block, cols, matrix.device)
+        self.quarter_bits, self.feedback = q, self.metric.feedback if self.metric else None
         self.codes: list[Tensor] = []
         self.gains: list[Tensor] = []
 
@@ -172,6 +160,11 @@ class _Plan:
             values = rotated.to_basis(_basis(self.params), values)
         return torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK, 0, -len(values) % form.GROUP))
 
+    def take(self, codes: Tensor, values: Tensor, rounded: Tensor) -> None:
+        """The next rows: what was searched for, and found."""
+        self.codes.append(codes.cpu())
+        self.gains.append(_refit(values, rounded, self.metric))
+
     def encoded(self) -> EncodedTensor:
         """The result, once all rows were searched."""
         scale = (self.scale * torch.cat(self.gains)).cpu() * self.unit
@@ -180,156 +173,6 @@ class _Plan:
         return EncodedTensor(
             tree(self.params), tuple(self.weight.shape), {join(prefix, k): a for k, a in arrays.items()}
         )
-
-
-def _batches(plans: Sequence[_Plan], scratch: int) -> Iterator[list[tuple[_Plan, slice]]]:
-    """What is stacked: of a large table some segments at a time; of matrices that fit `scratch` several, as long as their
-    rows are whole segments, which share how much each of them counts."""
-    batch: list[tuple[_Plan, slice]] = []
-    taken = 0
-    for plan in plans:
-        rows, cols = plan.matrix.shape
-        step = max(1, max(_LARGEST, scratch // _BYTES) // (cols * form.SEGMENT)) * form.SEGMENT
-        for start in range(0, rows, step):
-            size = min(step, rows - start)
-            if batch and (taken % form.SEGMENT or _BYTES * cols * (taken + size) > scratch):
-                yield batch
-                batch, taken = [], 0
-            batch.append((plan, slice(start, start + size)))
-            taken += size
-    yield batch
-
-
-class _Stack:
-    """Matrices of one Hessian and one rate, or some rows of them, under one another: what decides about their codes."""
-
-    def __init__(self, parts: Sequence[tuple[_Plan, slice]]) -> None:
-        first = parts[0][0]
-        self.parts, self.metric, self.quarter_bits = parts, first.metric, first.params.quarter_bits
-        self.cols = _up(first.matrix.shape[1], BLOCK)
-        self.sizes = [_up(some.stop - some.start, form.GROUP) for _, some in parts]
-        self.rows = sum(self.sizes)
-
-
-def _fitting(stacks: Sequence[_Stack], room: int) -> Iterator[list[_Stack]]:
-    """Stacks in parts that fit so many bytes, one at least."""
-    part: list[_Stack] = []
-    taken = 0
-    for stack in stacks:
-        size = _BYTES * stack.rows * stack.cols
-        if part and taken + size > room:
-            yield part
-            part, taken = [], 0
-        part.append(stack)
-        taken += size
-    if part:
-        yield part
-
-
-def _columns(stacks: Sequence[_Stack]) -> list[list[_Stack]]:
-    """Stacks that are searched under one another: of one rate and width, all but the last of whole segments. The widest
-    come first."""
-    alike: dict[object, list[_Stack]] = {}
-    for stack in stacks:
-        key = stack.quarter_bits, stack.cols, stack.metric is None
-        alike.setdefault(key, []).append(stack)
-    out = []
-    for found in alike.values():
-        whole = [stack for stack in found if stack.rows % form.SEGMENT == 0]
-        ragged = [stack for stack in found if stack.rows % form.SEGMENT]
-        out.append(whole + ragged[:1])
-        out.extend([stack] for stack in ragged[1:])
-    return sorted(out, key=lambda found: -found[0].cols)
-
-
-class _Search:
-    """The search of some stacks: LDLQ column by column. What columns of spans before have lost is fed back in one product
-    for each stack, whose shape does not depend on the others, and inside a block of 16 by the search itself."""
-
-    def __init__(self, stacks: Sequence[_Stack]) -> None:
-        self.stacks, self.quarter_bits, self.cols = stacks, stacks[0].quarter_bits, stacks[0].cols
-        device = stacks[0].parts[0][0].matrix.device
-        rows, q = sum(stack.rows for stack in stacks), self.quarter_bits
-        self.values = torch.empty(rows, self.cols, device=device)
-        self.rounded = torch.empty_like(self.values)
-        chunks = -(-self.cols // form.CHUNK)
-        self.codes = torch.zeros(
-            rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8, device=device
-        )
-        # Errors are kept transposed: the products then read them in order.
-        self.errors = [torch.zeros(self.cols, stack.rows, device=device) for stack in stacks]
-        self.rows, levels, importance, at = [], [], [], 0
-        for stack in stacks:
-            self.rows.append(slice(at, at + stack.rows))
-            for (plan, some), size in zip(stack.parts, stack.sizes, strict=True):
-                self.values[at : at + size] = plan.padded(some)
-                at += size
-            scale = torch.cat([plan.scale[some] for plan, some in stack.parts])
-            row_weight = torch.cat([plan.row_weight[some] for plan, some in stack.parts])
-            counts = [
-                m / m.mean().clamp_min(1e-30) for m in torch.split(row_weight * scale.square(), form.SEGMENT)
-            ]
-            padding = (0, stack.rows - len(scale))
-            levels.append(torch.nn.functional.pad(scale, padding) * form.STEPS[q])
-            importance.append(torch.nn.functional.pad(torch.cat(counts).clamp_max(_MOST), padding))
-        self.level, self.importance = torch.cat(levels), torch.cat(importance)
-        self.feedback = [stack.metric.feedback for stack in stacks if stack.metric]
-        self.own, self.which = None, None
-        if self.feedback:
-            self.own = torch.stack([_diagonal_blocks(u) for u in self.feedback], 1)
-        if len(self.feedback) > 1:
-            segments = torch.tensor([-(-stack.rows // form.SEGMENT) for stack in stacks])
-            self.which = torch.repeat_interleave(torch.arange(len(stacks)), segments).int().to(device)
-
-    def steps(self) -> Iterator[None]:
-        """The search, a block of columns a step."""
-        for top in range(0, self.cols, SPAN):
-            span = slice(top, min(top + SPAN, self.cols))
-            base = self._fed(self.values[:, span], slice(0, top), span)
-            for at in range(top, span.stop, BLOCK):
-                part = slice(at, at + BLOCK)
-                target = self._fed(base[:, at - top : at - top + BLOCK], slice(top, at), part)
-                own = None if self.own is None else self.own[at // BLOCK]
-                if own is not None and self.which is None:
-                    own = own[0]
-                values = self.values[:, part]
-                given = (target, values, self.level, self.importance, own, self.quarter_bits)
-                rounded, found = (
-                    round_columns(*given) if self.which is None else round_columns(*given, self.which)
-                )
-                self.rounded[:, part] = rounded
-                lost = values - rounded
-                for errors, rows in zip(self.errors, self.rows, strict=True):
-                    errors[part] = lost[rows].T
-                inside = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
-                self.codes[:, at // form.CHUNK, :, inside] = found
-                yield
-
-    def _fed(self, base: Tensor, before: slice, columns: slice) -> Tensor:
-        """Targets with what columns before have lost."""
-        if not self.feedback or before.start == before.stop:
-            return base
-        parts = [
-            base[rows] + (u[before, columns].T @ errors[before]).T
-            for u, errors, rows in zip(self.feedback, self.errors, self.rows, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def finish(self) -> None:
-        """Hands codes and scales to the plans."""
-        at = 0
-        for stack in self.stacks:
-            for (plan, some), size in zip(stack.parts, stack.sizes, strict=True):
-                plan.codes.append(self.codes[at // form.GROUP : (at + size) // form.GROUP].cpu())
-                rows = slice(at, at + some.stop - some.start)
-                plan.gains.append(_refit(self.values[rows], self.rounded[rows], stack.metric))
-                at += size
-
-
-def _diagonal_blocks(feedback: Tensor) -> Tensor:
-    """The blocks of 16 columns on the diagonal, [blocks, 16, 16]."""
-    count = len(feedback) // BLOCK
-    return feedback.view(count, BLOCK, count, BLOCK).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
@@ -441,10 +284,6 @@ def _metric(stats: Stats, params: Params) -> _Metric | None:
 def _growth(metric: _Metric | None, quarter_bits: int) -> float:
     """By how much feedback widens the targets, as a share of their variance; at most a half."""
     return 0.0 if metric is None else min(0.5, MSE[quarter_bits] * metric.growth)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -27,8 +27,9 @@ STEPS_MOST = 2 * shuffle.RATES[-1]
 BLOCK_STEPS = 16
 # Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19. By rows that end at a step.
 NORMALISE = {1: 16, 2: 8}
-# Of 2, 4 and 8 the fastest on an H200 (docs/conversion.md).
-WARPS = 8
+# Of a program that has a multiprocessor for itself, and of those that share them: eight warps are faster alone, two programs
+# of four warps faster than two of eight (docs/conversion.md).
+WARPS = {"alone": 8, "beside": 4}
 # Of a launch: four programs for each multiprocessor of the largest card, whose costs take 0.7 MB each at most.
 MOST_ROWS = 528 * shuffle.SEGMENT
 CONSTANTS = {
@@ -212,6 +213,7 @@ def round_columns(
     feedback: Tensor | None,
     quarter_bits: int,
     which: Tensor | None = None,
+    beside: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) on the targets' GPU: see kernels/torch/shuffle_search.py."""
     rows, device = len(target), target.device
@@ -223,7 +225,7 @@ def round_columns(
         found = [
             round_columns(
                 target[p], weight[p], level[p], importance[p], feedback, quarter_bits,
-                None if which is None else which[s],
+                None if which is None else which[s], beside,
             )
             for p, s in zip(parts, segments, strict=True)
         ]  # fmt: skip
@@ -269,7 +271,7 @@ def round_columns(
         **CONSTANTS,
         ENDS=form.ends,
         NORMALISE=NORMALISE[form.ends],
-        num_warps=WARPS,
+        num_warps=_warps(programs + beside, device),
     )
     return rounded, symbols[..., ::2] | symbols[..., 1::2] << 4
 
@@ -295,6 +297,20 @@ class _Form:
         self.twice = (ending[:, 1] >= 0).int().to(device)
         self.ending = ending.to(device)
         self.low, self.high = float(rows.min()), float(rows.max())
+
+
+def _warps(programs: int, device: torch.device) -> int:
+    """Of a program, when so many run at the same time. They change no code."""
+    if device.type != "cuda":
+        return WARPS["alone"]
+    # 64 lanes a warp on AMD: eight would be two threads for a state.
+    alone = programs <= _multiprocessors(device) and torch.version.hip is None
+    return WARPS["alone" if alone else "beside"]
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

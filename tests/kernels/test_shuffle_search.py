@@ -85,12 +85,13 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tup
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("ends", [1, 2])
+# One row ends at a step where a program has a multiprocessor for itself, two where it has not.
+@pytest.mark.parametrize(("ends", "room"), [(1, "alone"), (2, "beside")])
 @pytest.mark.parametrize(
     "target", ["sm_90", "gfx942", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gfx90a", "gfx1100"))]
 )
 def test_the_kernel_compiles_for(
-    target: str, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, ends: int, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -111,7 +112,7 @@ def test_the_kernel_compiles_for(
     nvidia = target.startswith("sm_")
     lanes = 64 if target.startswith("gfx9") else 32
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, lanes)
-    made = triton.compile(source, target=gpu, options={"num_warps": on_gpu.WARPS})
+    made = triton.compile(source, target=gpu, options={"num_warps": on_gpu.WARPS[room]})
     assert len(made.asm["cubin" if nvidia else "hsaco"]) > 1000
 
 
@@ -124,3 +125,12 @@ def test_a_gpu_gives_the_codes_of_the_reference(quarter_bits: int, rows: int) ->
 @pytest.mark.gpu
 def test_a_gpu_rounds_matrices_under_one_another_as_each_alone() -> None:
     agree_matrix_by_matrix("cuda")
+
+
+def test_programs_that_share_a_multiprocessor_have_fewer_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "_multiprocessors", lambda device: 132)
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert [on_gpu._warps(n, device) for n in (1, 132, 133, 500)] == [8, 8, 4, 4]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert on_gpu._warps(1, device) == 4

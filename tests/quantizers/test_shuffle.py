@@ -13,6 +13,7 @@ from nstf.kernels.formats import shuffle as form
 from nstf.kernels.torch import shuffle_search
 from nstf.proposals import Room, Target
 from nstf.quantizers import filled, grid16, int_grid, shuffle
+from nstf.quantizers.rounding import shuffle_columns
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
 
@@ -119,8 +120,8 @@ def test_matrices_of_one_hessian_are_encoded_together_as_alone(monkeypatch, scra
         calls.append(len(target))
         return search(target, *given)
 
-    search = shuffle.round_columns
-    monkeypatch.setattr(shuffle, "round_columns", counted)
+    search = shuffle_columns.round_columns
+    monkeypatch.setattr(shuffle_columns, "round_columns", counted)
     # The third has rows beside whole segments: nothing goes under it.
     items = [
         (
@@ -151,8 +152,8 @@ def test_matrices_of_other_hessians_are_searched_at_the_same_time_and_change_not
         calls.append(len(target))
         return search(target, *given)
 
-    search = shuffle.round_columns
-    monkeypatch.setattr(shuffle, "round_columns", counted)
+    search = shuffle_columns.round_columns
+    monkeypatch.setattr(shuffle_columns, "round_columns", counted)
     params = [shuffle.Params(q, rounding=rounding, block=32) for q in (12, 9)]
     wider = 1 if device == "cpu" else 10
     groups = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nstf.quantizers import shuffle
+from nstf.quantizers.rounding import shuffle_columns
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import session as sessions
@@ -88,13 +88,13 @@ def together(monkeypatch) -> list[list[int]]:
     monkeypatch.setattr(Session, "compile_ahead", lambda self: None)
     monkeypatch.setattr(sizes, "room_bytes", lambda machine, activations: 1 << 40)
     searched = []
-    real = shuffle._Search.steps
+    real = shuffle_columns.Search.steps
 
     def steps(self):
         searched.append([stack.rows for stack in self.stacks])
         return real(self)
 
-    monkeypatch.setattr(shuffle._Search, "steps", steps)
+    monkeypatch.setattr(shuffle_columns.Search, "steps", steps)
     return searched
 
 
