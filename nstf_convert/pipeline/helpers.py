@@ -75,16 +75,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """Asks a helper to prepare for candidates; there is no answer."""
+
+
+@dataclass(frozen=True)
 class Start:
     """What a helper is told first. bounds: the first process's, which decide about bytes; gpu_bytes: what the helper itself
-    may take of its GPU; any_size: as in `Session`; rehearses: whether it prepares for candidates before it is asked;
-    without: libraries that the first process leaves out."""
+    may take of its GPU; any_size: as in `Session`; without: libraries that the first process leaves out."""
 
     options: ConvertOptions
     bounds: Machine
     gpu_bytes: int
     any_size: bool
-    rehearses: bool
     without: Sequence[str]
 
 
@@ -115,12 +118,17 @@ class Helpers:
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
             with _seeing_only(device):
-                found = _started(Start(own, bounds, gpu_bytes, any_size, self._beside, left_out()))
+                found = _started(Start(own, bounds, gpu_bytes, any_size, left_out()))
             if found is None:
                 self._failed("Python cannot be started")
                 continue
             self._processes.append(found)
             self._devices[found[1]] = str(device)
+
+    @property
+    def count(self) -> int:
+        """How many helpers there are."""
+        return len(self._processes)
 
     @property
     def any(self) -> bool:
@@ -145,12 +153,22 @@ class Helpers:
         for connection in self._alive():
             self._send(connection, replace(job, door=self._door(connection)))
 
+    def rehearse(self) -> None:
+        """All helpers prepare for candidates. Not before the machine was timed: they take from the GPU what they can get."""
+        for connection in self._alive():
+            self._told(connection, Rehearsal())
+
     def _send(self, connection: Connection, job: Job | SharedStep) -> None:
-        try:
-            connection.send(job)
+        if self._told(connection, job):
             self._busy.append(connection)
+
+    def _told(self, connection: Connection, what: Job | SharedStep | Rehearsal) -> bool:
+        try:
+            connection.send(what)
         except OSError:
             self._lost(connection)
+            return False
+        return True
 
     def _lost(self, connection: Connection) -> None:
         if connection not in self._gone:

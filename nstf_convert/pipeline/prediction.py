@@ -118,9 +118,11 @@ def predict(
     tensor_bytes: int,
     text: Text,
     drops_hessians: bool = False,
+    beside: int = 0,
 ) -> Prediction:
     """The prediction for a model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
-    used as they come and not kept."""
+    used as they come and not kept. beside: helpers on the first GPU, of which the memory is counted: what time they save was
+    not measured yet."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
     rates = measured_rates(
@@ -191,7 +193,7 @@ def predict(
             options.heal_steps * step + looks if options.heal_steps else 60 * options.heal_minutes
         )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
-    host, gpu = _memory(work, machine, waiting, tensor_bytes)
+    host, gpu = _memory(work, machine, waiting, tensor_bytes, beside)
     healed = _healing_memory(work, machine, text) if options.heals else 0
     if machine.on_gpu:
         return Prediction(seconds, host, max(gpu, healed))
@@ -262,13 +264,14 @@ def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
     return min(max(found, MIN_QUARTER_BITS), MAX_QUARTER_BITS)
 
 
-def _memory(work: _Work, machine: Machine, waiting: int, tensor_bytes: int) -> tuple[int, int]:
-    """(host, GPU) bytes at the peak. waiting: tokens before the widest input."""
+def _memory(work: _Work, machine: Machine, waiting: int, tensor_bytes: int, beside: int) -> tuple[int, int]:
+    """(host, GPU) bytes at the peak. waiting: tokens before the widest input; beside: helpers on the first GPU."""
     activations = 16 * waiting * work.widest
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
         host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)
-        return len(machine.devices) * host, activations + work.working + 2 * resident
+        processes = len(machine.devices) + beside
+        return processes * host, activations + (1 + beside) * work.working + 2 * resident
     workers = machine.workers(work.working)
     return BASE_BYTES + SLACK_BYTES + activations + workers * work.working, 0
 
