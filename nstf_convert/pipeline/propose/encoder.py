@@ -30,7 +30,7 @@ from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 8
+ALGORITHMS = 9
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
