@@ -118,7 +118,7 @@ class Helpers:
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
             with _seeing_only(device):
-                found = _started(Start(own, bounds, gpu_bytes, any_size, left_out()))
+                found = _started(Start(own, bounds, gpu_bytes, any_size, left_out()), self._beside)
             if found is None:
                 self._failed("Python cannot be started")
                 continue
@@ -241,13 +241,19 @@ def count_beside(machine: Machine, checkpoint_bytes: int) -> int:
     return max(0, min(MOST_BESIDE, machine.threads // CORES_EACH - 1))
 
 
-def _started(start: Start) -> "tuple[subprocess.Popen[bytes], Connection] | None":
-    """A helper's process and the connection to it, or None where none can be started."""
+def _started(start: Start, quiet: bool) -> "tuple[subprocess.Popen[bytes], Connection] | None":
+    """A helper's process and the connection to it, or None where none can be started. quiet: what it would warn of, the
+    first process has said; with --debug it says it too."""
+    if not sys.executable:
+        return None
+    said = subprocess.DEVNULL if quiet and not log.isEnabledFor(logging.DEBUG) else None
     ours, theirs = Pipe()
     command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
     try:
         # Its stdin ends with this process.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, pass_fds=[theirs.fileno()]
+        )
     except OSError:
         return None
     finally:
