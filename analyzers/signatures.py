@@ -39,8 +39,10 @@ class Signature:
         role: str = "other",
         dtype: str = "float32",
         config: Mapping[str, Any] | None = None,
+        stride: tuple[int, ...] = (),
     ) -> None:
         """weight: the tensor that is encoded. stats: `hessian` and `row_weight`, each None where nothing is known."""
+        self.stride = stride
         self.weight, self.stats, self.lead, self.role, self.dtype = weight, stats, lead, role, dtype
         self.config: Mapping[str, Any] = config or {}
         self.shape = tuple(weight.shape)

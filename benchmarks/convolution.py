@@ -6,6 +6,7 @@
     python benchmarks/convolution.py alike out/resnet18 --threads 2 --heal-steps 120
     python benchmarks/convolution.py layers --threads 2
     python benchmarks/convolution.py stems --threads 2
+    python benchmarks/convolution.py gpu --batch 8
 
 The pictures are real and come inside the package scikit-learn (BSD-3): its 1,797 handwritten digits (UCI, Optical
 Recognition of Handwritten Digits, CC BY 4.0) laid over parts of its two photographs (china.jpg and flower.jpg, CC BY),
@@ -17,7 +18,8 @@ pictures, and the time of a batch on this machine, in turn with float32 torch in
 224 too, which the network reads as well. `alike` does the same, without a plan, for weights whose layers are all stored
 alike, and with --heal-steps heals them first. `layers` times single convolutions of ResNet-18 and ResNet-50 against
 decoding the weight for torch's convolution, as every version before did. `stems` has those of a ViT and of Whisper, with
-random weights. With one thread the clock is the processor time of the process.
+random weights; `gpu` single convolutions in float16 with the Triton kernel. With one thread the clock is the processor time
+of the process.
 """
 
 import argparse
@@ -262,6 +264,65 @@ def stems(threads: int) -> list[dict[str, Any]]:
     return _timed(STEMS, threads, 1)
 
 
+def on_gpu(batch: int) -> list[dict[str, Any]]:
+    """Convolutions of ResNet-18 and ResNet-50 and a ViT's stem on a GPU in float16: torch's, the Triton kernel on codes and
+    its error beside torch's on the decoded weight, and decoding for torch's."""
+    from nstf.kernels.convolution import Geometry, convolve
+    from nstf.kernels.formats import decode
+    from nstf_convert.pipeline.propose.recipe import on_device
+
+    device = torch.device("cuda")
+    cases = {n: (c, o, (k, k), (s, s), (h, h), (k // 2, k // 2)) for n, (c, o, k, s, h) in LAYERS.items()}
+    cases["ViT-B/16 patches"] = STEMS["ViT-B/16 patches"]
+    rows: list[dict[str, Any]] = []
+    for name, (channels, out, kernel, stride, sides, padding) in cases.items():
+        torch.manual_seed(0)
+        weight = torch.randn(out, channels, *kernel) / math.sqrt(channels * math.prod(kernel))
+        own = Geometry(stride, (padding[0], padding[0], padding[1], padding[1]))
+        x = torch.randn(batch, channels, *sides, device=device).relu().half()
+        row: dict[str, Any] = {"layer": name, "batch": batch}
+        for layout in (torch.contiguous_format, torch.channels_last):
+            last = layout is torch.channels_last
+            given = x.contiguous(memory_format=layout)
+            dense = weight.to(device).half().contiguous(memory_format=layout)
+            way = lambda g=given, d=dense, s=stride, p=padding: F.conv2d(g, d, None, s, p)  # noqa: E731
+            row["float16 last us" if last else "float16 us"] = _gpu_us(way)
+            for kind, params in (
+                ("int4 g64", {"bits": 4, "group": 64}),
+                ("int8 row", {"bits": 8, "group": 0}),
+            ):
+                one = on_device(encoded_weight("int_grid", weight, **params), device)
+                way = lambda g=given, o=one, w=own: convolve(g, o, None, w)  # type: ignore[misc]  # noqa: E731
+                wanted = F.conv2d(given.float(), decode(one).float(), None, stride, padding)
+                row[f"{kind} error"] = round(float((way().float() - wanted).norm() / wanted.norm()), 5)
+                row[f"{kind}{' last' if last else ''} us"] = _gpu_us(way)
+                if kind == "int4 g64" and not last:
+                    row["decoded us"] = _gpu_us(
+                        lambda g=given, o=one, s=stride, p=padding: F.conv2d(
+                            g, decode(o, torch.float16), None, s, p
+                        )  # type: ignore[misc]
+                    )
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def _gpu_us(way: Callable[[], object], calls: int = 20) -> float:
+    """Microseconds of a call, calls in a row: the least of five times."""
+    for _ in range(3):
+        way()
+    found = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()  # type: ignore[no-untyped-call]
+        for _ in range(calls):
+            way()
+        end.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) / calls)
+    return round(1e3 * min(found), 1)
+
+
 def _timed(cases: dict[str, Any], threads: int, batch: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     with torch.inference_mode():
@@ -305,7 +366,8 @@ def _layer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=("train", "compare", "alike", "prices", "times", "layers", "stems"))
+    known = ("train", "compare", "alike", "prices", "times", "layers", "stems", "gpu")
+    parser.add_argument("what", choices=known)
     parser.add_argument("model", type=Path, nargs="?", default=Path("out/resnet18"))
     parser.add_argument("files", type=Path, nargs="*", help="of `times`: what `alike --save` left")
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
@@ -372,9 +434,12 @@ def main() -> None:
         rows = compare(args.model, args.budgets, args.threads, args.extra.split())
     elif args.what == "alike":
         rows = alike(args)
+    elif args.what == "gpu":
+        with torch.inference_mode():
+            rows = on_gpu(args.batch or 1)
     else:
         rows = layers(args.threads, args.batch or 1) if args.what == "layers" else stems(args.threads)
-    for row in rows:
+    for row in rows if args.what != "gpu" else ():
         print(json.dumps(row))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")

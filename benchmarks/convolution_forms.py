@@ -46,7 +46,7 @@ from nstf_convert.pipeline.session import Session
 # 3x3 kernels of fewer weights are not decomposed where only large ones are.
 LARGE = 100_000
 # Shares of the multiplications everywhere whose time `chosen` keeps to.
-CHOSEN = (0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+CHOSEN = (0.5, 0.42, 0.38, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 
 
 def chained(method: str, unit: Unit, share: float) -> Recipe:
@@ -59,6 +59,11 @@ def forms() -> dict[str, Callable[[Unit], Recipe]]:
     found: dict[str, Callable[[Unit], Recipe]] = {}
     for bits, group in ((8, 0), (4, 0), (4, 64), (3, 64), (3, 0), (2, 64), (2, 0)):
         found[f"int{bits} {f'g{group}' if group else 'row'}"] = lambda u, b=bits, g=group: integers(b, g)  # type: ignore[misc]
+    # Bits alone at the bytes of mixes; trellis codes have no kernel for convolutions, and are decoded.
+    for quarters in (4, 5, 6, 8):
+        found[f"trellis {quarters / 4:g}"] = lambda u, q=quarters: Recipe("trellis", {"quarter_bits": q})  # type: ignore[misc]
+    for quarters in (8, 10, 12):
+        found[f"shuffle {quarters / 4:g}"] = lambda u, q=quarters: Recipe("shuffle", {"quarter_bits": q})  # type: ignore[misc]
     for share in (0.55, 0.5, 0.35, 0.25, 0.2):
         found[f"low rank {share} everywhere"] = lambda u, s=share: chained("svd", u, s)  # type: ignore[misc]
         found[f"low rank {share}"] = lambda u, s=share: (  # type: ignore[misc]

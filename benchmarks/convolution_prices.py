@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nstf.decomposers import chains
 from nstf.kernels.convolution import Geometry, convolve
 from nstf.kernels.formats import EncodedTensor
 from nstf.proposals import Recipe
 from nstf.quantizers.stats import Stats
 from nstf.runtime.modules import geometry_of
-from nstf_convert.pipeline.propose import chains
 from nstf_convert.pipeline.propose import recipe as recipes
 
 # Shares of the multiplications of a 3x3 kernel that are measured; integers beside them.
-SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7)
+SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.38, 0.42, 0.5, 0.6, 0.7)
 TUCKER_SHARES = (0.05, 0.1, 0.15, 0.25, 0.35)
 LARGE_SIDE, ROUNDS = 224, 15
 
@@ -74,7 +74,12 @@ def chain(method: str, shape: Sequence[int], stride: tuple[int, ...], share: flo
     """A decomposition of a 3x3 kernel at a share of its multiplications, its factors in 6 bits; other tensors, and kernels
     without one, are such integers themselves."""
     shape = tuple(shape)
-    params = chains.parameters(method, shape, share, stride) if shape[2:] == (3, 3) else None
+    params = None
+    if shape[2:] == (3, 3):
+        low_rank = method == "svd"
+        params = (
+            chains.low_rank_params(shape, share) if low_rank else chains.tucker_params(shape, share, stride)
+        )
     return integers(6, 0) if params is None else Recipe(method, params, {"factor": integers(6, 0)})
 
 

@@ -10,8 +10,9 @@ from nstf.analyzers.signatures import Signature
 from nstf.decomposers import svd, tensor_train, tucker
 from nstf.decomposers.add import FACTOR
 from nstf.decomposers.views import views
+from nstf.kernels.formats import shuffle as shuffle_form
 from nstf.proposals import FactorForm, Recipe, Room, Target
-from nstf.quantizers import trellis
+from nstf.quantizers import shuffle, trellis
 from nstf.quantizers.stats import loss
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import arrays_bytes
@@ -75,6 +76,13 @@ def codes(unit: Unit, size: int) -> Recipe | None:
     return fits[-1] if fits else None
 
 
+def shuffled(unit: Unit, size: int) -> Recipe | None:
+    """Shuffle codes of the largest rate that fits; of experts whose rows end within a path none."""
+    rates = [Recipe("shuffle", {"quarter_bits": q}) for q in sorted(shuffle.MSE)]
+    fits = [r for r in rates if arrays_bytes(unit, r) <= size]
+    return fits[-1] if fits and unit.inner_shape[-2] % shuffle_form.SEGMENT == 0 else None
+
+
 def summed(correction: Callable[[Unit], Recipe | None], base: Callable[[Unit, int], Recipe | None]) -> Form:
     """What is made first, and a base for what it leaves in the bytes that are left."""
 
@@ -114,8 +122,10 @@ def expert_forms(session: Session) -> dict[str, Form]:
     return {
         "integers": whole,
         "trellis codes": codes,
+        "shuffle codes": shuffled,
         "one matrix for all, int4, + trellis codes": summed(one_matrix(4), codes),
         "one matrix for all, int2, + trellis codes": summed(one_matrix(2), codes),
+        "one matrix for all, int4, + shuffle codes": summed(one_matrix(4), shuffled),
         "low rank over the stack + trellis codes": summed(low_rank(32), codes),
         "Tucker, factors int8": proposed("tucker", int8),
         "Tucker, factors int4": proposed("tucker", int4),

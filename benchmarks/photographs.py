@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,10 @@ def train(
     device: str = "cpu",
     workers: int = 0,
     seconds: float = math.inf,
+    build: Callable[[], nn.Module] = build,
 ) -> None:
-    """Trains and writes the model. workers: processes that draw pictures beside this one. seconds: ends by then if the
-    steps take longer; the rate falls with whichever is nearer to its end."""
+    """Trains and writes the model that `build` makes. workers: processes that draw pictures beside this one. seconds: ends
+    by then if the steps take longer; the rate falls with whichever is nearer to its end."""
     torch.manual_seed(0)
     model = build().to(device, memory_format=torch.channels_last)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)

@@ -42,7 +42,7 @@ from placement_layers import (
 from torch import Tensor
 
 from nstf.kernels.cpu.engine_matrix import panel_threads
-from nstf.runtime.ranks import Ranks
+from nstf.runtime.ranks import Ranks, use_own_cores
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import Machine
@@ -60,6 +60,8 @@ def worker(task: dict[str, Any]) -> None:
     """Measures the plans in step with the other processes."""
     rank, ranks, kind = task["rank"], task["ranks"], task["device"]
     torch.set_num_threads(1)
+    if kind == "cpu":
+        use_own_cores(rank, ranks)
     place = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(place)

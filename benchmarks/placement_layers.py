@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,8 +90,9 @@ class Layer:
 
 
 class Engine:
-    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device. panels:
-    threads that repack them, as when a file is opened; 0: as they are stored, which ranks read."""
+    """The same on a CPU through compiled matrices, as the C++ engine runs them: no dispatch by type and device, and all
+    addresses known, so that Python takes little between products. panels: threads that repack them, as when a file is
+    opened; 0: as they are stored, which ranks read."""
 
     def __init__(self, layer: Layer, rows: int, panels: int) -> None:
         from nstf.kernels.cpu.engine_matrix import compile_matrix
@@ -98,20 +100,26 @@ class Engine:
         self.made = {n: compile_matrix(e, panels=panels) for n, e in layer.parts.items()}
         self.outs = {n: torch.zeros(rows, e.shape[0]) for n, e in layer.parts.items()}
         self.sum, self.rows = layer.sum, rows
+        self._read: Tensor | None = None  # what the products below read
+        self._products: list[list[Callable[[], None]]] = []
+        self._sums: tuple[Tensor, ...] = ()
 
-    def _times(self, name: str, x: Tensor) -> Tensor:
-        out = self.outs[name]
-        self.made[name].multiply_at(x.data_ptr(), self.rows, out.data_ptr(), 1)
-        return out
+    def _times(self, name: str, x: Tensor) -> Callable[[], None]:
+        return partial(self.made[name].multiply_at, x.data_ptr(), self.rows, self.outs[name].data_ptr(), 1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        q = self._times("q_proj", x)
-        self._times("k_proj", x)
-        self._times("v_proj", x)
-        y = self.sum(self._times("o_proj", q))
-        h = self._times("gate_proj", y)
-        self._times("up_proj", y)
-        return self.sum(self._times("down_proj", h))
+        if x is not self._read:
+            o, down = self.outs["o_proj"], self.outs["down_proj"]
+            attention = [self._times(n, x) for n in ("q_proj", "k_proj", "v_proj")]
+            attention.append(self._times("o_proj", self.outs["q_proj"]))
+            forward = [self._times(n, o) for n in ("gate_proj", "up_proj")]
+            forward.append(self._times("down_proj", self.outs["gate_proj"]))
+            self._read, self._products, self._sums = x, [attention, forward], (o, down)
+        for products, result in zip(self._products, self._sums, strict=True):
+            for product in products:
+                product()
+            self.sum(result)
+        return result
 
 
 def captured(call: Callable[[], object], place: torch.device) -> Callable[[], object]:

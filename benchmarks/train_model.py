@@ -201,24 +201,30 @@ def new_model(args: argparse.Namespace, experts: int) -> Any:
         )
     )  # fmt: skip
     for layer in model.model.layers:
-        layer.mlp.forward = types.MethodType(all_experts, layer.mlp)
+        layer.mlp.forward = types.MethodType(sorted_experts, layer.mlp)
     return model
 
 
-def all_experts(block: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What transformers' sparse block gives, by all experts for all tokens: more products, but three large ones that every
-    version of torch differentiates. Leaves in `block.balance` the loss that keeps experts equally busy (Fedus et al. 2021).
+def sorted_experts(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What transformers' sparse block gives: tokens sorted by expert, two products an expert. Leaves in `block.balance` the
+    loss that keeps experts equally busy (Fedus et al. 2021).
 
     hidden: [batch, tokens, hidden].
     """
     flat, stacks = hidden.flatten(0, 1), block.experts
     logits, weights, chosen = block.gate(flat)
-    gates = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
-    busy = (gates > 0).float().mean(0)
+    choices, order = chosen.flatten().sort(stable=True)
+    counts = torch.bincount(choices, minlength=logits.shape[1])
+    busy = counts / len(flat)
     block.balance = len(busy) * (busy * logits.float().softmax(-1).mean(0)).sum() / chosen.shape[1]
-    gate, up = torch.matmul(flat, stacks.gate_up_proj.mT).chunk(2, dim=-1)  # [experts, n, ffn]
-    inner = torch.nn.functional.silu(gate) * up * gates.T[:, :, None].to(up.dtype)
-    return torch.matmul(inner, stacks.down_proj.mT).sum(0).view_as(hidden)
+    token = order // chosen.shape[1]
+    parts = []
+    matrices = zip(stacks.gate_up_proj.unbind(), stacks.down_proj.unbind(), strict=True)
+    for x, (gate_up, down) in zip(flat[token].split(counts.tolist()), matrices, strict=True):
+        gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, dim=-1)
+        parts.append(torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down))
+    weighted = torch.cat(parts) * weights.flatten()[order, None].to(parts[0].dtype)
+    return torch.zeros_like(weighted[:1]).expand(len(flat), -1).index_add(0, token, weighted).view_as(hidden)
 
 
 def upcycled(dense: Any, model: Any) -> Any:

@@ -6,7 +6,8 @@
     proposals(signature, target, room) -> recipes    what a conversion tries (nstf.proposals)
     NAME                                what users call it, where that is not the file's name
 
-`add` is made of other methods and has `KIND` and `proposals` alone. `METHODS` lists the files of this folder that are
+`add` is made of other methods: it has `KIND`, `PARTS`, `compose` and `proposals`, and `losses`, which says what its recipes
+are expected to lose without working all of each out. `METHODS` lists the files of this folder that are
 methods; `method(name)` imports one of them, nothing else.
 """
 
@@ -14,7 +15,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-_HELPERS = {"__init__", "bounds", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
+_HELPERS = {"__init__", "bounds", "chains", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
 
 
 def listed() -> tuple[str, ...]:

@@ -3,16 +3,21 @@
 A low-rank correction takes the directions that matter most first; what is left has a smaller range to round (LQER, Zhang et
 al. 2024; CALDERA, Saha et al. 2024). Experts that started as copies of one MLP (upcycling, Komatsuzaki et al. 2022) go on
 sharing most of it: one matrix for all of a stack, in 4 bits, takes that away, and the base codes what tells them apart.
-It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correction and base in turn.
+It has no factors of its own: `compose` makes correction and base in turn.
 """
 
-from nstf.decomposers.factors import unique
-from nstf.kernels.formats import add, trellis
-from nstf.proposals import Recipe, Room, Signature, Target
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from nstf.decomposers import svd
+from nstf.decomposers.factors import Leaf, unique
+from nstf.kernels.formats import add, decode, trellis
+from nstf.proposals import FEW_BITS, Recipe, Room, Signature, Target, Tools
 
 KIND = add.KIND
-LOW_BITS = 4.0
-"""Bits a weight that a plan gives a tensor up to which a correction is worth a look."""
+PARTS = {"x": "base", "y": "correction"}
+"""Children of the node -> the parts of a recipe that they are made by, each for the whole tensor."""
 ENERGY_SLACK = 0.95
 """The loss of a base follows the energy that it stores about as well as this."""
 BASES = tuple(
@@ -39,9 +44,11 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """
     if signature.lead == 2 and len(signature.shape) == 3:
         return _shared(signature, room)
-    if room.planned is None or room.planned > LOW_BITS or signature.lead != 1 or len(signature.shape) != 2:
+    if signature.lead != 1 or len(signature.shape) != 2 or signature.role in ("embedding", "position"):
+        room.skip("add", "corrections are proposed for matrices, a shared one for stacks of experts")
         return []
-    if signature.role in ("embedding", "position"):
+    if room.planned is None or room.planned > FEW_BITS:
+        room.skip("add", f"a correction is looked at where a plan gives at most {FEW_BITS:g} bits a weight")
         return []
     wanted = [
         Recipe("add", {}, {"base": base, "correction": Recipe("svd", {"rank": rank}, {"factor": FACTOR})})
@@ -81,6 +88,42 @@ def _shared(signature: Signature, room: Room) -> list[Recipe]:
         if room.may_win("add", size, least):
             out.append(Recipe("add", {}, {"base": fits[-1], "correction": shared}, least))
     return unique(out)
+
+
+def compose(recipe: Recipe, weight: Tensor, made: Callable[[str, Tensor], Tensor]) -> None:
+    """Makes the parts of a recipe. made: (a part's name, what it is to store) -> the same as it is stored, decoded.
+
+    The correction takes the directions that matter most first; what is left has a smaller range to round.
+    """
+    made("base", weight - made("correction", weight))
+
+
+def losses(signature: Signature, wanted: Sequence[Recipe], tools: Tools) -> list[tuple[Recipe, float]]:
+    """Those of `proposals` for matrices that may win, with expected losses: their corrections really made and rounded, their
+    bases estimated on what is left.
+
+    A correction before its factors are rounded loses less: where another candidate of no more bytes loses less than even
+    that, the recipe is left out.
+    """
+    weight, stats = signature.weight, signature.stats
+    prepared = svd.prepare(weight, stats.hessian, stats.row_weight, signature.lead)
+    out = []
+    for rank in dict.fromkeys(rank_of(recipe) for recipe in wanted):
+        own = [r for r in wanted if rank_of(r) == rank]
+        left = weight - prepared.truncate(rank).dense()
+        possible = [r for r in own if not tools.beaten(r, tools.estimate(r.parts["base"], left))]
+        stored: dict[str, Tensor] = {}
+        for recipe in possible:
+            factor = recipe.parts["correction"].parts["factor"]
+            if factor.key not in stored:
+                made = prepared.truncate(rank).encode(_leaf(tools, factor))
+                stored[factor.key] = decode(made).to(weight.device).reshape(weight.shape)
+            out.append((recipe, tools.estimate(recipe.parts["base"], weight - stored[factor.key])))
+    return out
+
+
+def _leaf(tools: Tools, factor: Recipe) -> Leaf:
+    return lambda name, value, metric: tools.leaf(factor, value, metric)
 
 
 def rank_of(hybrid: Recipe) -> int:

@@ -259,7 +259,11 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """
     out: list[Recipe] = []
     # In no view of a matrix of the models in docs/structure.md it won, and its bound says least of all.
-    if signature.weight.numel() > LARGEST or len(signature.shape) == 2:
+    if len(signature.shape) == 2:
+        room.skip("cp", "it won on no matrix that was measured")
+        return out
+    if signature.weight.numel() > LARGEST:
+        room.skip("cp", f"more than {LARGEST} weights")
         return out
     for view in views_for("cp", signature, room):
         axes = [signature.unfolding(view.dims, (i,)) for i in range(len(view.dims))]

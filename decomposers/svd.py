@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nstf.decomposers import chains
 from nstf.decomposers.factors import (
     BytesOf,
     Decomposition,
@@ -206,8 +207,12 @@ def rank_for_bytes(shape: Shape, size_bytes: int, bytes_of: BytesOf, lead: int =
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """At each of the room's sizes the largest rank that fits, where no bound rules it out: the energy that the matrix, in
-    the norm of the loss, has beyond that rank. None where little is looked at."""
+    the norm of the loss, has beyond that rank. None where little is looked at. Of a convolution also what is faster."""
+    if room.faster:
+        return chains.low_ranks(signature, room)
     if room.quick or not room.sizes:
+        if room.sizes:
+            room.skip("svd", "the effort looks at no low ranks")
         return []
     out, matrix, signal = [], signature.matrix, signature.signal
     for factor in room.factors:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nstf.decomposers import chains
 from nstf.decomposers.bounds import Frontier, tucker_numbers
 from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, mode_product, unfold, whiten
@@ -222,7 +223,10 @@ def rank_for_bytes(
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """In each view, at each of the room's sizes, the core that keeps most energy, where no bound rules it out."""
+    """In each view, at each of the room's sizes, the core that keeps most energy, where no bound rules it out. Of a
+    convolution also what is faster."""
+    if room.faster:
+        return chains.tuckers(signature, room)
     out = []
     for view in views_for("tucker", signature, room):
         axes = [signature.unfolding(view.dims, (i,)) for i in range(len(view.dims))]

@@ -71,10 +71,16 @@ def views_for(method: str, signature: Signature, room: Room) -> list[View]:
     stacks of experts, and none of matrices where little is looked at."""
     if not room.sizes:
         return []
-    large = signature.role != "expert_stack" and signature.weight.numel() > LARGEST
-    if large or (room.quick and len(signature.shape) == 2):
+    if signature.role != "expert_stack" and signature.weight.numel() > LARGEST:
+        room.skip(method, f"more than {LARGEST} weights: only the matrix is looked at")
         return []
-    return [v for v in views(signature.role, signature.shape, signature.config) if method in v.methods]
+    if room.quick and len(signature.shape) == 2:
+        room.skip(method, "the effort looks at no views of matrices")
+        return []
+    found = [v for v in views(signature.role, signature.shape, signature.config) if method in v.methods]
+    if not found:
+        room.skip(method, "no view of this shape suits it")
+    return found
 
 
 def balanced(size: int, parts: int) -> Shape | None:

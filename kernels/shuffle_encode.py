@@ -21,15 +21,19 @@ def round_columns(
     importance: Tensor,
     feedback: Tensor | None,
     quarter_bits: int,
+    which: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) where the targets are: see kernels/torch/shuffle_search.py.
 
-    On a CPU it takes torch's number of threads.
+    feedback: [16, 16], or [matrices, 16, 16] of matrices under one another; which: then the matrix of each segment of 256
+    rows, int32 on the targets' device. On a CPU it takes torch's number of threads.
     """
     if target.is_cuda and triton.AVAILABLE:
         from nstf.kernels.triton import shuffle_search as on_gpu
 
-        return on_gpu.round_columns(target, weight, level, importance, feedback, quarter_bits)
+        return on_gpu.round_columns(target, weight, level, importance, feedback, quarter_bits, which)
+    if which is not None and feedback is not None:
+        return _matrix_by_matrix(target, weight, level, importance, feedback, quarter_bits, which.tolist())
     device, tables = target.device, shuffle_search.float_tables(quarter_bits)
     wanted, weight, level, importance = (
         t.to("cpu", torch.float32).contiguous() for t in (target, weight, level, importance)
@@ -45,3 +49,24 @@ def round_columns(
     threads = torch.get_num_threads()
     ext.shuffle_round(wanted, weight, level, costs, own, quarter_bits, tables, rounded, codes, threads)
     return rounded.to(device), codes.to(device)
+
+
+def _matrix_by_matrix(
+    target: Tensor,
+    weight: Tensor,
+    level: Tensor,
+    importance: Tensor,
+    feedback: Tensor,
+    quarter_bits: int,
+    which: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Each run of segments of one matrix for itself: side by side they gain nothing on a CPU."""
+    starts = [i for i, matrix in enumerate(which) if i == 0 or matrix != which[i - 1]]
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(which)], strict=True):
+        rows = slice(start * shuffle.SEGMENT, end * shuffle.SEGMENT)
+        own = feedback[which[start]]
+        found.append(
+            round_columns(target[rows], weight[rows], level[rows], importance[rows], own, quarter_bits)
+        )
+    return torch.cat([rounded for rounded, _ in found]), torch.cat([codes for _, codes in found])

@@ -4,7 +4,7 @@ On a CPU both simply run what they are given.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TypeVar
@@ -38,6 +38,36 @@ def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[
         for stream in streams:
             current.wait_stream(stream)
     return results
+
+
+def in_turn(jobs: Sequence[Iterator[None]], device: torch.device) -> None:
+    """Runs jobs that do not depend on each other to their ends; on a GPU each in a stream of its own, a step each in turn.
+
+    A stream takes about a thousand launches before the next one waits: of jobs of more than that the second would begin when
+    the first has nearly ended. Steps may not wait for the device. What jobs hand on must be made before or held after this.
+    """
+    if device.type != "cuda" or len(jobs) < 2:
+        for job in jobs:
+            for _ in job:
+                pass
+        return
+    current = torch.cuda.current_stream(device)
+    ready = current.record_event()
+    streams = _streams(device.index or 0)[: len(jobs)]
+    for stream in streams:
+        stream.wait_event(ready)
+    left = [(job, streams[i % len(streams)]) for i, job in enumerate(jobs)]
+    try:
+        while left:
+            going = []
+            for job, stream in left:
+                with torch.cuda.stream(stream):
+                    if next(job, job) is not job:
+                        going.append((job, stream))
+            left = going
+    finally:
+        for stream in streams:
+            current.wait_stream(stream)
 
 
 class Replayed:

@@ -45,6 +45,7 @@ def convert(
 
     from nstf.errors import UsageError
     from nstf_convert.budget import Budget, Kind
+    from nstf_convert.checkpoint.paths import check_path
     from nstf_convert.options import ConvertOptions
 
     kinds: dict[Kind, float | None] = {
@@ -54,7 +55,9 @@ def convert(
     if len(given) != 1:
         raise UsageError("give exactly one of budget, target_size, target_bpw and max_kl")
     texts = [dataset] if isinstance(dataset, str | Path) else list(dataset)
+    check_path(model)
     path = Path(output) if output is not None else _default_output(model)
+    check_path(path)
     known = sorted(set(ConvertOptions.__dataclass_fields__) - {"model", "output", "budget", "datasets"})
     unknown = sorted(set(options) - set(known))
     if unknown:

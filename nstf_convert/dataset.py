@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.runtime import tokenizing
-from nstf_convert.checkpoint.paths import exists
+from nstf_convert.checkpoint.paths import exists, expanded
+from nstf_convert.parquet_values import column_values
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -118,7 +119,7 @@ def tokenise_windows(
 
 def _located(path: str | Path) -> Path:
     """The local path of a dataset; a hub name is downloaded. Raises UsageError."""
-    local = Path(path).expanduser()
+    local = expanded(path)
     if exists(local):
         return local
     from nstf_convert.checkpoint.hub import download_dataset, is_hub_name
@@ -217,10 +218,8 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
                 f"the dataset {file} has no column {field or ', '.join(FIELDS)}, but {', '.join(names[:8])}; "
                 f"name the one with text"
             )
-        for batch in table.iter_batches(batch_size=256, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                if value is not None:
-                    yield _text_of({column: value}, column, str(file))
+        for value in column_values(table, column, str(file)):
+            yield _text_of({column: value}, column, str(file))
     except (pyarrow.ArrowException, OSError) as error:
         if out_of_memory(error):
             raise NstfError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from nstf.errors import UsageError
 from nstf_convert.budget import Budget
+from nstf_convert.checkpoint.paths import check_path
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,9 @@ class ConvertOptions:
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        for path in (*self.datasets, self.work_dir, self.calibration):
+            if path is not None:
+                check_path(path)
         if isinstance(self.formats, str):
             object.__setattr__(self, "formats", tuple(n.strip() for n in self.formats.split(",")))
         if self.engine is not None:

@@ -14,11 +14,13 @@ A method is a module of this folder with these names; a new file is found and te
 and, where they say something,
 
     encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]    tensors gain from being encoded together
+    ACROSS        that gain is there for tensors of other Hessians too, and none changes another's result
     NAME          what users call it, where that is not the file's name
     ON_REQUEST    tried only where it is named or the plan counts time
     REACH         bits a weight up to which no other plain format loses less at its bytes; fits(cols): for which rows
     EVERY_ROW     estimates want all rows, not a sample
     SLOW          encoding takes minutes on a large model
+    basis_block(shape, lead)    the block of the rotation of a tensor whose recipe names none
 
 Work is done on the weight's device; statistics lie there too. Encoded arrays are on the CPU.
 """
@@ -70,7 +72,8 @@ def filled(recipe: "Recipe", shape: tuple[int, ...], lead: int) -> Any:
     if "rounding" in known:
         given.setdefault("rounding", "ldlq" if cols >= MIN_LDLQ_COLS else "nearest")
     if "block" in known:
-        given.setdefault("block", rotated.block_for(cols))
+        own = getattr(method(recipe.method), "basis_block", None)
+        given.setdefault("block", own(shape, lead) if own else rotated.block_for(cols))
     if "sections" in given:
         given["sections"] = tuple(tuple(section) for section in given["sections"])
     if "lead" in known:

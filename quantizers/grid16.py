@@ -127,6 +127,8 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """Groups of 32 and of 64; where another method loses less at 4 bits only the faster one, and that for time alone."""
     groups = (32, 64) if room.from_bits <= 4 else (32,) if target.timed else ()
+    if not groups:
+        room.skip("grid16", f"another method loses less up to {room.from_bits} bits a weight")
     return [Recipe("grid16", {"group": group, "scale_bits": 8}) for group in groups]
 
 

@@ -71,7 +71,10 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     """The standard's one form; none where another method loses less at 4 bits."""
-    return [] if room.from_bits > 4 else [Recipe("mxfp4")]
+    if room.from_bits > 4:
+        room.skip("mxfp4", f"another method loses less up to {room.from_bits} bits a weight")
+        return []
+    return [Recipe("mxfp4")]
 
 
 def _pack(rounded: Rounded) -> dict[str, Tensor]:

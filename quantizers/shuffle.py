@@ -8,6 +8,7 @@ to 4 bits the mean squared error is 0.15 to 0.21 bit above the rate-distortion b
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor, Node, decode, join, rotated, stored_bytes
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK, round_columns
+from nstf.kernels.streams import in_turn
 from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers.rounding.block_ldlq import SPAN
 from nstf.quantizers.rounding.factor import factor, gains
@@ -33,6 +35,8 @@ __all__ = [
     "tree",
 ]
 
+# `encode_many` gives the same whichever tensors of other Hessians are encoded with one, and is faster for them.
+ACROSS = True
 # Only where it is named or the plan counts time: what it gains over `trellis` is speed.
 ON_REQUEST = True
 # Mean squared error on N(0, 1) by quarter bits (benchmarks/shuffle.py).
@@ -117,16 +121,21 @@ def encode_many(
 ) -> list[EncodedTensor]:
     """What `encode` gives for each (weight, params, stats), up to the rounding of sums.
 
-    Matrices of one rate and one Hessian are searched under one another: a path is 256 rows of one column, and a GPU goes
-    through columns one after another. scratch: bytes that this may take.
+    A path is 256 rows of one column, and a GPU goes through columns one after another. So matrices of one rate and one
+    Hessian are searched under one another, as many as `scratch` bytes allow; those of other Hessians under these, which
+    changes nothing in either (`ACROSS`); and those of other widths and rates beside them.
     """
     plans = [_Plan(*item) for item in items]
     together: dict[object, list[_Plan]] = {}
     for plan in plans:
         together.setdefault(plan.kind, []).append(plan)
-    for same in together.values():
-        for batch in _batches(same, scratch):
-            _search_batch(batch)
+    stacks = [[_Stack(batch) for batch in _batches(same, scratch)] for same in together.values()]
+    # Of one Hessian's stacks each waits for the one before: together they need not fit the memory.
+    for turn in zip_longest(*stacks):
+        searches = [_Search(column) for column in _columns([stack for stack in turn if stack])]
+        in_turn([search.steps() for search in searches], plans[0].matrix.device)
+        for search in searches:
+            search.finish()
     return [plan.encoded() for plan in plans]
 
 
@@ -172,13 +181,13 @@ class _Plan:
 
 
 def _batches(plans: Sequence[_Plan], scratch: int) -> Iterator[list[tuple[_Plan, slice]]]:
-    """What is searched together: of a large table some segments at a time; of matrices that fit `scratch` several, as long
-    as their rows are whole segments, which share how much each of them counts."""
+    """What is stacked: of a large table some segments at a time; of matrices that fit `scratch` several, as long as their
+    rows are whole segments, which share how much each of them counts."""
     batch: list[tuple[_Plan, slice]] = []
     taken = 0
     for plan in plans:
         rows, cols = plan.matrix.shape
-        step = max(1, _LARGEST // (cols * form.SEGMENT)) * form.SEGMENT
+        step = max(1, max(_LARGEST, scratch // _BYTES) // (cols * form.SEGMENT)) * form.SEGMENT
         for start in range(0, rows, step):
             size = min(step, rows - start)
             if batch and (taken % form.SEGMENT or _BYTES * cols * (taken + size) > scratch):
@@ -189,20 +198,120 @@ def _batches(plans: Sequence[_Plan], scratch: int) -> Iterator[list[tuple[_Plan,
     yield batch
 
 
-def _search_batch(batch: Sequence[tuple[_Plan, slice]]) -> None:
-    padded = [plan.padded(some) for plan, some in batch]
-    first = batch[0][0]
-    scale = torch.cat([plan.scale[some] for plan, some in batch])
-    row_weight = torch.cat([plan.row_weight[some] for plan, some in batch])
-    values = padded[0] if len(padded) == 1 else torch.cat(padded)
-    codes, rounded = _search(values, scale, row_weight, first.metric, first.params.quarter_bits)
-    at = 0
-    for (plan, some), own in zip(batch, padded, strict=True):
-        groups = slice(at // form.GROUP, (at + len(own)) // form.GROUP)
-        plan.codes.append(codes[groups].cpu())
-        count = some.stop - some.start
-        plan.gains.append(_refit(own[:count], rounded[at : at + count], plan.metric))
-        at += len(own)
+class _Stack:
+    """Matrices of one Hessian and one rate, or some rows of them, under one another: what decides about their codes."""
+
+    def __init__(self, parts: Sequence[tuple[_Plan, slice]]) -> None:
+        first = parts[0][0]
+        self.parts, self.metric, self.quarter_bits = parts, first.metric, first.params.quarter_bits
+        self.cols = _up(first.matrix.shape[1], BLOCK)
+        self.sizes = [_up(some.stop - some.start, form.GROUP) for _, some in parts]
+        self.rows = sum(self.sizes)
+
+
+def _columns(stacks: Sequence[_Stack]) -> list[list[_Stack]]:
+    """Stacks that are searched under one another: of one rate, width and device, all but the last of whole segments."""
+    alike: dict[object, list[_Stack]] = {}
+    for stack in stacks:
+        key = stack.quarter_bits, stack.cols, stack.metric is None, stack.parts[0][0].matrix.device
+        alike.setdefault(key, []).append(stack)
+    out = []
+    for found in alike.values():
+        whole = [stack for stack in found if stack.rows % form.SEGMENT == 0]
+        ragged = [stack for stack in found if stack.rows % form.SEGMENT]
+        out.append(whole + ragged[:1])
+        out.extend([stack] for stack in ragged[1:])
+    return out
+
+
+class _Search:
+    """The search of some stacks: LDLQ column by column. What columns of spans before have lost is fed back in one product
+    for each stack, whose shape does not depend on the others, and inside a block of 16 by the search itself."""
+
+    def __init__(self, stacks: Sequence[_Stack]) -> None:
+        self.stacks, self.quarter_bits, self.cols = stacks, stacks[0].quarter_bits, stacks[0].cols
+        device = stacks[0].parts[0][0].matrix.device
+        rows, q = sum(stack.rows for stack in stacks), self.quarter_bits
+        self.values = torch.empty(rows, self.cols, device=device)
+        self.rounded = torch.empty_like(self.values)
+        chunks = -(-self.cols // form.CHUNK)
+        self.codes = torch.zeros(
+            rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8, device=device
+        )
+        # Errors are kept transposed: the products then read them in order.
+        self.errors = [torch.zeros(self.cols, stack.rows, device=device) for stack in stacks]
+        self.rows, levels, importance, at = [], [], [], 0
+        for stack in stacks:
+            self.rows.append(slice(at, at + stack.rows))
+            for (plan, some), size in zip(stack.parts, stack.sizes, strict=True):
+                self.values[at : at + size] = plan.padded(some)
+                at += size
+            scale = torch.cat([plan.scale[some] for plan, some in stack.parts])
+            row_weight = torch.cat([plan.row_weight[some] for plan, some in stack.parts])
+            counts = [
+                m / m.mean().clamp_min(1e-30) for m in torch.split(row_weight * scale.square(), form.SEGMENT)
+            ]
+            padding = (0, stack.rows - len(scale))
+            levels.append(torch.nn.functional.pad(scale, padding) * form.STEPS[q])
+            importance.append(torch.nn.functional.pad(torch.cat(counts).clamp_max(_MOST), padding))
+        self.level, self.importance = torch.cat(levels), torch.cat(importance)
+        self.feedback = [stack.metric.feedback for stack in stacks if stack.metric]
+        self.own, self.which = None, None
+        if self.feedback:
+            self.own = torch.stack([_diagonal_blocks(u) for u in self.feedback], 1)
+        if len(self.feedback) > 1:
+            segments = torch.tensor([-(-stack.rows // form.SEGMENT) for stack in stacks])
+            self.which = torch.repeat_interleave(torch.arange(len(stacks)), segments).int().to(device)
+
+    def steps(self) -> Iterator[None]:
+        """The search, a block of columns a step."""
+        for top in range(0, self.cols, SPAN):
+            span = slice(top, min(top + SPAN, self.cols))
+            base = self._fed(self.values[:, span], slice(0, top), span)
+            for at in range(top, span.stop, BLOCK):
+                part = slice(at, at + BLOCK)
+                target = self._fed(base[:, at - top : at - top + BLOCK], slice(top, at), part)
+                own = None if self.own is None else self.own[at // BLOCK]
+                if own is not None and self.which is None:
+                    own = own[0]
+                values = self.values[:, part]
+                given = (target, values, self.level, self.importance, own, self.quarter_bits)
+                rounded, found = (
+                    round_columns(*given) if self.which is None else round_columns(*given, self.which)
+                )
+                self.rounded[:, part] = rounded
+                lost = values - rounded
+                for errors, rows in zip(self.errors, self.rows, strict=True):
+                    errors[part] = lost[rows].T
+                inside = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
+                self.codes[:, at // form.CHUNK, :, inside] = found
+                yield
+
+    def _fed(self, base: Tensor, before: slice, columns: slice) -> Tensor:
+        """Targets with what columns before have lost."""
+        if not self.feedback or before.start == before.stop:
+            return base
+        parts = [
+            base[rows] + (u[before, columns].T @ errors[before]).T
+            for u, errors, rows in zip(self.feedback, self.errors, self.rows, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def finish(self) -> None:
+        """Hands codes and scales to the plans."""
+        at = 0
+        for stack in self.stacks:
+            for (plan, some), size in zip(stack.parts, stack.sizes, strict=True):
+                plan.codes.append(self.codes[at // form.GROUP : (at + size) // form.GROUP].cpu())
+                rows = slice(at, at + some.stop - some.start)
+                plan.gains.append(_refit(self.values[rows], self.rounded[rows], stack.metric))
+                at += size
+
+
+def _diagonal_blocks(feedback: Tensor) -> Tensor:
+    """The blocks of 16 columns on the diagonal, [blocks, 16, 16]."""
+    count = len(feedback) // BLOCK
+    return feedback.view(count, BLOCK, count, BLOCK).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> float:
@@ -234,15 +343,45 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
         if metric is None and stats.hessian is not None:
             trace = float(stats.hessian.diagonal().sum())
         lost = MSE[p.quarter_bits] * trace / (2 * (1 - _growth(metric, p.quarter_bits)))
+        if not p.block:
+            lost *= 1 + _beyond(matrix_view(weight, p.lead), p.quarter_bits) / MSE[p.quarter_bits]
         out.append(energies[p.lead] * lost)
     return out
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """Every rate; none where another method loses less and time does not count."""
+    """Every rate; none where another method loses less and time does not count.
+
+    Of convolutions in the weights' own basis, the one that kernels read: what a kernel sees would have to be rotated patch
+    by patch. Where time does not count, in a rotated one as well.
+    """
     if room.from_bits and not target.timed:
+        room.skip(
+            "shuffle",
+            f"another method loses less up to {room.from_bits} bits a weight, and time does not count",
+        )
         return []
-    return [Recipe("shuffle", {"quarter_bits": q}) for q in form.RATES]
+    own: list[dict[str, int]] = [{}]
+    if not target.timed and basis_block(signature.shape, signature.lead) == 0:
+        own.append({"block": rotated.block_for(signature.cols)})
+    return [Recipe("shuffle", {"quarter_bits": q, **basis}) for basis in own for q in form.RATES]
+
+
+def basis_block(shape: tuple[int, ...], lead: int) -> int:
+    """The block of the rotation where a recipe names none: none for a convolution."""
+    return 0 if len(shape) - lead > 1 else rotated.block_for(math.prod(shape[lead:]))
+
+
+def _beyond(matrix: Tensor, q: int) -> float:
+    """What the range of the codes cuts off weights in their own basis, as a share of their energy: a rotated basis has next
+    to none of it, some trained kernels have more than everything else that is lost."""
+    reach, lost, total = form.CENTRE * form.STEPS[q], 0.0, 0.0
+    for part in _parts(matrix):
+        rows = part.float()
+        scale = rows.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
+        lost += float(((rows / scale).abs() - reach).clamp_min(0.0).square().sum(dtype=torch.float64))
+        total += rows.numel()
+    return lost / max(1.0, total)
 
 
 def _shared(energy: Tensor) -> Tensor:
@@ -252,45 +391,6 @@ def _shared(energy: Tensor) -> Tensor:
     mean = near.mean(1, keepdim=True)
     kept = torch.maximum(near, mean * _LEAST).clamp_min(1e-300).log().mean(1).exp()
     return torch.minimum(kept, mean[:, 0]).sum() * _SHARING + energy[whole:].sum()
-
-
-def _search(
-    values: Tensor, scale: Tensor, row_weight: Tensor, metric: _Metric | None, q: int
-) -> tuple[Tensor, Tensor]:
-    """Codes as the format stores them and the rounded values, like `values` [rows, cols] (both padded).
-
-    LDLQ column by column: what columns of spans before have lost is fed back in one product, and inside a block of 16 by
-    the search itself.
-    """
-    rows, cols = values.shape
-    level = torch.nn.functional.pad(scale, (0, rows - len(scale))) * form.STEPS[q]
-    importance = torch.cat(
-        [m / m.mean().clamp_min(1e-30) for m in torch.split(row_weight * scale.square(), form.SEGMENT)]
-    )
-    importance = torch.nn.functional.pad(importance.clamp_max(_MOST), (0, rows - len(scale)))
-    chunks = -(-cols // form.CHUNK)
-    codes = values.new_zeros(rows // form.GROUP, chunks, 2 * q, form.CHUNK // 2, dtype=torch.uint8)
-    feedback = None if metric is None else metric.feedback
-
-    rounded = torch.empty_like(values)
-    # Errors are kept transposed: the products then read them in order.
-    errors = values.new_zeros(cols, rows)
-    for top in range(0, cols, SPAN):
-        span = slice(top, min(top + SPAN, cols))
-        base = values[:, span]
-        if feedback is not None and top > 0:
-            base = base + (feedback[:top, span].T @ errors[:top]).T
-        for at in range(top, span.stop, BLOCK):
-            part = slice(at, at + BLOCK)
-            target, own = base[:, at - top : at - top + BLOCK], None
-            if feedback is not None:
-                target = target + (feedback[top:at, part].T @ errors[top:at]).T
-                own = feedback[part, part]
-            rounded[:, part], found = round_columns(target, values[:, part], level, importance, own, q)
-            errors[part] = (values[:, part] - rounded[:, part]).T
-            inside = slice(at % form.CHUNK // 2, (at % form.CHUNK + BLOCK) // 2)
-            codes[:, at // form.CHUNK, :, inside] = found
-    return codes, rounded
 
 
 def _refit(part: Tensor, rounded: Tensor, metric: _Metric | None) -> Tensor:
@@ -323,6 +423,10 @@ def _metric(stats: Stats, params: Params) -> _Metric | None:
 def _growth(metric: _Metric | None, quarter_bits: int) -> float:
     """By how much feedback widens the targets, as a share of their variance; at most a half."""
     return 0.0 if metric is None else min(0.5, MSE[quarter_bits] * metric.growth)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -168,7 +168,10 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     The rates by row are the best there are at a price per byte; the prices are those at which a typical row gets each rate.
     """
     rows, cols, inner, stats = signature.rows, signature.cols, signature.weight, signature.stats
+    if room.planned is not None:
+        return []  # every rate there is was proposed at first
     if not fits(cols):
+        room.skip("trellis", f"rows of {cols} columns; a tile has {form.SIDE}")
         return []
     out = [Recipe("trellis", {"quarter_bits": q}) for q in sorted(MSE)]
     if signature.lead != 1 or rows < 2 * SMALLEST_SECTION:

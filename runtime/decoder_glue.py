@@ -1,7 +1,8 @@
 """What a decoder does between its matrices, by Triton on a GPU and by torch elsewhere.
 
 Where a product is of a kind that has endings (kernels/triton/ending.py), the gate, or the sum and norm of the residual
-stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows.
+stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows. Where that
+is of a rotated matrix, the same launch turns its activations.
 """
 
 from contextlib import nullcontext
@@ -13,25 +14,30 @@ from torch import Tensor
 
 from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
-from nstf.kernels.triton.ending import Ending, Meeting
-from nstf.kernels.triton.linear import arch_of, ended, ended_specs
+from nstf.kernels.triton.ended import basis_of, ended, ended_specs
+from nstf.kernels.triton.ending import Basis, Ending, Meeting
+from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.stacking import Matrix, together
 
 
 @dataclass(frozen=True)
-class Normed:
-    """Activations of a norm. squares: f32 [batch, n], whose sum over n is that of the residual stream's squares: its root
-    mean square is still to be divided by. None: it was."""
+class Given:
+    """Activations for the next product.
+
+    squares: f32 [batch, n], whose sum over n is that of the residual stream's squares: its root mean square is still to be
+    divided by. None: it was, or there is none. basis: the one into which they were turned for that product; None: none.
+    """
 
     values: Tensor
     squares: Tensor | None = None
+    basis: Basis | None = None
 
 
 class Glue:
-    """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere."""
+    """The functions of decode_step.py, by Triton on a GPU and by torch elsewhere. dtype: of activations."""
 
-    def __init__(self, device: torch.device, epsilon: float) -> None:
-        self.device, self.arch, self.epsilon = device, arch_of(device), epsilon
+    def __init__(self, device: torch.device, epsilon: float, dtype: torch.dtype) -> None:
+        self.device, self.arch, self.epsilon, self.dtype = device, arch_of(device), epsilon, dtype
         self.kernels: Any = None
         if device.type == "cuda":
             from nstf.kernels.triton import decode_step
@@ -44,65 +50,82 @@ class Glue:
         if self.kernels is not None:
             self._room = {s: self.kernels.scratch(batch, s, self.device) for s in dict.fromkeys(shapes)}
 
-    def first(self, h: Tensor, gain: Tensor, dtype: torch.dtype) -> Normed:
+    def first(self, h: Tensor, gain: Tensor) -> Given:
         """The norm of the residual stream h."""
-        return Normed(self._add_norm(h, None, gain, dtype, None))
+        return Given(self._add_norm(h, None, gain, None))
 
     def onto(
         self,
         h: Tensor,
         matrix: Matrix,
-        x: Tensor,
+        x: Given,
         out_gain: Tensor | None,
         gain: Tensor,
         following: tuple[Matrix, ...],
-    ) -> Normed:
+    ) -> Given:
         """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
-        adds, batch = Ending(adds=True), len(x)
-        if out_gain is None and self._ends(matrix, batch, x.dtype, adds):
-            if all(self._ends(m, batch, x.dtype, Ending(normed=True)) for m in following):
-                return Normed(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)))
-        return Normed(self._add_norm(h, matrix(x), gain, x.dtype, out_gain))
+        batch, turned = len(h), x.basis is not None
+        basis = self._basis(following, batch)
+        adds, normed = Ending(adds=True, turned=basis), Ending(normed=True)
+        if out_gain is None and self._ends(matrix, batch, adds, turned):
+            if all(self._ends(m, batch, normed, basis is not None) for m in following):
+                return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)), basis)
+        return Given(self._add_norm(h, self.products((matrix,), x), gain, out_gain))
 
-    def products(self, matrices: tuple[Matrix, ...], x: Normed) -> Tensor:
-        """Those with normed activations, side by side."""
-        if x.squares is None:
+    def products(self, matrices: tuple[Matrix, ...], x: Given) -> Tensor:
+        """Those with x, side by side."""
+        if x.squares is None and x.basis is None:
             return together(matrices, x.values)
+        ending = Ending(normed=x.squares is not None)
         meeting = Meeting(squares=x.squares, epsilon=self.epsilon)
-        found = [self._ended(m, x.values, Ending(normed=True), meeting)[0] for m in matrices]
+        found = [self._ended(m, x, ending, meeting)[0] for m in matrices]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
-    def gate(self, gate_up: tuple[Matrix, ...], x: Normed, gelu: bool) -> Tensor:
-        """The gate of the products with x."""
-        ending = Ending(gelu, x.squares is not None)
-        if len(gate_up) == 1 and self._ends(gate_up[0], len(x.values), x.values.dtype, ending):
-            return self._ended(gate_up[0], x.values, ending, Meeting(x.squares, self.epsilon))[0]
+    def gate(self, gate_up: tuple[Matrix, ...], x: Given, gelu: bool, down: Matrix) -> Given:
+        """The gate of the products with x, for the product `down`."""
+        batch, turned = len(x.values), x.basis is not None
+        basis = self._basis((down,), batch)
+        ending = Ending(gelu, x.squares is not None, turned=basis)
+        if len(gate_up) == 1 and self._ends(gate_up[0], batch, ending, turned):
+            meeting = Meeting(x.squares, self.epsilon)
+            return Given(self._ended(gate_up[0], x, ending, meeting)[0], basis=basis)
         both = self.products(gate_up, x)
         found: Tensor = (
             reference.gate(both, gelu) if self.kernels is None else self.kernels.gate(both, gelu, self.arch)
         )
-        return found
+        return Given(found)
 
-    def _ends(self, matrix: Matrix, batch: int, dtype: torch.dtype, ending: Ending) -> bool:
+    def _basis(self, matrices: tuple[Matrix, ...], batch: int) -> Basis | None:
+        """The basis in which all of these want what they are given; None where they differ, or take it as it is."""
+        found = {
+            basis_of(m.encoded, batch, self.dtype, self.arch) if self._alone(m) and m.encoded else None
+            for m in matrices
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def _alone(self, matrix: Matrix) -> bool:
+        """Whether nothing but an encoded matrix makes its product."""
+        given = matrix.encoded is not None and matrix.whole is None and matrix.bias is None
+        return self.kernels is not None and given
+
+    def _ends(self, matrix: Matrix, batch: int, ending: Ending, turned: bool) -> bool:
         """Whether a product has this ending."""
-        if self.kernels is None or matrix.encoded is None:
+        if matrix.encoded is None or not self._alone(matrix):
             return False
-        alone = matrix.whole is None and matrix.bias is None
-        return alone and bool(ended_specs(matrix.encoded, batch, dtype, ending, self.arch))
+        return bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch, turned))
 
     def _ended(
-        self, matrix: Matrix, x: Tensor, ending: Ending, meeting: Meeting
+        self, matrix: Matrix, x: Given, ending: Ending, meeting: Meeting
     ) -> tuple[Tensor, Tensor | None]:
         assert matrix.encoded is not None
-        with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
-            return ended(x, matrix.encoded, ending, meeting, self.arch)
+        turned = x.basis is not None
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return ended(x.values, matrix.encoded, self.dtype, ending, meeting, self.arch, turned)
 
-    def _add_norm(
-        self, h: Tensor, y: Tensor | None, gain: Tensor, dtype: torch.dtype, out_gain: Tensor | None
-    ) -> Tensor:
+    def _add_norm(self, h: Tensor, y: Tensor | None, gain: Tensor, out_gain: Tensor | None) -> Tensor:
         if self.kernels is None:
-            return reference.add_norm(h, y, gain, self.epsilon, dtype, out_gain)
-        found: Tensor = self.kernels.add_norm(h, y, gain, self.epsilon, dtype, self.arch, out_gain)
+            return reference.add_norm(h, y, gain, self.epsilon, self.dtype, out_gain)
+        found: Tensor = self.kernels.add_norm(h, y, gain, self.epsilon, self.dtype, self.arch, out_gain)
         return found
 
     def attend(

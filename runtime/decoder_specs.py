@@ -1,6 +1,7 @@
 """The kernels of captured decoding that an artifact's model needs beside those of its matrices: known without a card."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 
@@ -8,8 +9,8 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton.architecture import Architecture
-from nstf.kernels.triton.ending import Ending
-from nstf.kernels.triton.linear import ended_specs
+from nstf.kernels.triton.ended import basis_of, ended_specs
+from nstf.kernels.triton.ending import Basis, Ending
 from nstf.kernels.triton.packed import layout_of
 from nstf.kernels.triton.spec import KernelSpec, hollow
 from nstf.runtime.artifact import Artifact
@@ -48,31 +49,40 @@ def _together(artifact: Artifact, stack: tuple[str, ...]) -> Iterator[list[Encod
 
 
 def _ended(
-    artifact: Artifact, config: EngineConfig, batches: list[int], dtype: torch.dtype, target: str
+    artifact: Artifact, config: EngineConfig, batch: int, dtype: torch.dtype, target: str
 ) -> Iterator[KernelSpec]:
-    """Products with their endings, as decoder_glue.py launches them."""
-    gelu = bool(config.shape["gelu"])
-    normed, adds = Ending(normed=True), Ending(adds=True)
-    qkv, gate_up = _STACKS
-    wanted = [(m, normed) for parts in _together(artifact, qkv) for m in parts]
-    for parts in _together(artifact, gate_up):
-        endings = (normed,) if len(parts) > 1 else (normed, Ending(gelu), Ending(gelu, normed=True))
-        wanted += [(m, ending) for m in parts for ending in endings]
-    for name in artifact.names():
-        if (
-            name.endswith((".self_attn.o_proj.weight", ".mlp.down_proj.weight"))
-            and not config.family.out_norms
-        ):
-            wanted.append((artifact.encoded(name), adds))
-        elif name.endswith(("lm_head.weight", "embed_tokens.weight")):
-            wanted.append((artifact.encoded(name), normed))
+    """Products with their endings, as decoder_glue.py launches them: in whichever basis a matrix that follows may want."""
+
+    def bases(matrices: Iterable[EncodedTensor]) -> list[Basis | None]:
+        return list(dict.fromkeys([None, *(basis_of(m, batch, dtype, target) for m in matrices)]))
+
+    def named(*ends: str) -> list[EncodedTensor]:
+        names = (n for n in artifact.names() if n.endswith(tuple(f"{end}.weight" for end in ends)))
+        found = (artifact.encoded(name) for name in names)
+        return list({(repr(m.tree), m.shape): m for m in found}.values())
+
+    gelu, out_norms = bool(config.shape["gelu"]), config.family.out_norms
+    qkv, gate_up = (list(_together(artifact, stack)) for stack in _STACKS)
+    o, down = named(".self_attn.o_proj"), named(".mlp.down_proj")
+    head = named("lm_head", "embed_tokens")
+    normed = Ending(normed=True)
+    wanted = [(m, normed) for m in [*chain(*qkv), *head]]
+    for parts in gate_up:
+        gated = len(parts) == 1
+        for basis in bases(down) if gated else ():
+            wanted += [(parts[0], Ending(gelu, n, turned=basis)) for n in (False, True)]
+        wanted += [(m, normed) for m in parts]
+    # What was turned by the gate, and is added by the norm.
+    wanted += [(m, Ending()) for m in down if basis_of(m, batch, dtype, target)]
+    for matrices, following in ((o, chain(*gate_up)), (down, chain(*qkv, head))) if not out_norms else ():
+        wanted += [(m, Ending(adds=True, turned=b)) for b in bases(following) for m in matrices]
     done = set()
     for matrix, ending in wanted:
         key = repr(matrix.tree), tuple(matrix.shape), ending
         if key not in done:
             done.add(key)
-            for batch in batches:
-                yield from ended_specs(matrix, batch, dtype, ending, target)
+            # Turned or not: the launch that turns them is one more.
+            yield from ended_specs(matrix, batch, dtype, ending, target)
 
 
 def decoder_specs(
@@ -91,7 +101,8 @@ def decoder_specs(
     sizes = sorted({b for b in batches if b <= LARGEST_BATCH})
     for batch in sizes:
         made += _step(config, batch, dtype, row.target)
-    made += _ended(artifact, config, sizes, dtype, row.target)
+    for batch in sizes:
+        made += _ended(artifact, config, batch, dtype, row.target)
     made += planned_specs(artifact, config, sizes, dtype, row)
     for name in artifact.names():
         layout = layout_of(artifact.encoded(name)) if name.endswith("embed_tokens.weight") else None

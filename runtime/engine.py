@@ -28,6 +28,7 @@ from nstf.kernels.cpu.engine_matrix import (
 )
 from nstf.kernels.formats import EncodedTensor, decode
 from nstf.kernels.lazy import torch
+from nstf.kernels.records import changed
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.digests import Verifying
 from nstf.runtime.copying import Copying
@@ -35,12 +36,16 @@ from nstf.runtime.engine_config import EngineConfig, completed, read_config
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, TypeAlias
 
     from torch import Tensor
 
     from nstf.runtime.attention_plan import AttentionPlan
+    from nstf.runtime.divided_engine import HeldParts
     from nstf.runtime.token_sampler import TokenSampler
+
+    # A file, or what a rank of a divided model holds of one.
+    Stored: TypeAlias = Artifact | HeldParts
 
 KV_CACHES = ("float16", "int8")
 ATTENTION = ("full", "planned")
@@ -69,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        artifact: Artifact,
+        artifact: Stored,
         exact: bool = False,
         threads: int | None = None,
         kv_cache: str = "float16",
@@ -97,16 +102,25 @@ class Engine:
             raise UnsupportedError("the CPU engine was not built; install nstf where a C++ compiler is")
         stated = artifact.config()
         self.config: EngineConfig = read_config(completed(stated))
+        parts = None if isinstance(artifact, Artifact) else artifact
+        if parts is not None:
+            self.config = changed(self.config, shape=parts.part_of(self.config))
         self.exact = exact
         self.threads = threads
         self.kv_cache = kv_cache
-        self.plan, plans = _planned(artifact, self.config, kv_cache, attention)
+        self.plan: AttentionPlan | None = None
+        plans: list[dict[str, Any]] = []
+        if isinstance(artifact, Artifact):
+            self.plan, plans = _planned(artifact, self.config, kv_cache, attention)
+        self._divided = parts is not None
         self.position = 0
         self._check_unchanged = artifact.check_unchanged
         try:
             source = self._panel_source(artifact, panels)
             matrices = _Matrices(artifact, exact, source)
             self._engine, self.kernels = _build(artifact, self.config, matrices, plans)
+            if parts is not None:
+                self._engine.divide(*parts.connected(self.vocab))
             self._copying = Copying(
                 matrices.copies, min(threads or usual_threads(), PANEL_THREADS), copy_later
             )
@@ -119,7 +133,7 @@ class Engine:
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
             raise UnsupportedError(f"{artifact.where}: the CPU engine does not run it ({error})") from error
 
-    def _panel_source(self, artifact: Artifact, panels: bool | None) -> Artifact | None:
+    def _panel_source(self, artifact: Stored, panels: bool | None) -> Stored | None:
         """Where what is repacked is read from; None for nothing."""
         if self.exact or panels is False or (panels is None and not may_repack(artifact, self.exact)):
             return None
@@ -288,7 +302,8 @@ class Engine:
         """The same in pieces of as many tokens as take _RUN_S, each with the position it began at; between them an
         interruption is heard.
 
-        With an attention plan one by one: its rings and few bits do not go back to a position before.
+        With an attention plan one by one: its rings and few bits do not go back to a position before. So do ranks, which
+        must have made as many tokens when a caller leaves.
         """
         together = 1
         while count:
@@ -302,7 +317,7 @@ class Engine:
                 raise NstfError(_NAN)
             if token in stop:
                 return
-            if self.plan is None:
+            if self.plan is None and not self._divided:
                 together = max(1, min(_RUN_MOST, int(_RUN_S * len(found) / took)))
 
     def _go_on(self, token: int, count: int, stop: frozenset[int]) -> tuple[array[int], bool]:
@@ -317,7 +332,7 @@ class Engine:
         return found[: number - nan], nan
 
 
-def _warn_of(artifact: Artifact, name: str) -> None:
+def _warn_of(artifact: Stored, name: str) -> None:
     line = f"{artifact.where}: not enough memory to repack {name} and what follows, which stay as they are stored"
     try:
         import logging
@@ -327,7 +342,7 @@ def _warn_of(artifact: Artifact, name: str) -> None:
         logging.getLogger("nstf").warning("%s", line)
 
 
-def may_repack(artifact: Artifact, exact: bool) -> bool:
+def may_repack(artifact: Stored, exact: bool) -> bool:
     """Whether an engine repacks a file when nothing is said of panels."""
     return not exact and artifact.size_bytes <= PANEL_BYTES
 
@@ -354,7 +369,7 @@ class _Matrices:
     `copies` have run.
     """
 
-    def __init__(self, artifact: Artifact, exact: bool, source: Artifact | None) -> None:
+    def __init__(self, artifact: Stored, exact: bool, source: Stored | None) -> None:
         self.kernels: dict[str, str] = {}
         self.left = ""  # the first matrix that there was no memory to repack
         self.copies = ext.EngineCopies()
@@ -410,7 +425,7 @@ def _address(values: array[Any]) -> int:
 
 
 def _build(
-    artifact: Artifact, config: EngineConfig, matrix: _Matrices, plans: list[dict[str, Any]]
+    artifact: Stored, config: EngineConfig, matrix: _Matrices, plans: list[dict[str, Any]]
 ) -> tuple[Any, dict[str, str]]:
     """The C++ engine, and the kernel of every matrix by tensor name. plans: of every layer's attention, or none."""
     names = set(artifact.names())

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from nstf.errors import NstfError
 from nstf.runtime.generation_request import Slot, array_versions, fingerprint, read_request
+from nstf.runtime.ranks import Ranks
 
 _log = logging.getLogger("nstf")
 
 FURTHER = frozenset({"min_p", "repetition_penalty"})
 
 
-def use_engine(model: Any, build: Callable[[bool], Any]) -> None:
+def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = None) -> None:
     """Makes `model.generate` try the engine first. build(as_loaded): makes the Engine at the first call that can use it, and
     anew where encoded arrays were written into since; as_loaded: whether they still are what the file holds.
 
     A model that the engine does not run, or that was changed after loading (another parameter, a wrapped module, a
-    hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way.
+    hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way. ranks: of a
+    divided model, which use their engines only once all have one.
     """
     slot = model.nstf_engine = Slot()
     before, loaded = fingerprint(model), array_versions(model)
@@ -45,6 +47,8 @@ def use_engine(model: Any, build: Callable[[bool], Any]) -> None:
                     slot.engine = build(versions == loaded)
                 except (NstfError, ValueError, RuntimeError, MemoryError) as error:
                     _log.debug("no engine: %s", error)
+                if ranks is not None and not ranks.all_can(slot.engine is not None):
+                    slot.engine = None
             engine = slot.engine
             if engine is None or request["ids"].shape[1] + request["new_tokens"] > engine.context:
                 return plain(*args, **kwargs)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from nstf.runtime.experts import EncodedExperts
 from nstf.runtime.fused_run import Run, Step, in_runs
 from nstf.runtime.fused_steps import POOLINGS, ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
 from nstf.runtime.modules import EncodedConv
@@ -36,9 +37,9 @@ _BOUNDS: dict[Any, tuple[float, float]] = {
 
 
 def choose_products(model: nn.Module, exact: bool) -> None:
-    """Whether a model's convolutions have int8 activations or float32."""
+    """Whether a model's convolutions and experts have int8 activations or float32."""
     for module in model.modules():
-        if isinstance(module, EncodedConv):
+        if isinstance(module, EncodedConv | EncodedExperts):
             module.exact_products = exact
 
 

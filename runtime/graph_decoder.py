@@ -20,7 +20,7 @@ from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.torch.rows import decode_rows
 from nstf.kernels.triton.linear import rows as rows_on_gpu
 from nstf.kernels.triton.linear import unsuitable
-from nstf.runtime.decoder_glue import Glue
+from nstf.runtime.decoder_glue import Given, Glue
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
 from nstf.runtime.graphs import Graphs, Step, same_draws
@@ -97,7 +97,7 @@ class Decoder:
             ) from error
         self._state: State | None = None
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
-        self._glue = Glue(self.device, float(self.config.shape["epsilon"]))
+        self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
 
     @property
@@ -274,14 +274,14 @@ class Decoder:
         """[batch, vocab] after the tokens of `state` at its position; their keys and values are in the cache then."""
         glue, gelu = self._glue, bool(self.config.shape["gelu"])
         h = self._embed(state.tokens).float()
-        x = glue.first(h, self._layers[0].attention_norm, self.dtype)
+        x = glue.first(h, self._layers[0].attention_norm)
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
             gain = self._norm if last else self._layers[i + 1].attention_norm
             following = (self._head,) if last else self._layers[i + 1].qkv
-            attended = self._attend(i, glue.products(layer.qkv, x), state)
+            attended = Given(self._attend(i, glue.products(layer.qkv, x), state))
             x = glue.onto(h, layer.o, attended, layer.attention_out_norm, layer.ffn_norm, layer.gate_up)
-            y = glue.gate(layer.gate_up, x, gelu)
+            y = glue.gate(layer.gate_up, x, gelu, layer.down)
             x = glue.onto(h, layer.down, y, layer.ffn_out_norm, gain, following)
         logits = glue.products((self._head,), x)
         cap = float(self.config.shape["logit_cap"])

@@ -61,8 +61,8 @@ def load(
     config's dtype elsewhere. attention: "full", or "planned" to run the attention plan stored in the
     artifact. verify: check every SHA-256 first (the file is read once, about 3 s per GB). engine: "auto" lets
     `model.generate` use the C++ engine on a CPU and captured graphs on a GPU where they can, "exact" the engine without
-    its int8 activations, "off" neither. Convolutions on a CPU have int8 activations with
-    "auto" alone (docs/convolutions.md).
+    its int8 activations, "off" neither. Convolutions and experts on a CPU have int8 activations with
+    "auto" alone (docs/convolutions.md, docs/structure.md).
     kernels: a file of `nstf compile`, whose code runs on the GPU: one that you made or trust. Without it, or where it
     does not match Triton and GPU, kernels are compiled at their first use. kv_cache: what that engine keeps keys and values
     as, "float16" or "int8" (half the memory; docs/cpu.md has what it costs). mapped: False reads the file into memory
@@ -166,7 +166,11 @@ def _load(
         except ValueError as error:
             raise CorruptError(f"{os.fspath(path)}: {error}; load it with full attention") from error
     generates = engine != "off" and hasattr(model, "generate")
-    if generates and device.type == "cpu" and compute == torch.float32 and ranks is None:
+    if generates and device.type == "cpu" and compute == torch.float32 and ranks is not None:
+        from nstf.runtime.divided_engine import divided_engine
+
+        use_engine(model, lambda _: divided_engine(model, artifact, ranks, engine == "exact"), ranks)
+    elif generates and device.type == "cpu" and compute == torch.float32:
         # Its matrices are views of the same mapping, or panels: then pages of the mapping are only in memory as far as
         # modules read them. Of arrays that were written into, there is no file to make panels of.
         def build(as_loaded: bool) -> Engine:
@@ -220,7 +224,7 @@ def _compute_dtype(
 
 
 def _use_expert_loop(model: Any) -> None:
-    """Experts run one by one, so that only those that are hit are decoded."""
+    """Where experts are not grouped (experts.py) they run one by one, so that only those that are hit are decoded."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_experts_implementation_internal"):

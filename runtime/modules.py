@@ -18,6 +18,7 @@ from nstf.kernels.convolution import Geometry, convolve
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.memo import per_encoded
 from nstf.runtime import operators
+from nstf.runtime.experts import EncodedExperts
 from nstf.runtime.gradient import linear
 from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding
 
@@ -92,15 +93,6 @@ def _flat(encoded: EncodedTensor) -> EncodedTensor:
 
 def _two_sided(encoded: EncodedTensor) -> EncodedTensor:
     return encoded if len(encoded.shape) == 4 else _flat(encoded)
-
-
-class EncodedExperts:
-    """A module with stacks [experts, ...]: `self.stack[i]` stays encoded, so only experts that are hit are
-    decoded.
-
-    transformers' own expert loop does the rest (`experts_implementation` must be "eager": the batched ones
-    gather the stack).
-    """
 
 
 class EncodedConv1D:
@@ -182,7 +174,7 @@ def _kind(base: type[nn.Module], names: frozenset[str]) -> tuple[type, bool]:
         if issubclass(base, nn.modules.conv._ConvNd):
             return EncodedConv, True
     if "expert" in base.__name__.lower():
-        return EncodedExperts, False
+        return EncodedExperts, True
     return EncodedWeights, False
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime.messages import mailbox, sent_directly
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
@@ -41,6 +42,7 @@ class Ranks:
 
     rank: int
     size: int
+    group: Any = None  # of the first `size` processes, where there are more
 
     def sum(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
@@ -51,8 +53,17 @@ class Ranks:
         values = values.contiguous()
         if _ALONE.get():
             return values
+        if sent_directly(values, self.size):
+            # In the order of the ranks, whichever instructions a rank has.
+            first, *others = mailbox(self.rank, self.size, 0).exchange(values)
+            for other in others:
+                first += other
+            values.detach().copy_(first)
+            if meanwhile is not None:
+                meanwhile()
+            return values
         if meanwhile is None:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
             return values
         under_way = self.start_sum(values)
         meanwhile()
@@ -70,10 +81,13 @@ class Ranks:
         missing = width - part.shape[-1]
         if missing:
             part = torch.nn.functional.pad(part, (0, missing))
-        flat = part.reshape(-1, width)
-        parts = flat.new_zeros(self.size, *flat.shape)
-        if not _ALONE.get():
-            dist.all_gather(list(parts), flat.contiguous())
+        flat = part.reshape(-1, width).contiguous()
+        if not _ALONE.get() and sent_directly(flat, self.size):
+            parts = mailbox(self.rank, self.size, 1).exchange(flat)
+        else:
+            parts = flat.new_zeros(self.size, *flat.shape)
+            if not _ALONE.get():
+                dist.all_gather(list(parts), flat)
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
@@ -169,6 +183,19 @@ def join(count: int, device: torch.device) -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     return Ranks(dist.get_rank(), count)
+
+
+def use_own_cores(rank: int, ranks: int) -> None:
+    """Leaves this process its share of the cores that it may use, where there is one for each of the host's `ranks`.
+
+    Threads of two processes that wake each other on one core wait for a turn, several milliseconds.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if each:
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
 
 def local_device(device: str | torch.device) -> str | torch.device:

@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nstf.kernels.formats import EncodedTensor, shuffle
+from nstf.kernels.formats import EncodedTensor, shuffle, trellis
+from nstf.kernels.formats.tree import format_of
 from nstf.kernels.linear import linear
 from nstf.kernels.triton.packed import PackedCodes, layout_of
 from nstf.runtime.parameter import EncodedParameter
 
 # Of a whole matrix; every other array has a row for each row of it.
 _WHOLE = ("table",)
+# Formats whose codes are paths down the rows, and of how many rows one is.
+_PATHS = {"shuffle": shuffle.SEGMENT, "trellis": trellis.SIDE}
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,19 @@ def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:
 def stack(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]] | None:
     """(the rows of all parts in one matrix, the parts again as views of it), or None where they do not agree.
 
-    They agree when they are packed leaves of one tree, one width and one table, or shuffle leaves; codes of 5 to 7 bits are
-    several planes and do not stack.
+    They agree when they are packed leaves of one tree, one width and one table, or shuffle or trellis leaves of one rate, or
+    rotated ones in one basis; codes of 5 to 7 bits are several planes and do not stack.
     """
     first = parts[0]
     if not agree(parts):
         return None
-    if first.tree.kind == "shuffle":
-        return _stack_shuffle(parts)
+    if first.tree.kind == "rotated":
+        joined = stack([_inner(part) for part in parts])
+        if joined is None:
+            return None
+        return _rotated(first, joined[0]), [_rotated(first, part) for part in joined[1]]
+    if first.tree.kind in _PATHS:
+        return _stack_paths(parts)
     if any(
         not torch.equal(p.arrays[name], first.arrays[name])
         for p in parts
@@ -115,18 +123,36 @@ def agree(parts: Sequence[EncodedTensor]) -> bool:
     """Whether matrices stack, as far as their trees and shapes tell."""
     first = parts[0]
     same = all(p.tree == first.tree and p.shape[1:] == first.shape[1:] for p in parts)
-    if first.tree.kind == "shuffle":
-        # Paths start anew at every segment of the stack.
-        return same and all(p.shape[0] % shuffle.SEGMENT == 0 for p in parts[:-1])
+    if first.tree.kind == "rotated":
+        # Rows that are turned too have signs by their place in the matrix.
+        return same and not first.tree.params.block_out and agree([_inner(part) for part in parts])
+    if first.tree.kind in _PATHS:
+        # Paths start anew at every segment of the stack, or tile; rows of several rates are sorted by these.
+        one_rate = first.tree.kind == "shuffle" or not first.tree.params.rows
+        return same and one_rate and all(p.shape[0] % _PATHS[first.tree.kind] == 0 for p in parts[:-1])
     layouts = [layout_of(part) for part in parts]
     return same and all(layout is not None and len(layout.planes) == 1 for layout in layouts)
 
 
-def _stack_shuffle(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]]:
-    """Shuffle leaves as one, whose scales are multiplied out, in float32: those of a part are under a factor of its own."""
+def _inner(encoded: EncodedTensor) -> EncodedTensor:
+    """What a rotated matrix stores."""
+    arrays = {path.removeprefix("x."): array for path, array in encoded.arrays.items()}
+    return EncodedTensor(encoded.tree.children["x"], encoded.shape, arrays)
+
+
+def _rotated(like: EncodedTensor, inner: EncodedTensor) -> EncodedTensor:
+    """What is stored in the basis of another."""
+    tree = replace(like.tree, children={"x": inner.tree})
+    return EncodedTensor(tree, inner.shape, {f"x.{path}": array for path, array in inner.arrays.items()})
+
+
+def _stack_paths(parts: Sequence[EncodedTensor]) -> tuple[EncodedTensor, list[EncodedTensor]]:
+    """Shuffle or trellis leaves as one. Its scales are multiplied out, in float32: those of a part are under a factor of its
+    own."""
     first = parts[0]
     codes = torch.cat([p.arrays["codes"] for p in parts])
-    scales = torch.cat([shuffle.read_scales(p.tree.params, dict(p.arrays)) for p in parts])
+    form = format_of(first.tree.kind)
+    scales = torch.cat([form.read_scales(p.tree.params, dict(p.arrays)) for p in parts])
     rows = [p.shape[0] for p in parts]
     tree = replace(first.tree, params=replace(first.tree.params, scale_bits=16))
     arrays = {"codes": codes, "scale": scales, "scale_super": torch.ones(1, device=scales.device)}

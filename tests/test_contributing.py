@@ -199,6 +199,39 @@ def test_a_contributed_method_is_asked_again_at_the_bits_of_a_first_plan(
     assert [t["method"] for t in report["tensors"]] == ["kronecker"]
 
 
+def test_a_contributed_quantiser_is_asked_again_at_the_bits_of_a_first_plan(
+    example: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nf4 = example["quantizers/nf4.py"]
+    planned = []
+
+    def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
+        if room.planned is None:
+            room.skip("nf4", "only at a known rate")
+            return []
+        planned.append(room.planned)
+        return [Recipe("nf4", {"group": 64})]
+
+    monkeypatch.setattr(nf4, "proposals", proposals)
+    checkpoint = tmp_path / "plain.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{i}.mlp.up_proj.weight": torch.randn(96, 128, generator=generator) for i in range(2)}
+    save_file({n: 10.0**i * w for i, (n, w) in enumerate(tensors.items())}, checkpoint)
+    report = plan(
+        ConvertOptions(
+            model=str(checkpoint), budget=Budget("ratio", 0.128), output=tmp_path / "out.nstf", threads=1,
+            formats=("int_grid", "nf4"), prefer="size",
+        )
+    )  # fmt: skip
+    assert planned and max(planned) <= 4.0
+    for tensor in report["tensors"]:
+        tried = {tensor["encoding"].split()[0], *(r["encoding"].split()[0] for r in tensor["rejected"])}
+        reasons = {n["method"]: n["reason"] for n in tensor["not_tried"]}
+        # Where a first plan gave it more than four bits the report has the method's own words.
+        assert ("grid16" in tried) != (reasons.get("nf4") == "only at a known rate")
+    assert any("grid16" in r["encoding"] for t in report["tensors"] for r in [t, *t["rejected"]])
+
+
 def test_the_methods_of_the_page_can_be_asked_for_by_name_alone(example: dict[str, ModuleType]) -> None:
     assert methods.method_families(["nf4", "kronecker"]) == {"nf4", "kronecker", "dense"}
     assert {"nf4", "kronecker"} < methods.method_families(None)

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 # Schemas of more parts are not looked through, nor are chains of more references from part to part.
 MOST_PARTS, MOST_ROUNDS = 10_000, 64
+FOR_PEOPLE = ("description", "title", "$comment")
 
 
 def can_end(schema: Any) -> bool:
@@ -52,6 +53,27 @@ def parts_of(schema: Any) -> int:
             count += len(part)
             waiting += [v for v in part if isinstance(v, dict | list)]
     return count
+
+
+def text_bytes(schema: Any) -> int:
+    """Bytes of the names and texts of a schema in UTF-8, without those that only people read."""
+    count, waiting = 0, [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            count += _bytes(part)
+        elif isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                count += _bytes(key)
+                if not (key in FOR_PEOPLE and isinstance(value, str)):
+                    waiting.append(value)
+    return count
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _any_ends(group: list[Any], ended: set[int]) -> bool:

@@ -9,13 +9,18 @@ from typing import Any
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
-from nstf.integrations.serve.finite import can_end, parts_of
+from nstf.integrations.serve.finite import can_end, parts_of, text_bytes
 from nstf.runtime.tokenizing import foreign_errors
 
 Make = Callable[[], "Grammar"]
 
 # Names and entries of a schema, those of its lists of values apart. llguidance's time to read one grows with their square.
 MOST_NAMES = 4096
+# Bytes of names and texts, those of `enum` too: each takes 400 bytes of memory.
+MOST_TEXT = 1 << 16
+# What llguidance may spend on the parts of a pattern (a million by itself): those that are repeated a million times took
+# 250 MiB an answer. 300 properties, 350 texts of stated formats or 5,000 of an `enum` need less than this.
+PATTERN_FUEL = 200_000
 
 
 class TooComplex(NstfError):
@@ -102,6 +107,11 @@ class Grammars:
                 "response_format",
                 f"the JSON schema has {parts} names and entries; at most {MOST_NAMES} are accepted",
             )
+        if (size := text_bytes(stated)) > MOST_TEXT:
+            raise wrong(
+                "response_format",
+                f"the JSON schema has {size} bytes of names and texts; at most {MOST_TEXT} are accepted",
+            )
         if not can_end(stated):
             raise wrong(
                 "response_format",
@@ -112,14 +122,17 @@ class Grammars:
             grammar = library.LLMatcher.grammar_from_json_schema(
                 json.dumps(stated), overrides={"whitespace_flexible": False}
             )
-            reason = library.LLMatcher.validate_grammar(grammar, self._tokenizer)
+            limits = library.LLParserLimits(initial_lexer_fuel=PATTERN_FUEL)
+            reason = library.LLMatcher.validate_grammar(grammar, self._tokenizer, limits=limits)
         except ValueError as error:
             reason = str(error)
         if reason:
             raise wrong(
                 "response_format", f"the JSON schema is not supported: {' '.join(reason.split())[:300]}"
             )
-        made = Grammar(library.LLMatcher(self._tokenizer, grammar, log_level=0), self._stated[1])
+        made = Grammar(
+            library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), self._stated[1]
+        )
         if not made.satisfiable:
             raise wrong("response_format", "no text fits the JSON schema: does it refer to itself alone?")
         try:

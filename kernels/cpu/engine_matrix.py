@@ -135,6 +135,22 @@ def _compiled(
     return ext.engine_dense(rows, cols, _decoded(encoded), "float32")
 
 
+def reads_codes(encoded: EncodedTensor) -> bool:
+    """Whether `compile_matrix` makes a matrix that is read as it is stored: nothing of it is decoded and held."""
+    kind, params = encoded.tree.kind, encoded.tree.params
+    if len(encoded.shape) != 2 or getattr(params, "lead", 1) != 1:
+        return False
+    if _row_work(encoded.tree, encoded.shape) > max(_ROW_WORK * math.prod(encoded.shape), _LITTLE_WORK):
+        return False
+    if kind in _PACKED:
+        return _has_whole_blocks(params, encoded.shape[1]) and packed(encoded) is not None
+    if kind == "dense":
+        return params.dtype in _DENSE
+    if kind in ("rotated", "low_rank", "add"):
+        return all(reads_codes(child_encoded(encoded, name)) for name in encoded.tree.children)
+    return kind in ("trellis", "shuffle")
+
+
 def _row_work(tree: Node, shape: Shape) -> int:
     """At most so many numbers the engine computes to decode one row of a tree by its children's rows."""
     if not tree.children:

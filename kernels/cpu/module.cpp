@@ -14,6 +14,9 @@ void bind_sha256(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
+    // Commands do not look for garbage before they end (gc.freeze), and a signal may end one anywhere: what is alive then is
+    // no leak, and a list of it would be the last that a user reads.
+    nb::set_leak_warnings(false);
     bind_packed_linear(m);
     bind_ldlq(m);
     bind_trellis(m);

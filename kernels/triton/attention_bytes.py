@@ -24,7 +24,6 @@ from nstf.kernels.triton.attention_lanes import (
     largest2,
     low_bytes,
     mma_equal_rows,
-    mma_unsigned,
     most2_of_columns,
     most2_of_rows,
     most_of_columns,
@@ -37,8 +36,8 @@ from nstf.kernels.triton.attention_lanes import (
     turned_over,
     unpacked,
 )
+from nstf.kernels.triton.byte_product import mma_bytes
 from nstf.kernels.triton.operands import columns_of
-from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 _LOW = tl.constexpr(0x0F0F0F0F)
 _HIGH = tl.constexpr(0xF0F0F0F0)
@@ -280,9 +279,9 @@ def _value_operands(weights, scales, HARDWARE: tl.constexpr):
 @triton.jit
 def _add_values(w0, w1, w2, w3, b0, b1, some, NIBBLE: tl.constexpr, HARDWARE: tl.constexpr):
     if NIBBLE == 0:
-        return mma_unsigned(w0 & _LOW, w1 & _LOW, w2 & _LOW, w3 & _LOW, b0, b1, some, HARDWARE)
+        return mma_bytes(w0 & _LOW, w1 & _LOW, w2 & _LOW, w3 & _LOW, b0, b1, some, 1, HARDWARE, False)
     else:
-        return mma_unsigned(w0 & _HIGH, w1 & _HIGH, w2 & _HIGH, w3 & _HIGH, b0, b1, some, HARDWARE)
+        return mma_bytes(w0 & _HIGH, w1 & _HIGH, w2 & _HIGH, w3 & _HIGH, b0, b1, some, 1, HARDWARE, False)
 
 
 @triton.jit

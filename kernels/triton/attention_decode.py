@@ -29,9 +29,8 @@ from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_o
 from nstf.kernels.triton.attention_merge import extent, merge_kernel
 from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
-from nstf.kernels.triton.launching import launch, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.launching import hardware_of, launch, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit
@@ -285,7 +284,7 @@ def decode_specs(
     tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | asked
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
-    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), wanted))
+    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), asked.get("SPLITS", wanted)))
     # `position` and `table` are read before the wait: the launch in front has waited for all before it lets this one begin.
     pdl = overlaps(arch)
     common = {
@@ -328,9 +327,11 @@ def decode_specs(
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
     # All parts at once where registers hold them: one way to memory.
+    span = max(16, triton.next_power_of_2(fits))
     added = {
         "WIDTH": size if whole else 32,
-        "TILE": 32 if not nvidia else 16384 // size if whole else MOST_SPLITS,
+        "TILE": min(span, 32 if not nvidia else 16384 // size if whole else MOST_SPLITS),
+        "SPAN": span,
     }
     return (
         spec(
@@ -346,7 +347,7 @@ def decode_specs(
         spec(
             merge_kernel,
             added,
-            name=f"attention_merge_{dtype[1:]}",
+            name=f"attention_merge_{dtype[1:]}_{span}",
             num_warps=8 if whole and nvidia else 4,
             num_stages=1,
             kind="attention_merge",

@@ -7,8 +7,6 @@ With HARDWARE 1 NVIDIA's instructions, one each; else what they compute, for the
 import triton
 import triton.language as tl
 
-from nstf.kernels.triton.trellis_bytes import _bytes
-
 
 @triton.jit
 def low_half(word):
@@ -226,34 +224,6 @@ def turned_over(x, HARDWARE: tl.constexpr):
         matrix = tl.reshape(tl.join(x & 0xFFFF, x >> 16), [8, 8])
         low, high = tl.split(tl.reshape(tl.trans(matrix), [32, 2]))
         return low | (high << 16)
-
-
-@triton.jit
-def mma_unsigned(a0, a1, a2, a3, b0, b1, c, HARDWARE: tl.constexpr):
-    """c + A @ B of unsigned bytes; as `mma_bytes`."""
-    if HARDWARE == 1:
-        return tl.inline_asm_elementwise(
-            "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 "
-            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
-    else:
-        left = tl.join(
-            tl.join(_bytes(a0, False), _bytes(a2, False)), tl.join(_bytes(a1, False), _bytes(a3, False))
-        )
-        left = tl.permute(tl.reshape(left, [8, 4, 4, 2, 2]), (4, 0, 3, 1, 2))
-        right = tl.reshape(tl.join(_bytes(b0, False), _bytes(b1, False)), [8, 4, 4, 2])
-        right = tl.reshape(tl.permute(right, (3, 1, 2, 0)), [32, 8])
-        found = tl.dot(tl.reshape(left, [16, 32]), right).to(tl.int32)  # exact: 32 products below 2^16
-        found = tl.permute(tl.reshape(found, [2, 8, 4, 2]), (1, 2, 3, 0))
-        even, odd = tl.split(tl.reshape(found, [32, 2, 2]))
-        c0, c1 = tl.split(even)
-        c2, c3 = tl.split(odd)
-        return c[0] + c0, c[1] + c1, c[2] + c2, c[3] + c3
 
 
 @triton.jit

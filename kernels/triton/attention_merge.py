@@ -54,6 +54,7 @@ def merge_kernel(
     EACH: tl.constexpr,
     WIDTH: tl.constexpr,  # channels of a program
     TILE: tl.constexpr,  # parts at a time
+    SPAN: tl.constexpr,  # a power of two that is not below `splits`
     PDL: tl.constexpr,
 ):
     """Adds up the parts of one query: WIDTH of its channels."""
@@ -76,7 +77,7 @@ def merge_kernel(
     # All loads of the first parts at once: one way to memory.
     s = tl.arange(0, TILE)
     theirs, level = _parts_of(block, s, c, row, active, GROUP, SIZE)
-    all_parts = tl.arange(0, MOST)
+    all_parts = tl.arange(0, SPAN)
     from_top = block + all_parts * (GROUP * (SIZE + 2)) + GROUP * SIZE + row
     tops = tl.load(from_top, mask=all_parts < active, other=float("-inf"))
     totals = tl.load(from_top + GROUP, mask=all_parts < active, other=0.0)

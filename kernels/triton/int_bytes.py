@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.byte_product import mma_bytes
 from nstf.kernels.triton.int_bytes_operands import (
     BLOCKS,
     block_scales,
@@ -42,6 +43,7 @@ from nstf.kernels.triton.int_bytes_operands import (
     scale_at,
 )
 from nstf.kernels.triton.launching import (
+    hardware_of,
     launch,
     layout_name,
     leaf_arguments,
@@ -56,8 +58,6 @@ from nstf.kernels.triton.packed import EXPONENT, INTEGER, LANES, RUN, STEPS, Lay
 from nstf.kernels.triton.shuffle_operands import number_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
-from nstf.kernels.triton.trellis import hardware_of
-from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 LARGEST_BATCH = 2
 # Below, skinny.py begins and ends faster (docs/gpu_speed.md); at 4 bits in groups of 64 in whole tokens of larger ones too.

@@ -44,6 +44,13 @@ def overlap_options(arch: str) -> dict[str, bool]:
     return {"launch_pdl": True} if overlaps(arch) else {}
 
 
+def hardware_of(arch: str) -> int:
+    """Whose instructions for a sum of bytes and a logarithm: 1 NVIDIA's, 2 AMD's, 0 plain arithmetic (the interpreter)."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    return 1 if arch.startswith("sm_") else 2
+
+
 def leaf_arguments(packed: Packed) -> tuple[Tensor, ...]:
     """words, scale, zeros, row_scale, table: for what a matrix lacks stand its words, of the type stated and never read."""
     words = packed.words

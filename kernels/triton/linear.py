@@ -31,7 +31,6 @@ from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.blocks import block, blocks, product32
-from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.packed import FORMATS as PACKED
 from nstf.kernels.triton.packed import TABLE, compact, layout_of, pack_leaf
 from nstf.kernels.triton.spec import KernelSpec
@@ -64,7 +63,7 @@ def supports(encoded: EncodedTensor, device: torch.device, batch: int) -> bool:
     """Matrices in the formats above on a GPU that Triton compiles for."""
     if device.type != "cuda" or len(encoded.shape) != 2 or _warned(device.index or 0):
         return False
-    return _known(encoded, batch) and _readable(encoded)
+    return is_known(encoded, batch) and _readable(encoded)
 
 
 def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
@@ -86,41 +85,6 @@ def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _leaf(x, encoded, arch, torch.float32, x.dtype)
 
 
-def ended(
-    x: Tensor, encoded: EncodedTensor, ending: Ending, meeting: Meeting, arch: str
-) -> tuple[Tensor, Tensor | None]:
-    """The product with an ending that `ended_specs` has launches for: (Y, the sums of squares where it adds)."""
-    from nstf.kernels.triton import sums
-    from nstf.kernels.triton.int_bytes import int_bytes_into
-    from nstf.kernels.triton.skinny import skinny_into
-
-    product, last = ended_specs(encoded, len(x), x.dtype, ending, arch)
-    parts = torch.empty(product.grid[1], len(x), encoded.shape[0], dtype=torch.float32, device=x.device)
-    into = int_bytes_into if product.kind == "int_bytes" else skinny_into
-    into(parts, x, _packed(encoded), product)
-    return sums.ended(parts, x.shape[1], x.dtype, last, meeting)
-
-
-def ended_specs(
-    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
-) -> list[KernelSpec]:
-    """The launches of `ended`: the product and what ends it. [] where there are none such."""
-    from nstf.kernels.triton.sums import ending_spec
-    from nstf.kernels.triton.tuner import packed_specs
-
-    if encoded.tree.kind not in PACKED or not _known(encoded, batch):
-        return []
-    layout, kernel = layout_of(encoded), _kernel_of(encoded, batch, dtype, arch)
-    if layout is None or kernel not in ("int_bytes", "skinny"):
-        return []
-    # Before it is divided by its root mean square a float16 might overflow.
-    if (ending.adds or ending.normed) and dtype != torch.bfloat16:
-        return []
-    product = packed_specs(layout, batch, dtype, arch, kernel, torch.float32)[0]
-    last = ending_spec(batch, layout.rows, layout.cols, product.grid[1], dtype, ending, arch)
-    return [product, last]
-
-
 def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
     """decode(encoded)[ids] as `dtype`, [n, in], for ids int64 [n] on the GPU; None when no kernel does it.
 
@@ -135,7 +99,7 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
 def whole(encoded: EncodedTensor, batch: int, dtype: torch.dtype) -> Tensor | None:
     """decode(encoded) where the product with `batch` rows of activations would decode it; None where it reads the codes."""
     arch = arch_of(next(iter(encoded.arrays.values())).device)
-    if encoded.tree.kind not in (*PACKED, *CODES) or _kernel_of(encoded, batch, dtype, arch) != "blocks":
+    if encoded.tree.kind not in (*PACKED, *CODES) or kernel_of(encoded, batch, dtype, arch) != "blocks":
         return None
     with torch.cuda.device(next(iter(encoded.arrays.values())).device):
         return decoder(encoded, arch)(slice(0, encoded.shape[0]), dtype)
@@ -154,7 +118,7 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     from nstf.kernels.triton.low_rank import low_rank_specs
     from nstf.kernels.triton.rotate import rotate_spec
 
-    if len(encoded.shape) != 2 or not _known(encoded, batch):
+    if len(encoded.shape) != 2 or not is_known(encoded, batch):
         return []
     out, width = encoded.shape
     kind = encoded.tree.kind
@@ -174,18 +138,18 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
     inside = outside = dtype
     if encoded.tree.kind == "rotated":
         params, leaf = encoded.tree.params, children_of(encoded)["x"]
-        inside, tiled = _inside(leaf, batch, dtype, arch)
+        inside, tiled = inside_of(leaf, batch, dtype, arch)
         outside = torch.float32 if params.block_out else dtype
-        before = [rotate_spec(batch, width, params.block_in, 0, dtype, inside, tiled)]
+        before = [rotate_spec(batch, width, params.block_in, 0, dtype, inside, tiled, arch)]
         if params.block_out:
-            after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False)]
-    elif _kernel_of(leaf, batch, dtype, arch) == "trellis_gemv":
-        before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True)]
-    made = _leaf_specs(leaf, batch, inside, outside, dtype, arch)
+            after = [rotate_spec(batch, out, params.block_out, 1, outside, dtype, False, arch)]
+    elif kernel_of(leaf, batch, dtype, arch) == "trellis_gemv":
+        before = [rotate_spec(batch, width, 0, 0, dtype, torch.float32, True, arch)]
+    made = leaf_specs(leaf, batch, inside, outside, dtype, arch)
     return [*before, *made, *after] if made else []
 
 
-def _leaf_specs(
+def leaf_specs(
     leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
 ) -> list[KernelSpec]:
     """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
@@ -195,9 +159,9 @@ def _leaf_specs(
     from nstf.kernels.triton.tuner import chosen, packed_specs
 
     out, width = leaf.shape
-    kernel = _kernel_of(leaf, batch, dtype, arch)
+    kernel = kernel_of(leaf, batch, dtype, arch)
     if kernel == "halves":
-        some = (_leaf_specs(leaf, rows, inside, outside, dtype, arch) for rows in _halves(batch))
+        some = (leaf_specs(leaf, rows, inside, outside, dtype, arch) for rows in _halves(batch))
         return [spec for specs in some for spec in specs]
     if leaf.tree.kind == "trellis":
         params = leaf.tree.params
@@ -225,7 +189,7 @@ def _leaf_specs(
     return [decode_spec(layout, min(out, block(width)), inside, False)]
 
 
-def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
+def kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
     """Which kernel multiplies a leaf by `batch` rows of activations that are (or were, before they were turned) `dtype`:
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
@@ -296,7 +260,7 @@ def decoder(encoded: EncodedTensor, arch: str) -> Callable[[slice | Tensor, torc
 
         codes = shuffle.prepare(encoded)
         return lambda rows, dtype: shuffle_decode.shuffle_rows(codes, rows, dtype)
-    packed = _packed(encoded)
+    packed = packed_of(encoded)
     return lambda rows, dtype: decode_rows(packed, rows, dtype)
 
 
@@ -310,7 +274,7 @@ def _matmul(x: Tensor, encoded: EncodedTensor, arch: str) -> Tensor:
         children = children_of(encoded)
         together = _corrected_specs(encoded, len(x), x.dtype, arch)
         if together:
-            return corrected(x, _packed(children["x"]), *factors.sides(children["y"], x.dtype), together)
+            return corrected(x, packed_of(children["x"]), *factors.sides(children["y"], x.dtype), together)
         return _low_rank(x, children["y"], arch, _matmul(x, children["x"], arch))
     if kind in factors.KINDS:
         return _low_rank(x, encoded, arch)
@@ -350,19 +314,19 @@ def _rotated(x: Tensor, encoded: EncodedTensor, arch: str, dtype: torch.dtype | 
     from nstf.kernels.triton.rotate import rotate
 
     params, leaf = encoded.tree.params, children_of(encoded)["x"]
-    inside, tiled = _inside(leaf, len(x), x.dtype, arch)
+    inside, tiled = inside_of(leaf, len(x), x.dtype, arch)
     outside = torch.float32 if params.block_out else dtype
-    y = _leaf(rotate(x, params, 0, inside, tiled), leaf, arch, outside, x.dtype, tiled)
-    return rotate(y, params, 1, dtype) if params.block_out else y
+    y = _leaf(rotate(x, params, 0, inside, arch, tiled), leaf, arch, outside, x.dtype, tiled)
+    return rotate(y, params, 1, dtype, arch) if params.block_out else y
 
 
-def _inside(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
+def inside_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> tuple[torch.dtype, bool]:
     """What turned activations are kept as: float32 where no matrix core needs 16 bits, and in tiles for trellis.py."""
     from nstf.kernels.triton import shuffle_mma
 
-    kernel = _kernel_of(leaf, batch, dtype, arch)
+    kernel = kernel_of(leaf, batch, dtype, arch)
     if kernel == "halves":
-        return _inside(leaf, _halves(batch)[0], dtype, arch)
+        return inside_of(leaf, _halves(batch)[0], dtype, arch)
     wide = kernel in ("gemv", "shuffle_gemv", "trellis_gemv", "trellis_gemm")
     wide |= kernel == "shuffle_mma" and batch <= shuffle_mma.LARGEST_BYTES
     return torch.float32 if wide else dtype, kernel == "trellis_gemv"
@@ -382,48 +346,48 @@ def _leaf(
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
 
     batch = len(x)
-    kernel = _kernel_of(encoded, batch, dtype, arch)
+    kernel = kernel_of(encoded, batch, dtype, arch)
     if kernel == "halves":
         first = _halves(batch)[0]
         return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:first], x[first:])])
     if kernel == "trellis_gemm":
         return trellis_gemm(x, prepare(encoded), out, arch)
     if kernel == "trellis_gemv":
-        turned = x if tiled else rotate(x, None, 0, torch.float32, tiled=True)
+        turned = x if tiled else rotate(x, None, 0, torch.float32, arch, tiled=True)
         return trellis_gemv(turned, prepare(encoded), out, arch)
     if kernel.startswith("shuffle"):
         from nstf.kernels.triton import shuffle, shuffle_mma
 
         run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
-        made = _leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
+        made = leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
     product = {"int_bytes": int_bytes, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
-    return product(x, _packed(encoded), _leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
+    return product(x, packed_of(encoded), leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
 
 
-def _packed(encoded: EncodedTensor) -> "Packed":
+def packed_of(encoded: EncodedTensor) -> "Packed":
     packed = pack_leaf(encoded)
     if packed is None:
         raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} is not a matrix these kernels read")
     return packed
 
 
-def _known(encoded: EncodedTensor, batch: int) -> bool:
+def is_known(encoded: EncodedTensor, batch: int) -> bool:
     """Whether the tree is one of those above; the arrays are not looked at."""
     kind, params = encoded.tree.kind, encoded.tree.params
     if kind == "dense":
         return torch_dtype(params.dtype).is_floating_point
     if kind == "rotated":
         leaf = children_of(encoded)["x"]
-        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, *CODES) and _known(leaf, batch)
+        return bool(params.lead == 1) and leaf.tree.kind in (*PACKED, *CODES) and is_known(leaf, batch)
     if kind in factors.KINDS:
         return factors.known(encoded)
     if kind == "add":
         children = children_of(encoded)
         second = children["y"]
-        return second.tree.kind == "low_rank" and _known(second, batch) and _known(children["x"], batch)
+        return second.tree.kind == "low_rank" and is_known(second, batch) and is_known(children["x"], batch)
     return kind in (*PACKED, *CODES) and params.lead == 1
 
 

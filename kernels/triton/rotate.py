@@ -1,9 +1,15 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
+# Triton adds tuples, it does not unpack them.
+# ruff: noqa: RUF005
 """Activations into the randomised Hadamard basis of a `rotated` matrix, and results out of it.
 
-One small launch before the product and, for matrices whose rows are rotated too, one after. The transform is computed in
-float32 with signs hashed from the index, so nothing is read but the activations. For a trellis the turned activations are
-left in the order its kernel reads them in: column c of every tile of 16 beside those of the other tiles.
+One small launch before the product and, for matrices whose rows are rotated too, one after; where the activations are made
+by a launch that ends a product (sums.py), that one turns them. The transform is computed in float32 with signs hashed from
+the index, so nothing is read but the activations. For a trellis the turned activations may be left in the order its kernel
+for one column after another reads them in: column c of every tile of 16 beside those of the other tiles.
+
+A warp of 32 lanes has 128 neighbours, the largest block, four in each lane: what differs by up to 16 in the index is
+exchanged between lanes, what differs by 32 or 64 lies in one. So nothing passes through local memory, and nobody waits.
 """
 
 import torch
@@ -12,10 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.formats.rotated import Params
-from nstf.kernels.triton.launching import launch
+from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-_AT_ONCE = 1024
+# Numbers of a lane.
+RUNS = tl.constexpr(4)
+# Of a program: two warps.
+_AT_ONCE = 256
 
 
 @triton.jit
@@ -29,6 +38,55 @@ def _signs(at, seed, SIDE: tl.constexpr):
     return 1.0 - 2.0 * ((v >> 16) & 1).to(tl.float32)
 
 
+@triton.jit
+def _exchanged(x, M: tl.constexpr, N: tl.constexpr, HARDWARE: tl.constexpr):
+    """x [N], a number of each lane: what the lane has whose place differs by M."""
+    if HARDWARE == 1:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, M], tl.float32, True, 1
+        )
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, [N // (2 * M), 2, M]), (0, 2, 1)))
+        return tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [N])
+
+
+@triton.jit
+def place_of(N: tl.constexpr):
+    """[N]: where the first of the four numbers of each lane stands; the others follow 32 apart."""
+    i = tl.arange(0, N)
+    return i // 32 * 128 + i % 32
+
+
+@triton.jit
+def turned(
+    v, at, seed, BLOCK: tl.constexpr, SIDE: tl.constexpr, SCALE: tl.constexpr, N: tl.constexpr, HARDWARE: tl.constexpr
+):  # fmt: skip
+    """Four float32 [N] each, whose indices are at, at + 32, at + 64 and at + 96, in another basis.
+
+    SIDE 0: signs, then the transform; 1: the transform, then signs. BLOCK: of the transform, 32, 64 or 128; SCALE: 1 / its
+    root.
+    """
+    lane = tl.arange(0, N) % 32
+    signs = ()
+    for r in tl.static_range(4):
+        signs = signs + (_signs(at + 32 * r, seed, SIDE) * SCALE,)
+    if SIDE == 0:
+        v = (v[0] * signs[0], v[1] * signs[1], v[2] * signs[2], v[3] * signs[3])
+    if BLOCK > 32:
+        v = (v[0] + v[1], v[0] - v[1], v[2] + v[3], v[2] - v[3])
+    if BLOCK > 64:
+        v = (v[0] + v[2], v[1] + v[3], v[0] - v[2], v[1] - v[3])
+    for b in tl.static_range(5):
+        own = tl.where((lane >> b) & 1 == 1, -1.0, 1.0)
+        found = ()
+        for r in tl.static_range(4):
+            found = found + (v[r] * own + _exchanged(v[r], 1 << b, N, HARDWARE),)
+        v = found
+    if SIDE == 1:
+        v = (v[0] * signs[0], v[1] * signs[1], v[2] * signs[2], v[3] * signs[3])
+    return v
+
+
 @triton.jit(do_not_specialize=["seed"])
 def rotate_kernel(
     x,  # [batch, size]
@@ -37,48 +95,54 @@ def rotate_kernel(
     padded,
     seed,
     BLOCK: tl.constexpr,  # of the transform; 0: none
-    SIDE: tl.constexpr,  # 0: signs, then the transform; 1: the transform, then signs
+    SIDE: tl.constexpr,
     TILED: tl.constexpr,
-    SCALE: tl.constexpr,  # 1 / sqrt(BLOCK)
+    SCALE: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    N: tl.constexpr = AT_ONCE // 4
     line = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    v = tl.load(x + line * size + at, mask=at < size, other=0.0).to(tl.float32)
+    at = tl.program_id(0) * AT_ONCE + place_of(N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = ()
+    for r in tl.static_range(4):
+        v = v + (tl.load(x + line * size + at + 32 * r, mask=at + 32 * r < size, other=0.0).to(tl.float32),)
     if BLOCK > 0:
-        sign = _signs(at, seed, SIDE)
-        if SIDE == 0:
-            v *= sign
-        BITS: tl.constexpr = (
-            (BLOCK > 1) + (BLOCK > 2) + (BLOCK > 4) + (BLOCK > 8) + (BLOCK > 16) + (BLOCK > 32) + (BLOCK > 64)
-        )
-        for _ in tl.static_range(BITS):
-            # The highest bit of the place in a block is transformed and becomes the lowest; after BITS turns all are back.
-            a, b = tl.split(tl.permute(tl.reshape(v, [AT_ONCE // BLOCK, 2, BLOCK // 2]), (0, 2, 1)))
-            v = tl.reshape(tl.join(a + b, a - b), [AT_ONCE])
-        v *= SCALE
-        if SIDE == 1:
-            v *= sign
-    if TILED:
-        tl.store(y + line * padded + (at % 16) * (padded // 16) + at // 16, v, mask=at < padded)
-    else:
-        tl.store(y + line * size + at, v.to(y.dtype.element_ty), mask=at < size)
+        v = turned(v, at, seed, BLOCK, SIDE, SCALE, N, HARDWARE)
+    for r in tl.static_range(4):
+        k = at + 32 * r
+        if TILED:
+            tl.store(y + line * padded + (k % 16) * (padded // 16) + k // 16, v[r], mask=k < padded)
+        else:
+            tl.store(y + line * size + k, v[r].to(y.dtype.element_ty), mask=k < size)
 
 
 def rotate_spec(
-    batch: int, size: int, block: int, side: int, inside: torch.dtype, out: torch.dtype, tiled: bool
+    batch: int,
+    size: int,
+    block: int,
+    side: int,
+    inside: torch.dtype,
+    out: torch.dtype,
+    tiled: bool,
+    arch: str,
 ) -> KernelSpec:
     """The launch for activations [batch, size] of dtype `inside`; float32 in tiles of 16 columns when `tiled`."""
     padded = -(-size // 16) * 16
     name = f"rotate{block}_{side}_{pointer_type(inside)[1:]}_{pointer_type(out)[1:]}"
+    sizes = {"size": size, "padded": padded}
     return KernelSpec(
         name=name + ("t" if tiled else ""),
         fn=rotate_kernel,
         signature={
             "x": pointer_type(inside),
             "y": pointer_type(out),
-            "size": "i32",
-            "padded": "i32",
+            **dict.fromkeys(sizes, "i32"),
             "seed": "i32",
         },
         constants={
@@ -87,24 +151,29 @@ def rotate_spec(
             "TILED": tiled,
             "SCALE": block**-0.5 if block else 1.0,
             "AT_ONCE": _AT_ONCE,
+            "HARDWARE": hardware_of(arch),
+            "PDL": overlaps(arch),
         },
-        divisible=("x", "y", "padded", *(("size",) if size % 16 == 0 else ())),
-        num_warps=4,
+        divisible=("x", "y", *multiples(sizes)),
+        num_warps=_AT_ONCE // 128,
         num_stages=1,
+        options=overlap_options(arch),
         batch=batch,
         kind="rotate",
         grid=(triton.cdiv(padded, _AT_ONCE), batch, 1),
     )
 
 
-def rotate(x: Tensor, params: Params | None, side: int, dtype: torch.dtype, tiled: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, params: Params | None, side: int, dtype: torch.dtype, arch: str, tiled: bool = False
+) -> Tensor:
     """x [batch, size] turned by `params` (None: not at all) on its input (0) or output (1) side, as `dtype`.
 
     tiled: float32 [batch, 16, tiles], the order of the trellis kernels.
     """
     batch, size = x.shape
     block = 0 if params is None else (params.block_out if side else params.block_in)
-    spec = rotate_spec(batch, size, block, side, x.dtype, dtype, tiled)
+    spec = rotate_spec(batch, size, block, side, x.dtype, dtype, tiled, arch)
     padded = -(-size // 16) * 16
     y = torch.empty((batch, 16, padded // 16) if tiled else (batch, size), dtype=dtype, device=x.device)
     launch(spec, x, y, size, padded, 0 if params is None else params.seed)

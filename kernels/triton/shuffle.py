@@ -24,6 +24,7 @@ from nstf.kernels.formats.scales import matrix_shape
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.memo import per_encoded
 from nstf.kernels.triton.launching import (
+    hardware_of,
     lanes_of,
     launch,
     multiples,
@@ -34,7 +35,6 @@ from nstf.kernels.triton.launching import (
 from nstf.kernels.triton.operands import columns_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
-from nstf.kernels.triton.trellis import hardware_of
 
 
 @triton.jit

@@ -28,7 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.formats import shuffle
-from nstf.kernels.triton.launching import launch, multiples, overlap_options, overlaps, processors_of
+from nstf.kernels.triton.byte_product import mma_bytes
+from nstf.kernels.triton.launching import (
+    hardware_of,
+    launch,
+    multiples,
+    overlap_options,
+    overlaps,
+    processors_of,
+)
 from nstf.kernels.triton.operands import columns_of, over_warps
 from nstf.kernels.triton.shuffle import Prepared
 from nstf.kernels.triton.shuffle_operands import (
@@ -45,8 +53,6 @@ from nstf.kernels.triton.shuffle_operands import (
 )
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import sum_spec
-from nstf.kernels.triton.trellis import hardware_of
-from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 LARGEST_BATCH = 64
 # Rows of activations whose digits fit the eight columns of B.
@@ -359,22 +365,26 @@ def shuffle_mma_specs(
 
 def shuffle_mma(x: Tensor, prepared: Prepared, specs: list[KernelSpec], dtype: torch.dtype) -> Tensor:
     """x [batch, cols] -> y [batch, rows] of `dtype`, as the specs were made for."""
-    batch, device, product = len(x), x.device, specs[0]
-    split, cols = product.grid[1], prepared.cols
-    per = triton.cdiv(triton.cdiv(cols, shuffle.CHUNK), split * product.num_warps)
+    y = torch.empty(len(x), prepared.rows, dtype=dtype, device=x.device)
+    if len(specs) == 1:
+        shuffle_mma_into(y, x, prepared, specs[0])
+    else:
+        parts = torch.empty(specs[0].grid[1], *y.shape, dtype=torch.float32, device=x.device)
+        shuffle_mma_into(parts, x, prepared, specs[0])
+        launch(specs[1], parts, y, y.numel())
+    return y
+
+
+def shuffle_mma_into(parts: Tensor, x: Tensor, prepared: Prepared, spec: KernelSpec) -> None:
+    """The product alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
+    batch, cols = len(x), prepared.cols
+    per = triton.cdiv(triton.cdiv(cols, shuffle.CHUNK), spec.grid[1] * spec.num_warps)
     x = x.contiguous()
     sums = prepared.scales  # stands for what is not read
-    if not product.constants["BYTES"]:
+    if not spec.constants["BYTES"]:
         sums = x.sum(dim=1, dtype=torch.float32)
         cols += -cols % shuffle.CHUNK
         x = F.pad(x, (0, cols - prepared.cols)) if cols > prepared.cols else x
         x = (x.clone() if x.data_ptr() % 16 else x).view(torch.uint32)
-    y = torch.empty(batch, prepared.rows, dtype=dtype, device=device)
-    parts = y
-    if split > 1:
-        parts = torch.empty(split, *y.shape, dtype=torch.float32, device=device)
     words = prepared.words.view(torch.uint32)
-    launch(product, x, sums, words, prepared.scales, prepared.table, parts, prepared.rows, cols, batch, per)
-    if split > 1:
-        launch(specs[1], parts, y, y.numel())
-    return y
+    launch(spec, x, sums, words, prepared.scales, prepared.table, parts, prepared.rows, cols, batch, per)

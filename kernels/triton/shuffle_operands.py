@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
+from nstf.kernels.triton.byte_product import mma_bytes
 from nstf.kernels.triton.operands import columns_of
-from nstf.kernels.triton.trellis_bytes import mma_bytes
 
 
 @triton.jit

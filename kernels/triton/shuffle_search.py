@@ -27,7 +27,8 @@ STEPS_MOST = 2 * shuffle.RATES[-1]
 BLOCK_STEPS = 16
 # Costs are kept over the cheapest path's every so many steps: between, sums stay below 2^19. By rows that end at a step.
 NORMALISE = {1: 16, 2: 8}
-WARPS = 4
+# Of 2, 4 and 8 the fastest on an H200 (docs/conversion.md).
+WARPS = 8
 # Of a launch: four programs for each multiprocessor of the largest card, whose costs take 0.7 MB each at most.
 MOST_ROWS = 528 * shuffle.SEGMENT
 CONSTANTS = {
@@ -43,14 +44,15 @@ CONSTANTS = {
 
 @triton.jit(
     do_not_specialize=["rows", "steps", "low", "high"],
-    do_not_specialize_on_alignment=["target", "weight", "feedback", "costs"],
+    do_not_specialize_on_alignment=["target", "weight", "feedback", "which", "costs"],
 )
 def _round_columns(
     target,  # f32 [rows, 16]
     weight,  # f32 [rows, 16]
     level,  # f32 [rows]
     importance,  # f32 [rows]: what a squared error of one level costs
-    feedback,  # f32 [16, 16]
+    feedback,  # f32 [matrices, 16, 16]
+    which,  # i32 [programs]: the matrix of a segment
     values,  # f32 [kinds, 256]: of (a ^ c, b), or of (a ^ c, a ^ b) where a row is the second that ends at its step
     kinds,  # i32 [32]: of rows in their group
     places,  # i32 [32]: the step at which a row of a group ends, after all steps of a path where it is the second one
@@ -70,6 +72,7 @@ def _round_columns(
     high,
     target_stride,
     weight_stride,
+    matrix_stride,
     feedback_stride,
     COLUMNS: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -91,6 +94,7 @@ def _round_columns(
     blocks = (path_steps + BLOCK_STEPS - 1) // BLOCK_STEPS
     target += first_row * target_stride
     weight += first_row * weight_stride
+    feedback += tl.load(which + program).to(tl.int64) * matrix_stride
     level += first_row
     importance += first_row
     rounded += first_row * COLUMNS
@@ -207,6 +211,7 @@ def round_columns(
     importance: Tensor,
     feedback: Tensor | None,
     quarter_bits: int,
+    which: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) on the targets' GPU: see kernels/torch/shuffle_search.py."""
     rows, device = len(target), target.device
@@ -214,13 +219,20 @@ def round_columns(
         return torch.empty_like(target), target.new_empty(0, 2 * quarter_bits, 8, dtype=torch.uint8)
     if rows > MOST_ROWS:
         parts = [slice(i, i + MOST_ROWS) for i in range(0, rows, MOST_ROWS)]
+        segments = [slice(p.start // shuffle.SEGMENT, p.stop // shuffle.SEGMENT) for p in parts]
         found = [
-            round_columns(target[p], weight[p], level[p], importance[p], feedback, quarter_bits)
-            for p in parts
-        ]
+            round_columns(
+                target[p], weight[p], level[p], importance[p], feedback, quarter_bits,
+                None if which is None else which[s],
+            )
+            for p, s in zip(parts, segments, strict=True)
+        ]  # fmt: skip
         return torch.cat([r for r, _ in found]), torch.cat([c for _, c in found])
     feedback = _no_feedback(device) if feedback is None else feedback
-    target, weight, feedback = (t if t.stride(1) == 1 else t.contiguous() for t in (target, weight, feedback))
+    feedback = feedback if feedback.dim() == 3 else feedback[None]
+    target, weight, feedback = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (target, weight, feedback)
+    )
     form = _form(quarter_bits, device)
     programs, steps = -(-rows // shuffle.SEGMENT), 2 * quarter_bits
     path_steps = shuffle.SEGMENT // shuffle.GROUP * STEPS_MOST
@@ -232,6 +244,7 @@ def round_columns(
         level,
         reference.costs_of(importance, quarter_bits),
         feedback,
+        _first(programs, device) if which is None else which,
         form.values,
         form.kinds,
         form.places,
@@ -252,6 +265,7 @@ def round_columns(
         target.stride(0),
         weight.stride(0),
         feedback.stride(0),
+        feedback.stride(1),
         **CONSTANTS,
         ENDS=form.ends,
         NORMALISE=NORMALISE[form.ends],
@@ -290,4 +304,11 @@ def _form(quarter_bits: int, device: torch.device) -> _Form:
 
 @cache
 def _no_feedback(device: torch.device) -> Tensor:
-    return torch.zeros(reference.BLOCK, reference.BLOCK, device=device)
+    # From the host, which waits for the copy: what a launch fills other streams could read too early.
+    return torch.zeros(reference.BLOCK, reference.BLOCK).to(device)
+
+
+@cache
+def _first(programs: int, device: torch.device) -> Tensor:
+    """All segments are of the first matrix."""
+    return torch.zeros(programs, dtype=torch.int32).to(device)

@@ -36,6 +36,7 @@ from nstf.kernels.triton.gemv import (
     processors_of,
     sum_spec,
 )
+from nstf.kernels.triton.launching import hardware_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Bytes are summed with this weight into the mantissa of 1.0: the largest, for the finest steps.
@@ -326,13 +327,6 @@ def prepare(encoded: EncodedTensor) -> Prepared:
         )
     scales = trellis.read_scales(params, arrays)
     return Prepared(params, tuple(sections), scales, _table().to(scales.device), rows, cols)
-
-
-def hardware_of(arch: str) -> int:
-    """Whose instructions for a sum of bytes and a logarithm: 1 NVIDIA's, 2 AMD's, 0 plain arithmetic (the interpreter)."""
-    if triton.knobs.runtime.interpret:
-        return 0
-    return 1 if arch.startswith("sm_") else 2
 
 
 def words_of(quarter_bits: int) -> int:

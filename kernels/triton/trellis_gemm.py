@@ -21,9 +21,10 @@ from torch import Tensor
 from nstf.kernels.formats import trellis
 from nstf.kernels.triton import trellis_bytes
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of, sum_spec
+from nstf.kernels.triton.launching import hardware_of
 from nstf.kernels.triton.operands import halves, over_warps, scaled
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
-from nstf.kernels.triton.trellis import Prepared, _quantile_value, hardware_of
+from nstf.kernels.triton.trellis import Prepared, _quantile_value
 from nstf.kernels.triton.trellis_rows import aligned, lane_words, pair_words, state
 
 LARGEST_BATCH = 32
@@ -262,15 +263,19 @@ def trellis_gemm(
     batch = len(x)
     y = torch.empty(batch, prepared.rows, dtype=out, device=x.device)
     specs = trellis_gemm_specs(prepared.params, prepared.rows, prepared.cols, batch, x.dtype, out, arch, tile)
-    summed = len(specs) > len(prepared.sections)
-    parts = y
-    if summed:
+    if len(specs) == len(prepared.sections):
+        trellis_gemm_into(y, x, prepared, specs)
+    else:
         parts = torch.empty(specs[-1].constants["SPLIT"], *y.shape, dtype=torch.float32, device=x.device)
-    for s, spec in zip(prepared.sections, specs, strict=False):
-        members = s.codes if s.members is None else s.members
-        sizes = (s.rows, prepared.rows, prepared.cols, prepared.across, batch)
-        numbers = (trellis_bytes.MIDDLE,) if "middle" in spec.signature else (0x6400, 0x3C003C00)
-        launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, parts, *sizes, *numbers)
-    if summed:
+        trellis_gemm_into(parts, x, prepared, specs[:-1])
         launch(specs[-1], parts, y, y.numel())
     return y
+
+
+def trellis_gemm_into(parts: Tensor, x: Tensor, prepared: Prepared, specs: list[KernelSpec]) -> None:
+    """The products of all sections alone, into Y or its parts, f32 [programs along the columns, batch, rows]."""
+    for s, spec in zip(prepared.sections, specs, strict=True):
+        members = s.codes if s.members is None else s.members
+        sizes = (s.rows, prepared.rows, prepared.cols, prepared.across, len(x))
+        numbers = (trellis_bytes.MIDDLE,) if "middle" in spec.signature else (0x6400, 0x3C003C00)
+        launch(spec, x, s.codes.view(torch.uint32), prepared.scales, members, parts, *sizes, *numbers)

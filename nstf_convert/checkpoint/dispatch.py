@@ -10,12 +10,23 @@ from nstf_convert.checkpoint.base import Checkpoint
 from nstf_convert.checkpoint.config import filter_config
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.naming import plan_names
-from nstf_convert.checkpoint.paths import exists, is_link, member, open_regular, pread_all, read_small
+from nstf_convert.checkpoint.paths import (
+    check_path,
+    exists,
+    expanded,
+    is_link,
+    member,
+    open_regular,
+    pread_all,
+    read_small,
+)
 from nstf_convert.checkpoint.side_files import read_side_files
 from nstf_convert.checkpoint.source import Source
 
 MAX_CONFIG_BYTES = 16 << 20
 PICKLES = (".bin", ".pt", ".pth")
+# Beside the weights of an adapter (PEFT).
+ADAPTER = "adapter_config.json"
 
 
 def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
@@ -25,7 +36,8 @@ def open_any(path_or_name: object, allow_pickle: bool) -> Checkpoint:
         raise UsageError(
             "the model's path is empty; give a folder, a .gguf, .safetensors or .onnx file, or a hub name"
         )
-    path = Path(text).expanduser()
+    path = expanded(text)
+    check_path(path)
     if not exists(path):
         if is_link(path):
             raise UsageError(f"{path} is a dangling link; give an existing model")
@@ -49,6 +61,11 @@ def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
         _refuse_pickle(folder, allow_pickle)
         return _with_config(folder, folder, torch_bin.open_folder(folder))
     inside = sorted(p.name for p in folder.iterdir())
+    if ADAPTER in inside:  # its few matrices would become a model of their own
+        raise UnsupportedError(
+            f"{folder} is an adapter of PEFT, not a model: merge it into the model it was made for (merge_and_unload) and "
+            "save that, or load it on the converted model"
+        )
     for suffix in (".gguf", ".safetensors", ".onnx"):
         files = [name for name in inside if name.endswith(suffix)]
         if len(files) == 1:
@@ -105,12 +122,14 @@ def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
     try:
         config: dict[str, Any] | None = None
         notes: tuple[str, ...] = ()
+        if (folder / ADAPTER).exists():
+            notes += (f"{ADAPTER}: the adapter beside the model is not part of what is converted",)
         if (folder / "config.json").exists():
             file = member(folder, "config.json", str(folder))
             raw = load_json(read_small(file, MAX_CONFIG_BYTES), str(file))
             config, dropped = filter_config(raw, str(file))
             if dropped:
-                notes = (
+                notes += (
                     f"config.json: left out {', '.join(dropped[:10])}{' ...' if len(dropped) > 10 else ''}",
                 )
         plan = plan_names(source.infos, config, str(path))

@@ -23,7 +23,11 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     if "tokenizer.ggml.tokens" not in metadata:
         return {}
     tokens = metadata["tokenizer.ggml.tokens"]
-    if any(len(token) > MOST_LETTERS for token in tokens if isinstance(token, str | bytes)):
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise UnsupportedError(
+            f"{path}: its tokenizer.ggml.tokens is no list of texts, so it has no tokenizer"
+        )
+    if any(len(token) > MOST_LETTERS for token in tokens):
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
         )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
 
 # Tensors are read in parts of this size, so many side by side.
 PART_BYTES = 16 << 20
@@ -49,6 +49,25 @@ def member(folder: Path, name: object, named_by: str) -> Path:
             f"trust it"
         )
     return path
+
+
+def check_path(path: str | Path) -> None:
+    """Raises UsageError for a path at which nothing can lie: too long, of half characters, links in a circle."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        if no_place(error):
+            raise UsageError(f"{path}: nothing can lie there ({error.strerror}); check the path") from error
+    except ValueError as error:  # a NUL, or half of a pair of surrogates
+        raise UsageError(f"{str(path)!a}: no file can have such a name") from error
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with `~` as a home folder. Raises UsageError for a user who has none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: there is no such user's home folder; write the path out") from error
 
 
 def exists(path: Path) -> bool:

@@ -5,11 +5,12 @@ of any size, a tensor of memory that nobody wrote, a tuple whose hash takes for 
 """
 
 import pickletools
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
+from nstf_convert.checkpoint.paths import open_regular, pread_all
+from nstf_convert.checkpoint.zip_entries import ZipError, read_entries
 
 # What `torch.save(model.state_dict())` names, in any torch since 1.6, and with parameters in place of tensors.
 NAMES = {
@@ -52,16 +53,22 @@ def check_pickle(path: Path) -> None:
 
 
 def _pickles(path: Path) -> list[tuple[str, bytes]]:
+    """The file's one pickle, by its name. Raises CorruptError for an archive in which readers could find different ones."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            found = [i for i in archive.infolist() if i.filename.rpartition("/")[2] == "data.pkl"]
-            if any(i.file_size > MOST_BYTES or i.compress_type != zipfile.ZIP_STORED for i in found):
-                raise CorruptError(f"{path} has a pickle of a size that no state dict has; download it again")
-            return [(i.filename, archive.read(i)) for i in found]
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        found = [e for e in read_entries(path) if e.name.lower().rpartition(b"/")[2] == b"data.pkl"]
+    except (ZipError, OSError) as error:
         raise CorruptError(
-            f"{path} cannot be read as PyTorch weights ({str(error)[:120]}); download it again"
+            f"{path} cannot be read as PyTorch weights ({str(error)[:160]}); download it again"
         ) from error
+    if len(found) != 1 or found[0].size > MOST_BYTES:
+        raise CorruptError(
+            f"{path} cannot be read as PyTorch weights ({len(found)} pickles"
+            + (f", of {found[0].size} bytes" if found else "")
+            + "); download it again"
+        )
+    with open_regular(path) as file:
+        data = pread_all(file, found[0].start, found[0].size, str(path))
+    return [(found[0].name.decode("utf-8", "backslashreplace"), data)]
 
 
 def _check(data: bytes) -> None:

@@ -116,7 +116,7 @@ def generate(
     )
     if tensor_parallel > 1:
         check_options(tensor_parallel, device, attention, exact, kv_cache)
-        as_ranks(tensor_parallel, _divided, tensor_parallel, json, *rest)
+        as_ranks(tensor_parallel, _divided, tensor_parallel, json, *rest, own_cores=device == "cpu")
         return
     plain = device == "cpu" and not (chat or kernels)
     start = time.monotonic()

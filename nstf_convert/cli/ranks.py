@@ -29,10 +29,11 @@ class RankFailed(NstfError):
     """Another error than ours in a rank, in one line. It may follow from another rank's end, such as a lost connection."""
 
 
-def as_ranks(count: int, work: Callable[..., None], *arguments: Any) -> None:
+def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: bool = False) -> None:
     """Runs `work(*arguments)` in `count` processes; only the first one's stdout is shown.
 
-    Started by torchrun, this process is a rank itself and does the work at once. work: a function of a module.
+    Started by torchrun, this process is a rank itself and does the work at once. work: a function of a module. own_cores:
+    each process that is started here has its share of the cores.
     Raises the error of the first rank that fails, always as an NstfError, and NstfError for one that dies.
     """
     if "RANK" in os.environ:
@@ -47,7 +48,9 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any) -> None:
     pipes = [context.Pipe() for _ in range(count)]
     ranks = [
         context.Process(
-            target=_rank, args=(rank, count, port, level, pipes[rank][1], work, arguments), daemon=True
+            target=_rank,
+            args=(rank, count, port, level, pipes[rank][1], own_cores, work, arguments),
+            daemon=True,
         )
         for rank in range(count)
     ]
@@ -91,6 +94,7 @@ def _rank(
     port: int,
     level: int,
     told: Any,
+    own_cores: bool,
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -99,6 +103,10 @@ def _rank(
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))  # torch's threads
+    if own_cores:
+        from nstf.runtime.ranks import use_own_cores
+
+        use_own_cores(rank, count)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     _silence(rank)
     debug = level == logging.DEBUG
@@ -123,9 +131,9 @@ def _told(error: Exception, rank: int) -> NstfError:
     """What the parent is sent: our errors as they are, others as the line that the command would print."""
     if isinstance(error, NstfError):
         return error
-    from nstf_convert.cli import _explain
+    from nstf_convert.cli.messages import explain
 
-    return RankFailed(f"rank {rank}: {_explain(error, ())[1]}")
+    return RankFailed(f"rank {rank}: {explain(error, ())[1]}")
 
 
 def _end_with_parent() -> None:

@@ -41,6 +41,15 @@ def out_of_memory(error: BaseException) -> bool:
     return found or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
+# A path at which nothing can lie: too long a name, a file for a folder, links in a circle.
+_NO_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
+
+
+def no_place(error: OSError) -> bool:
+    """Whether it says that nothing can lie at a path: the mistake of whoever named it, not a failure of the disk."""
+    return error.errno in _NO_PLACE
+
+
 class UsageError(NstfError):
     """Wrong usage (exit code 2): a malformed option, a dataset that is empty, a work directory of another job."""
 

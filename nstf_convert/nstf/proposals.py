@@ -19,6 +19,9 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+# Bits a weight that a plan gives a tensor up to which methods are asked once more (`Room.planned`).
+FEW_BITS = 4.0
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -55,11 +58,14 @@ class Recipe:
     @property
     def family(self) -> str:
         """`quantised`, `decomposed`, `hybrid` or `dense`: what the report counts."""
-        from nstf import quantizers
+        from nstf import decomposers, quantizers
 
-        if self.method in ("add", "dense"):
-            return "hybrid" if self.method == "add" else "dense"
-        return "quantised" if self.method in quantizers.METHODS else "decomposed"
+        if self.method == "dense":
+            return "dense"
+        if self.method in quantizers.METHODS:
+            return "quantised"
+        composed = self.method in decomposers.METHODS and hasattr(decomposers.method(self.method), "compose")
+        return "hybrid" if composed else "decomposed"
 
 
 class Unfolding(Protocol):
@@ -90,6 +96,7 @@ class Signature(Protocol):
 
     shape: of the tensor that is encoded, [out, in, ...] or [experts, out, in]. lead: leading axes that make the rows of its
     matrix. role: as in nstf.analyzers.roles. dtype: the checkpoint's. config: the model's config.json. weight: the tensor.
+    stride: of a convolution, empty where there is none.
     stats: `hessian` [cols, cols] or None, `row_weight` [rows] or None (nstf.quantizers.stats). signal: the loss of erasing
     the tensor, nats.
     """
@@ -103,6 +110,7 @@ class Signature(Protocol):
     stats: Any
     rows: int
     cols: int
+    stride: tuple[int, ...]
 
     @property
     def signal(self) -> float: ...
@@ -144,12 +152,14 @@ class Target:
 @dataclass(frozen=True)
 class Look:
     """A form that was looked at and not tried: no form of the method and of these bytes loses less than `least`, and to be
-    chosen it has to lose less than `rival`, which is what plain formats lose there or what its bytes are worth elsewhere."""
+    chosen it has to lose less than `rival`, which is what plain formats lose there or what its bytes are worth elsewhere.
+    reason: why nothing of the method was looked at, where it was no bound; the numbers are 0 then."""
 
     method: str
-    size_bytes: int
-    least: float
-    rival: float
+    size_bytes: int = 0
+    least: float = 0.0
+    rival: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,9 +171,12 @@ class Room:
     may be stored. bits: the bits a weight of the whole file, or None where its size is not known; a form that no plan of
     about so many can take is not wanted. rival: bytes of the arrays -> loss that plain formats, and what was made already,
     have there, or that such a plan allows; plain: that of plain formats alone. size_of: recipe -> bytes of its arrays.
-    planned: None, or the bits a weight that a first plan gives the tensor: decomposers are asked once more, without
-    sizes, where these are few (at most 4) and the effort is not the least, for what is only worth a look at a known rate.
-    quick: whether only what is expected to win is wanted. looks: what was ruled out, filled by `may_win`.
+    planned: None, or the bits a weight that a first plan gives the tensor: all methods are asked once more, without
+    sizes, where these are few (at most FEW_BITS) and the effort is not the least, for what is only worth a look at a known
+    rate; of what they propose again nothing is made again. faster: whether forms of a convolution are wanted that take fewer
+    multiplications than the dense weight, whatever their bytes; without sizes. near: None, or such a form that a plan took:
+    of its method the next ranks on both sides are wanted then, and nothing else. quick: whether only what is expected to
+    win is wanted. looks: what was ruled out and why, filled by `may_win`, `beats` and `skip`.
     """
 
     methods: frozenset[str] = frozenset()
@@ -175,6 +188,8 @@ class Room:
     plain: Callable[[int], float] = lambda size_bytes: math.inf
     size_of: Callable[[Recipe], int] = lambda recipe: 0
     planned: float | None = None
+    faster: bool = False
+    near: Recipe | None = None
     quick: bool = False
     looks: list[Look] = field(default_factory=list, compare=False)
 
@@ -198,6 +213,31 @@ class Room:
             return True
         self.looks.append(Look(method, size_bytes, _rounded(least, factor, signal), self.rival(size_bytes)))
         return False
+
+    def beats(self, method: str, size_bytes: int, least: float, rival: float) -> bool:
+        """Whether a form may lose less than another one that is known to lose `rival`; notes where it may not."""
+        if least < rival:
+            return True
+        self.looks.append(Look(method, size_bytes, least, rival))
+        return False
+
+    def skip(self, method: str, reason: str) -> None:
+        """Notes why nothing of a method is looked at, where it is no bound."""
+        self.looks.append(Look(method, reason=reason))
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a method that says what its recipes are expected to lose (`losses`) works with, for one tensor.
+
+    leaf: (a quantiser's recipe, dense factor, its metric or None) -> the factor encoded. estimate: (a quantiser's recipe,
+    dense tensor) -> its expected loss, without encoding. beaten: (recipe, loss) -> whether another candidate of no more
+    bytes loses no more.
+    """
+
+    leaf: Callable[[Recipe, Tensor, Tensor | None], Any]
+    estimate: Callable[[Recipe, Tensor], float]
+    beaten: Callable[[Recipe, float], bool]
 
 
 def _rounded(least: float, factor: FactorForm | None, signal: float) -> float:

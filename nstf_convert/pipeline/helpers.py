@@ -59,11 +59,10 @@ Mix = Mapping[str, Recipe]
 
 @dataclass(frozen=True)
 class Job:
-    """A mix to encode and measure: front to back or every tensor on its own; `corrected` as in `encode_in_prefix`."""
+    """A mix to encode and measure: in the pass over the layers that the options ask for, or every tensor on its own."""
 
     mix: Mix
-    front_to_back: bool
-    corrected: bool
+    in_pass: bool
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
 from nstf_convert.pipeline.helpers import Answer, Job, Rehearsal, Start
-from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.improve.passes import encode_in_pass
 from nstf_convert.pipeline.machine import keep_within
 from nstf_convert.pipeline.mix import REFERENCES, measure
 from nstf_convert.pipeline.progress import Stages, peaks
@@ -102,8 +102,8 @@ def _do(session: Session, job: Job | SharedStep) -> None:
         return
     session.compile_for(job.mix)
     load = None
-    if job.front_to_back:
-        load = encode_in_prefix(session, job.mix, silent, job.corrected).loader()
+    if job.in_pass:
+        load = encode_in_pass(session, job.mix, silent).loader()
     else:
         session.encoder.encode_all([(session.units[n], r) for n, r in job.mix.items()], silent)
     for split in REFERENCES:

@@ -10,11 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nstf.kernels.formats import shuffle
 from nstf.kernels.formats import trellis as form
 from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.heal import sizes as healing
+from nstf_convert.pipeline.improve import together
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.products import EXACT_BITS
 from nstf_convert.pipeline.propose.encoder import working_bytes
@@ -56,6 +58,8 @@ LAUNCHES = 250
 # On a GPU each block of 16 columns of the matrices that read one input waits for the one before: the search of a few tiles,
 # so many times, with what goes beside it (135 M to 8 B parameters on an H200).
 WAITS = 3
+# Roles whose input another one reads first: q, k and v share it, gate and up too.
+BESIDE_ANOTHER = ("k", "v", "up")
 # What a conversion leaves on the heap between its stages.
 SLACK_BYTES = 256 << 20
 
@@ -91,11 +95,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Work:
-    """What follows from the shapes. linear, head: weights; inputs, squares, cubes: sums of in, in^2 and in^3 over the inputs
+    """What follows from the shapes. groups: (inputs, weights) of what reads one input, in order; segments: of 256 rows and
+    16 columns; linear, head: weights; inputs, squares, cubes: sums of in, in^2 and in^3 over the inputs
     that have a Hessian; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working: what encoding the
     largest takes in memory."""
 
     layers: int
+    groups: tuple[tuple[int, int], ...]
+    segments: int
     linear: int
     head: int
     vocabulary: int
@@ -125,9 +132,11 @@ def predict(
     not measured yet."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
+    shuffles = options.bounds_time and (options.formats is None or "shuffle" in options.formats)
     rates = measured_rates(
-        machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough
-    )
+        machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough,
+        shuffles,
+    )  # fmt: skip
     cores = 1 if machine.on_gpu else machine.workers(work.working)
     tokens, scored = text.windows * text.tokens, text.measured * text.tokens
     one = text.one
@@ -144,18 +153,21 @@ def predict(
     places = 1 if one is None else one.places
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
-    waiting = _tokens_front_to_back(work, machine, tokens * places)
-    whole = encode + waiting / places * (2 * passing + moments)
-    whole += work.solved * rates.factor
-    front_to_back = options.front_to_back or drops_hessians
-    last = whole if front_to_back else encode
+    in_pass = options.front_to_back or drops_hessians
+    waiting = _tokens_in_pass(work, machine, tokens * places, 2 if options.front_to_back else 1)
+    room, last = 0, encode
+    if options.front_to_back:
+        last = encode + waiting / places * (2 * passing + moments) + work.solved * rates.factor
+    elif drops_hessians:
+        room = together.room_bytes(machine, 8 * waiting * work.widest)
+        last = _encode_together(work, rates, encode, room) + waiting / places * (passing + moments / 3)
     measured = scored * (forward + 2 * logits)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
 
     # Further GPUs take batches of the backward pass, Hessians that are not kept, proposals, and the single format.
     devices = len(machine.devices)
     shared = devices if drops_hessians else 1
-    gives_up = front_to_back and options.search_limits is None and not options.level.every_family
+    gives_up = in_pass and options.search_limits is None and not options.level.every_family
     rivals = FIRST_PART if gives_up else FAMILIES if options.level.every_family else 1
     passes = 1 + max(0, rivals - (devices - 1))
     read = text.windows if text.gradients is None else text.gradients
@@ -165,15 +177,15 @@ def predict(
     spectra = SPECTRA if options.level.thorough and not machine.on_gpu else 2
 
     log.debug("%s, %s", rates, work)
-    name = "encode front to back" if front_to_back else "encode"
+    name = "encode front to back" if options.front_to_back else "encode"
     seconds = {
         "calibration": backward + tokens * (rounded + hessians / shared) + splits * scored * forward,
         "candidates": (work.matrices * rates.propose + spectra * work.cubes * rates.factor) / cores / devices,
         "compare formats": COMPARED * (compared * encode + measured / 2) if compares else 0.0,
         name: passes * last,
-        # A final mix that was encoded front to back is measured on both sets of windows at once.
-        "measure": measured * (splits + 1 if gives_up else passes * (splits if front_to_back else 1)),
-        "report": 0.0 if front_to_back or splits == 1 else passes * measured,
+        # A final mix that was encoded in a pass is measured on both sets of windows at once.
+        "measure": measured * (splits + 1 if gives_up else passes * (splits if in_pass else 1)),
+        "report": 0.0 if in_pass or splits == 1 else passes * measured,
     }
     if text.done:
         seconds["calibration"] = 0.0
@@ -193,7 +205,8 @@ def predict(
             options.heal_steps * step + looks if options.heal_steps else 60 * options.heal_minutes
         )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
-    host, gpu = _memory(work, machine, waiting, tensor_bytes, beside)
+    models = 1 if room else 2
+    host, gpu = _memory(work, machine, 8 * models * waiting * work.widest, tensor_bytes, room, beside)
     healed = _healing_memory(work, machine, text) if options.heals else 0
     if machine.on_gpu:
         return Prediction(seconds, host, max(gpu, healed))
@@ -241,9 +254,18 @@ def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Mac
     return codes * each + (launches + factors) / cores
 
 
-def _tokens_front_to_back(work: _Work, machine: Machine, tokens: int) -> int:
-    """Of the tokens of all windows those that may wait before the widest input, in two models."""
-    return min(tokens, machine.activation_bytes // (16 * work.widest))
+def _encode_together(work: _Work, rates: Rates, encode: float, room: int) -> float:
+    """`_encode` where no group waits for another: a GPU walks the columns of several side by side, if the codes are such."""
+    if not rates.few_segments:
+        return encode
+    columns = sum(max(inputs for inputs, _ in turn) for turn in together.turns(work.groups, room))
+    walked = max(columns / form.SIDE * rates.few_segments, work.segments * rates.segment)
+    return walked + 2 * work.cubes * rates.factor
+
+
+def _tokens_in_pass(work: _Work, machine: Machine, tokens: int, models: int) -> int:
+    """Of the tokens of all windows those that may wait before the widest input, in so many models."""
+    return min(tokens, machine.activation_bytes // (8 * models * work.widest))
 
 
 def _searched(size: int | None, units: Sequence[Unit]) -> float:
@@ -264,14 +286,17 @@ def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
     return min(max(found, MIN_QUARTER_BITS), MAX_QUARTER_BITS)
 
 
-def _memory(work: _Work, machine: Machine, waiting: int, tensor_bytes: int, beside: int) -> tuple[int, int]:
-    """(host, GPU) bytes at the peak. waiting: tokens before the widest input; beside: helpers on the first GPU."""
-    activations = 16 * waiting * work.widest
+def _memory(
+    work: _Work, machine: Machine, activations: int, tensor_bytes: int, room: int, beside: int
+) -> tuple[int, int]:
+    """(host, GPU) bytes at the peak. activations: before the widest input; room: for groups that are encoded together;
+    beside: helpers on the first GPU."""
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
         host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)
+        encoded = max(work.working, min(room, together.taken_bytes(work.groups)))
         processes = len(machine.devices) + beside
-        return processes * host, activations + (1 + beside) * work.working + 2 * resident
+        return processes * host, activations + encoded + beside * work.working + 2 * resident
     workers = machine.workers(work.working)
     return BASE_BYTES + SLACK_BYTES + activations + workers * work.working, 0
 
@@ -280,12 +305,19 @@ def _work(units: Sequence[Unit]) -> _Work:
     linear = [u for u in units if u.kept is None and not {"embedding", "head"} & set(u.uses)]
     heads = [u for u in units if {"embedding", "head"} & set(u.uses)]
     shapes = [(u.elements // _cols(u), _cols(u), u.role) for u in linear]
-    own = [
-        c for _, c, role in shapes if role not in ("k", "v", "up")
-    ]  # q, k and v share an input, gate and up too
+    own = [c for _, c, role in shapes if role not in BESIDE_ANOTHER]
+    # What reads the input of the matrix before it goes with that.
+    groups: list[tuple[int, int]] = []
+    for rows, cols, role in shapes:
+        if role in BESIDE_ANOTHER and groups and groups[-1][0] == cols:
+            groups[-1] = cols, groups[-1][1] + rows * cols
+        else:
+            groups.append((cols, rows * cols))
     table = max(heads, key=lambda u: u.elements, default=None)
     return _Work(
         layers=len({layer_of(u.name) for u in linear} - {None}),
+        groups=tuple(groups),
+        segments=sum(-(-r // shuffle.SEGMENT) * -(-c // form.SIDE) for r, c, _ in shapes),
         linear=sum(r * c for r, c, _ in shapes),
         head=0 if table is None else table.elements,
         vocabulary=0 if table is None else table.elements // _cols(table),

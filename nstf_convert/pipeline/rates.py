@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from nstf.analyzers.signatures import Signature
+from nstf.kernels.formats import shuffle
 from nstf.kernels.formats import trellis as form
+from nstf.kernels.shuffle_encode import BLOCK, round_columns
 from nstf.kernels.trellis_encode import encode_tiles, search_threads
 from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.machine import Machine
@@ -26,6 +28,8 @@ TILES = {"cpu": 16, "cuda": 2048}
 TRIAL = (128, 256)
 # A search on a GPU that is too short to fill it.
 FEW_TILES = 36
+# Segments of 256 rows of the trial search of shuffle codes: too few to fill a GPU, and enough.
+FEW_SEGMENTS, MANY_SEGMENTS = 4, 256
 # Launches that the proposals for a matrix cost on a GPU; on a CPU these are timed.
 PROPOSE_LAUNCHES = 20000
 
@@ -34,8 +38,9 @@ PROPOSE_LAUNCHES = 20000
 class Rates:
     """Seconds of a multiply-add in a float32 product (layer: in layers that round, moment: in second moments, 0 where it is
     the same), of an element in an operation beside, of a multiply-add in a float64 factorisation, of searching one weight's
-    code, of rounding one with feedback, of the proposals for a matrix, of launching an operation, and of a search of a few
-    tiles on a GPU. The proposals and launches are of one core where several work on a matrix each."""
+    code, of rounding one with feedback, of the proposals for a matrix, of launching an operation, of a search of a few
+    tiles on a GPU, and of 16 columns of few segments, and of one of many, in the search of shuffle codes there. The
+    proposals and launches are of one core where several work on a matrix each."""
 
     product: float
     element: float
@@ -47,11 +52,15 @@ class Rates:
     few_tiles: float = 0.0
     layer: float = 0.0
     moment: float = 0.0
+    few_segments: float = 0.0
+    segment: float = 0.0
 
 
-def measured_rates(machine: Machine, quarter_bits: int, width: int, few_forms: bool) -> Rates:
+def measured_rates(
+    machine: Machine, quarter_bits: int, width: int, few_forms: bool, shuffles: bool = False
+) -> Rates:
     """Times the units on the machine's first device; quarter_bits: of the search, width: of most factorisations;
-    few_forms: only forms that may win are proposed."""
+    few_forms: only forms that may win are proposed; shuffles: there may be shuffle codes."""
     device = machine.device
     size, (least, most) = SIZE[device.type], FACTOR_SIZES[device.type]
     square = min(max(width, least), most)
@@ -85,6 +94,11 @@ def measured_rates(machine: Machine, quarter_bits: int, width: int, few_forms: b
     few = 0.0
     if machine.on_gpu:
         few = _seconds(lambda: encode_tiles(targets[:FEW_TILES], quarter_bits, book), device)
+    few_segments = many_segments = 0.0
+    if machine.on_gpu and shuffles:
+        few_segments, many_segments = (
+            _walked(n, quarter_bits, device) for n in (FEW_SEGMENTS, MANY_SEGMENTS)
+        )
     round_, propose = _trial(machine, few_forms)
     return Rates(
         product=product,
@@ -97,6 +111,18 @@ def measured_rates(machine: Machine, quarter_bits: int, width: int, few_forms: b
         few_tiles=few,
         layer=layer,
         moment=0.0 if machine.on_gpu else moment,
+        few_segments=few_segments,
+        segment=many_segments / MANY_SEGMENTS,
+    )
+
+
+def _walked(segments: int, quarter_bits: int, device: torch.device) -> float:
+    """Seconds of walking 16 columns of so many segments of rows in the search of shuffle codes."""
+    q = min(max(quarter_bits, shuffle.RATES[0]), shuffle.RATES[-1])
+    rows = torch.linspace(-2, 2, segments * shuffle.SEGMENT * BLOCK, device=device).view(-1, BLOCK)
+    ones = torch.ones(len(rows), device=device)
+    return _seconds(
+        lambda: round_columns(rows, rows, ones * shuffle.STEPS[q], ones, None, q), device, rounds=2
     )
 
 

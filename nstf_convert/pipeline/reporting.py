@@ -1,11 +1,14 @@
 """report.json: everything that was decided and measured, and what was rejected."""
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from nstf.proposals import Look
+from nstf_convert.export import engines
 from nstf_convert.pipeline import header
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate import statistics as calibrations
@@ -18,6 +21,10 @@ from nstf_convert.pipeline.session import Session
 from nstf_convert.planner import Option, pareto
 from nstf_convert.report import build as schema
 from nstf_convert.report import families
+
+# Why a method has no candidate: a bound; and where no method said why.
+RULED_OUT = "a bound from below: forms that were tried lose less in the same bytes, or cost less at any price of a byte"
+ELSEWHERE = "the target does not hold its forms, or they cannot be divided among the ranks"
 
 
 def expected_losses(run: Run, final: Final) -> dict[str, float]:
@@ -111,10 +118,13 @@ def _ruled_out(run: Run) -> dict[str, list[float]]:
     for name, options in run.table.candidates.items():
         tried = {c.recipe.method for c in options}
         unit = run.session.units[name]
+        closest: dict[str, float] = {}
         for look in run.session.encoder.looks(unit, run.allowed):
             if look.method not in tried and look.rival > 0.0:
-                family = families.family_of_kind(methods.kind_of(look.method), experts=unit.lead == 2)
-                out.setdefault(family, []).append(look.least / look.rival)
+                closest[look.method] = min(_ratio(look), closest.get(look.method, math.inf))
+        for method, ratio in closest.items():
+            family = families.family_of_kind(methods.kind_of(method), experts=unit.lead == 2)
+            out.setdefault(family, []).append(ratio)
     return out
 
 
@@ -138,7 +148,39 @@ def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
         method="dense" if recipe is None else methods.name_of(recipe.method),
         signature=session.encoder.signature(unit) if session.options.signatures else {},
         rejected=rejected,
+        not_tried=_not_tried(run, name),
     )
+
+
+def _not_tried(run: Run, name: str) -> list[schema.NotTried]:
+    """Of every method of the conversion that has no candidate for a tensor: why. None for one that is copied."""
+    options, unit = run.table.candidates.get(name), run.session.units[name]
+    if options is None:
+        return []
+    engine = engines.engine_of(run.allowed)
+    looks: dict[str, Look] = {}
+    for look in run.session.encoder.looks(unit, run.allowed):
+        known = looks.get(look.method)
+        if known is None or (not look.reason and _ratio(look) < _ratio(known)):
+            looks[look.method] = look
+    out = []
+    for method in sorted(set(methods.known()) & run.allowed - {"dense", *(c.recipe.method for c in options)}):
+        found = looks.get(method)
+        shown = methods.name_of(method)
+        if found is None:
+            engine_only = f"no form of it fits {engine} files" if engine else ELSEWHERE
+            out.append(schema.NotTried(shown, engine_only))
+        elif found.reason:
+            out.append(schema.NotTried(shown, found.reason))
+        else:
+            ratio = _ratio(found) if found.rival > 0.0 else None
+            out.append(schema.NotTried(shown, RULED_OUT, found.size_bytes, ratio))
+    return out
+
+
+def _ratio(look: Look) -> float:
+    """How many times what has to be beaten a form loses at least; infinite where nothing is lost there."""
+    return look.least / look.rival if look.rival > 0.0 else math.inf
 
 
 def worth_showing(options: "tuple[Candidate, ...] | list[Candidate] | Any") -> list[Candidate]:
@@ -228,15 +270,16 @@ def _of_the_fullest(taken: Sequence[Peaks]) -> int | None:
 
 
 def _windows(session: Session) -> dict[str, int] | None:
-    """How many windows there were, how many were calibrated on, and waited while layers were encoded front to back."""
+    """How many windows there were, how many were calibrated on, and waited while layers were encoded."""
     file = session.calibration
     if file is None:
         return None
     calibrated = int(file.metadata["source"]["fit_windows"])
     asked = int(file.metadata["source"].get("found_windows", calibrated))
     found = {"asked": asked, "calibrated": calibrated}
-    if "front to back" in session.windows:
-        found["front_to_back"] = session.windows["front to back"]
+    for step in ("front to back", "encode"):
+        if step in session.windows:
+            found[step.replace(" ", "_")] = session.windows[step]
     return found
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nstf.runtime.ranks import Ranks, use_own_cores
+
 # Bytes of messages, by device.
 SIZES = {
     "cpu": (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22),
@@ -27,6 +29,8 @@ SIZES = {
 SECONDS, TIMES = 0.03, 8
 # Seconds of arithmetic before a message on a CPU, as a layer's products are: threads that wait for messages sleep meanwhile.
 BETWEEN = 2e-4
+# Sums in a row on a CPU.
+IN_A_ROW = 8
 # Calls in a row of a graph on GPUs.
 CAPTURED = 20
 _READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
@@ -37,6 +41,8 @@ def main(task: dict[str, Any]) -> None:
     """Measures in step with the other processes; the first one writes what was found."""
     rank, ranks, kind = int(task["rank"]), int(task["ranks"]), str(task["device"])
     torch.set_num_threads(int(task["threads"]))
+    if kind == "cpu":
+        use_own_cores(rank, ranks)
     place = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(place)
@@ -152,14 +158,27 @@ def exchange(rank: int, a: int, b: int, size: int, place: torch.device) -> float
 
 
 def reduced(rank: int, count: int, group: Any, size: int, place: torch.device) -> float:
-    """Seconds of an all-reduce among the first `count` ranks. Raises RuntimeError for a wrong sum."""
-    values = torch.full((max(1, size // 4),), float(rank + 1), device=place)
+    """Seconds of the runtime's sum over the first `count` ranks. Raises RuntimeError for a wrong one.
+
+    On a CPU those of one in a row with work between them: the next work begins when the sum is there, so that processes
+    arrive at different moments and wait for each other, as after a layer's products.
+    """
+    values, ranks = torch.full((max(1, size // 4),), float(rank + 1), device=place), Ranks(rank, count, group)
     if rank < count:
-        dist.all_reduce(values, group=group)
+        ranks.sum(values)
         if not torch.all(values == count * (count + 1) / 2):
-            raise RuntimeError(f"an all-reduce of {size} bytes among {count} ranks gave a wrong sum")
+            raise RuntimeError(f"a sum of {size} bytes over {count} ranks was wrong")
     work = torch.zeros_like(values)
-    return repeated((lambda: dist.all_reduce(work, group=group)) if rank < count else (lambda: None), place)
+    call = (lambda: ranks.sum(work)) if rank < count else (lambda: None)
+    if place.type == "cuda":
+        return repeated(call, place)
+
+    def row() -> None:
+        for _ in range(IN_A_ROW):
+            busy(BETWEEN)
+            call()
+
+    return max(1e-7, repeated(row, place) / IN_A_ROW - BETWEEN)
 
 
 def pattern(size: int, seed: int, place: torch.device) -> Tensor:

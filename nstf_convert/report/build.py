@@ -23,14 +23,15 @@ and of what was rejected for it are those of its arrays; the header is a section
                    for all experts both go by an estimate}],
      "tensors": [{"name", "role", "layer", "shape", "dtype", "method", "encoding", "tree", "nominal_bits", "disk_bits",
                   "size_bytes", "source_bytes", "expected_loss", "calibrated", "note", "signature": {...},
-                  "rejected": [{"encoding", "size_bytes", "expected_loss"}]}],
+                  "rejected": [{"encoding", "size_bytes", "expected_loss"}],
+                  "not_tried": [{"method", "reason", "size_bytes", "bound_ratio": null where the reason is no bound}]}],
      "attention": {the attention plan} | null,
      "calibration": {"source", "self_generated", "windows", "tokens", "held_out_tokens", "seed",
                      "experts": [{"name", "tokens": [one count per expert]}]} | null,
      "stages": [{"name", "seconds", "peak_memory_bytes"}],
      "resources": {"devices", "threads", "host_bound_bytes", "host_peak_bytes", "gpu_bound_bytes", "gpu_peak_bytes",
                    "peaks": [{"device", "host_bytes", "gpu_bytes"}],
-                   "memory_short", "windows": {"asked", "calibrated", "front_to_back"} | null,
+                   "memory_short", "windows": {"asked", "calibrated", "front_to_back" or "encode"} | null,
                    "effort", "predicted_seconds", "seconds", "predicted_host_bytes", "predicted_gpu_bytes"} | null,
      "speed": {"prefer", "min_speed", "bound": why, "bound_seconds", "threads",
                "targets": [{"target", "isa", "prices": "measured" | "modelled", "products_seconds", "predicted_rate",
@@ -88,6 +89,17 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class NotTried:
+    """A method of the conversion of which a tensor has no candidate. size_bytes, bound_ratio: where a bound ruled it out,
+    the bytes at which that was closest, and how many times what has to be beaten there is lost at least."""
+
+    method: str
+    reason: str
+    size_bytes: int | None = None
+    bound_ratio: float | None = None
+
+
+@dataclass(frozen=True)
 class TensorReport:
     """One tensor of the file. `method`: what encoded it, by the name of `--formats`. `note` says why, for instance
     "copied: 576 values" or "expert saw 3 tokens"."""
@@ -104,6 +116,7 @@ class TensorReport:
     signature: Mapping[str, Any] = field(default_factory=dict)
     method: str = "dense"
     rejected: Sequence[Alternative] = ()
+    not_tried: Sequence[NotTried] = ()
 
 
 @dataclass(frozen=True)
@@ -255,6 +268,7 @@ def _tensor(t: TensorReport) -> dict[str, Any]:
         "calibrated": t.calibrated,
         "note": t.note,
         "signature": dict(t.signature),
+        "not_tried": [asdict(n) for n in t.not_tried],
         "rejected": [
             {"encoding": compact(a.tree), "size_bytes": size_bytes, "expected_loss": a.expected_loss}
             for size_bytes, a in sorted(rejected, key=lambda r: (r[0], r[1].expected_loss))

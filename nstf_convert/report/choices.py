@@ -30,7 +30,7 @@ def _structure(accuracy: Mapping[str, Any]) -> str:
         (
             f"{r['factor']:.3g}",
             f"{r['size_bytes']:,}",
-            f"{1e3 * r['seconds']:.3f}",
+            "-" if r["seconds"] is None else f"{1e3 * r['seconds']:.3f}",
             number(r["score"], ".5f"),
             number(r["promise"], ".5f"),
             "kept" if r["kept"] else "broken",

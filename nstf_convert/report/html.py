@@ -44,6 +44,7 @@ def render(report: Mapping[str, Any]) -> str:
             "above the hull was chosen by measurement or to make the bytes fit.",
         ),
         _families(report.get("families") or []),
+        _not_tried(report["tensors"]),
         _attention(report.get("attention")),
         _section("Roofline", plots.roofline(report.get("roofline")), _roofline_text(report.get("roofline"))),
         _speed(report.get("speed")),
@@ -217,6 +218,23 @@ def _families(families: Sequence[Mapping[str, Any]]) -> str:
         "Ratio: expected loss over that of the convex hull of the (other) plain formats at equal bytes, the best of "
         "each tensor; below 1 the family wins. Not tried on: tensors where a bound from below of the ratio is above 1; "
         "the least of them.",
+    )
+
+
+def _not_tried(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """Why methods have no form of tensors: by method and reason the number of tensors and the least bound."""
+    found: dict[tuple[str, str], list[float | None]] = {}
+    for tensor in tensors:
+        for entry in tensor.get("not_tried") or ():
+            found.setdefault((entry["method"], entry["reason"]), []).append(entry["bound_ratio"])
+    rows = []
+    for (method, reason), ratios in sorted(found.items()):
+        known = [r for r in ratios if r is not None]
+        rows.append((method, reason, len(ratios), _number(min(known, default=None), ".3g")))
+    return _section(
+        "What was not tried",
+        _table(("method", "reason", "tensors", "least bound"), rows) if rows else "",
+        "Bound: how many times as much as what has to be beaten any form of the method loses at its bytes.",
     )
 
 

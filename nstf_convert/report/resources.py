@@ -16,6 +16,8 @@ def pairs(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         used = [f"{windows['calibrated']} of {windows['asked']} calibrated on"]
         if "front_to_back" in windows:
             used.append(f"{windows['front_to_back']} front to back")
+        if "encode" in windows:
+            used.append(f"{windows['encode']} encoded for")
         short = "; memory was short" if facts.get("memory_short") else ""
         out.append(("windows", ", ".join(used) + short))
     return out

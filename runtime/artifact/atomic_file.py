@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import NstfError, UsageError, no_place
 
 CHUNK_BYTES = 1 << 24
 
@@ -147,6 +147,8 @@ def disk_errors(path: Path, size_bytes: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if no_place(error):
+            raise UsageError(f"{path}: nothing can lie there ({error.strerror}); check the path") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needs = "" if size_bytes is None else f", the file needs {size_bytes} bytes"
             hint = f"the disk is full{needs}; free space or use another disk"

@@ -17,7 +17,7 @@ import re
 import stat
 from collections.abc import Mapping
 
-from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
 from nstf.kernels.records import frozen
 
 TYPE_CHECKING = False
@@ -184,6 +184,8 @@ def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
             raise
         raise UsageError(f"{path}: no such file; check the path") from error
     except OSError as error:
+        if no_place(error):
+            raise UsageError(f"{path}: no file can lie there ({error.strerror}); check the path") from error
         raise NstfError(f"{path}: cannot be read ({error.strerror}); check the file and the disk") from error
     if len(raw) != length:
         raise corrupt(path, "the header ends early")

@@ -130,13 +130,13 @@ def test_a_mistake_of_ours_is_not_blamed_on_the_file(
 
 
 def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
-    from nstf_convert.cli import _explain
+    from nstf_convert.cli.messages import explain
 
     error = IndexError("index out of range in self")
-    code, said = _explain(error, ["eval", "m.nstf"])
+    code, said = explain(error, ["eval", "m.nstf"])
     assert code == 6 and "perhaps the tokenizer" in said
     for command in ("export", "profile", "diff"):
-        code, said = _explain(error, [command, "m.nstf"])
+        code, said = explain(error, [command, "m.nstf"])
         assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")
 
 

@@ -186,7 +186,7 @@ def test_a_panic_does_not_end_the_thread_that_decodes() -> None:
 
 
 def test_a_panic_that_nobody_expected_is_one_line_of_the_command() -> None:
-    from nstf_convert.cli import _explain
+    from nstf_convert.cli.messages import explain
 
-    code, said = _explain(PanicException("index\nout of bounds"), ["convert", "m"])
+    code, said = explain(PanicException("index\nout of bounds"), ["convert", "m"])
     assert code == 6 and said == "a library gives up on a file of the model: index out of bounds"

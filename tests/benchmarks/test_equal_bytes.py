@@ -43,12 +43,15 @@ def test_forms_take_no_more_than_their_bytes_and_waste_less_than_a_step_of_the_r
     }
     if unit is STACK:
         forms["one matrix"] = equal_bytes.summed(one_matrix, equal_bytes.codes)
+        forms["shuffle"] = equal_bytes.shuffled
     for form in forms.values():
         found = form(unit, size)
         assert isinstance(found, Recipe)
         assert size - unit.elements / 32 <= arrays_bytes(unit, found) <= size
     assert equal_bytes.whole(unit, size) == equal_bytes.integers(3)
     assert equal_bytes.codes(unit, 100) is None and equal_bytes.whole(unit, 100) is None
+    assert equal_bytes.shuffled(unit, 100) is None
+    assert equal_bytes.shuffled(Unit("x", (8, 160, 128), "float32", "expert_stack", 2), 1 << 20) is None
 
 
 def test_codes_alone_take_the_bytes_of_what_stands_beside_them(equal_bytes: ModuleType) -> None:
@@ -87,7 +90,7 @@ def test_a_token_reads_its_experts_and_all_that_experts_share(equal_bytes: Modul
     assert equal_bytes.read_bytes(STACK, tall, 0.25) == pytest.approx(8 * 256 * 16 / 4 + 16 * 128, rel=0.2)
 
 
-def test_training_with_all_experts_is_what_the_mixture_computes() -> None:
+def test_training_computes_what_the_mixture_does() -> None:
     train_model = importlib.import_module("train_model")
     given = argparse.Namespace(hidden=64, ffn=32, layers=1, top=2)
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
-import importlib
 import json
 import sys
 from contextlib import nullcontext
@@ -16,7 +15,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import leaf, random_encoded
 
-from nstf.kernels.formats import decode
+from nstf.kernels.formats import EncodedTensor, decode, rotated
+from nstf.kernels.formats.rotated import rotate_inputs
+from nstf.kernels.formats.tree import array_specs
 from nstf.kernels.torch import decode_step
 
 
@@ -39,33 +40,65 @@ CASES = [
     Case("skinny", (41, 2056), 9),
     Case("int_bytes", (288, 1280), 1),
     Case("int_bytes", (41, 1000), 2),
+    Case("trellis", (96, 1088), 1),
+    Case("sections", (352, 64), 3),
+    Case("shuffle", (320, 320), 1),
+    Case("shuffle", (64, 128), 6),
 ]
 EPSILON = 1e-5
+# Blocks of the basis of the product that follows, by what divides the rows (or half of them, behind a gate).
+BLOCKS = (128, 64, 32)
+TREES = {
+    "skinny": leaf("int", bits=4, group=64, scale_bits=8),
+    "int_bytes": leaf("int", bits=4, group=64, scale_bits=8),
+    "trellis": leaf("trellis", quarter_bits=(11,)),
+    "sections": leaf("trellis", quarter_bits=(8, 16), rows=(176, 176)),
+    "shuffle": leaf("shuffle", quarter_bits=13),
+}
 
 
-def product_of(case: Case, device: str) -> tuple[Any, Tensor]:
-    """(the packed matrix, activations)."""
-    from nstf.kernels.triton.packed import pack_leaf
-
-    tree = leaf("int", bits=4, group=64, scale_bits=8)
-    encoded = random_encoded(tree, case.shape, 1)
+def product_of(case: Case, device: str) -> tuple[EncodedTensor, Tensor]:
+    """(the matrix, activations)."""
+    encoded = (
+        random_encoded(TREES[case.kernel], case.shape, 1) if case.kernel != "sections" else _sections(case)
+    )
     weight = decode(encoded).double()
     # Sums of about one: not all of a gate's activations should be saturated.
     x = torch.randn(case.batch, case.shape[1], generator=torch.Generator().manual_seed(2)).double()
     x = (x / (x @ weight.T).std()).to(getattr(torch, case.dtype))
-    packed = pack_leaf(
-        type(encoded)(tree, encoded.shape, {k: v.to(device) for k, v in encoded.arrays.items()})
+    there = {k: v.to(device) for k, v in encoded.arrays.items()}
+    return EncodedTensor(encoded.tree, encoded.shape, there), x.to(device)
+
+
+def _sections(case: Case) -> EncodedTensor:
+    """Rows of both sections in turn."""
+    tree = TREES[case.kernel]
+    arrays = {
+        path: torch.randint(0, 256, spec.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+        if spec.dtype == torch.uint8
+        else torch.ones(spec.shape)
+        for path, spec in array_specs(tree, case.shape).items()
+    }
+    return EncodedTensor(
+        tree, case.shape, arrays | {"section": torch.full((case.shape[0] // 8,), 0xAA).byte()}
     )
-    return packed, x.to(device)
 
 
-def parts_of(case: Case, packed: Any, x: Tensor) -> Tensor:
+def parts_of(case: Case, encoded: EncodedTensor, x: Tensor) -> Tensor:
     """f32 [programs along the columns, batch, rows]."""
-    module = importlib.import_module(f"nstf.kernels.triton.{case.kernel}")
-    specs = getattr(module, f"{case.kernel}_specs")
-    product = specs(packed.layout, case.batch, x.dtype, "sm_90", torch.float32)[0]
-    parts = torch.empty(product.grid[1], case.batch, case.shape[0], device=x.device)
-    getattr(module, f"{case.kernel}_into")(parts, x, packed, product)
+    from nstf.kernels.triton import linear
+    from nstf.kernels.triton.ended import into
+    from nstf.kernels.triton.tuner import packed_specs
+
+    if case.kernel in ("skinny", "int_bytes"):
+        # Whether or not it is the one that is taken for a matrix of this size.
+        layout = linear.packed_of(encoded).layout
+        made = list(packed_specs(layout, case.batch, x.dtype, "sm_90", case.kernel, torch.float32))
+    else:
+        made = linear.leaf_specs(encoded, case.batch, x.dtype, torch.float32, x.dtype, "sm_90")
+    products = [spec for spec in made if spec.kind != "sum"]
+    parts = torch.full((products[0].grid[1], case.batch, case.shape[0]), float("nan"), device=x.device)
+    into(parts, x, encoded, products)
     return parts
 
 
@@ -75,15 +108,15 @@ def ended(
     from nstf.kernels.triton import sums
 
     last = sums.ending_spec(case.batch, *case.shape, len(parts), dtype, ending, "sm_90")
-    return sums.ended(parts, case.shape[1], dtype, last, meeting)
+    return sums.ended(parts, case.shape[1], dtype, last, ending, meeting)
 
 
 def found(case: Case, device: str) -> dict[str, bool]:
     """Whether each ending is what launches of their own give: the same bits, but where a root mean square comes in."""
-    from nstf.kernels.triton.ending import Ending, Meeting
+    from nstf.kernels.triton.ending import Basis, Ending, Meeting
 
-    packed, x = product_of(case, device)
-    parts, dtype = parts_of(case, packed, x), x.dtype
+    encoded, x = product_of(case, device)
+    parts, dtype = parts_of(case, encoded, x), x.dtype
     rows, cols = case.shape
     exact = torch.zeros(case.batch, rows, device=device)
     for part in parts:
@@ -94,7 +127,9 @@ def found(case: Case, device: str) -> dict[str, bool]:
     stream = h.clone()
     new, squares = ended(case, parts, dtype, Ending(adds=True), Meeting(h=stream, gain=gain[0]))
     assert squares is not None
+    plain = x.float() @ decode(encoded).T
     same = {
+        "the product": torch.allclose(exact, plain, rtol=1e-3, atol=1e-2),
         "the sum": torch.equal(y, exact.to(dtype)),
         "the stream": torch.equal(stream, h + y.float()),
         "times the gain": torch.equal(new, (stream * gain).to(dtype)),
@@ -111,6 +146,21 @@ def found(case: Case, device: str) -> dict[str, bool]:
         same[name] = near(gated, decode_step.gate(y, gelu))
         both, _ = ended(case, parts, dtype, Ending(gelu, normed=True), meeting)
         same[f"{name}, normed"] = near(both, decode_step.gate(whole, gelu))
+        half = rows // 2
+        for block in [b for b in BLOCKS if half % b == 0][:1]:
+            # Not rounded in between.
+            wanted = rotate_inputs(rotated.Params(block, 0, 7), decode_step.gate(exact * strength, gelu))
+            ending = Ending(gelu, normed=True, turned=Basis(block, 7, torch.float32))
+            turned, _ = ended(case, parts, dtype, ending, meeting)
+            same[f"{name}, normed, turned"] = torch.allclose(turned, wanted, rtol=1e-4, atol=1e-5)
+    for block in [b for b in BLOCKS if rows % b == 0][:2]:
+        stream, basis = h.clone(), Basis(block, 3, torch.float32)
+        turned, _ = ended(
+            case, parts, dtype, Ending(adds=True, turned=basis), Meeting(h=stream, gain=gain[0])
+        )
+        wanted = rotate_inputs(rotated.Params(block, 0, 3), (h + exact) * gain)
+        same[f"added, turned by {block}"] = torch.allclose(turned, wanted, rtol=1e-4, atol=1e-5)
+        same[f"the stream, turned by {block}"] = torch.allclose(stream, h + exact, rtol=1e-6, atol=1e-6)
     return same
 
 

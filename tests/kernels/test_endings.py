@@ -12,19 +12,24 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import ending_cases
-from conftest import leaf
+from conftest import leaf, node
 
-from nstf.kernels.triton import gates, linear
+from nstf.kernels.triton import gates
 from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES
-from nstf.kernels.triton.ending import Ending, Meeting
+from nstf.kernels.triton.ended import basis_of, ended_specs
+from nstf.kernels.triton.ending import Basis, Ending, Meeting
 from nstf.kernels.triton.spec import hollow
 from nstf.kernels.triton.sums import ending_spec
 
 CASES = {case.name: case for case in ending_cases.CASES}
-# A part of the columns that is not full and rows that fill no program, of either kernel.
-SHORT = [ending_cases.CASES[2].name, ending_cases.CASES[4].name]
-ENDINGS = (Ending(False), Ending(True, normed=True), Ending(normed=True), Ending(adds=True))
+# A part of the columns that is not full and rows that fill no program; trellises of two rates; what is turned behind a gate.
+SHORT = [ending_cases.CASES[i].name for i in (2, 4, 6, 7)]
+BASIS = Basis(128, 0, torch.float32)
+ENDINGS = (
+    *(Ending(False), Ending(True, normed=True), Ending(normed=True), Ending(adds=True)),
+    *(Ending(False, normed=True, turned=BASIS), Ending(adds=True, turned=BASIS)),
+)
 INT4 = leaf("int", bits=4, group=128)
 
 
@@ -50,17 +55,17 @@ def test_endings_on_a_gpu_do_what_launches_of_their_own_do(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["skinny", "int_bytes"])
+@pytest.mark.parametrize("kernel", ["skinny", "int_bytes", "trellis", "shuffle"])
 def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
     """A chain that adds, norms and gates, each launch of which begins before the one in front of it has ended."""
     case = ending_cases.Case(kernel, (2048, 2048), 1, "bfloat16")
-    packed, x = ending_cases.product_of(case, "cuda")
+    encoded, x = ending_cases.product_of(case, "cuda")
     h, gain = torch.zeros(1, 2048, device="cuda"), torch.ones(2048, device="cuda")
 
     def product(
         x: torch.Tensor, ending: Ending, meeting: Meeting
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parts = ending_cases.parts_of(case, packed, x)
+        parts = ending_cases.parts_of(case, encoded, x)
         return ending_cases.ended(case, parts, x.dtype, ending, meeting)
 
     def step() -> list[torch.Tensor]:
@@ -68,7 +73,8 @@ def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
         meeting = Meeting(squares=squares, epsilon=1e-5)
         gated, _ = product(new, Ending(False, normed=True), meeting)
         normed, _ = product(new, Ending(normed=True), meeting)
-        return [h, new, gated, normed]
+        turned, _ = product(new, Ending(normed=True, turned=BASIS), meeting)
+        return [h, new, gated, normed, turned]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -102,7 +108,7 @@ def test_what_has_no_ending() -> None:
         tree: object, shape: tuple[int, int], ending: Ending, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
         matrix = hollow(tree, shape)  # type: ignore[arg-type]
-        return linear.ended_specs(matrix, 1, dtype, ending, "sm_90") == []
+        return ended_specs(matrix, 1, dtype, ending, "sm_90") == []
 
     adds = Ending(adds=True)
     assert not none(INT4, (4096, 4096), adds) and not none(INT4, (4096, 4096), Ending(False))
@@ -110,6 +116,34 @@ def test_what_has_no_ending() -> None:
         "not divided by its root mean square, it might overflow"
     )
     assert not none(INT4, (4096, 4096), Ending(False), torch.float16)
-    assert none(leaf("trellis", quarter_bits=(10,)), (4096, 4096), adds)
-    assert linear.ended_specs(hollow(INT4, (4096, 4096)), 1, torch.bfloat16, adds, "gfx942") == []
-    assert linear.ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
+    assert none(leaf("int", bits=8, group=64), (4096, 4096), adds), "one row of 8 bits leaves no parts"
+    assert ended_specs(hollow(INT4, (4096, 4096)), 1, torch.bfloat16, adds, "gfx942") == []
+    assert ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
+
+
+def test_products_of_paths_end_too_and_activations_are_turned_where_they_are_made() -> None:
+    """A layer in 3 bits takes ten launches: four products, four sums, attention, and what turns the input of `o`."""
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    for kind, rate in (("trellis", (12,)), ("shuffle", 12)):
+        tree = node("rotated", {"x": leaf(kind, quarter_bits=rate)}, block_in=128, seed=5)
+        matrices = {name: hollow(tree, shape) for name, shape in shapes.items()}
+        basis = basis_of(matrices["down"], 1, torch.bfloat16, "sm_90")
+        assert basis == Basis(128, 5, torch.float32)
+        adds = Ending(adds=True, turned=basis)
+        kinds = {
+            name: [
+                spec.kind for spec in ended_specs(matrices[name], 1, torch.bfloat16, ending, "sm_90", turned)
+            ]
+            for name, ending, turned in (
+                *(("qkv", Ending(normed=True), True), ("o", adds, False)),
+                *(("gate_up", Ending(False, normed=True, turned=basis), True), ("down", adds, True)),
+            )
+        }
+        product = f"{kind}_gemm"
+        assert kinds.pop("o") == ["rotate", product, "end"]
+        assert set(map(tuple, kinds.values())) == {(product, "end")}
+    both = node("rotated", {"x": leaf("trellis", quarter_bits=(12,))}, block_in=128, block_out=128)
+    plain = leaf("shuffle", quarter_bits=12)
+    for other in (both, plain):
+        assert basis_of(hollow(other, (4096, 4096)), 1, torch.bfloat16, "sm_90") is None
+    assert basis_of(hollow(tree, (4096, 4096)), 1, torch.bfloat16, "gfx942") is None

@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CPU = HERE.parents[1] / "kernels" / "cpu"
-PYTHON = ("bind", "bind_attention", "bandwidth", "sampler")  # what only Python calls
+PYTHON = ("bind", "bind_attention", "bind_grouped", "bandwidth", "sampler")  # what only Python calls
 FLAGS = "-std=c++17 -O1 -g1 -fopenmp-simd -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined".split()
 
 

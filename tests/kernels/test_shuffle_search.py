@@ -20,10 +20,12 @@ LONG = [(8, 288), (16, 512), (13, 96)]
 
 INTERPRETED = """
 import json, sys
-from tests.kernels.test_shuffle_search import agree, on_gpu
+from tests.kernels.test_shuffle_search import agree, agree_matrix_by_matrix, on_gpu
 on_gpu.MOST_ROWS = 256  # what has more rows takes several launches
 for q, rows in json.loads(sys.argv[1]):
     agree(q, rows, "cpu", least=1.0)
+if len(sys.argv) > 2:
+    agree_matrix_by_matrix("cpu")
 """
 
 
@@ -52,10 +54,31 @@ def agree(quarter_bits: int, rows: int, device: str, least: float) -> None:
     )
 
 
+def agree_matrix_by_matrix(device: str) -> None:
+    """Matrices under one another, each with its own feedback: what the kernel gives for each of them alone."""
+    generator = torch.Generator().manual_seed(7)
+    sizes, bits = (256, 288), 9
+    weight = torch.randn(sum(sizes), 16, generator=generator)
+    level = torch.full((len(weight),), shuffle.STEPS[bits])
+    feedback = 0.3 * torch.randn(2, 16, 16, generator=generator).triu(1)
+    which = torch.tensor([0, 1, 1], dtype=torch.int32)
+    given = [t.to(device) for t in (weight, weight, level, torch.ones(len(weight)), feedback)]
+    rounded, codes = on_gpu.round_columns(*given, bits, which.to(device))
+    start = 0
+    for matrix, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        own = [t[rows] for t in given[:4]]
+        alone, paths = on_gpu.round_columns(*own, given[4][matrix], bits)
+        groups = slice(start // shuffle.GROUP, (start + size) // shuffle.GROUP)
+        assert torch.equal(rounded[rows], alone) and torch.equal(codes[groups], paths), matrix
+        start += size
+
+
 @pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_the_interpreted_kernel_gives_the_codes_of_the_reference(cases: list[tuple[int, int]]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", INTERPRETED, str([list(c) for c in cases])]
+    program += ["matrices"] if cases is LONG else []
     done = subprocess.run(
         program, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent.parent
     )
@@ -76,10 +99,11 @@ def test_the_kernel_compiles_for(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = on_gpu._round_columns
     types = dict.fromkeys(("symbols", "oldest", "starts"), "*u8") | dict.fromkeys(
-        ("kinds", "ending", "stops"), "*i32"
+        ("kinds", "ending", "stops", "which"), "*i32"
     )
     types |= dict.fromkeys(("costs", "places", "twice"), "*i32")
-    types |= dict.fromkeys(("rows", "steps", "target_stride", "weight_stride", "feedback_stride"), "i32")
+    types |= dict.fromkeys(("rows", "steps", "target_stride", "weight_stride"), "i32")
+    types |= dict.fromkeys(("matrix_stride", "feedback_stride"), "i32")
     types |= {"low": "fp32", "high": "fp32"}
     signature = {p.name: "constexpr" if p.is_constexpr else types.get(p.name, "*fp32") for p in kernel.params}
     constants = on_gpu.CONSTANTS | {"ENDS": ends, "NORMALISE": on_gpu.NORMALISE[ends]}
@@ -95,3 +119,8 @@ def test_the_kernel_compiles_for(
 @pytest.mark.parametrize(("quarter_bits", "rows"), CASES + LONG)
 def test_a_gpu_gives_the_codes_of_the_reference(quarter_bits: int, rows: int) -> None:
     agree(quarter_bits, rows, "cuda", least=0.97)
+
+
+@pytest.mark.gpu
+def test_a_gpu_rounds_matrices_under_one_another_as_each_alone() -> None:
+    agree_matrix_by_matrix("cuda")

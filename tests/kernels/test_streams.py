@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nstf.kernels.streams import Replayed, side_by_side
+from nstf.kernels.streams import Replayed, in_turn, side_by_side
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 
@@ -16,6 +16,33 @@ def test_jobs_side_by_side_see_what_was_made_before_and_are_done_after(device) -
     found = side_by_side([lambda n=n: (x * n).sum() for n in range(4)], device)
     total = sum(found[1:], found[0])
     assert float(total) == 11 * 6 * (1 << 20)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_jobs_in_turn_all_come_to_their_ends(device) -> None:
+    x = torch.ones(1 << 16, device=device)
+    for _ in range(10):
+        x = x + 1
+    found = [torch.zeros_like(x) for _ in range(9)]
+
+    def job(n: int):
+        for _ in range(50 * n):
+            found[n] += x
+            yield
+
+    in_turn([job(n) for n in range(9)], device)
+    assert [float(f.sum()) for f in found] == [11 * 50 * n * (1 << 16) for n in range(9)]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_job_that_fails_among_others_says_so(device) -> None:
+    def job(n: int):
+        yield
+        if n == 2:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        in_turn([job(n) for n in range(4)], device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

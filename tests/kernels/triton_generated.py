@@ -28,7 +28,7 @@ def main(seed: int, wanted: int) -> None:
     for number, (tree, shape) in enumerate(generated_trees.trees(seed)):
         encoded = random_encoded(tree, shape, number)
         batch = (1, 3, 17)[number % 3]
-        if not (linear._known(encoded, batch) and linear._readable(encoded)):
+        if not (linear.is_known(encoded, batch) and linear._readable(encoded)):
             continue
         weight = decode(encoded)
         x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(number))

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
+from nstf.analyzers.signatures import Signature
 from nstf.kernels import shuffle_encode
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import decode
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.torch import shuffle_search
-from nstf.quantizers import grid16, int_grid, shuffle
+from nstf.proposals import Room, Target
+from nstf.quantizers import filled, grid16, int_grid, shuffle
 from nstf.quantizers.stats import Stats, loss
 from tests.quantizers.conftest import correlated_hessian, normal
 
@@ -129,9 +131,71 @@ def test_matrices_of_one_hessian_are_encoded_together_as_alone(monkeypatch, scra
         for rows, q in ((256, 12), (512, 12), (40, 12), (256, 12), (256, 9))
     ]
     together = shuffle.encode_many(items, scratch)
-    assert calls[::4] == ([256 + 512 + 64, 256, 256] if scratch > 1 else [256, 512, 64, 256, 256])
+    assert calls[::4] == ([256 + 512 + 64, 256, 256] if scratch > 1 else [256, 256, 512, 64, 256])
     for item, found in zip(items, together, strict=True):
         alone = shuffle.encode(*item)
         assert found.tree == alone.tree and found.shape == alone.shape
         lost, expected = (loss(item[0], decode(e), stats) for e in (found, alone))
         assert lost == pytest.approx(expected, rel=0.02)
+
+
+@compiled
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rounding", ["ldlq", "nearest"])
+def test_matrices_of_other_hessians_are_searched_at_the_same_time_and_change_nothing(
+    monkeypatch, rounding, device
+):
+    calls = []
+
+    def counted(target, *given):
+        calls.append(len(target))
+        return search(target, *given)
+
+    search = shuffle.round_columns
+    monkeypatch.setattr(shuffle, "round_columns", counted)
+    params = [shuffle.Params(q, rounding=rounding, block=32) for q in (12, 9)]
+    wider = 1 if device == "cpu" else 10
+    groups = []
+    for i, (sizes, cols, p) in enumerate(
+        [([256, 512], 64, 0), ([512], 64, 0), ([288], 64, 0), ([40], 64, 0), ([256], 96, 0), ([256], 64, 1)]
+    ):
+        cols *= wider
+        mixed = torch.randn(cols, cols, generator=torch.Generator().manual_seed(i))
+        stats = Stats((mixed.T @ mixed / cols + 0.05 * torch.eye(cols)).to(device))
+        rows = [(normal(n, cols, seed=n + i).to(device), torch.rand(n).to(device) + 0.5) for n in sizes]
+        groups.append([(weight, params[p], stats.for_rows(counts)) for weight, counts in rows])
+    alone = [found for group in groups for found in shuffle.encode_many(group)]
+    calls.clear()
+    together = shuffle.encode_many([item for group in groups for item in group])
+    # Those of one width and rate are one search, but for a second one that ends beside a whole segment.
+    if rounding == "ldlq" and device == "cpu":
+        assert calls == [256 + 512 + 512 + 288] * 4 + [64] * 4 + [256] * 6 + [256] * 4
+    for found, expected in zip(together, alone, strict=True):
+        assert found.tree == expected.tree
+        assert all(torch.equal(found.arrays[k], expected.arrays[k]) for k in expected.arrays)
+
+
+@compiled
+@pytest.mark.parametrize("q", [8, 12, 16])
+def test_forecasts_in_the_weights_own_basis_know_what_the_codes_cannot_reach(q):
+    generator = torch.Generator().manual_seed(q)
+    weight = (
+        normal(96, 192, seed=q) * torch.rand(96, 192, generator=generator).clamp_min(0.02).rsqrt()
+    )  # long tails
+    params = shuffle.Params(q, rounding="ldlq")
+    stats = Stats(correlated_hessian(192))
+    true = loss(weight, decode(shuffle.encode(weight, params, stats)), stats)
+    gaussian = shuffle.estimate(normal(96, 192, seed=1) * weight.std(), params, stats)
+    assert 0.6 < shuffle.estimate(weight, params, stats) / true < 1.4
+    assert q < 16 or true > 1.6 * gaussian  # what a forecast for Gaussian weights would miss
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_convolution_is_coded_in_the_basis_that_kernels_read(timed):
+    weight = normal(64, 64, seed=1).reshape(64, 16, 2, 2)
+    trees = {}
+    for role, given in (("conv", weight), ("up", weight.flatten(1))):
+        known = Signature(given, Stats(), 1, role)
+        found = shuffle.proposals(known, Target(timed), Room())
+        trees[role] = {shuffle.tree(filled(r, known.shape, 1)).kind for r in found}
+    assert trees == {"conv": {"shuffle"} if timed else {"shuffle", "rotated"}, "up": {"rotated"}}

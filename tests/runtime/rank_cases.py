@@ -7,6 +7,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 import sys
 import unittest.mock
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, array_specs
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.integer import Params as Int
-from nstf.runtime import divided_modules, filling, graph_generate, loading
+from nstf.runtime import divided_engine, divided_modules, filling, graph_generate, loading
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.skeleton import build_skeleton, parameter_names
@@ -70,6 +71,7 @@ WIDER = {
     "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 128,
 }  # fmt: skip
 WITHOUT_DECODER = ("qwen3_moe", "olmo2", "olmo3")
+BY_ENGINE = ("llama, tied, biases", "qwen 2, one KV head", "gemma 3")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
 LIMIT = timedelta(minutes=5)  # for a machine that is busy with other things
 
@@ -129,6 +131,30 @@ def outcome(path: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
+def by_engine(path: Path, ranks: int) -> dict[str, Any]:
+    """Greedy tokens and logits of the C++ engine, without int8 activations and with them."""
+    found: dict[str, Any] = {}
+    ids = prompt()[:1]
+    for way in ("exact", "auto"):
+        model: Any = nstf.runtime.load(path, engine=way, tensor_parallel=ranks)
+        found[f"{way} tokens"] = model.generate(ids, **GREEDY)
+        engine = model.nstf_engine.engine
+        engine.reset()
+        found[f"{way} logits"] = engine.forward(ids[0], all_logits=True)
+    return found
+
+
+def no_engine(path: Path, rank: int) -> torch.Tensor:
+    """Tokens where the second rank has no engine."""
+    model: Any = nstf.runtime.load(path, engine="exact", tensor_parallel=2)
+    error = UnsupportedError("no engine here") if rank else None
+    real = divided_engine.Engine
+    with unittest.mock.patch.object(divided_engine, "Engine", side_effect=error, wraps=real):
+        tokens: torch.Tensor = model.generate(prompt()[:1], **GREEDY)
+    assert model.nstf_engine.engine is None
+    return tokens
+
+
 class Words:
     """A tokenizer of one word a token; every prompt is the same."""
 
@@ -139,9 +165,9 @@ class Words:
         return "".join(f"w{i} " for i in ids)
 
 
-def streamed(path: Path, rank: int) -> dict[str, str]:
+def streamed(path: Path, rank: int, engine: str) -> dict[str, str]:
     """Text to its end, up to a stop string, and again after callers that left at different pieces."""
-    model: Any = nstf.runtime.load(path, engine="off", tensor_parallel=2)
+    model: Any = nstf.runtime.load(path, engine=engine, tensor_parallel=2)
     tokenizer = Words()
 
     def text(*stops: str) -> str:
@@ -259,7 +285,14 @@ def both_sides(folder: Path) -> dict[str, Any]:
     """What each rank computes, in the same order; the group is left open, since the first rank must not go first."""
     dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, Any] = {name: outcome(path_of(folder, name), 2) for name in CASES}
-    found["streamed"] = streamed(path_of(folder, "gemma 3"), dist.get_rank())
+    for way in ("off", "auto"):
+        found[f"streamed, engine {way}"] = streamed(path_of(folder, "gemma 3"), dist.get_rank(), way)
+    found |= {f"{name} by engine": by_engine(path_of(folder, name), 2) for name in BY_ENGINE}
+    found["no engine"] = no_engine(path_of(folder, BY_ENGINE[0]), dist.get_rank())
+    # A file of its own, as on another host: parts are exchanged.
+    own = folder / f"own{dist.get_rank()}.nstf"
+    shutil.copyfile(path_of(folder, BY_ENGINE[0]), own)
+    found["own copy"] = outcome(own, 2)
     found["read"] = bytes_read(folder / f"wide{dist.get_rank()}.nstf")
     found["fallback"] = fallback(path_of(folder, "llama, tied, biases"), dist.get_rank())
     found["outside"] = outside(path_of(folder, "llama, tied, biases"))

@@ -26,7 +26,7 @@ from nstf.runtime.skeleton import build_skeleton
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rank_cases
-from rank_cases import CASES
+from rank_cases import BY_ENGINE, CASES
 
 
 def environment(rank: int, port: int) -> dict[str, str]:
@@ -92,6 +92,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         other = subprocess.Popen(program, env={**os.environ, **environment(1, port)}, stderr=log)
         try:
             alone = {name: rank_cases.outcome(rank_cases.path_of(folder, name), 1) for name in CASES}
+            whole = {name: rank_cases.by_engine(rank_cases.path_of(folder, name), 1) for name in BY_ENGINE}
             patch.setattr(divided_modules, "decoded_ahead", counted)
             for key, value in environment(0, port).items():
                 patch.setenv(key, value)
@@ -104,7 +105,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
                 dist.destroy_process_group()
             torch.set_num_threads(threads)
             sys.stderr.write((folder / "log").read_text())
-    yield {"alone": alone, "first": first, "second": torch.load(folder / "rank1.pt"), "folder": folder}
+    yield {
+        "alone": alone,
+        "whole": whole,
+        "first": first,
+        "second": torch.load(folder / "rank1.pt"),
+        "folder": folder,
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,8 +130,40 @@ def test_logits_and_tokens_of_two_ranks_are_those_of_one(results: dict[str, Any]
         assert first["captured"] == second["captured"] == alone["captured"]
 
 
-def test_ranks_stop_at_the_same_token_and_none_leaves_the_others_waiting(results: dict[str, Any]) -> None:
-    first, second = results["first"]["streamed"], results["second"]["streamed"]
+@pytest.mark.parametrize("name", BY_ENGINE)
+def test_the_engines_of_two_ranks_give_what_one_gives(results: dict[str, Any], name: str) -> None:
+    alone = results["whole"][name]
+    first, second = (results[key][f"{name} by engine"] for key in ("first", "second"))
+    # Of int8 activations each rank rounds its own part.
+    for way, bound in (("exact", 1e-5), ("auto", 2e-2)):
+        whole, found = alone[f"{way} logits"].double(), first[f"{way} logits"].double()
+        assert float((found - whole).norm() / whole.norm()) < bound
+        for what in ("tokens", "logits"):
+            assert torch.equal(first[f"{way} {what}"], second[f"{way} {what}"])
+    assert torch.equal(first["exact tokens"], alone["exact tokens"])
+
+
+def test_no_rank_decodes_by_an_engine_alone(results: dict[str, Any]) -> None:
+    whole = results["whole"][BY_ENGINE[0]]["exact tokens"]
+    for rank in ("first", "second"):
+        assert torch.equal(results[rank]["no engine"], whole)
+
+
+@pytest.mark.parametrize("rank", ["first", "second"])
+def test_ranks_with_a_copy_of_the_file_each_exchange_what_they_read(
+    results: dict[str, Any], rank: str
+) -> None:
+    found, same = results[rank]["own copy"], results[rank][BY_ENGINE[0]]
+    for name in ("torch.float32", "tokens"):
+        assert torch.equal(found[name], same[name])
+    assert found["bytes"] == same["bytes"]
+
+
+@pytest.mark.parametrize("engine", ["off", "auto"])
+def test_ranks_stop_at_the_same_token_and_none_leaves_the_others_waiting(
+    results: dict[str, Any], engine: str
+) -> None:
+    first, second = (results[rank][f"streamed, engine {engine}"] for rank in ("first", "second"))
     assert first == second and first["again"] == first["whole"]
     assert first["stopped"] == first["whole"][: first["whole"].index(first["stop"])] != ""
 

@@ -21,7 +21,7 @@ from launches import catching, compiled_facts, differing, forget, pretend
 from test_engine import build
 
 import nstf.runtime
-from nstf.kernels.formats import EncodedTensor, Node
+from nstf.kernels.formats import EncodedTensor, Node, rotated
 from nstf.kernels.formats.tree import format_of
 from nstf.kernels.triton import decode_step, linear
 from nstf.kernels.triton.architecture import ARCHITECTURES
@@ -40,20 +40,28 @@ SIZES: dict[str, Any] = {
     "vocab_size": 112,
     "max_position_embeddings": 2048,
 }
-# Norms of heads and out of blocks, windows and the other gate; biases; neither; and one format for all matrices.
-MODELS = ("gemma 3", "qwen 2", "llama, linear rope", "llama, linear rope in int4")
+# Norms of heads and out of blocks, windows and the other gate; biases; neither; one format for all matrices; and rotated
+# paths, with and without norms out of blocks.
+MODELS = (
+    *("gemma 3", "qwen 2", "llama, linear rope", "llama, linear rope in int4"),
+    *("llama, linear rope in paths", "gemma 3 in paths"),
+)
 
 
 def node(kind: str, children: dict[str, Node], **params: Any) -> Node:
     return Node(kind, format_of(kind).Params(**params), children)
 
 
-def tree_of(tiny: ModuleType, name: str, int4: bool) -> Node:
-    """A format for each place: what stacks, and what does not."""
+def tree_of(tiny: ModuleType, name: str, form: str, shape: tuple[int, ...]) -> Node:
+    """A format for each place: what stacks, and what does not. form: `int4`, `paths`, or anything else."""
     leaf = tiny.leaf
-    if int4:
+    if form == "int4" or (form == "paths" and ("lm_head" in name or "embed" in name)):
         same: Node = leaf("int", bits=4, group=64)
         return same
+    if form == "paths":
+        shuffled = leaf("shuffle", quarter_bits=12)
+        path = shuffled if "o_proj" in name or "down_proj" in name else leaf("trellis", quarter_bits=(12,))
+        return node("rotated", {"x": path}, block_in=rotated.block_for(shape[1]))
     dense = leaf("dense", dtype="float16")
     correction = node("low_rank", {"a": dense, "b": dense}, rank=16)
     for part, tree in {
@@ -77,9 +85,9 @@ def artifact(
     request: pytest.FixtureRequest, tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        int4 = request.param.endswith("in int4")
-        patch.setattr(tiny, "matrix_tree", lambda model, name, shape: tree_of(tiny, name, int4))
-        built = build(request.param.removesuffix(" in int4"), **SIZES)
+        family, _, form = request.param.partition(" in ")
+        patch.setattr(tiny, "matrix_tree", lambda model, name, shape: tree_of(tiny, name, form, shape))
+        built = build(family, **SIZES)
         path: Path = tiny.write(tmp_path_factory.mktemp("model"), built)
     return path
 
@@ -125,6 +133,7 @@ def test_every_launch_of_a_step_was_compiled_ahead(
     decoder = decoder_on(target, artifact, dtype, monkeypatch)
     layers = decoder._layers
     assert all(len(layer.qkv) == len(layer.gate_up) == 1 for layer in layers), "no stacks"
+    model = request.node.name
     for batch, tokens, slots in ((1, 30, False), (4, 900, False), (2, 30, True)):
         with open_artifact(artifact) as opened:
             specs = list(all_specs(opened, (batch,), dtype, row).values())
@@ -151,9 +160,13 @@ def test_every_launch_of_a_step_was_compiled_ahead(
         assert kernels.count("attend_kernel") == len(layers)
         # A product that is one launch has the gate in it, and one of a plain bfloat16 model the norm that follows.
         nvidia = target.startswith("sm_")
-        whole = nvidia and "int4" in request.node.name and dtype == torch.bfloat16
+        whole = nvidia and "llama, linear rope in" in model and dtype == torch.bfloat16
         assert kernels.count("gate_kernel") == (0 if nvidia else len(layers))
         assert kernels.count("norm_kernel") == (1 if whole else 2 * len(layers) + 1)
+        if "in paths" in model and nvidia:
+            # Gates turn the input of `down`, endings that add that of the next product; what comes of a norm's launch and of
+            # attention is turned by one of its own.
+            assert kernels.count("rotate_kernel") == (1 + len(layers) if whole else 3 * len(layers))
 
 
 def test_a_launch_that_differs_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.memory_limit import causes
-from nstf_convert.cli import _explain
+from nstf_convert.cli.messages import explain
 
 MIB = 1 << 20
 LIMITED = """
@@ -54,10 +54,10 @@ def test_a_missing_model_class_behind_missing_memory_is_told_as_memory() -> None
     error = UnsupportedError("cannot build a model")
     error.__cause__ = ModuleNotFoundError("Could not import module")
     error.__cause__.__context__ = ImportError("libx.so: failed to map segment from shared object")
-    assert _explain(error, ["place"]) == (
+    assert explain(error, ["place"]) == (
         1,
         "out of memory: libx.so: failed to map segment from shared object; free some, or raise its limit",
     )
     error.__cause__.__context__ = error  # a circle ends
     assert list(causes(error)) == [error, error.__cause__]
-    assert _explain(error, ["place"])[0] == UnsupportedError.exit_code
+    assert explain(error, ["place"])[0] == UnsupportedError.exit_code

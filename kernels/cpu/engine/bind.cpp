@@ -20,6 +20,7 @@
 #include "../parallel.h"
 #include "argmax.h"
 #include "convolution.h"
+#include "held.h"
 #include "image_steps.h"
 #include "leaves.h"
 #include "layer_plan.h"
@@ -36,11 +37,6 @@ namespace {
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Stored = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-
-struct Held {  // a matrix, and what must live as long
-    Shared matrix;
-    std::vector<nb::object> keep;
-};
 
 std::vector<float> copied(const Floats& a) { return {a.data(), a.data() + a.size()}; }
 
@@ -186,9 +182,6 @@ Held make_chain(const std::string& kind, int64_t rows, int64_t cols, const std::
     return held;
 }
 
-// More threads than any machine has cores for; with them times some shares each, no count overflows.
-int limited(int threads) { return std::clamp(threads, 1, 4096); }
-
 void multiply(const Held& m, uintptr_t x, int64_t batch, uintptr_t y, int threads) {
     if (batch < 0) throw std::invalid_argument("a product with fewer than no rows of activations");
     if (batch == 0) return;
@@ -302,6 +295,18 @@ class Engine {
         if (d.contains("heads")) layer.plan = layer_plan(d);
         model_.add_layer(std::move(layer));
     }
+    // sum(address, numbers), join(address of [count, rows], count, address of [count, vocab]): Python functions, called with its
+    // lock. What they raise ends the call.
+    void divide(nb::object sum, nb::object join) {
+        model_.divide({[sum](float* values, int64_t count) {
+                           nb::gil_scoped_acquire locked;
+                           sum(reinterpret_cast<uintptr_t>(values), count);
+                       },
+                       [join](const float* part, int64_t count, float* logits) {
+                           nb::gil_scoped_acquire locked;
+                           join(reinterpret_cast<uintptr_t>(part), count, reinterpret_cast<uintptr_t>(logits));
+                       }});
+    }
     void add_rotation(Floats frequencies) { model_.add_rotation(copied(frequencies)); }
 
     // Addresses: ids int64 [count], logits float32 [vocab] or [count, vocab].
@@ -371,6 +376,7 @@ class Engine {
         auto real = [&](const char* key) { return nb::cast<float>(d[key]); };
         s.hidden = number("hidden"), s.layers = number("layers"), s.heads = number("heads"), s.kv_heads = number("kv_heads");
         s.head_size = number("head_size"), s.ffn = number("ffn"), s.vocab = number("vocab"), s.context = number("context");
+        s.first_row = d.contains("first_row") ? number("first_row") : 0, s.rows = d.contains("rows") ? number("rows") : s.vocab;
         s.epsilon = real("epsilon"), s.score_scale = real("score_scale"), s.embedding_scale = real("embedding_scale");
         s.logit_cap = real("logit_cap"), s.gelu = nb::cast<bool>(d["gelu"]);
         return s;
@@ -460,11 +466,13 @@ void bind_engine(nb::module_& m) {
     m.def("isa", [] { return std::string(nstf::name(nstf::isa())); }, "The one kernels are chosen for.");
     m.def("use_isa", &nstf::use_isa, "isa"_a, "Chooses kernels for another one from here on; \"\": the best.");
     bind_attention(m);
+    bind_grouped(m);
     nb::class_<Engine>(m, "Engine")
         .def(nb::init<const nb::dict&, const Held&, const Held&, Floats>(), "shape"_a, "embedding"_a, "head"_a,
              "final_norm"_a)
         .def("add_layer", &Engine::add_layer)
         .def("add_rotation", &Engine::add_rotation)
+        .def("divide", &Engine::divide, "sum"_a, "join"_a, "For one process of several: how results are put together.")
         .def("run", &Engine::run, "ids"_a, "count"_a, "first"_a, "logits"_a, "all"_a, "threads"_a)
         .def("go_on", &Engine::go_on, "token"_a, "first"_a, "count"_a, "stop"_a, "found"_a, "threads"_a,
              "Runs a token and goes on with the likeliest ones: (tokens found, whether the last one's logits are NaN).")

@@ -34,13 +34,14 @@ Model::Model(const Shape& shape, Shared embedding, Shared head, std::vector<floa
     : shape_(shape), embedding_(std::move(embedding)), head_(std::move(head)), final_norm_(std::move(final_norm)) {
     const Shape& s = shape_;
     // Below 2^31 no product of two of them overflows.
-    for (int64_t size : {s.hidden, s.heads, s.kv_heads, s.head_size, s.ffn, s.vocab, s.context})
+    for (int64_t size : {s.hidden, s.heads, s.kv_heads, s.head_size, s.ffn, s.vocab, s.context, s.rows})
         require(size > 0 && size < int64_t{1} << 31, "engine: sizes out of range");
     require(s.hidden > 0 && s.heads > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_size > 0 &&
                 s.head_size % 2 == 0 && s.head_size <= 512 && s.ffn > 0 && s.context > 0,
             "engine: sizes out of range");
-    fits(embedding_, s.vocab, s.hidden);
-    fits(head_, s.vocab, s.hidden);
+    require(s.first_row >= 0 && s.first_row + s.rows <= s.vocab, "engine: rows outside of the table");
+    fits(embedding_, s.rows, s.hidden);
+    fits(head_, s.rows, s.hidden);
     require(static_cast<int64_t>(final_norm_.size()) == s.hidden, "engine: the last norm has another size");
     only_head_ = {head_.get()};
     set_sequences(1);
@@ -167,7 +168,9 @@ void Model::ready(const int64_t* ids, int64_t count) const {
 
 void Model::heads(const float* normed, int64_t count, float* logits, int threads) {
     const Shape& s = shape_;
-    multiply_all(only_head_, normed, count, {logits}, {s.vocab}, threads, layers_.front().qkv);
+    float* part = others_.join ? part_.grow(count * s.rows) : logits;
+    multiply_all(only_head_, normed, count, {part}, {s.rows}, threads, layers_.front().qkv);
+    if (others_.join) others_.join(part, count, logits);
     if (s.logit_cap > 0)
         for (int64_t i = 0; i < count * s.vocab; ++i) logits[i] = s.logit_cap * std::tanh(logits[i] / s.logit_cap);
 }
@@ -243,9 +246,15 @@ void Model::chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t co
     int64_t t = 0;
     for (const Part& p : parts)
         for (int64_t end = t + p.count; t < end; ++t) {
-            embedding_->decode(ids[t], x + t * s.hidden);
-            for (int64_t i = 0; i < s.hidden; ++i) x[t * s.hidden + i] *= s.embedding_scale;
+            float* row = x + t * s.hidden;
+            if (ids[t] < s.first_row || ids[t] >= s.first_row + s.rows) {  // of another process
+                std::fill_n(row, s.hidden, 0.0f);
+                continue;
+            }
+            embedding_->decode(ids[t] - s.first_row, row);
+            for (int64_t i = 0; i < s.hidden; ++i) row[i] *= s.embedding_scale;
         }
+    sum(x, t * s.hidden);
     std::fill(x + t * s.hidden, x + count * s.hidden, 0.0f);
     for (size_t i = 0; i < layers_.size(); ++i) {
         attention(layers_[i], i, parts, count, threads);
@@ -313,6 +322,7 @@ void Model::attention(const Layer& layer, size_t index, const std::vector<Part>&
     }
 
     multiply_all(layer.only_o, mixed, count, {out}, {s.hidden}, threads, layer.gate_up);
+    sum(out, count * s.hidden);
     add_bias(out, layer.o_bias, count);
     for (int64_t t = 0; t < count; ++t) {
         float* row = out + t * s.hidden;
@@ -332,6 +342,7 @@ void Model::feed_forward(const Layer& layer, size_t index, int64_t count, int th
     auto task = [&](int64_t t) { op.gated(gate + t * s.ffn, up + t * s.ffn, s.ffn, s.gelu); };
     parallel_for(count > 1 ? threads : 1, count, task);
     multiply_all(layer.only_down, gate, count, {out}, {s.hidden}, threads, after(index));
+    sum(out, count * s.hidden);
     for (int64_t t = 0; t < count; ++t) {
         float* row = out + t * s.hidden;
         if (!layer.ffn_out_norm.empty()) op.rms_norm(row, layer.ffn_out_norm.data(), s.hidden, s.epsilon, row);

@@ -1,6 +1,7 @@
 // A decoder-only transformer of the Llama family: Llama, Mistral, Qwen 2 and 3, SmolLM, Gemma 3. One call runs all layers.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "attend.h"
@@ -10,6 +11,7 @@ namespace nstf::engine {
 
 struct Shape {
     int64_t hidden = 0, layers = 0, heads = 0, kv_heads = 0, head_size = 0, ffn = 0, vocab = 0, context = 0;
+    int64_t first_row = 0, rows = 0;  // of table and head, those that this process has: all but in a divided model
     float epsilon = 1e-6f, score_scale = 1.0f, embedding_scale = 1.0f, logit_cap = 0.0f;
     bool gelu = false;
 };
@@ -33,10 +35,19 @@ struct Part {
     bool wanted;  // logits of the last token
 };
 
+// How processes that run a model together, each with some heads, columns of the feed-forward and rows of the tables, put their
+// results together. Called by the thread that called the model.
+struct Others {
+    std::function<void(float*, int64_t)> sum;                 // of all processes' numbers, in their place
+    std::function<void(const float*, int64_t, float*)> join;  // everybody's [count, rows] -> [count, vocab]
+};
+
 class Model {
   public:
     Model(const Shape& shape, Shared embedding, Shared head, std::vector<float> final_norm);
     void add_layer(Layer layer);
+    // From here on results are those of all processes together, which make the same calls.
+    void divide(Others others) { others_ = std::move(others); }
     // Angles per position, [head_size / 2].
     void add_rotation(std::vector<float> frequencies);
 
@@ -71,11 +82,15 @@ class Model {
     void chunk(const int64_t* ids, const std::vector<Part>& parts, int64_t count, int threads);
     void attention(const Layer& layer, size_t index, const std::vector<Part>& parts, int64_t count, int threads);
     void feed_forward(const Layer& layer, size_t index, int64_t count, int threads);
+    void sum(float* values, int64_t count) const {
+        if (others_.sum) others_.sum(values, count);
+    }
     void heads(const float* normed, int64_t count, float* logits, int threads);
     // What follows layer `index` in a token: the next one's matrices, or the head.
     const std::vector<Matrix*>& after(size_t index) const { return index + 1 < layers_.size() ? layers_[index + 1].qkv : only_head_; }
 
     Shape shape_;
+    Others others_;
     Shared embedding_, head_;
     std::vector<float> final_norm_;
     std::vector<Layer> layers_;
@@ -86,7 +101,7 @@ class Model {
     std::vector<PageCache> caches_;  // of each sequence
     Attention attention_;
     Buffer<float> padded_;
-    Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_, logits_;
+    Buffer<float> x_, normed_, q_, k_, v_, mixed_, out_, gate_, up_, logits_, part_;
 };
 
 }  // namespace nstf::engine

@@ -5,6 +5,7 @@
 
 #include "../half.h"
 #include "../parallel.h"
+#include "grouped.h"
 #include "leaves.h"
 #include "ops_table.h"
 
@@ -78,7 +79,7 @@ class LowRank : public Matrix {
     Shared a_, b_;
 };
 
-class Sum : public Matrix {
+class Sum : public Matrix, public Terms {
   public:
     Sum(Shared x, Shared y) : Matrix(x->rows, x->cols), x_(std::move(x)), y_(std::move(y)) {}
     void multiply(const float* x, int64_t batch, float* y, int64_t stride, int threads) override {
@@ -95,6 +96,10 @@ class Sum : public Matrix {
         for (int64_t k = 0; k < cols; ++k) out[k] += other[static_cast<size_t>(k)];
     }
     std::string kernel() const override { return x_->kernel() + " + " + y_->kernel(); }
+    void terms(std::vector<Matrix*>& out) override {
+        terms_of(x_.get(), out);
+        terms_of(y_.get(), out);
+    }
 
   private:
     Shared x_, y_;

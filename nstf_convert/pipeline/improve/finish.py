@@ -26,7 +26,7 @@ def chosen(run: Run, mix: Trial, uniform: Trial | None, facts: SearchFacts | Non
     """The mix by its last steps, or the uniform file where that measures better on the windows that choose."""
     steps: tuple[Mapping[str, Any], ...] = ()
     if run.session.options.front_to_back and mix.load is None:
-        after = run.front_to_back(mix.planned)
+        after = run.in_a_pass(mix.planned)
         kept = after.score < mix.score
         steps = ({"step": "front to back", "before": mix.score, "after": after.score, "kept": kept},)
         mix = after if kept else mix

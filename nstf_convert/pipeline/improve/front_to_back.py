@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,16 +23,24 @@ from nstf import __version__
 from nstf.analyzers.moments import rows_of
 from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import run_in_step
-from nstf.kernels.formats import EncodedTensor, node_from_json, node_to_json, stored_bytes
+from nstf.kernels.formats import node_to_json
 from nstf.kernels.trellis_encode import search_threads
-from nstf.quantizers.stats import Stats, loss
+from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
 from nstf_convert.pipeline.improve import groups as grouping
 from nstf_convert.pipeline.improve.groups import Group, affordable, find_groups, first_groups
+from nstf_convert.pipeline.improve.in_pass import (
+    InPass,
+    all_there,
+    bits_of,
+    outcome,
+    shrinkage,
+    stored_loss,
+    token_weights,
+)
 from nstf_convert.pipeline.improve.target import Moments, Rows, moments, targets
 from nstf_convert.pipeline.machine import each_of
-from nstf_convert.pipeline.mix import NamedLoader, tree_of
 from nstf_convert.pipeline.products import (
     EXACT_BITS,
     exact_products,
@@ -51,77 +58,45 @@ from nstf_convert.pipeline.store.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
 # Bumped when the same mix gives other bytes.
-VERSION = 2
+VERSION = 3
 # Of the weight's correction: damping, relative to the Hessian's mean diagonal, and the share of the batches that decide how
 # far it goes.
 DAMPING = 0.01
 HELD_OUT = 0.25
 
 
-@dataclass(frozen=True, eq=False)
-class Prefixed:
-    """A mix encoded front to back; `load` and `kept` as the Encoder's. results: by name, as from `encode_all`."""
-
-    session: Session
-    results: dict[str, Result]
-    keys: Mapping[str, str] = field(default_factory=dict)
-
-    def load(self, unit: Unit, recipe: Recipe) -> EncodedTensor:
-        """The encoded tensor of the mix."""
-        if unit.name not in self.keys:
-            return self.session.encoder.load(unit, recipe)
-        found = self.session.work.find(self.keys[unit.name])
-        if found is None:
-            raise RuntimeError(f"{unit.name}: the work directory lost a result while it was in use")
-        arrays, metadata = found
-        return EncodedTensor(node_from_json(metadata["tree"]), unit.shape, arrays)
-
-    def kept(self, unit: Unit) -> EncodedTensor:
-        """The tensor as it is in the checkpoint."""
-        return self.session.encoder.kept(unit)
-
-    def loader(self) -> NamedLoader:
-        """What gives the tensors of the mix when a file is written or measured."""
-
-        def load(unit: Unit, recipe: Recipe | None) -> EncodedTensor:
-            return self.kept(unit) if recipe is None else self.load(unit, recipe)
-
-        return NamedLoader(load, content_key(kind="front to back", keys=dict(self.keys)))
-
-
 def encode_in_prefix(
     session: Session,
     mix: Mapping[str, Recipe],
     progress: Callable[[Unit], None],
-    corrected: bool = True,
     share: float = 1.0,
-) -> Prefixed:
+) -> InPass:
     """Encodes a mix front to back. What the scheme does not cover is encoded with the calibration's statistics, first:
     tables, expert stacks, weights of modules that run several times, tensors the data says nothing about.
 
-    corrected: rounded is what makes up for the predecessors' errors, in the residual stream where a layer writes to
-    one; otherwise the weight itself. share: of the weights it covers, only the first ones; `results` then has no others.
+    Rounded is what makes up for the predecessors' errors, in the residual stream where a layer writes to one. share: of the
+    weights it covers, only the first ones; `results` then has no others.
     """
     batches = [] if session.calibration is None else fit_batches(session.calibration)
     groups = find_groups(session, mix, batches) if batches else []
-    batches = affordable(session, groups, batches, 2 if corrected else 1)
-    keys = _keys(session, mix, groups, corrected, len(batches))
+    batches = affordable(session, groups, batches, "front to back", 2)
+    keys = _keys(session, mix, groups, len(batches))
     groups = first_groups(session, groups, share)
     wanted = {name: keys[name] for group in groups for name in group.weights}
     free = [(session.units[n], r) for n, r in mix.items() if n not in keys]
     results = session.encoder.encode_all(free, progress)
-    prefixed = Prefixed(session, results, keys)
-    if not _all_there(session, list(wanted.values())):
+    prefixed = InPass(session, results, keys)
+    if not all_there(session, list(wanted.values())):
         workers = session.machine.workers(max(working_bytes(session.units[n]) for n in wanted))
         threads = torch.get_num_threads()
         try:
             # Sums whose order depends on the number of threads would make the bytes depend on it.
             torch.set_num_threads(1)
-            _Pass(prefixed, mix, groups, corrected, progress, workers).run(batches)
+            _Pass(prefixed, mix, groups, progress, workers).run(batches)
         finally:
             torch.set_num_threads(threads)
     for name, key in wanted.items():
-        results.setdefault(name, Result(_stored_loss(session, name, key), 0.0))
+        results.setdefault(name, Result(stored_loss(session, name, key), 0.0))
     return prefixed
 
 
@@ -129,27 +104,12 @@ class _Enough(Exception):
     """Ends a pass: what comes after the last group changes nothing."""
 
 
-def _all_there(session: Session, keys: Sequence[str]) -> bool:
-    """Whether all results are in the work directory, undamaged: all of them are read, on all cores."""
-    if any(session.work.find_metadata(key) is None for key in keys):
-        return False
-    with ThreadPoolExecutor(session.threads) as pool:
-        return all(pool.map(session.work.has, keys))
-
-
-def _stored_loss(session: Session, name: str, key: str) -> float:
-    found = session.work.find_metadata(key)
-    if found is None:
-        raise RuntimeError(f"{name}: the work directory lost a result while it was in use")
-    return float(found["loss"])
-
-
 def _keys(
-    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], corrected: bool, windows: int
+    session: Session, mix: Mapping[str, Recipe], groups: Sequence[Group], windows: int
 ) -> dict[str, str]:
     """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each, and
     the number of windows that fit the memory."""
-    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, corrected=corrected)
+    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, corrected=True)
     return {
         name: content_key(
             kind="prefix",
@@ -167,27 +127,19 @@ def _keys(
     }
 
 
-def _bits(session: Session, mix: Mapping[str, Recipe]) -> float:
-    """Bits per weight of the tensors of a mix, scales included."""
-    units = [session.units[n] for n in mix]
-    stored = sum(stored_bytes(tree_of(u, mix[u.name]), u.shape) for u in units)
-    return 8 * stored / max(1, sum(u.elements for u in units))
-
-
 class _Pass:
     """One run of the fit batches through the model that is being encoded."""
 
     def __init__(
         self,
-        prefixed: Prefixed,
+        prefixed: InPass,
         mix: Mapping[str, Recipe],
         groups: Sequence[Group],
-        corrected: bool,
         progress: Callable[[Unit], None],
         workers: int,
     ) -> None:
         self.prefixed, self.session, self.mix = prefixed, prefixed.session, mix
-        self.groups, self.corrected, self.progress, self.workers = groups, corrected, progress, workers
+        self.groups, self.progress, self.workers = groups, progress, workers
         self.ready = {name for name in mix if name not in prefixed.keys}
         self.decoded: dict[str, Tensor] = {}
         self.lock = threading.Lock()
@@ -196,7 +148,7 @@ class _Pass:
         self.losses: dict[str, float] = {}
         self.writing: dict[str, Future[None]] = {}
         self.count = 0
-        self.fast = _bits(self.session, mix) < EXACT_BITS
+        self.fast = bits_of(self.session, mix) < EXACT_BITS
         self.model = self.session.streamed(self.source)
         self.modules = dict(self.model.module.named_modules())
         self.by_weight: dict[str, list[nn.Module]] = {}
@@ -221,7 +173,7 @@ class _Pass:
         merged = list(merge_batches(batches, even_tokens(batches, self.session.tokens_per_batch)))
         if len(merged) < grouping.MIN_BATCHES:
             merged = list(batches)  # some are held out
-        models = [self.model, self.session.reference()] if self.corrected else [self.model]
+        models = [self.model, self.session.reference()]
         paths = [dict(m.module.named_modules()) for m in models]
         self.count = len(merged)
         runs = [
@@ -230,12 +182,8 @@ class _Pass:
             for j, b in enumerate(merged)
         ]
         gates = [[p[g.module] for p in paths] for g in self.groups if g.module]
-        handles = []
-        if self.corrected:
-            norms = {g.norm for g in self.groups if g.norm is not None}
-            handles = [
-                p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)
-            ]
+        norms = {g.norm for g in self.groups if g.norm is not None}
+        handles = [p[n].register_forward_pre_hook(self._keep_stream) for p in paths for n in sorted(norms)]
         try:
             # Results are written while the next group is under way. The workers stay for the whole pass: torch takes
             # milliseconds to set a new thread up.
@@ -295,7 +243,7 @@ class _Pass:
             seconds = time.perf_counter() - start
             loss = self.losses.get(name)
             if loss is None:
-                loss = _stored_loss(self.session, name, self.prefixed.keys[name])
+                loss = stored_loss(self.session, name, self.prefixed.keys[name])
             self.prefixed.results[name] = Result(loss, seconds / len(group.weights))
             self.progress(self.session.units[name])
             self.ready.add(name)
@@ -312,8 +260,6 @@ class _Pass:
         here = [i for i in range(self.count) if given[i] is not None]
         rows = [rows_of(module, given[i]) for i in here]
         weights = self._token_weights(group, rows)
-        if not self.corrected:
-            return moments([Rows(rows, weights=weights)], self.workers, self.each)
         originals = [rows_of(module, given[self.count + i]) for i in here]
         lag: list[Tensor] = []
         if group.norm is not None:
@@ -325,19 +271,8 @@ class _Pass:
             return moments([data], self.workers, self.each)
         return moments([fit, held_out], self.workers, self.each)
 
-    def _shrinkage(self, group: Group) -> float:
-        """As much as the calibration's Hessian of that input was shrunk."""
-        file = self.session.calibration
-        return 0.0 if file is None else float(file.metadata["hessians"][group.key].get("shrinkage", 0.0))
-
     def _token_weights(self, group: Group, rows: Sequence[Tensor]) -> list[Tensor] | None:
-        file = self.session.calibration
-        found = None if file is None else file.find(f"token_weight:{group.key}")
-        sizes = [r.shape[0] for r in rows]
-        # The windows that fit the memory are the first ones; a layer that some batches skip has no order of its own.
-        if found is None or len(rows) < self.count or found.numel() < sum(sizes):
-            return None
-        return list(torch.split(found.reshape(-1)[: sum(sizes)], sizes))
+        return token_weights(self.session, group, rows, self.count)
 
     def _encode_group(self, group: Group, known: list[Moments]) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU. known: is used up."""
@@ -345,7 +280,7 @@ class _Pass:
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
         weights, shares, hessian = self._targets(wanted, known, self.each)
-        stats = Stats(shrunk(hessian, self._shrinkage(group)))
+        stats = Stats(shrunk(hessian, shrinkage(self.session, group)))
         del hessian
         if self.session.machine.on_gpu:
             self._encode(wanted, weights, shares, stats)
@@ -384,14 +319,12 @@ class _Pass:
         own = [stats.for_rows(self.session.statistics.row_weight(u)) for u in units]
         items = [(self.mix[u.name], w, s, u.lead) for u, w, s in zip(units, weights, own, strict=True)]
         done = recipes.encode_many(items, self.session.machine.scratch_bytes)
-        for unit, (_, inner, known, lead), share, encoded in zip(units, items, shares, done, strict=True):
-            became = decoded(encoded, inner.device).reshape(inner.shape)
-            lost = self.losses[unit.name] = loss(inner, became, known, lead)
+        for unit, (_, inner, known, _), share, encoded in zip(units, items, shares, done, strict=True):
+            stored, became, lost = outcome(unit, inner, encoded, known)
+            self.losses[unit.name] = lost
             if unit.permute is None:
                 self.decoded[unit.name] = became.reshape(unit.shape)
-            else:
-                encoded = recipes.permuted(encoded, unit.permute, unit.shape)
-            metadata = {"tree": node_to_json(encoded.tree), "loss": lost, "share": share}
+            metadata = {"tree": node_to_json(stored.tree), "loss": lost, "share": share}
             self.writing[unit.name] = self.writer.submit(
-                self.session.work.put, self.prefixed.keys[unit.name], dict(encoded.arrays), metadata
+                self.session.work.put, self.prefixed.keys[unit.name], dict(stored.arrays), metadata
             )

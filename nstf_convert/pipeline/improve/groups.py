@@ -95,21 +95,27 @@ def run_data(session: Session) -> Data:
 
 
 def affordable(
-    session: Session, groups: Sequence[Group], batches: Sequence[Batch], models: int
+    session: Session, groups: Sequence[Group], batches: Sequence[Batch], step: str, models: int
 ) -> list[Batch]:
     """The first batches whose activations, waiting before the widest group in `models` models, fit the machine's bound.
+    step: what the report calls it.
 
     A waiting batch holds the input of its group and about as much again (the stream, queries, keys and values).
     """
-    file = session.calibration
-    if file is None or not groups:
+    if not groups:
         return list(batches)
-    entries = file.metadata["hessians"]
-    widest = max(entries[g.key]["tokens"] * _inputs(session, g) for g in groups) * 4 * 2 * models
-    kept = session.fitting("front to back", len(batches), -(-widest // len(batches)), MIN_BATCHES)
+    widest = models * waiting_bytes(session, groups)
+    kept = session.fitting(step, len(batches), -(-widest // len(batches)), MIN_BATCHES)
     return list(batches[:kept])
 
 
-def _inputs(session: Session, group: Group) -> int:
+def waiting_bytes(session: Session, groups: Sequence[Group]) -> int:
+    """What all batches hold while they wait before the widest group, in one model."""
+    file = session.calibration
+    entries = {} if file is None else file.metadata["hessians"]
+    return max((entries[g.key]["tokens"] * inputs(session, g) for g in groups), default=0) * 4 * 2
+
+
+def inputs(session: Session, group: Group) -> int:
     unit = session.units[group.weights[0]]
     return unit.elements // unit.inner_shape[0]

@@ -4,10 +4,12 @@ Expected losses know how much directions matter from the calibration alone. A de
 what seemed to matter least there is what a sample says least about: beside integers its expected loss is too small, by a
 factor that only a measurement tells (5.5 on a trained ResNet-18, docs/convolutions.md).
 
-Where a file is to be fast, its mix has to lose no more than the single format that its bound on time was made from. One that
-loses more is planned again with the expected losses of decompositions times the factor that was measured: the plan then
-takes less of them and is slower, and its promise is likelier to hold. Where healing was asked for, both sides are healed
-for a share of the time before they are compared: it gives structure back more than it gives integers.
+Where bytes alone count the measured factor adapts ranks: the plan is made again with it, neighbouring ranks are worked out
+at the price that it leaves of a byte, and what measures best is kept. Where a file is to be fast, its mix has to lose no
+more than the single format that its bound on time was made from. One that loses more is planned again with the expected
+losses of decompositions times the factor that was measured: the plan then takes less of them and is slower, and its promise
+is likelier to hold. Where healing was asked for, both sides are healed for a share of the time before they are compared: it
+gives structure back more than it gives integers.
 """
 
 import logging
@@ -34,6 +36,13 @@ ROUNDS = 6
 MARGIN = 1.1
 # A mix that keeps its promise is planned once more with a smaller factor where it loses less than this share of it.
 SLACK = 0.6
+# Where bytes alone count: decompositions that lose between so many times what is expected and one over it keep their ranks;
+# plans that are made and measured otherwise, at most; and the factors that one measurement is believed.
+TOLERANCE = 1.25
+# Those that have less than this share of a mix's expected loss cannot be told from the noise of a measurement.
+NOTICED = 0.05
+RANK_ROUNDS = 2
+BELIEVED = 8.0
 # The share of the healing that decides.
 SHORT = 1 / 3
 
@@ -41,12 +50,12 @@ SHORT = 1 / 3
 @dataclass(frozen=True)
 class Round:
     """One mix with decompositions and what became of it. factor: what their expected losses were times; seconds: of a
-    token's (an image's) products, as predicted; score: measured, promise: of the single format, both after `steps` of
-    healing (None: not healed)."""
+    token's (an image's) products, as predicted (None where bytes alone count); score: measured, promise: of the single
+    format (of the plan without decompositions), both after `steps` of healing (None: not healed)."""
 
     factor: float
     size_bytes: int
-    seconds: float
+    seconds: float | None
     score: float
     promise: float
     healed_steps: int | None
@@ -75,6 +84,7 @@ def structure_that_pays(
     single = None if run.fast_enough(plain.mix, budget_bytes) else _yardstick(run, budget_bytes)
     if single is None:
         trial = steps(replace(plain, label="mix without decompositions"))
+        mix = _ranks_as_measured(run, mix, trial, steps, budget_bytes)
         run.plain_only = trial.score < mix.score  # within the time that it was planned for
         return trial if run.plain_only else mix
     kept = _keeping(run, mix, steps, steps(single), budget_bytes)
@@ -82,6 +92,42 @@ def structure_that_pays(
         return kept
     run.leave_structure()
     return steps(replace(run.plan(budget_bytes), label="mix without decompositions"))
+
+
+def _ranks_as_measured(
+    run: Run, mix: Trial, plain: Trial, steps: Callable[[Planned], Trial], budget_bytes: int
+) -> Trial:
+    """A mix, or one planned again by what its decompositions lose beside those formats of the plan without them: ranks grow
+    while they buy more there than the same bytes do elsewhere, and shrink, or leave, where they lose more. What measures
+    best is kept, and with it the factor that it was planned with."""
+    best, now, kept = mix, mix, run.factor
+    for left in reversed(range(RANK_ROUNDS + 1)):
+        beaten = not now.score <= plain.score
+        run.rounds.append(
+            Round(run.factor, now.planned.size_bytes, None, now.score, plain.score, None, not beaten)
+        )
+        if now.score < best.score:
+            best, kept = now, run.factor
+        found = _measured_factor(run, now, now.score, plain, plain.score)
+        if not left or not math.isfinite(found) or _share(run, now) < NOTICED:
+            break
+        found = min(max(found, run.factor / BELIEVED), run.factor * BELIEVED)
+        if 1 / TOLERANCE <= found / run.factor <= TOLERANCE:
+            break
+        run.take_factor(found)
+        planned = replace(run.plan(budget_bytes), label="mix, ranks as measured")
+        if not decomposed(planned.mix) or planned.mix == now.planned.mix:
+            break
+        now = steps(planned)
+    run.take_factor(kept)
+    return best
+
+
+def _share(run: Run, mix: Trial) -> float:
+    """The share of what a mix is expected to lose that its decompositions have."""
+    parts = {n: r for n, r in mix.planned.mix.items() if r.family == "decomposed"}
+    whole = plans.expected_loss(run.scaled(run.table), mix.planned.mix)
+    return plans.expected_loss(run.scaled(run.table), parts) / max(whole, 1e-300)
 
 
 def decomposed(mix: Mapping[str, Recipe]) -> bool:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nstf import decomposers
-from nstf.decomposers.add import LOW_BITS
 from nstf.errors import BudgetError
+from nstf.proposals import FEW_BITS
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.allocate import bounds
 from nstf_convert.pipeline.allocate import plan as plans
@@ -16,7 +15,7 @@ from nstf_convert.pipeline.allocate.timing import Timing
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.helpers import Job
 from nstf_convert.pipeline.improve import rival
-from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.improve.passes import encode_in_pass, stage_of
 from nstf_convert.pipeline.improve.rival import Stopped
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.candidates import Candidate
@@ -41,12 +40,12 @@ ROUGH = ("decomposed", "hybrid")
 @dataclass
 class Run:
     """A conversion under way. table: the candidates with what is known of their losses; it grows while plans are made.
-    true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report. with_hybrids:
-    tensors for which decomposers were asked at few bits. grown: decompositions whose ranks were adapted. timing: what
-    mixes cost in time; without it only bytes count. stopped: single formats that were given up early. divisions: what
-    ranks allow, where the file is to be divided among some; free: the table without that. plain_only: plans take no
-    decompositions, which measured worse. factor: how many times what is expected of them decompositions lose in plans;
-    rounds: of `pays`, for the report."""
+    true_losses: found by encoding, by tensor and recipe. tried: every mix measured so far, for the report. asked_again:
+    tensors for which methods were asked at the bits of a first plan. grown: decompositions whose ranks were adapted.
+    timing: what mixes cost in time; without it only bytes count. stopped: single formats that were given up early.
+    divisions: what ranks allow, where the file is to be divided among some; free: the table without that. plain_only:
+    plans take no decompositions, which measured worse. factor: how many times what is expected
+    of them decompositions lose in plans; rounds: of `pays`, for the report."""
 
     session: Session
     meta: Meta
@@ -55,8 +54,8 @@ class Run:
     timing: Timing | None = None
     true_losses: dict[tuple[str, str], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
-    with_hybrids: set[str] = field(default_factory=set)
-    grown: set[tuple[str, str]] = field(default_factory=set)
+    asked_again: set[str] = field(default_factory=set)
+    grown: set[tuple[str, str, float]] = field(default_factory=set)
     seconds: dict[str, tuple[float, int]] = field(default_factory=dict)
     stopped: list[Stopped] = field(default_factory=list)
     divisions: Divisions | None = None
@@ -68,19 +67,19 @@ class Run:
     def plan(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, exact: bool = True
     ) -> Planned:
-        """The best plan within a budget, with what decomposers propose for tensors that it gives few bits; what it takes of
+        """The best plan within a budget, with what methods propose for tensors that it gives few bits; what it takes of
         decompositions was made, where the Hessians are at hand. Raises BudgetError."""
         session = self.session
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact=False)
-            if self.allowed.intersection(decomposers.METHODS) and session.options.level.thorough:
+            if session.options.level.thorough:
                 bits = plans.planned_bits(session, planned)
-                low = [session.units[n] for n in bits if n not in self.with_hybrids and bits[n] <= LOW_BITS]
+                low = [session.units[n] for n in bits if n not in self.asked_again and bits[n] <= FEW_BITS]
                 low = [u for u in low if session.statistics.has_hessian(u)]
                 found = session.encoder.each(
                     low, lambda u: session.encoder.at_few_bits(u, self.allowed, bits[u.name]), lambda u: None
                 )
-                self.with_hybrids |= found.keys()
+                self.asked_again |= found.keys()
                 self._add(found)
             planned = self.planned(budget_bytes, weights, exact)
         planned = self._confirmed(planned, budget_bytes, weights, exact)
@@ -121,24 +120,33 @@ class Run:
     def _with_ranks(
         self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
-        """The plan with the ranks of its decompositions adapted to what a byte buys in the other tensors."""
+        """The plan with the ranks of its decompositions adapted: to what a byte buys in the other tensors, and, of
+        convolutions in a plan that bounds time, to what their next ranks on both sides lose and take."""
         session = self.session
         chosen = {
             n: found
             for n, r in planned.mix.items()
-            if r.family == "decomposed" and (n, key_of(r)) not in self.grown
+            if r.family == "decomposed" and (n, key_of(r), self.factor) not in self.grown
             and session.statistics.has_hessian(session.units[n])
             and (found := self.table.find(n, r)) is not None
         }  # fmt: skip
-        if not chosen or planned.price <= 0.0:
+        bounded = self.timing is not None and self.timing.bounds_time
+        faster = {n for n in chosen if bounded and session.units[n].role == "conv"}
+        if planned.price <= 0.0:
+            chosen = {n: c for n, c in chosen.items() if n in faster}
+        if not chosen:
             return planned
+
+        def others(unit: Unit) -> list[Candidate]:
+            own = chosen[unit.name]
+            if unit.name in faster:
+                return session.encoder.beside(unit, self.allowed, own.recipe)
+            # What was measured of decompositions makes a byte of theirs worth less, or more, than their losses say.
+            return session.encoder.grown(unit, self.allowed, own, planned.price / self.factor)
+
         with session.stages.stage("ranks"):
-            more = session.encoder.each(
-                [session.units[n] for n in chosen],
-                lambda u: session.encoder.grown(u, self.allowed, chosen[u.name], planned.price),
-                lambda u: None,
-            )
-        self.grown |= {(n, key_of(found.recipe)) for n, found in chosen.items()}
+            more = session.encoder.each([session.units[n] for n in chosen], others, lambda u: None)
+        self.grown |= {(n, key_of(found.recipe), self.factor) for n, found in chosen.items()}
         self._add(more)
         with session.stages.stage("plan"):
             planned = self.planned(budget_bytes, weights, exact)
@@ -253,17 +261,17 @@ class Run:
             measured = mixes.measure(self.session, planned.mix)
         return self._noted(Trial(planned, measured))
 
-    def front_to_back(self, planned: Planned, done: Collection[str] = ()) -> Trial:
-        """The plan encoded front to back (each layer for what its compressed predecessors give it) and measured. done: the
+    def in_a_pass(self, planned: Planned, done: Collection[str] = ()) -> Trial:
+        """The plan encoded in a pass over the layers (front to back, where the options ask for that) and measured. done: the
         tensors that were encoded before."""
         session = self.session
         session.compile_for(planned.mix)
-        with session.stages.stage("encode front to back"):
-            prefixed = encode_in_prefix(session, planned.mix, self._tick(done), session.options.front_to_back)
+        with session.stages.stage(stage_of(session)):
+            found = encode_in_pass(session, planned.mix, self._tick(done))
         with session.stages.stage("measure"):
-            measured = mixes.measure(session, planned.mix, load=prefixed.loader())
-        losses = {n: r.loss for n, r in prefixed.results.items()}
-        return self._noted(Trial(planned, measured, prefixed.loader(), losses))
+            measured = mixes.measure(session, planned.mix, load=found.loader())
+        losses = {n: r.loss for n, r in found.results.items()}
+        return self._noted(Trial(planned, measured, found.loader(), losses))
 
     def _tick(self, done: Collection[str]) -> Callable[[Unit], None]:
         """Counts the tensors of a pass that were not `done` by an earlier one."""
@@ -276,8 +284,8 @@ class Run:
         return self._planned(replace(self.table, candidates=kept), budget_bytes, None, True)
 
     def encoded(self, planned: Planned) -> Trial:
-        """The plan by the last steps that the options ask for: front to back, or every tensor on its own."""
-        return self.measure(planned) if self._one_by_one else self.front_to_back(planned)
+        """The plan by the last steps that the options ask for: in a pass, or every tensor on its own."""
+        return self.measure(planned) if self._one_by_one else self.in_a_pass(planned)
 
     @property
     def _one_by_one(self) -> bool:
@@ -285,8 +293,7 @@ class Run:
 
     def ahead(self, found: Sequence[Planned]) -> None:
         """Other GPUs, if there are any, begin with the last steps of some plans."""
-        corrected = self.session.options.front_to_back
-        self.session.helpers.start([Job(p.mix, not self._one_by_one, corrected) for p in found])
+        self.session.helpers.start([Job(p.mix, not self._one_by_one) for p in found])
 
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
@@ -323,21 +330,18 @@ class Run:
         if (stopped := self._first_look(planned, mix)) is not None:
             self.stopped.append(stopped)
             return None
-        corrected = session.options.front_to_back
         session.compile_for(planned.mix)
         names: Collection[str] = ()
         for share, margin in rival.LOOKS:
-            with session.stages.stage("encode front to back"):
-                prefixed = encode_in_prefix(session, planned.mix, self._tick(names), corrected, share)
-            if len(prefixed.results) == len(names):
+            with session.stages.stage(stage_of(session)):
+                part = encode_in_pass(session, planned.mix, self._tick(names), share)
+            if len(part.results) == len(names):
                 continue  # few layers: no more than at the look before
-            names = prefixed.results.keys()
+            names = part.results.keys()
             if len(names) == len(planned.mix):
                 break
             with session.stages.stage("measure"):
-                found = rival.compared(
-                    session, self.scaled(self.table), planned, prefixed.loader(), mix, names
-                )
+                found = rival.compared(session, self.scaled(self.table), planned, part.loader(), mix, names)
             log.info(
                 "%s: %.6g after %.0f %% of the weights, the mix %.6g; about %.6g in the end",
                 planned.label, found.part, 100 * found.share, found.mix_part, found.expected,
@@ -345,7 +349,7 @@ class Run:
             if found.expected > margin * mix.score:
                 self.stopped.append(found)
                 return None
-        return self.front_to_back(planned, names)
+        return self.in_a_pass(planned, names)
 
     def _first_look(self, planned: Planned, mix: Trial) -> Stopped | None:
         """Why a single format cannot win by a few layers of it and of the mix, or None."""

@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nstf.kernels.formats import Node, array_specs, dense, leaf_code_bits, node_to_json
+from nstf.decomposers.factors import lead_for
+from nstf.kernels.formats import EncodedTensor, Node, array_specs, dense, leaf_code_bits, node_to_json
 from nstf.kernels.formats.tree import Shape, format_of
-from nstf.proposals import Room, Signature, Target
+from nstf.proposals import Look, Room, Signature, Target, Tools
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.export import engines
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -43,17 +44,21 @@ class Candidate:
 
 
 def plain_recipes(
-    signature: Signature, methods: Iterable[str], few: bool, timed: bool = False
+    signature: Signature,
+    methods: Iterable[str],
+    few: bool,
+    timed: bool = False,
+    looks: list[Look] | None = None,
 ) -> list[Recipe]:
     """The quantised and dense forms of a tensor, of some methods. few: only those that may win, timed: and those that are
-    faster than these."""
+    faster than these. looks: takes the reasons of methods that propose nothing."""
     allowed = frozenset(methods)
     engine = engines.engine_of(set(allowed))
     if engine is not None:
         own = engines.recipes(engine, signature.cols, table=signature.role in ("embedding", "position"))
         return [*own, *(r for r in dense_recipes(signature.dtype) if r not in own)]
     from_bits = reach(allowed, signature.cols) if few else 0
-    room = Room(methods=allowed, from_bits=from_bits, quick=few)
+    room = Room(methods=allowed, from_bits=from_bits, quick=few, looks=[] if looks is None else looks)
     return plain(signature, Target(timed), room) + dense_recipes(signature.dtype)
 
 
@@ -126,6 +131,26 @@ def estimates(signature: Signature, wanted: Sequence[Recipe]) -> list[float]:
             values = recipes.estimate_many(own, sample, sampled, 1)
         found.update(zip(at, values, strict=True))
     return [found[i] for i in range(len(wanted))]
+
+
+def tools(unit: Unit, known: Signature, rivals: Sequence[Candidate]) -> Tools:
+    """What methods estimate their recipes for a tensor with. rivals: its other candidates."""
+
+    def leaf(factor: Recipe, value: Tensor, metric: Tensor | None) -> EncodedTensor:
+        encoded = recipes.encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
+        return recipes.on_device(encoded, known.weight.device)
+
+    def estimate(recipe: Recipe, weight: Tensor) -> float:
+        if every_row(recipe):
+            return recipes.estimate(recipe, weight, known.stats, unit.lead)
+        sample, sampled = sample_rows(weight, known.stats, unit.lead)
+        return recipes.estimate(recipe, sample, sampled, 1)
+
+    def beaten(recipe: Recipe, value: float) -> bool:
+        size = price(unit, recipe)[1]
+        return any(c.size_bytes <= size and c.loss <= value for c in rivals)
+
+    return Tools(leaf, estimate, beaten)
 
 
 def every_row(recipe: Recipe) -> bool:

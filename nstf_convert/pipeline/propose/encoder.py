@@ -20,11 +20,12 @@ from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
 from nstf_convert.pipeline.machine import Machine, each_of
 from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import chains, hybrids, structure
+from nstf_convert.pipeline.propose import methods as registry
 from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.pipeline.propose import structure
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
-from nstf_convert.pipeline.propose.methods import structured, versions
+from nstf_convert.pipeline.propose.methods import versions
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import Store, content_key
@@ -68,6 +69,7 @@ class Encoder:
         where its size is not known."""
         self._few, self._timed, self._bits = few, timed, bits
         self._machine = machine
+        self._asked: dict[str, list[Any]] = {}  # looks at the bits of a first plan, by tensor
         self._work = work
         self._source = source
         self.statistics = statistics
@@ -185,30 +187,29 @@ class Encoder:
             known = [c.recipe for c in out]
             out += [
                 self._candidate(unit, r, v, exact=True)
-                for r, v in self._chains(unit, allowed)
+                for r, v in self._faster(unit, allowed)["made"]
                 if _recipe(r) not in known
             ]
         return out
 
-    def _chains(self, unit: Unit, allowed: set[str]) -> list[tuple[dict[str, Any], float]]:
-        """Chains of a convolution, with measured losses."""
+    def _faster(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:
+        """Forms of a convolution that take fewer multiplications, with measured losses, and the looks that ruled others
+        out."""
         if unit.role != "conv":
-            return []
+            return {"made": [], "looks": []}
         methods = sorted(allowed)
-        key = self._key(
-            "chains",
-            unit,
-            methods=methods,
-            versions=versions(methods),
-            shares=chains.SHARES,
-            tucker=chains.TUCKER_SHARES,
-        )
+        key = self._key("faster", unit, methods=methods, versions=versions(methods))
         found = self._work.find_metadata(key)
         if found is None:
-            wanted = chains.recipes(unit, allowed, self._learnt(unit))
-            found = {"made": [[r.to_json(), self.encode(unit, r).loss] for r in wanted]}
+            factors = tuple(f for f in structure.row_forms() if f.recipe.method in allowed)
+            room = replace(self._room(unit, allowed), faster=True, factors=factors)
+            wanted = registry.structured(self._learnt(unit), Target(self._timed), room)
+            found = {
+                "made": [[r.to_json(), self.encode(unit, r).loss] for r in wanted],
+                "looks": [_look(k) for k in room.looks],
+            }
             self._work.put(key, {}, found)
-        return [(r, v) for r, v in found["made"]]
+        return found
 
     def expected(self, unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
         """What forms of one method are expected to lose beside each other: all inputs count alike, rows as they do. Says by
@@ -219,11 +220,18 @@ class Encoder:
         return recipes.estimate_many(wanted, inner, Stats(None, rows), unit.lead)
 
     def looks(self, unit: Unit, allowed: set[str]) -> list[Look]:
-        """What bounds ruled out: of every method the look that came closest to plain formats."""
-        return [Look(*found) for found in self._explored(unit, allowed)["looks"]]
+        """Why methods were not tried: of every method that a bound ruled out the look that came closest to plain formats;
+        after these the reasons of the others."""
+        found = [*self._explored(unit, allowed)["looks"], *self._estimated(unit, allowed)["looks"]]
+        if self._timed and not self._few:
+            found += self._faster(unit, allowed)["looks"]
+        found += self._asked.get(unit.name, [])
+        looks = [Look(*k) for k in found]
+        return [k for k in looks if not k.reason] + [k for k in looks if k.reason]
 
     def at_few_bits(self, unit: Unit, allowed: set[str], bits: float) -> list[Candidate]:
-        """What methods propose once a plan gives a tensor so many bits a weight: corrections, with expected losses."""
+        """What methods propose once a plan gives a tensor so many bits a weight, such as corrections and forms around that
+        rate, with expected losses; nothing that was proposed before."""
         rivals = self.candidates(unit, allowed)
         methods = sorted(allowed)
         key = self._key(
@@ -237,13 +245,29 @@ class Encoder:
             room = replace(
                 self._room(unit, allowed), planned=bits, rival=structure.rival_of(points, known.signal)
             )
-            wanted = structured(known, Target(self._timed), room)
-            sums = [r for r in wanted if r.method == "add"]
-            losses = hybrids.losses(unit, sums, known, rivals) if sums else []
-            losses += [(r, self.encode(unit, r).loss) for r in wanted if r.method != "add"]
-            found = {"losses": [[r.to_json(), v] for r, v in losses]}
+            there = {c.recipe for c in rivals}
+            more = [r for r in registry.plain(known, Target(self._timed), room) if r not in there]
+            losses = list(zip(more, cand.estimates(known, more), strict=True))
+            wanted = [r for r in registry.structured(known, Target(self._timed), room) if r not in there]
+            losses += registry.losses(
+                known, wanted, cand.tools(unit, known, rivals), lambda r: self.encode(unit, r).loss
+            )
+            kept = {r.method for r, _ in losses}
+            for method in sorted({r.method for r in wanted} - kept):
+                room.skip(method, "looked at: others of no more bytes are expected to lose less")
+            found = {
+                "losses": [[r.to_json(), v] for r, v in losses], "looks": [_look(k) for k in room.looks],
+            }  # fmt: skip
             self._work.put(key, {}, found)
+        self._asked[unit.name] = found["looks"]
         return [self._candidate(unit, data, v) for data, v in found["losses"]]
+
+    def beside(self, unit: Unit, allowed: set[str], chosen: Recipe) -> list[Candidate]:
+        """The next ranks of a form of fewer multiplications that a plan took, with measured losses."""
+        methods = allowed & {chosen.method}
+        room = replace(self._room(unit, methods), faster=True, factors=structure.row_forms(), near=chosen)
+        wanted = registry.structured(self._learnt(unit), Target(self._timed), room)
+        return [self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True) for r in wanted]
 
     def grown(self, unit: Unit, allowed: set[str], chosen: Candidate, price: float) -> list[Candidate]:
         """Other ranks of a decomposition that a plan took, made while they pay at its price of a byte (nats)."""
@@ -260,7 +284,7 @@ class Encoder:
 
     def _learnt(self, unit: Unit) -> Signature:
         inner, stats = self.inputs(unit)
-        return Signature(inner, stats, unit.lead, unit.role, unit.dtype, self._config)
+        return Signature(inner, stats, unit.lead, unit.role, unit.dtype, self._config, unit.stride)
 
     def _room(self, unit: Unit, allowed: set[str]) -> Room:
         return Room(
@@ -286,7 +310,8 @@ class Encoder:
             return found
         known = learnt or self._learnt(unit)
         inner, stats = known.weight, known.stats
-        simple = cand.plain_recipes(known, allowed, self._few, self._timed)
+        looks: list[Look] = []
+        simple = cand.plain_recipes(known, allowed, self._few, self._timed, looks)
         losses = cand.estimates(known, simple)
         rows, sampled, lead = inner, stats, unit.lead
         if self._few:
@@ -296,6 +321,7 @@ class Encoder:
         table = {
             "plain": [[r.to_json(), v] for r, v in zip(simple, losses, strict=True)],
             "signal": signal,
+            "looks": [_look(k) for k in looks],
         }
         self._work.put(key, {}, table)
         return table
@@ -320,7 +346,7 @@ class Encoder:
         )  # fmt: skip
         table = {
             "made": [[r.to_json(), v] for r, v in made.made],
-            "looks": [[k.method, k.size_bytes, k.least, k.rival] for k in made.looks],
+            "looks": [_look(k) for k in made.looks],
         }
         self._work.put(key, {}, table)
         return table
@@ -362,6 +388,10 @@ def _matrix(unit: Unit) -> tuple[int, int]:
     for size in unit.inner_shape[: unit.lead]:
         rows *= size
     return rows, unit.elements // rows
+
+
+def _look(look: Look) -> list[Any]:
+    return [look.method, look.size_bytes, look.least, look.rival, look.reason]
 
 
 def _recipe(data: dict[str, Any]) -> Recipe:

@@ -6,13 +6,13 @@ prints them as a table; docs/structure.md shows it.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from nstf import decomposers, quantizers
-from nstf.proposals import Recipe, Room, Signature, Target
+from nstf.proposals import Recipe, Room, Signature, Target, Tools
 from nstf_convert.export import engines
 
 
@@ -69,15 +69,36 @@ def reach(methods: Iterable[str], cols: int) -> int:
 
 
 def plain(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """What the quantisers propose for a tensor."""
-    wanted = [m for m in quantizers.METHODS if m in room.methods]
-    return [r for m in wanted for r in module_of(m).proposals(signature, target, room)]
+    """What the quantisers propose for a tensor; `room.looks` has a reason for each that proposes nothing."""
+    return _proposed(quantizers.METHODS, signature, target, room)
 
 
 def structured(signature: Signature, target: Target, room: Room) -> list[Recipe]:
-    """What the decompositions propose for a tensor."""
-    wanted = [m for m in decomposers.METHODS if m in room.methods]
-    return [r for m in wanted for r in module_of(m).proposals(signature, target, room)]
+    """What the decompositions propose for a tensor; `room.looks` has a reason for each that proposes nothing."""
+    return _proposed(decomposers.METHODS, signature, target, room)
+
+
+def _proposed(among: Iterable[str], signature: Signature, target: Target, room: Room) -> list[Recipe]:
+    out: list[Recipe] = []
+    for method in (m for m in among if m in room.methods):
+        found = module_of(method).proposals(signature, target, room)
+        if not found and not any(look.method == method for look in room.looks):
+            room.skip(method, f"proposes nothing for a tensor of this role and shape ({signature.role})")
+        out += found
+    return out
+
+
+def losses(
+    signature: Signature, wanted: Sequence[Recipe], tools: Tools, made: Callable[[Recipe], float]
+) -> list[tuple[Recipe, float]]:
+    """What recipes of decompositions lose: as their method expects it where it says so (and then of those alone that may
+    win), else as they are `made`."""
+    out: list[tuple[Recipe, float]] = []
+    for method in dict.fromkeys(r.method for r in wanted):
+        own = [r for r in wanted if r.method == method]
+        expected = getattr(module_of(method), "losses", None)
+        out += expected(signature, own, tools) if expected else [(r, made(r)) for r in own]
+    return out
 
 
 @cache

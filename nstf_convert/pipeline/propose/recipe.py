@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nstf import decomposers, quantizers
-from nstf.decomposers.factors import lead_for
+from nstf.decomposers.factors import assemble, lead_for
 from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, stored_bytes
-from nstf.kernels.formats import add as add_format
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.proposals import Recipe
 from nstf.quantizers import filled
@@ -19,6 +18,7 @@ from nstf.quantizers.stats import Stats
 
 __all__ = [
     "Recipe",
+    "across",
     "bytes_of",
     "decode",
     "decompose",
@@ -39,14 +39,12 @@ def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
     """The tree `encode` will give for a tensor of `shape`: exact, and needs no weight."""
     if recipe.method == "dense":
         return Node(dense.KIND, dense.Params(recipe.params["dtype"]))
-    if recipe.method == "add":
-        parts = {"x": recipe.parts["base"], "y": recipe.parts["correction"]}
-        return Node(
-            add_format.KIND, add_format.Params(), {n: tree_of(p, shape, lead) for n, p in parts.items()}
-        )
     if recipe.method in quantizers.METHODS:
         return quantizers.method(recipe.method).tree(filled(recipe, shape, lead))  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
+    if recipe.family == "hybrid":
+        children = {n: tree_of(recipe.parts[p], shape, lead) for n, p in module.PARTS.items()}
+        return Node(module.KIND, format_of(module.KIND).Params(**recipe.params), children)
     kind, params = module.KIND, _node_params(recipe, lead)
     children = {
         n: tree_of(recipe.parts["factor"], s, lead_for(s))
@@ -70,21 +68,12 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
             shape,
             {"values": weight.to("cpu", dense.torch_dtype(params.dtype)).contiguous()},
         )
-    if recipe.method == "add":
-        # The correction takes the directions that matter most first; what is left has a smaller range to round.
-        correction = encode(recipe.parts["correction"], weight, stats, lead)
-        base = encode(
-            recipe.parts["base"], weight - decode(correction).to(weight.device).reshape(shape), stats, lead
-        )
-        arrays = {join("x", k): a for k, a in base.arrays.items()} | {
-            join("y", k): a for k, a in correction.arrays.items()
-        }
-        tree = Node(add_format.KIND, add_format.Params(), {"x": base.tree, "y": correction.tree})
-        return EncodedTensor(tree, shape, arrays)
     if recipe.method in quantizers.METHODS:
         module = quantizers.method(recipe.method)
         return module.encode(weight, filled(recipe, shape, lead), stats)  # type: ignore[no-any-return]
     module = decomposers.method(recipe.method)
+    if recipe.family == "hybrid":
+        return _composed(recipe, weight, stats, lead)
     factor = recipe.parts["factor"]
 
     def leaf(name: str, value: Tensor, metric: Tensor | None) -> EncodedTensor:
@@ -92,6 +81,21 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
 
     decomposition = decompose(recipe, weight, stats, lead)
     return decomposition.encode(leaf)  # type: ignore[no-any-return]
+
+
+def _composed(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTensor:
+    """A recipe whose parts store the whole tensor each, made as its method says (`compose`)."""
+    module, shape = decomposers.method(recipe.method), tuple(weight.shape)
+    parts: dict[str, EncodedTensor] = {}
+
+    def made(part: str, value: Tensor) -> Tensor:
+        parts[part] = encode(recipe.parts[part], value, stats, lead)
+        return decode(parts[part]).to(weight.device).reshape(shape)
+
+    module.compose(recipe, weight, made)
+    children = {n: parts[p] for n, p in module.PARTS.items()}
+    params = format_of(module.KIND).Params(**recipe.params)
+    return assemble(module.KIND, params, shape, children)
 
 
 def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int) -> list[EncodedTensor]:
@@ -109,6 +113,13 @@ def encode_many(items: Sequence[tuple[Recipe, Tensor, Stats, int]], scratch: int
     for i, encoded in zip(plain, quantizers.encode_many(batch, scratch), strict=True):
         out[i] = encoded
     return [encode(*items[i]) if found is None else found for i, found in enumerate(out)]
+
+
+def across(recipe: Recipe) -> bool:
+    """Whether tensors gain from being encoded with those of other Hessians, which changes nothing in them."""
+    if recipe.method not in quantizers.METHODS:
+        return False
+    return bool(getattr(quantizers.method(recipe.method), "ACROSS", False))
 
 
 def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:

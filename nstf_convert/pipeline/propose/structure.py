@@ -39,6 +39,12 @@ LEAST_SHARE, MOST_SHARE = 0.5, 2.0
 STEPS = (1.25, 1.08)
 MOST_STEPS = 4
 
+# Why a method that no bound ruled out has no form among the candidates, and one that was compared at no size.
+NOT_MADE = (
+    f"a bound leaves it possible; forms of others promised more, and at most {MOST} of a tensor are made"
+)
+NOTHING_THERE = "no form of as many bytes as a plain format has, or plain formats lose nothing there"
+
 # Recipe -> its measured loss.
 Measure = Callable[[Recipe], float]
 
@@ -55,9 +61,23 @@ def factor_forms() -> tuple[FactorForm, ...]:
     return tuple(found)
 
 
+@cache
+def row_forms() -> tuple[FactorForm, ...]:
+    """How factors of what is to be fast may be stored: with one scale a row in 6 bits, since sums of small groups are scaled
+    so often that it takes time, and in 4 bits in groups of 64."""
+    found = []
+    for bits, group, scale_bits, reach in ((6, 0, 16, 4.5), (4, 64, 8, 3.0)):
+        params = {"bits": bits, "group": group, "symmetric": True, "scale_bits": scale_bits}
+        recipe = Recipe("int_grid", params)
+        noise = (reach / (2 ** (bits - 1) - 1)) ** 2 / 12
+        found.append(FactorForm(recipe, recipes.bytes_of(recipe), float(bits), noise))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Found:
-    """made: recipes with measured losses. looks: of each method that bounds ruled out at every size the closest one."""
+    """made: recipes with measured losses. looks: of each method that bounds ruled out at every size the closest one, and the
+    reasons of those of which nothing was looked at."""
 
     made: list[tuple[Recipe, float]] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
@@ -116,10 +136,11 @@ def explore(
 ) -> Found:
     """Decompositions worth having. room: its methods and what it says of the effort. plain: (bytes of the arrays, expected
     loss) of the quantised and dense forms. measure: makes a recipe."""
-    if room.methods.isdisjoint(decomposers.METHODS) or (room.quick and len(known.shape) == 2):
-        return Found()  # without the products that spectra take
+    wanted_methods = [m for m in decomposers.METHODS if m in room.methods]
+    if not wanted_methods or (room.quick and len(known.shape) == 2):  # without the products that spectra take
+        return _not_looked_at(wanted_methods, "the effort looks at no decompositions of matrices")
     if known.signal <= 0.0:
-        return Found()
+        return _not_looked_at(wanted_methods, "erasing the tensor loses nothing")
     elements = math.prod(known.shape)
     # Where little is looked at, what outputs count comes from a few windows: too little to leave most of a tensor out.
     wanted_bits = [bits for bits in BITS if not room.quick or bits >= QUICK_BITS]
@@ -139,6 +160,8 @@ def explore(
             left = {recipe.method for recipe in wanted}
             out = [look for look in now.looks if look.method not in left]
             found.looks.extend(_closest(out, min((size for size, _ in plain), default=0)))
+            possible = left - {look.method for look in found.looks}
+            found.looks.extend(Look(m, reason=NOT_MADE) for m in sorted(possible))
         best: tuple[float, Recipe] | None = None
         for recipe in wanted:
             if any(recipe == made for made, _ in found.made):
@@ -159,6 +182,10 @@ def explore(
             grow(known, target, replace(room, factors=factors), made, price, measure, STEPS[:1])
         )
     return Found(list({str(r): (r, v) for r, v in found.made}.values()), found.looks)
+
+
+def _not_looked_at(methods: Sequence[str], reason: str) -> Found:
+    return Found(looks=[Look(method, reason=reason) for method in methods])
 
 
 def _structure(
@@ -230,13 +257,16 @@ def _kind(recipe: Recipe) -> tuple[str, str]:
 
 def _closest(looks: Sequence[Look], smallest: int) -> list[Look]:
     """Of every method the look that came closest to its rival, among those of as many bytes as a plain format has: with
-    next to none everything loses as much as erasing the tensor."""
+    next to none everything loses as much as erasing the tensor. Of a method without one a reason."""
     best: dict[str, Look] = {}
     # Where plain formats lose nothing there is nothing to compare with: zeros, a constant, three levels.
-    for look in (k for k in looks if k.size_bytes >= smallest and k.rival > 0.0):
+    for look in (k for k in looks if not k.reason and k.size_bytes >= smallest and k.rival > 0.0):
         if (
             look.method not in best
             or look.least / look.rival < best[look.method].least / best[look.method].rival
         ):
             best[look.method] = look
+    for look in looks:
+        if look.method not in best:
+            best[look.method] = look if look.reason else Look(look.method, reason=NOTHING_THERE)
     return list(best.values())

@@ -32,6 +32,8 @@ log = logging.getLogger("nstf")
 
 # Folders of results: those that stay, and those that are of no use once the calibration is complete.
 STORE, PIECES = "store", "pieces"
+# Empty files, by which processes of a run divide the work.
+CLAIMS = "claims"
 # The entry of job.json that is not part of the job: what people call its digests.
 NAMES = "names"
 
@@ -126,7 +128,12 @@ class WorkDir:
             self._check_job(dict(job))
             for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
                 remove(left)  # half-written when an earlier run was killed
-            shutil.rmtree(path / "claims", ignore_errors=True)
+            shutil.rmtree(path / CLAIMS, ignore_errors=True)
+            for folder in (path / name for name in (STORE, PIECES, CLAIMS)):
+                if not folder.is_dir() and os.path.lexists(folder):  # a file, or a link to nothing; whose?
+                    raise UsageError(
+                        f"{folder} is no folder, where results are kept: remove it, or choose another work directory"
+                    )
         except BaseException:
             self.close()
             raise
@@ -151,7 +158,7 @@ class WorkDir:
         """Removes what a run writes here, and nothing else that may lie in the folder."""
         if not (self.path / "job.json").exists():
             return
-        for name in (STORE, PIECES, "claims"):
+        for name in (STORE, PIECES, CLAIMS):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for pattern in OWN_FILES:  # by name: the checkpoint itself may lie here
             for file in self.path.glob(pattern):
@@ -225,12 +232,12 @@ class WorkDir:
 
     def drop_pieces(self) -> None:
         """Removes what processes have left for each other. Only when no other process is at work."""
-        for name in (PIECES, "claims"):
+        for name in (PIECES, CLAIMS):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def claim(self, key: str) -> bool:
         """Whether this process is the first of this run that asks to make what belongs to a key."""
-        file = self.path / "claims" / key
+        file = self.path / CLAIMS / key
         with disk_errors(file):
             file.parent.mkdir(exist_ok=True)
             try:
@@ -241,7 +248,7 @@ class WorkDir:
 
     def claimed(self, key: str) -> bool:
         """Whether a process of this run has claimed a key."""
-        return (self.path / "claims" / key).exists()
+        return (self.path / CLAIMS / key).exists()
 
     def _open(self, key: str, whole: bool, folder: str = STORE) -> TensorFile | None:
         """The file of a key when it is there and undamaged. whole: its tensors are checked too."""
@@ -269,6 +276,8 @@ def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorF
 
 def _lock_file(path: Path) -> IO[str]:
     """The open file of a lock. Raises UsageError where something else has its name: opening a pipe would wait for ever."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, so nothing can be locked by it: choose another work directory")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

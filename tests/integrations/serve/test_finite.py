@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end, parts_of
+from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end, parts_of, text_bytes
 
 LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -79,6 +79,27 @@ def test_a_schema_of_too_many_names_is_refused_before_it_is_read() -> None:
         grammars.of({"type": "object", "required": [str(i) for i in range(20_000)]})
 
 
+def test_texts_are_counted_but_those_for_people() -> None:
+    said = {"title": "x" * 100, "description": "y" * 100, "$comment": "z"}
+    assert text_bytes(said | {"type": "string"}) == len("titledescription$commenttypestring")
+    assert text_bytes({"properties": {"title": {"const": "abc"}}}) == len("propertiestitleconstabc")
+    assert text_bytes({"enum": ["\U0001f600", "\ud800"]}) == len("enum") + 4 + 3
+
+
+@pytest.mark.parametrize("schema", [{"enum": ["x" * 70_000]}, {"type": "string", "pattern": "a" * 70_000}])
+def test_a_schema_of_too_much_text_is_refused_before_it_is_read(schema: Any) -> None:
+    # Four million letters took ten seconds and 250 MiB before they were refused, 500,000 took as much and were accepted.
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import Grammars
+
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    with pytest.raises(ApiError, match=r"700\d\d bytes of names and texts; at most 65536") as error:
+        grammars.of(schema)
+    assert error.value.status == 400
+
+
 NAMES = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1300)}}
 PAIR = {"type": "array", "minItems": 2, "maxItems": 2}
 PAIRS = {
@@ -88,7 +109,11 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("schema", [NAMES, PAIRS], ids=["names", "pairs"])
+# Few names and letters, and 250 MiB for each answer while it was under way.
+REPEATED = {"type": "string", "pattern": "^((a{20}){100}){100}$"}
+
+
+@pytest.mark.parametrize("schema", [NAMES, PAIRS, REPEATED], ids=["names", "pairs", "repeated"])
 def test_a_schema_beyond_what_the_library_follows_is_refused(schema: Any) -> None:
     """They have fewer names and entries than the limit; the first token of an answer ended it with a 500."""
     pytest.importorskip("llguidance")

@@ -128,3 +128,18 @@ def test_a_local_folder_wins_over_a_hub_name(
     monkeypatch.chdir(tmp_path)
     with open_checkpoint("org/model") as checkpoint:
         assert checkpoint.architecture == "LlamaForCausalLM"
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    # Its matrices were converted as if they were all there is, since they are the folder's one file.
+    save_file({"base_model.model.q.lora_A.weight": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("[" * 10_000)
+    with pytest.raises(UnsupportedError, match=r"is an adapter of PEFT, not a model: merge it"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_said_to_be_left_out(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("LlamaForCausalLM")
+    (folder / "adapter_config.json").write_text("{}")
+    with open_checkpoint(folder) as checkpoint:
+        assert any("the adapter beside the model is not part" in note for note in checkpoint.notes)

@@ -340,3 +340,15 @@ def test_without_the_gguf_package_the_message_says_so(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(NstfError, match=r"needs the package gguf; run `pip install gguf`"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("tokens", [7, 1.5, True, "abc", [1, 2], [0.5]])
+def test_a_list_of_tokens_that_is_none_is_unsupported(tmp_path: Path, tokens: Any) -> None:
+    model = tiny("LlamaForCausalLM")
+    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.raises(UnsupportedError, match=r"tokens is no list of texts"),
+    ):
+        checkpoint.files()

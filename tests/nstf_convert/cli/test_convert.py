@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
-from nstf_convert.cli import _explain
+from nstf_convert.cli.messages import explain
 
 BUDGET = ("--budget", "0.5")
 
@@ -177,7 +177,7 @@ def test_an_interruption_that_a_library_took_for_something_else(
     ],
 )
 def test_what_needs_less_memory_is_said_in_options_that_the_command_has(error, words, hint):
-    code, message = _explain(error, words)
+    code, message = explain(error, words)
     assert code == 1 and message.startswith("out of memory: ") and message.endswith(f"; {hint}")
 
 
@@ -189,7 +189,7 @@ def test_what_needs_less_memory_of_a_gpu_is_said_in_options_that_the_command_has
     error = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
     commands: Any = typer.main.get_command(application())
     for name in SUMMARIES:
-        code, message = _explain(error, [name])
+        code, message = explain(error, [name])
         assert code == 1 and message.startswith("the GPU has too little memory: ")
         if name in ("eval", "diff", "export", "inspect", "verify", "compile", "place"):
             continue  # on a CPU alone

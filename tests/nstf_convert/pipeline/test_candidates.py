@@ -8,7 +8,7 @@ from nstf.decomposers import add
 from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.pipeline.propose import candidates as cand
-from nstf_convert.pipeline.propose import hybrids, methods, structure
+from nstf_convert.pipeline.propose import methods, structure
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -44,7 +44,8 @@ def test_a_hybrid_is_left_out_only_where_its_correction_cannot_pay(kind) -> None
     # Integers may gain more than the energy says: where no better code is allowed none of them is ruled out. A rank of 24
     # is more than a quarter.
     assert len(proposed("int_grid")) == 3
-    found = hybrids.losses(unit, possible, known, rivals)
+    tools = cand.tools(unit, known, rivals)
+    found = methods.losses(known, possible, tools, lambda recipe: pytest.fail("it was made"))
     assert bool(found) == (kind == "outliers")
     for recipe, value in found:
         made = recipes.encode(recipe, weight, Stats(), 1)

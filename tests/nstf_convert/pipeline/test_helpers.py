@@ -75,7 +75,7 @@ def test_a_helper_that_fails_is_told_once_and_its_work_is_done_here(
     start = Helpers.start
 
     def impossible(self, jobs):
-        start(self, [Job({"no such tensor": job.mix[min(job.mix)]}, False, True) for job in jobs[:1]])
+        start(self, [Job({"no such tensor": job.mix[min(job.mix)]}, False) for job in jobs[:1]])
 
     monkeypatch.setattr(Helpers, "start", impossible)
     with caplog.at_level(logging.WARNING, "nstf"):
@@ -95,7 +95,7 @@ def test_a_helper_that_is_killed_is_noticed(early, default_options, tmp_path, ca
             if early:
                 process.kill()
                 process.wait()
-            helpers.start([Job({}, True, True)])
+            helpers.start([Job({}, True)])
             process.kill()  # seconds before it could answer
             helpers.wait()
         assert not helpers.busy and "failed (it ended" in caplog.text

@@ -1,6 +1,7 @@
 """What a conversion may use, what it is predicted to take, and how it tells where it is."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_time_and_memory_are_predicted_before_anything_starts(converted) -> None
 @pytest.fixture
 def predicted(options, monkeypatch):
     """Predicts for a Llama of `layers` layers, 512 wide, on a machine of fixed rates; keyword arguments are options."""
-    monkeypatch.setattr(prediction, "measured_rates", lambda machine, quarter_bits, width, few: RATES)
+    monkeypatch.setattr(prediction, "measured_rates", lambda *given: RATES)
 
     def one(
         text: Text = Text(16, 512), layers: int = 8, budget=("bpw", 4.0), drops: bool = False, devices: int = 1,
@@ -295,7 +296,10 @@ def test_without_hessians_tensors_are_encoded_where_their_inputs_are_made_again(
     monkeypatch.setattr(make, "HESSIAN_BYTES", 1000)
     report = convert(options(("ratio", 0.4), formats=("int_grid", "grid16"))).report
     assert_not_worse_than_one_format(report["accuracy"])
-    assert "encode front to back" in [s["name"] for s in report["stages"]]
+    assert "encode" in [s["name"] for s in report["stages"]]
+    assert "encode front to back" not in [s["name"] for s in report["stages"]]
+    windows = report["resources"]["windows"]
+    assert windows["encode"] == windows["calibrated"] and "front_to_back" not in windows
 
 
 def test_another_effort_in_the_same_work_directory_is_another_job(options, tmp_path) -> None:
@@ -353,3 +357,16 @@ def test_datasets_take_turns_among_the_windows(options, small, tmp_path) -> None
     finally:
         session.work.close()
         session.checkpoint.close()
+
+
+def test_a_gpu_is_predicted_to_walk_the_columns_of_several_groups_side_by_side() -> None:
+    layer = [(4096, 25 << 20), (4096, 16 << 20), (4096, 112 << 20), (14336, 56 << 20)]
+    work = SimpleNamespace(groups=32 * layer, segments=27_000_000, cubes=0)
+    rates = replace(RATES, few_segments=16 * 150e-6, segment=1e-8)
+    alone = prediction._encode_together(work, rates, 0.0, 1)
+    assert alone == pytest.approx(32 * (3 * 4096 + 14336) * 150e-6)
+    several = prediction._encode_together(work, rates, 0.0, 22 << 30)
+    assert 0.17 * alone < several < 0.22 * alone
+    # With memory for all of it the multiprocessors are what there is too few of.
+    assert prediction._encode_together(work, replace(rates, segment=1e-6), 0.0, 1 << 50) == 27.0
+    assert prediction._encode_together(work, RATES, 3.0, 1 << 50) == 3.0

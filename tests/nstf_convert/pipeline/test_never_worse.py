@@ -54,13 +54,13 @@ def test_a_default_conversion_never_loses_to_uniform_by_the_same_steps(
     default_options, monkeypatch, to_the_end, ratio
 ) -> None:
     encoded = []
-    real = Run.front_to_back
+    real = Run.in_a_pass
 
-    def front_to_back(run, planned, done=()):
+    def in_a_pass(run, planned, done=()):
         encoded.append(planned.label)
         return real(run, planned, done)
 
-    monkeypatch.setattr(Run, "front_to_back", front_to_back)
+    monkeypatch.setattr(Run, "in_a_pass", in_a_pass)
     report = convert(default_options(("ratio", ratio))).report
     assert_never_worse(report)
     assert encoded[0] == "mix"
@@ -192,7 +192,7 @@ def test_a_single_format_that_cannot_win_is_given_up_after_its_first_layers(
     run.stopped.clear()
     trial = run.best(rivals[:1], mix)
     assert trial is not None and not run.stopped
-    assert trial.score == run.front_to_back(rivals[0]).score
+    assert trial.score == run.in_a_pass(rivals[0]).score
     # What was expected of it is about what it measures.
     assert 0.5 < stopped.expected / trial.score < 2
 
@@ -204,7 +204,7 @@ def test_a_single_format_that_a_few_layers_rule_out_is_not_encoded(
     caplog.set_level("INFO", "nstf")
     monkeypatch.setattr(rival, "FIRST_LOOK", 0.0)
     encoded = []
-    monkeypatch.setattr(runs, "encode_in_prefix", lambda *args: encoded.append(args))
+    monkeypatch.setattr(runs, "encode_in_pass", lambda *args: encoded.append(args))
     assert run.best(rivals[:1], mix) is None and not encoded
     (stopped,) = run.stopped
     assert stopped.encoding == rivals[0].label and 0 < stopped.share < 1
@@ -212,7 +212,7 @@ def test_a_single_format_that_a_few_layers_rule_out_is_not_encoded(
     assert f"{rivals[0].label}: {stopped.part:.6g} by a few layers" in caplog.text
     # What is expected of it is about what it measures.
     monkeypatch.undo()
-    assert 0.5 < stopped.expected / run.front_to_back(rivals[0]).score < 2
+    assert 0.5 < stopped.expected / run.in_a_pass(rivals[0]).score < 2
 
 
 def test_the_best_effort_gives_no_family_up(front_to_back, monkeypatch) -> None:

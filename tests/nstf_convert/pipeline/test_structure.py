@@ -12,7 +12,7 @@ from nstf.analyzers.signatures import Signature
 from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline import Budget, convert
+from nstf_convert.pipeline import Budget, convert, reporting
 from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods, structure
@@ -109,7 +109,10 @@ def test_in_noise_nothing_is_tried_and_the_bounds_say_why(role) -> None:
     shape = {"up": (128, 96), "conv": (64, 48, 3, 3), "experts": (8, 48, 64)}[role]
     known, plain, _, found, _ = explored(f"x.{role}.weight", normal(*shape))
     assert found.made == []
-    looks = {look.method: look for look in found.looks}
+    assert {look.method for look in found.looks} == set(
+        nstf.decomposers.METHODS
+    )  # each has a bound or a reason
+    looks = {look.method: look for look in found.looks if not look.reason}
     assert {"svd", "tucker", "tensor_train"} <= set(looks)
     rival = structure.rival_of(plain, known.signal)
     for look in looks.values():
@@ -176,7 +179,7 @@ def test_no_form_that_some_plan_of_these_bits_takes_is_ruled_out(bits: float) ->
 def test_weights_that_plain_formats_store_exactly_are_looked_at_in_vain(weight) -> None:
     known, plain, _, found, _ = explored("x.conv" if weight.dim() > 2 else "x.up", weight)
     assert min(loss for _, loss in plain) == pytest.approx(0.0, abs=1e-6 * max(1.0, known.signal))
-    assert all(look.rival > 0 for look in found.looks)
+    assert all(look.reason or look.rival > 0 for look in found.looks)
 
 
 def test_no_matrix_of_a_rank_loses_less_than_the_bound_in_the_norm_of_its_inputs() -> None:
@@ -205,7 +208,7 @@ def test_a_rank_grows_while_it_buys_more_than_a_byte_elsewhere_and_shrinks_where
     assert sizes[1e9] < room.size_of(middle) < sizes[0.0]
 
 
-def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) -> None:
+def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path, monkeypatch) -> None:
     kinds = {"svd": "low_rank", "cp": "cp", "tucker": "tucker", "tensor_train": "tensor_train", "add": "add"}
     checkpoint, output = tmp_path / "planted.safetensors", tmp_path / "out.nstf"
     tensors = {}
@@ -213,6 +216,8 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
         tensors[name] = (weight + NOISE * normal(*weight.shape, seed=seed)).contiguous()
     name, weight = planted("noise")
     save_file({name: weight, **tensors}, checkpoint)
+    runs, build = [], reporting.build
+    monkeypatch.setattr(reporting, "build", lambda run, *rest: runs.append(run) or build(run, *rest))
     result = convert(
         ConvertOptions(
             model=str(checkpoint), budget=Budget("ratio", 0.03), output=output, threads=1, prefer="size"
@@ -222,6 +227,17 @@ def test_a_conversion_chooses_planted_structure_and_not_noise(tmp_path: Path) ->
     chosen = {t["name"]: t for t in report["tensors"]}
     assert chosen[name]["method"] == "trellis"
     assert {kind: chosen[planted(kind)[0]]["method"] for kind in kinds} == kinds
+    # Every method has candidates of a tensor or a reason in the report, a bound with its figure.
+    for tensor in report["tensors"]:
+        tried = {methods.name_of(c.recipe.method) for c in runs[0].table.candidates[tensor["name"]]}
+        out = {n["method"]: n for n in tensor["not_tried"]}
+        assert tried.isdisjoint(out)
+        assert tried | set(out) == {methods.name_of(m) for m in methods.method_families(None)}
+        assert all(n["reason"] for n in out.values())
+        for look in (n for n in out.values() if n["reason"] == reporting.RULED_OUT):
+            assert look["bound_ratio"] >= 1 and look["size_bytes"] > 0
+    noise = {n["method"]: n for n in chosen[planted("noise")[0]]["not_tried"]}
+    assert noise["low_rank"]["bound_ratio"] > 1 and noise["cp"]["bound_ratio"] is None
     file = nstf.open(output)
     for name, weight in tensors.items():
         known, plain, _ = plain_forms(name, weight)
@@ -256,4 +272,4 @@ def test_what_a_bound_left_over_is_not_said_to_be_ruled_out(monkeypatch) -> None
     monkeypatch.setattr(structure, "MOST", 1)  # one form is made: the others were possible and are not
     monkeypatch.setattr(structure, "SHORTFALL", 1e9)  # and nothing promises enough
     *_, found, _ = explored(name, weight)
-    assert found.made == [] and "svd" not in {look.method for look in found.looks}
+    assert found.made == [] and {k.reason for k in found.looks if k.method == "svd"} == {structure.NOT_MADE}

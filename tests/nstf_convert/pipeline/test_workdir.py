@@ -175,3 +175,31 @@ def test_a_file_in_the_place_of_a_folder_of_results_goes(tmp_path: Path) -> None
         folder.symlink_to("nowhere")
         work.put(key, {"x": torch.ones(2)}, {})
         assert folder.is_dir() and not folder.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["store", "pieces", "claims"])
+@pytest.mark.parametrize("link", [True, False])
+def test_a_file_in_the_place_of_all_results_is_named(name: str, link: bool, tmp_path: Path) -> None:
+    # It may be anyone's: what was said before was "Not a directory", with exit code 1.
+    if link:
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).write_text("notes")
+    with pytest.raises(UsageError, match=rf"{name} is no folder, where results are kept: remove it"):
+        WorkDir(tmp_path, JOB, names=NAMES)
+    assert os.path.lexists(tmp_path / name)
+
+
+def test_results_may_lie_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "store").symlink_to(tmp_path / "large disk")
+    with WorkDir(tmp_path / "w", JOB, names=NAMES) as work:
+        work.put("ab" * 32, {"x": torch.ones(2)}, {})
+    assert (tmp_path / "large disk" / "ab").is_dir()
+
+
+def test_a_folder_in_the_place_of_the_lock_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UsageError, match="lock is a folder"):
+        WorkDir(tmp_path, JOB, names=NAMES)

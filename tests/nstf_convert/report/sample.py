@@ -59,6 +59,10 @@ def tensor(name: str, role: str, shape: tuple[int, ...], tree: Node, weight: flo
         True,
         signature={"effective_rank": 120.5, "kurtosis": 4.2},
         rejected=rejected,
+        not_tried=[
+            report.NotTried("low_rank", "a bound", 4096, 1.5 + weight),
+            report.NotTried("cp", "it won on no matrix that was measured"),
+        ],
     )
 
 

@@ -137,10 +137,19 @@ def test_the_page_shows_every_part(report):
         assert words in page, words
 
 
+def test_the_page_counts_by_reason_what_was_not_tried(report):
+    page = render(report)
+    part = page[page.index("What was not tried") :][:2000]
+    assert part.index("it won on no matrix that was measured") < part.index("low_rank")
+    given = [t["not_tried"][0]["bound_ratio"] for t in report["tensors"] if t["not_tried"]]
+    assert f"{min(given):.3g}" in part and part.count(f">{len(given)}<") == 2
+
+
 def test_text_of_the_model_cannot_become_markup():
     evil = '</title><script>alert(1)</script>"onload="x'
     tensor = TensorReport(evil, evil, (64, 64), "bfloat16", sample.integer(4), 8192, 0.5, note=evil,
-                          rejected=[sample.report.Alternative(sample.integer(3), 0.7)])  # fmt: skip
+                          rejected=[sample.report.Alternative(sample.integer(3), 0.7)],
+                          not_tried=[sample.report.NotTried(evil, evil)])  # fmt: skip
     facts = sample.report.ModelFacts(evil, evil, evil, evil, 4096, 8192, 1)
     calibration = sample.report.CalibrationFacts(
         evil, False, 1, 1, 1, 0, [sample.report.ExpertTokens(evil, (1, 0))]

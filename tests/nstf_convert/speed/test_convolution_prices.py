@@ -1,6 +1,7 @@
 """Prices of convolutions: layers found with their images, chains proposed by their multiplications, measured once."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,16 @@ import torch
 from torch import nn
 
 from nstf.analyzers.signatures import Signature
+from nstf.decomposers import chains
 from nstf.kernels.convolution import Geometry, multiplications
 from nstf.kernels.cpu import convolution as cpu
 from nstf.kernels.cpu import ext
+from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.allocate import timing
-from nstf_convert.pipeline.propose import chains
+from nstf_convert.pipeline.propose import methods as registry
+from nstf_convert.pipeline.propose import structure
+from nstf_convert.pipeline.propose.candidates import arrays_bytes
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.speed import cache, convolutions, targets
@@ -65,29 +70,40 @@ def test_a_forward_that_fails_gives_the_layers_that_it_reached() -> None:
 def test_chains_take_the_shares_of_the_multiplications_they_are_made_for(
     shape: tuple[int, ...], stride: tuple[int, int]
 ) -> None:
-    found = chains.recipes(unit(*shape, stride=stride), {"svd", "tucker", "int_grid"})
-    methods = {r.method for r in found}
-    tucker = shape[2:] == (3, 3)
-    assert methods == ({"svd", "tucker"} if tucker else {"svd"})
-    for recipe in found:
-        share = multiplications(tree_of(recipe, shape, 1), shape, stride) / math.prod(shape)
-        # Ranks are multiples of 8, which is much of a small weight.
-        assert any(abs(s - share) < 0.09 for s in (*chains.SHARES, *chains.TUCKER_SHARES)), (recipe, share)
-        assert share < 0.7
-    assert chains.recipes(unit(*shape), {"tucker", "svd"}) == []
+    forms = [("svd", s, chains.low_rank_params(shape, s)) for s in chains.SHARES]
+    forms += [("tucker", s, chains.tucker_params(shape, s, stride)) for s in chains.TUCKER_SHARES]
+    assert any(params for method, _, params in forms if method == "svd")
+    assert any(params for method, _, params in forms if method == "tucker") == (shape[2:] == (3, 3))
+    for method, wanted, params in forms:
+        if params is not None:
+            recipe = Recipe(method, params, {"factor": INT4})
+            share = multiplications(tree_of(recipe, shape, 1), shape, stride) / math.prod(shape)
+            assert abs(wanted - share) < 0.09, (
+                recipe,
+                share,
+            )  # ranks are multiples of 8, much of a small weight
 
 
 def test_chains_that_spectra_rule_out_are_not_made() -> None:
     """Orthonormal rows have nothing that a low rank could leave out cheaply; channels of few directions suit both."""
-    allowed, shape = {"svd", "tucker", "int_grid"}, (64, 64, 3, 3)
+    allowed, shape = frozenset({"svd", "tucker", "cp"}), (64, 64, 3, 3)
     torch.manual_seed(0)
     flat = torch.linalg.qr(torch.randn(576, 64))[0].T.reshape(shape).contiguous()
     few = torch.einsum("ar,brij->abij", torch.randn(64, 8), torch.randn(64, 8, 3, 3))
     few = few + 1e-3 * torch.randn(shape)
 
     def methods(weight: torch.Tensor) -> set[tuple[str, float]]:
-        known = Signature(weight, Stats(), 1, "conv")
-        made = chains.recipes(unit(*shape), allowed, known)
+        known = Signature(weight, Stats(), 1, "conv", stride=(1, 1))
+        own = unit(*shape)
+        room = Room(
+            allowed, faster=True, factors=structure.row_forms(), size_of=lambda r: arrays_bytes(own, r)
+        )
+        made = registry.structured(known, Target(True), room)
+        # What is not made has a bound that is no lower than what it would have to beat.
+        assert {look.method for look in room.looks} | {r.method for r in made} == allowed
+        assert all(look.reason or look.least >= look.rival for look in room.looks)
+        none = registry.structured(known, Target(True), replace(room, factors=(), looks=[]))
+        assert none == []
         shares = [multiplications(tree_of(r, shape, 1), shape) / math.prod(shape) for r in made]
         return {(r.method, round(s, 1)) for r, s in zip(made, shares, strict=True)}
 
@@ -95,6 +111,34 @@ def test_chains_that_spectra_rule_out_are_not_made() -> None:
     assert ("svd", 0.1) in methods(few)
     # A low rank of 8 loses next to nothing there; the inputs have no few directions, which Tucker would need.
     assert not any(method == "tucker" for method, _ in methods(few))
+
+
+@pytest.mark.parametrize("method", ["svd", "tucker"])
+def test_the_next_ranks_of_a_chain_that_a_plan_took_lie_within_the_shares_on_both_sides(method: str) -> None:
+    torch.manual_seed(0)
+    shape, factor = (128, 64, 3, 3), structure.row_forms()[0].recipe
+    known = Signature(torch.randn(shape), Stats(), 1, "conv", stride=(1, 1))
+    params = chains.low_rank_params(shape, 0.28) if method == "svd" else chains.tucker_params(shape, 0.25)
+    near = Recipe(method, {**params, "iterations": 0} if method == "tucker" else params, {"factor": factor})
+    room = Room(frozenset({method}), faster=True, factors=structure.row_forms(), near=near)
+    found = registry.structured(known, Target(True), room)
+
+    def share(recipe: Recipe) -> float:
+        return multiplications(tree_of(recipe, shape, 1), shape) / math.prod(shape)
+
+    larger, smaller = found
+    limits = (0.2, 0.45) if method == "svd" else (0.15, 0.35)
+    assert limits[0] < share(smaller) < share(near) < share(larger) < limits[1]
+    ranks = {"rank", "ranks"}
+    for recipe in found:
+        assert recipe.parts == near.parts
+        assert {k: v for k, v in recipe.params.items() if k not in ranks} == {
+            k: v for k, v in near.params.items() if k not in ranks
+        }
+    # Whole channels are no chain: there is nothing beyond.
+    whole = {"rank": 120} if method == "svd" else {**near.params, "ranks": [120, 56, 3, 3]}
+    beyond = registry.structured(known, Target(True), replace(room, near=replace(near, params=whole)))
+    assert len(beyond) == 1 and share(beyond[0]) < share(replace(near, params=whole))
 
 
 def test_a_layer_is_measured_once_and_found_by_the_next_conversion(monkeypatch, tmp_path) -> None:

@@ -1,0 +1,146 @@
+"""Runs one command: arguments to a call, what it raises to one line and an exit code."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+
+from nstf.errors import NstfError
+from nstf_convert.cli import SUMMARIES, application, quick
+from nstf_convert.cli.messages import explain, interrupted
+from nstf_convert.cli.output import setup_logging
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    from typing_extensions import Buffer
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
+    words, flags = _common_flags(arguments)
+    debug = "debug" in flags
+    # Read when transformers is imported, much later: its advice on loading is noise beside our results.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if debug else "error")
+    setup_logging("quiet" in flags, "verbose" in flags, debug)
+    try:
+        named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
+        with _interrupts() as pressed:
+            try:
+                code = None if flags else quick.generate(words)
+                if pressed.is_set():  # taken by a library, and the full command would begin
+                    raise KeyboardInterrupt
+                if code is None:
+                    from nstf.runtime.memory_limit import watch_limit
+
+                    watch_limit()
+                    code = application(named)(words, prog_name="nstf", standalone_mode=False)
+                code = _flushed(code)
+            except Exception as error:
+                # An error of ours after that is one that was found, such as a budget that cannot be met.
+                if pressed.is_set() and not isinstance(error, NstfError):
+                    raise KeyboardInterrupt from error
+                raise
+    except SystemExit as error:  # also after a shell asked what may come next
+        return error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stdout.write(error.format_message() + "\n")  # type: ignore[attr-defined]
+            return 2
+        code, message = explain(error, words)
+        sys.stderr.write(f"error: {message}\n")
+        return code
+    if code == 130:  # typer turns Ctrl-C into this code
+        sys.stderr.write(f"error: {interrupted(words)}\n")
+    return code if isinstance(code, int) else 0
+
+
+def _flushed(code: int) -> int:
+    """The exit code, with what was printed on its way: a disk that is full is said while it can be."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on: no error, as in typer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set once Ctrl-C was pressed. A library may catch the KeyboardInterrupt and raise something else: torch takes one that
+    comes while it makes a tensor of a storage for a wrong type."""
+    pressed = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.default_int_handler(number, frame)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+FLAGS = {"--debug": "debug", "--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}
+
+
+def _common_flags(arguments: Sequence[str]) -> tuple[list[str], set[str]]:
+    """(arguments without them, the flags among debug, quiet, verbose): accepted anywhere before a `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    head = list(arguments[:end])
+    found = {FLAGS[a] for a in head if a in FLAGS}
+    return [a for a in head if a not in FLAGS] + list(arguments[end:]), found
+
+
+def open_streams() -> None:
+    """Makes the process's streams ones that no message fails on: what is closed leads nowhere (else the next file that is
+    opened would get its number, and what a library prints), and messages that a full disk does not take are left out."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(_Messages(2, "w", closefd=False)),
+        encoding=sys.stderr.encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+class _Messages(io.FileIO):
+    """stderr: hours of work do not end because the disk of their log is full, and an exit code stays what it is."""
+
+    def write(self, data: Buffer) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return memoryview(data).nbytes if written is None else written
+
+
+def leave() -> None:
+    """After the last word. Ctrl-C just ends the process from here on: Python has no place for it while it ends. What is
+    left goes with it: looking for garbage among torch's and transformers' objects takes 0.7 s."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.freeze()

@@ -1,0 +1,79 @@
+"""The values of one column of a parquet file, a few at a time: a file of 700 bytes can hold 2 GB of text.
+
+A dictionary keeps once what every row repeats, and compression keeps its letters once. So values stay in the dictionary
+until they are asked for, and what unpacks to far more than it takes is refused. pyarrow itself unpacks one page (2 GiB at
+most) before anything can be asked of it, if the sizes that the file states are not true.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nstf.errors import UsageError
+
+ROWS = 256
+# Of a column in a group of rows: text that is packed well takes a tenth.
+MOST_TIMES, ALWAYS_BYTES = 256, 64 << 20
+# Text of rows that are made at a time, and of a single one.
+BATCH_BYTES, ROW_BYTES = 64 << 20, 256 << 20
+
+
+def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
+    """The values of a column of a ParquetFile, but for nulls. Raises UsageError for what takes too much memory."""
+    from pyarrow import parquet
+
+    whole = table.metadata
+    leaves = [i for i in range(whole.num_columns) if _root(table, i) == column]
+    for number in range(whole.num_row_groups):
+        group = whole.row_group(number)
+        chunks = [group.column(i) for i in leaves]
+        stored = sum(max(0, c.total_compressed_size) for c in chunks)
+        if sum(c.total_uncompressed_size for c in chunks) > max(ALWAYS_BYTES, MOST_TIMES * stored):
+            raise UsageError(
+                f"the dataset {where}: its column {column} unpacks to more than {MOST_TIMES} times its bytes; "
+                "write it again without what is repeated"
+            )
+    texts = [
+        table.schema.column(i).path for i in leaves if table.schema.column(i).physical_type == "BYTE_ARRAY"
+    ]
+    with parquet.ParquetFile(where, read_dictionary=texts) as opened:
+        # Of one group at a time: each has a dictionary of its own, and lists of texts of two are not read.
+        for number in range(whole.num_row_groups):
+            for batch in opened.iter_batches(batch_size=ROWS, row_groups=[number], columns=[column]):
+                yield from _values(batch.column(0), where)
+
+
+def _root(table: Any, leaf: int) -> str:
+    """The column that a leaf of the schema belongs to: a name may have dots in it."""
+    path = str(table.schema.column(leaf).path)
+    return next((n for n in table.schema_arrow.names if path == n or path.startswith(f"{n}.")), path)
+
+
+def _values(rows: Any, where: str) -> Iterator[Any]:
+    if _unpacked(rows) <= BATCH_BYTES:
+        yield from (value for value in rows.to_pylist() if value is not None)
+        return
+    for number in range(len(rows)):
+        row = rows.slice(number, 1)
+        if (size := _unpacked(row)) > ROW_BYTES:
+            raise UsageError(
+                f"the dataset {where}: one row may unpack to {size} bytes; divide it into several"
+            )
+        value = row[0].as_py()
+        if value is not None:
+            yield value
+
+
+def _unpacked(rows: Any) -> int:
+    """Bytes that rows take as values of Python, at most."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind = rows.type
+    if pyarrow.types.is_dictionary(kind):
+        largest = compute.max(compute.binary_length(rows.dictionary)).as_py() if len(rows.dictionary) else 0
+        return len(rows) * int(largest or 0)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _unpacked(rows.flatten())
+    if pyarrow.types.is_struct(kind):
+        return sum(_unpacked(part) for part in rows.flatten())
+    return int(rows.nbytes)

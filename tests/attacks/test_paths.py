@@ -1,0 +1,100 @@
+"""Paths at which nothing can lie: one line and exit code 2 (wrong use), in commands and in Python."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import nstf.runtime
+import nstf_convert
+from nstf.errors import UsageError
+from nstf.runtime.artifact.atomic_file import write_whole
+from nstf_convert import dataset
+from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.cli import run
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
+ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
+LONG = "n" * 256
+NAMES = {
+    "long": lambda folder: str(folder / LONG),
+    "half a pair": lambda folder: str(folder / "x\ud800"),
+    "a NUL": lambda folder: str(folder / "x\0y"),
+    "below a file": lambda folder: str(ARTIFACT / "x"),
+    "a circle": lambda folder: str(folder / "circle"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "circle").symlink_to("circle")
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("field", ["model", "output", "dataset", "work_dir", "calibration"])
+def test_no_argument_of_a_conversion_names_such_a_path(folder: Path, field: str, how: str) -> None:
+    given = {"model": str(MODEL), "output": str(folder / "o.nstf"), field: NAMES[how](folder)}
+    model = given.pop("model")
+    with pytest.raises(UsageError, match=r"nothing can lie there|no file can have such a name"):
+        nstf_convert.convert(model, budget=0.5, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("call", [nstf.runtime.load, nstf.runtime.load_tensors, nstf.runtime.load_tokenizer])
+def test_nor_does_what_is_loaded(folder: Path, how: str, call: Callable[[str], object]) -> None:
+    with pytest.raises(UsageError):
+        call(NAMES[how](folder))
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_nor_a_checkpoint(folder: Path, how: str) -> None:
+    with pytest.raises(UsageError):
+        open_checkpoint(NAMES[how](folder))
+
+
+def test_a_home_folder_that_is_none() -> None:
+    for call in (open_checkpoint, lambda path: list(dataset.load_text(path))):
+        with pytest.raises(UsageError, match="no such user's home folder"):
+            call("~nobody-is-called-so/x")
+
+
+def test_a_file_that_is_written_has_a_place(folder: Path) -> None:
+    for how in ("long", "below a file"):
+        with pytest.raises(UsageError):
+            write_whole(Path(NAMES[how](folder)), b"x")
+
+
+# Arguments in which LONG stands for the name.
+COMMANDS = [
+    ["diff", f"{LONG}.nstf", str(ARTIFACT)],
+    ["diff", str(ARTIFACT), LONG],
+    ["inspect", f"{LONG}.nstf"],
+    ["verify", LONG],
+    ["convert", LONG, "--budget", "0.5", "-o", "x.nstf"],
+    ["convert", str(MODEL), "--budget", "0.5", "-o", f"{LONG}.nstf"],
+    ["convert", str(MODEL), "--budget", "0.5", "--work-dir", LONG],
+    ["convert", str(MODEL), "--budget", "0.5", "--dataset", f"{LONG}.txt"],
+    ["convert", str(MODEL), "--budget", "0.5", "--calibration", LONG],
+    ["calibrate", str(MODEL), "-o", LONG],
+    ["plan", str(MODEL), "--budget", "0.5", "--work-dir", LONG],
+    ["generate", f"{LONG}.nstf", "x"],
+    ["serve", LONG],
+    ["place", LONG, "--machine", "h200x1"],
+    ["place", str(ARTIFACT), "--machine", LONG],
+    ["export", str(ARTIFACT), "-o", LONG],
+    ["export", LONG, "-o", "x"],
+    ["bench", LONG],
+    ["profile", LONG],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(w[:9] for w in words if w != "0.5"))
+def test_commands_end_with_the_code_of_wrong_use(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and printed.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []

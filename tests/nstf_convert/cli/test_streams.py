@@ -1,0 +1,97 @@
+"""The command as a process: streams that are closed or full, and Ctrl-C before its first and after its last line."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nstf.kernels.cpu.engine_matrix import available
+
+FILE = str(Path(__file__).parents[2] / "golden" / "v1.nstf")
+MAIN = "from nstf_convert.cli import main; main()"
+
+
+def ended(
+    words: list[str],
+    before: str = "",
+    out: int = subprocess.PIPE,
+    err: int = subprocess.PIPE,
+    **options: object,
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command in a new process. before: code that runs first there."""
+    command = [sys.executable, "-c", before + MAIN, *words]
+    done = subprocess.run(command, stdout=out, stderr=err, text=True, timeout=120, **options)  # type: ignore[call-overload]
+    return done.returncode, done.stdout or "", done.stderr or ""
+
+
+def closing(*numbers: int) -> Callable[[], None]:
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+
+    return close
+
+
+def no_bytes() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams_change_no_exit_code(numbers: tuple[int, ...]) -> None:
+    code, out, err = ended(["verify", FILE, "--json"], preexec_fn=closing(*numbers))
+    assert (code, err) == (0, "") and (1 in numbers or '"arrays"' in out)
+    code, out, err = ended(["verify", "no.nstf"], preexec_fn=closing(*numbers))
+    assert code == 2 and out == "" and (2 in numbers or err.startswith("error: "))
+
+
+def test_a_full_disk_below_the_messages_changes_no_exit_code(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        for words, wanted in ((["verify", "no.nstf"], 2), (["verify", FILE], 0)):
+            code, out, _ = ended(words, err=log.fileno(), preexec_fn=no_bytes)
+            assert code == wanted and bool(out) == (wanted == 0)
+
+
+def test_a_full_disk_below_the_results_is_one_line(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        code, _, err = ended(["verify", FILE, "--json"], out=out.fileno(), preexec_fn=no_bytes)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+
+
+# Ctrl-C where a module is about to be imported.
+PRESSED = """
+import os, signal, sys
+class Pressed:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Pressed)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["nstf_convert.cli.running", "nstf.errors", "nstf_convert.cli.commands", "typer"]
+)
+def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
+    code, out, err = ended(["verify", FILE], PRESSED.format(module=module))
+    assert (code, out, err) == (130, "", "error: interrupted\n")
+
+
+def test_ctrl_c_after_the_last_line_is_no_traceback() -> None:
+    late = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+    code, out, err = ended(["verify", FILE, "--json"], late)
+    assert code == -signal.SIGINT and '"arrays"' in out and err == ""
+
+
+@pytest.mark.skipif(not available(), reason="the CPU engine was not built")
+def test_what_is_alive_at_the_end_is_not_listed_as_leaked() -> None:
+    alive = (
+        "import ctypes; from nstf.kernels.cpu import ext; x = ext.ImageSteps()\n"
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))\n"
+    )
+    code, _, err = ended(["verify", FILE], alive)
+    assert (code, err) == (0, "")

@@ -1,0 +1,84 @@
+"""Parquet files that hold far more text than they have bytes: a few values at a time, or a refusal."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nstf.errors import UsageError
+from nstf_convert import parquet_values
+from nstf_convert.dataset import load_text
+
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+MIB = 1 << 20
+
+
+def written(path: Path, column: str, values: list[Any], **settings: Any) -> Path:
+    parquet.write_table(pyarrow.table({column: pyarrow.array(values)}), path, **settings)
+    return path
+
+
+def letters(documents: Iterator[str]) -> int:
+    return sum(map(len, documents))
+
+
+READS = """
+import resource, sys
+from nstf_convert.dataset import load_text
+list(load_text(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(sum(map(len, load_text(sys.argv[2]))), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_text_that_every_row_repeats_is_in_memory_a_few_times(tmp_path: Path) -> None:
+    """A batch of rows was made at once: 2 GiB of this file, 2 MiB of each row."""
+    small = written(tmp_path / "small.parquet", "text", ["a"])
+    bomb = written(tmp_path / "bomb.parquet", "text", ["x" * (2 * MIB)] * 200, compression="zstd")
+    assert bomb.stat().st_size < 4096
+    command = [sys.executable, "-c", READS, str(small), str(bomb)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(found[0]) == 400 * MIB
+    assert int(found[1]) * resource.getpagesize() // 4096 < 64 * 1024  # KiB
+
+
+def test_a_column_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.parquet", "text", ["x" * (70 * MIB)], compression="zstd")
+    with pytest.raises(UsageError, match="column text unpacks to more than 256 times its bytes"):
+        list(load_text(path))
+
+
+def test_a_row_that_repeats_a_text_is_refused(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "x" * (8 * MIB)}] * 40
+    path = written(tmp_path / "x.parquet", "messages", [chat], compression="none")
+    with pytest.raises(UsageError, match=r"one row may unpack to \d+ bytes; divide it"):
+        list(load_text(path))
+
+
+@pytest.mark.parametrize("row_bytes", [1, parquet_values.BATCH_BYTES])
+@pytest.mark.parametrize("settings", [{}, {"use_dictionary": False}, {"row_group_size": 7}])
+def test_values_are_the_same_at_once_and_one_by_one(
+    tmp_path: Path, settings: dict[str, Any], row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_values, "BATCH_BYTES", row_bytes)
+    texts = [None if i % 11 == 0 else f"text {i % 50}" for i in range(1000)]
+    path = written(tmp_path / "x.parquet", "text", texts, **settings)
+    assert list(load_text(path)) == [t for t in texts if t is not None]
+    chats = [[{"role": "user", "content": t or ""}] * (1 + i % 3) for i, t in enumerate(texts)]
+    path = written(tmp_path / "y.parquet", "messages", chats, **settings)
+    assert list(load_text(path)) == ["\n\n".join(turn["content"] for turn in chat) for chat in chats]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_texts_of_every_type_are_read(tmp_path: Path, kind: str) -> None:
+    texts = pyarrow.array(["a", "b"] * 100)
+    made = texts.dictionary_encode() if kind == "dictionary" else texts.cast(getattr(pyarrow, kind)())
+    parquet.write_table(pyarrow.table({"a.text": texts, "text": made}), tmp_path / "x.parquet")
+    assert letters(load_text(tmp_path / "x.parquet")) == 200
+    assert letters(load_text(tmp_path / "x.parquet", field="a.text")) == 200
