@@ -74,16 +74,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """Asks a helper to prepare for candidates; there is no answer."""
+
+
+@dataclass(frozen=True)
 class Start:
     """What a helper is told first. bounds: the first process's, which decide about bytes; gpu_bytes: what the helper itself
-    may take of its GPU; any_size: as in `Session`; rehearses: whether it prepares for candidates before it is asked;
-    without: libraries that the first process leaves out."""
+    may take of its GPU; any_size: as in `Session`; without: libraries that the first process leaves out."""
 
     options: ConvertOptions
     bounds: Machine
     gpu_bytes: int
     any_size: bool
-    rehearses: bool
     without: Sequence[str]
 
 
@@ -114,12 +117,17 @@ class Helpers:
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
             with _seeing_only(device):
-                found = _started(Start(own, bounds, gpu_bytes, any_size, self._beside, left_out()))
+                found = _started(Start(own, bounds, gpu_bytes, any_size, left_out()), self._beside)
             if found is None:
                 self._failed("Python cannot be started")
                 continue
             self._processes.append(found)
             self._devices[found[1]] = str(device)
+
+    @property
+    def count(self) -> int:
+        """How many helpers there are."""
+        return len(self._processes)
 
     @property
     def any(self) -> bool:
@@ -144,12 +152,22 @@ class Helpers:
         for connection in self._alive():
             self._send(connection, replace(job, door=self._door(connection)))
 
+    def rehearse(self) -> None:
+        """All helpers prepare for candidates. Not before the machine was timed: they take from the GPU what they can get."""
+        for connection in self._alive():
+            self._told(connection, Rehearsal())
+
     def _send(self, connection: Connection, job: Job | SharedStep) -> None:
-        try:
-            connection.send(job)
+        if self._told(connection, job):
             self._busy.append(connection)
+
+    def _told(self, connection: Connection, what: Job | SharedStep | Rehearsal) -> bool:
+        try:
+            connection.send(what)
         except OSError:
             self._lost(connection)
+            return False
+        return True
 
     def _lost(self, connection: Connection) -> None:
         if connection not in self._gone:
@@ -222,13 +240,19 @@ def count_beside(machine: Machine, checkpoint_bytes: int) -> int:
     return max(0, min(MOST_BESIDE, machine.threads // CORES_EACH - 1))
 
 
-def _started(start: Start) -> "tuple[subprocess.Popen[bytes], Connection] | None":
-    """A helper's process and the connection to it, or None where none can be started."""
+def _started(start: Start, quiet: bool) -> "tuple[subprocess.Popen[bytes], Connection] | None":
+    """A helper's process and the connection to it, or None where none can be started. quiet: what it would warn of, the
+    first process has said; with --debug it says it too."""
+    if not sys.executable:
+        return None
+    said = subprocess.DEVNULL if quiet and not log.isEnabledFor(logging.DEBUG) else None
     ours, theirs = Pipe()
     command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
     try:
         # Its stdin ends with this process.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, pass_fds=[theirs.fileno()]
+        )
     except OSError:
         return None
     finally:

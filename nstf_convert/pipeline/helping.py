@@ -10,7 +10,7 @@ from nstf.runtime.imports import leave_out
 from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
-from nstf_convert.pipeline.helpers import Answer, Job, Start
+from nstf_convert.pipeline.helpers import Answer, Job, Rehearsal, Start
 from nstf_convert.pipeline.improve.passes import encode_in_pass
 from nstf_convert.pipeline.machine import keep_within
 from nstf_convert.pipeline.mix import REFERENCES, measure
@@ -41,16 +41,14 @@ def serve(connection: Connection, start: Start) -> None:
         session = _session(start)
     except Exception as error:  # told with the first job
         failure = _told(error)
-    if session is not None and start.rehearses:
-        try:
-            rehearse(session)
-        except Exception as error:  # the work itself will say what is wrong
-            log.debug("rehearsing: %s", error)
     while True:
         try:
             job = connection.recv()
         except (EOFError, OSError):
             break
+        if isinstance(job, Rehearsal):
+            _prepare(session)
+            continue
         if session is not None:
             try:
                 if not joined:
@@ -63,6 +61,14 @@ def serve(connection: Connection, start: Start) -> None:
             connection.send(Answer(failure, peaks(start.bounds.device)))
         except OSError:
             break
+
+
+def _prepare(session: Session | None) -> None:
+    try:
+        if session is not None:
+            rehearse(session)
+    except Exception as error:  # the work itself will say what is wrong
+        log.debug("rehearsing: %s", error)
 
 
 def _told(error: Exception) -> str:

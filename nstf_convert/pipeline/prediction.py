@@ -125,9 +125,11 @@ def predict(
     tensor_bytes: int,
     text: Text,
     drops_hessians: bool = False,
+    beside: int = 0,
 ) -> Prediction:
     """The prediction for a model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
-    used as they come and not kept."""
+    used as they come and not kept. beside: helpers on the first GPU, of which the memory is counted: what time they save was
+    not measured yet."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
     shuffles = options.bounds_time and (options.formats is None or "shuffle" in options.formats)
@@ -204,7 +206,7 @@ def predict(
         )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
     models = 1 if room else 2
-    host, gpu = _memory(work, machine, 8 * models * waiting * work.widest, tensor_bytes, room)
+    host, gpu = _memory(work, machine, 8 * models * waiting * work.widest, tensor_bytes, room, beside)
     healed = _healing_memory(work, machine, text) if options.heals else 0
     if machine.on_gpu:
         return Prediction(seconds, host, max(gpu, healed))
@@ -284,13 +286,17 @@ def _quarter_bits(size: int | None, units: Sequence[Unit]) -> int:
     return min(max(found, MIN_QUARTER_BITS), MAX_QUARTER_BITS)
 
 
-def _memory(work: _Work, machine: Machine, activations: int, tensor_bytes: int, room: int) -> tuple[int, int]:
-    """(host, GPU) bytes at the peak. activations: before the widest input; room: for groups that are encoded together."""
+def _memory(
+    work: _Work, machine: Machine, activations: int, tensor_bytes: int, room: int, beside: int
+) -> tuple[int, int]:
+    """(host, GPU) bytes at the peak. activations: before the widest input; room: for groups that are encoded together;
+    beside: helpers on the first GPU."""
     if machine.on_gpu:
         resident = min(machine.resident_bytes, tensor_bytes)
         host = GPU_BASE_BYTES + 3 * 2 * max(work.head, work.hidden * work.ffn)
         encoded = max(work.working, min(room, together.taken_bytes(work.groups)))
-        return len(machine.devices) * host, activations + encoded + 2 * resident
+        processes = len(machine.devices) + beside
+        return processes * host, activations + encoded + beside * work.working + 2 * resident
     workers = machine.workers(work.working)
     return BASE_BYTES + SLACK_BYTES + activations + workers * work.working, 0
 

@@ -137,6 +137,7 @@ class Session:
         if self.calibration is not None:
             self.work.drop_pieces()  # of the run that made it, if that was killed before it could
         self.prediction = self._predict()
+        self.beside.rehearse()
         if self.calibration is None and self.model is not None:
             self.calibration = calibrations.make(self, self.model)
         self.data = None
@@ -376,7 +377,7 @@ class Session:
         with self.stages.stage("prediction"):
             found = predict(
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
-                text, calibrations.drops_hessians(self, self.model),
+                text, calibrations.drops_hessians(self, self.model), self.beside.count,
             )  # fmt: skip
         self.stages.expect(found.seconds)
         machine = self.machine

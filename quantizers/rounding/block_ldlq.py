@@ -18,6 +18,9 @@ from nstf.quantizers.rounding.factor import Factor, gains
 BLOCK = 16
 SPAN = 256  # columns between the large products: inside a span a block's product looks back no further
 _CHUNK = 1024  # columns of the factor that are made at a time
+# On a GPU a matrix of at most so many columns is one captured block, replayed; a wider one a captured span of columns. Of a
+# span the first two are launched by Python, a dozen launches a block: of 576 columns all there are.
+NARROW = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +95,11 @@ def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -
     """The rounded weights, float32 [..., rows, cols] (cols a multiple of 16).
 
     weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding. lanes: all rows,
-    in order. On a GPU they run side by side, and a span of columns is one captured graph.
+    in order. On a GPU they run side by side, and a block or a span of columns is one captured graph.
     """
     rows, cols = weight.shape[-2:]
+    if weight.is_cuda and cols <= NARROW and all(lane.capture for lane in lanes):
+        return _by_blocks(weight, feedback, lanes)
     rounded = torch.empty_like(weight)
     # Errors are kept transposed: the products then read them in order.
     errors = weight.new_zeros(*weight.shape[:-2], cols, rows)
@@ -120,6 +125,58 @@ def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -
         for i, lane in enumerate(lanes):
             lane.keep(span, codes[i * each : (i + 1) * each])
     return rounded
+
+
+def _by_blocks(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -> Tensor:
+    """`block_ldlq` with one step for each block, of the same shapes for all: it looks back over a whole span, of which what
+    is still to come has no feedback."""
+    rows, cols = weight.shape[-2:]
+    back = min(SPAN, cols)
+    rounded = torch.empty_like(weight)
+    errors = weight.new_zeros(*weight.shape[:-2], cols, rows)
+
+    def round_block(own: Tensor, base: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+        jobs = [partial(_round_block, base, known, lane) for lane in lanes]
+        became, codes = zip(*side_by_side(jobs, own.device), strict=True)
+        found = torch.cat(became, -2)
+        return found, (own - found).mT, *(code for lane in codes for code in lane)
+
+    step = Replayed(round_block, cols // BLOCK)
+    for top in range(0, cols, SPAN):
+        span = slice(top, min(top + SPAN, cols))
+        own = base = weight[..., span]
+        left = weight.new_zeros(*weight.shape[:-2], back, rows)
+        width = span.stop - top
+        if feedback is not None:
+            among = torch.nn.functional.pad(feedback[..., span, span], (0, 0, 0, back - width))
+            if top > 0:
+                base = base + (feedback[..., :top, span].mT @ errors[..., :top, :]).mT
+        blocks = []
+        for at in range(0, width, BLOCK):
+            part = slice(at, at + BLOCK)
+            known = () if feedback is None else (among[..., part], left)
+            rounded[..., top + at : top + at + BLOCK], lost, *codes = step(
+                own[..., part], base[..., part], *known
+            )
+            left[..., part, :] = lost
+            blocks.append([code.clone() for code in codes])
+        errors[..., span, :] = left[..., :width, :]
+        kinds = [torch.stack(found) for found in zip(*blocks, strict=True)]
+        each = len(kinds) // len(lanes)
+        for i, lane in enumerate(lanes):
+            lane.keep(span, kinds[i * each : (i + 1) * each])
+    return rounded
+
+
+def _round_block(base: Tensor, known: Sequence[Tensor], lane: Lane) -> tuple[Tensor, Sequence[Tensor]]:
+    """(what a lane's rows of a block become, their codes). known: U from the span to the block, and the span's errors
+    transposed; nothing without feedback."""
+    target = base[..., lane.rows, :]
+    if known:
+        among, left = known
+        target = target + (among.mT @ left[..., lane.rows]).mT
+    became, *codes = lane.round_block(target)
+    return became, codes
 
 
 def _round_span(

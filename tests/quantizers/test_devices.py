@@ -12,7 +12,7 @@ from nstf.kernels.formats import decode
 from nstf.kernels.formats import trellis as trellis_format
 from nstf.kernels.torch import viterbi
 from nstf.quantizers import trellis
-from nstf.quantizers.rounding import trellis_lanes
+from nstf.quantizers.rounding import block_ldlq, trellis_lanes
 from nstf.quantizers.rounding.block_ldlq import block_factor
 from nstf.quantizers.rounding.factor import factor, gains
 from nstf.quantizers.stats import Stats, loss
@@ -149,6 +149,21 @@ def test_a_gpu_encodes_as_well_as_the_cpu(name, kwargs, rounding) -> None:
     assert loss(weight.cuda(), decode(encoded).cuda(), there) == pytest.approx(wanted, rel=0.02)
     estimated = module.estimate(weight.cuda(), params, there)
     assert estimated == pytest.approx(module.estimate(weight, params, here), rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sections", [(), ((8, 96), (12, 96))])
+def test_blocks_of_narrow_matrices_are_captured_for_the_same_loss(sections, monkeypatch) -> None:
+    weight = normal(192, 576).cuda()
+    stats = Stats(correlated_hessian(576).cuda(), torch.rand(192).cuda() + 0.5)
+    params = trellis.Params(10, block=64, rounding="ldlq", sections=sections)
+    found = []
+    for narrow in (block_ldlq.NARROW, 0, block_ldlq.NARROW):
+        monkeypatch.setattr(block_ldlq, "NARROW", narrow)
+        found.append(trellis.encode(weight, params, stats))
+    losses = [loss(weight, decode(e).cuda(), stats) for e in found]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert all(torch.equal(a, found[2].arrays[n]) for n, a in found[0].arrays.items())
 
 
 @pytest.mark.gpu

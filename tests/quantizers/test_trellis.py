@@ -12,6 +12,7 @@ from nstf.kernels.formats import trellis as form
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.trellis_encode import encode_tiles
 from nstf.quantizers import int_grid, trellis
+from nstf.quantizers.rounding import block_ldlq as ldlq
 from nstf.quantizers.rounding.block_ldlq import Lane, block_factor, block_ldlq
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sections import dealt_out
@@ -152,6 +153,36 @@ def test_block_feedback_lowers_the_loss_of_plain_rounding():
     fed = block_ldlq(weight, metric.feedback, lanes)
     assert torch.allclose(fed, block_ldlq(weight, metric.feedback, [Lane(slice(None), to_grid)]), atol=1e-6)
     assert loss(weight, fed, stats) < 0.8 * loss(weight, block_ldlq(weight, None, lanes), stats)
+
+
+@pytest.mark.parametrize("cols", [48, 256, 320])
+@pytest.mark.parametrize("metrics", [0, 1, 2])
+def test_block_by_block_is_what_spans_of_columns_are(cols, metrics):
+    """As a GPU rounds narrow matrices, whose blocks are one captured step."""
+    count = max(1, metrics)
+    weight = torch.stack([normal(32, cols).double() * (i + 1) for i in range(count)])
+    fed = block_factor(factor(correlated_hessian(cols), 0.01)).feedback.double()
+    feedback = torch.stack([fed * (1 - 0.1 * i) for i in range(count)]) if metrics else None
+
+    def to_grid(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = (target / 0.02).round()
+        return steps * 0.02, steps.flatten(0, -2)
+
+    def run(work) -> tuple[torch.Tensor, dict[tuple[int, int], torch.Tensor]]:
+        kept = {}
+        lanes = [
+            Lane(
+                rows,
+                to_grid,
+                lambda columns, codes, at=at: kept.update({(at, columns.start): codes[0].clone()}),
+            )
+            for at, rows in enumerate((slice(0, 16), slice(16, None)))
+        ]
+        return work(weight, feedback, lanes), kept
+
+    (spans, kept), (blocks, found) = run(block_ldlq), run(ldlq._by_blocks)
+    assert torch.allclose(spans, blocks, atol=1e-12) and not torch.equal(spans, weight)
+    assert kept.keys() == found.keys() and all(torch.equal(kept[k], found[k]) for k in kept)
 
 
 def test_the_same_bytes_at_any_number_of_threads():

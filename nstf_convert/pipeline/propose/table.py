@@ -64,20 +64,22 @@ def _shared(
     session: Session, units: Sequence[Unit], allowed: set[str], progress: Any
 ) -> dict[str, Sequence[Candidate]]:
     """The candidates of calibrated tensors; where all Hessians are at hand, helpers work out a part."""
-    encoder = session.encoder
+    encoder, found = session.encoder, dict[str, Sequence[Candidate]]()
     helpers = session.helpers if session.helpers.any else session.beside
     if helpers.any and session.keeps_hessians:
         identity, tokens = session.calibration_fingerprint(), session.tokens_per_batch
         sharing = Sharer(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
         with helpers.room():
             pieces = sharing.begin(CANDIDATES, {}, {})
-            taken = _taken(session, units, allowed, pieces, progress)
+            found |= _taken(session, units, allowed, pieces, progress)
             session.beside.shut_out(pieces)
-            if len(taken) < len(units):
+            if len(found) < len(units):
                 pieces.wait()
             session.beside.close()  # their memory is this process's again
-    # What was worked out is found.
-    return encoder.each(units, lambda u: encoder.candidates(u, allowed), progress)
+    # What was worked out elsewhere is found.
+    rest = [u for u in units if u.name not in found]
+    found |= encoder.each(rest, lambda u: encoder.candidates(u, allowed), progress)
+    return dict(sorted(found.items()))
 
 
 def leave_candidates(session: Session, shared: SharedStep) -> None:
@@ -91,19 +93,22 @@ def leave_candidates(session: Session, shared: SharedStep) -> None:
 
 def _taken(
     session: Session, units: Sequence[Unit], allowed: set[str], pieces: Pieces, progress: Any
-) -> set[str]:
-    """The tensors whose candidates this process has worked out: those of the Hessians that it took."""
+) -> dict[str, Sequence[Candidate]]:
+    """The candidates that this process has worked out, by tensor: those of the Hessians that it took."""
     own: dict[str, bool] = {}  # a Hessian is the work of one thread
 
-    def work(unit: Unit) -> bool:
+    def work(unit: Unit) -> Sequence[Candidate] | None:
         group = session.statistics.group_of(unit)
         if group not in own:
             own[group] = pieces.take(group)
-        if own[group]:
-            session.encoder.candidates(unit, allowed)
-        return own[group]
+        return session.encoder.candidates(unit, allowed) if own[group] else None
 
-    return {name for name, taken in session.encoder.each(units, work, progress).items() if taken}
+    def done(unit: Unit) -> None:
+        if own[session.statistics.group_of(unit)]:
+            progress(unit)
+
+    found = session.encoder.each(units, work, done)
+    return {name: candidates for name, candidates in found.items() if candidates is not None}
 
 
 def key_of(recipe: Recipe) -> str:

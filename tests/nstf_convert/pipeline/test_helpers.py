@@ -14,6 +14,7 @@ from nstf_convert.pipeline import convert
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import make
+from nstf_convert.pipeline.calibrate.share import SharedStep
 from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, count_beside, visible_name
 from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.machine import Machine, machine
@@ -111,7 +112,7 @@ def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
     default_options, converted, one_beside, monkeypatch, tmp_path
 ) -> None:
     jobs, taken = [], []
-    start_all, send, work = Helpers.start_all, Helpers._send, table._taken
+    start_all, tell, work = Helpers.start_all, Helpers._told, table._taken
 
     def once_it_began(self, job):
         start_all(self, job)
@@ -120,9 +121,9 @@ def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
         while not list(claims.glob("*")) and time.monotonic() < until:  # its door, and its first piece
             time.sleep(0.01)
 
-    def sent(self, connection, job):
-        jobs.append(job.step)
-        send(self, connection, job)
+    def told(self, connection, what):
+        jobs.append(what.step if isinstance(what, SharedStep) else type(what).__name__)
+        return tell(self, connection, what)
 
     def counted(session, units, *rest):
         found = work(session, units, *rest)
@@ -130,11 +131,11 @@ def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
         return found
 
     monkeypatch.setattr(Helpers, "start_all", once_it_began)
-    monkeypatch.setattr(Helpers, "_send", sent)
+    monkeypatch.setattr(Helpers, "_told", told)
     monkeypatch.setattr(table, "_taken", counted)
     report = convert(default_options(output=tmp_path / "two.nstf")).report
     assert (tmp_path / "two.nstf").read_bytes() == converted.content
-    assert jobs == ["candidates"]
+    assert jobs == ["Rehearsal", "candidates"]
     assert len(taken) == 1 and taken[0][0] < taken[0][1]
     peaks = report["resources"]["peaks"]
     assert [p["device"] for p in peaks] == ["cpu", "cpu"]

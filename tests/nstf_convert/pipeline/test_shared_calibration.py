@@ -98,7 +98,7 @@ def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
         if part.step == step:
             process = self._processes[0][0]
             process.kill()
-            process.join()
+            process.wait()
 
     taken = Pieces.take
 
