@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from placement_layers import (
 from torch import Tensor
 
 from nstf.kernels.cpu.engine_matrix import panel_threads
+from nstf.runtime.messages import awake
 from nstf.runtime.ranks import Ranks, use_own_cores
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.fabric import Fabric
@@ -90,7 +92,8 @@ def worker(task: dict[str, Any]) -> None:
         if ranks > 1:
             plans[f"tensor {ranks}"] = layers(rank, ranks, count, rows)
             plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks, rows)
-        best, summing = least(calls_of(plans, x, rank, ranks), task, place)
+        with awake() if kind == "cpu" else nullcontext():
+            best, summing = least(calls_of(plans, x, rank, ranks), task, place)
         alone = {}
         if rank == 0 and kind == "cuda":
             alone = {m.name: alone_seconds(m, ranks, rows, place, dtype, size) for m in found}

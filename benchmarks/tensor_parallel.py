@@ -6,7 +6,8 @@
 Makes an artifact of the shape of Llama-3 70B or 8B (or `small`, for CPUs) with random codes, a tensor at a time: no dense
 weight ever exists, and what it predicts means nothing. Then it starts a process for each rank (NCCL on GPUs, gloo on CPUs).
 All load their parts; the first also loads the whole model. In rounds that alternate, all decode together and then the first
-alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs. A rate is new tokens of all
+alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs; one sequence on CPUs by the C++
+engine. A rate is new tokens of all
 sequences after a prompt over the time from the first to the last; prefill is the prompt through transformers' modules.
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
 that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
@@ -37,6 +38,7 @@ from nstf.kernels.formats.tree import format_of
 from nstf.runtime.artifact import Source, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.parameter import EncodedParameter
+from nstf.runtime.ranks import use_own_cores
 from nstf.runtime.skeleton import build_skeleton
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -115,6 +117,19 @@ def _random(tree: Node, shape: tuple[int, ...], device: str) -> dict[str, Tensor
     return arrays
 
 
+class Times:
+    """A streamer that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 class Contender:
     """A loaded model with its decoder, and how long loading took."""
 
@@ -123,8 +138,8 @@ class Contender:
         dist.barrier()
         before, start = allocated(device), time.perf_counter()
         self.model: Any = nstf.runtime.load(
-            path, device, torch.bfloat16 if device.type == "cuda" else torch.float32, verify=False, engine="off",
-            tensor_parallel=ranks,
+            path, device, torch.bfloat16 if device.type == "cuda" else torch.float32, verify=False,
+            engine="off" if device.type == "cuda" else "auto", tensor_parallel=ranks,
         )  # fmt: skip
         encoded = [m for m in self.model.modules() if isinstance(m, EncodedParameter)]
         for parameter in encoded:
@@ -136,7 +151,13 @@ class Contender:
         self.decoder = Decoder(self.model)
 
     def decode(self, ids: Tensor, new: int) -> float:
-        """New tokens a second, of all sequences."""
+        """New tokens a second, of all sequences: on a CPU one by `generate`, which has the C++ engine."""
+        if self.device.type == "cpu" and len(ids) == 1:
+            times = Times()
+            self.model.generate(
+                ids, max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, streamer=times
+            )
+            return (new - 1) / (times.at[-1] - times.at[1])  # the prompt comes first
         start = 0.0
         for i, _ in enumerate(self.decoder.generate(ids, new)):
             start = time.perf_counter() if i == 0 else start
@@ -209,6 +230,7 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, path: Path, res
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
+        use_own_cores(rank, options.ranks)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     with torch.no_grad():
         found = measure(rank, device, options, path)

@@ -199,4 +199,4 @@ def check_options(attention: str, kv_cache: str) -> None:
     if attention != "full":
         raise UsageError("an attention plan does not run divided: leave out attention, or tensor_parallel")
     if kv_cache != "float16":
-        raise UsageError("kv_cache is the CPU engine's, which runs no divided model: leave it out")
+        raise UsageError(f"kv_cache {kv_cache!r} does not run divided: leave it out")

@@ -6,6 +6,7 @@ Beams, several sequences, padding, logits processors, caches handed in and every
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from nstf.errors import NstfError
 from nstf.runtime.generation_request import Slot, array_versions, fingerprint, read_request
+from nstf.runtime.messages import awake
 from nstf.runtime.ranks import Ranks
 
 _log = logging.getLogger("nstf")
@@ -52,7 +54,8 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
             engine = slot.engine
             if engine is None or request["ids"].shape[1] + request["new_tokens"] > engine.context:
                 return plain(*args, **kwargs)
-            return _run(engine, request)
+            with awake() if ranks is not None else nullcontext():
+                return _run(engine, request)
         finally:
             slot.lock.release()
 

@@ -8,12 +8,16 @@ is always posted, of the size of the last one, and it arrives in one way (docs/s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nstf.kernels.cpu import ext
 
 # What a rank sends in all; of more, collectives send less.
 MOST_BYTES = 1 << 17
@@ -73,3 +77,15 @@ def sent_directly(values: Tensor, size: int) -> bool:
     """Whether these values go as messages: the same answer on every rank."""
     few = values.nbytes * (size - 1) <= MOST_BYTES
     return few and values.device.type == "cpu" and dist.get_backend() == "gloo"
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """Inside, a thread of the least priority keeps a core of this process from halting while it waits for others, where the
+    extension is there. Halted processors are slow to wake: decoding takes up to twice as long (docs/scale.md)."""
+    thread = None if ext is None else ext.Awake()
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.stop()

@@ -18,7 +18,7 @@ from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, usi
 MOST_ROWS = 16
 _MOST_COPIES = 4096
 # Seconds that one leaf is measured for, and passes at least; the first, which finds nothing in the caches, does not count.
-_SECONDS, _PASSES = 0.1, 3
+_SECONDS, _PASSES = 0.2, 3
 
 
 def seconds_in_turn(
