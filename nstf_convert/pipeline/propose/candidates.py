@@ -49,16 +49,19 @@ def plain_recipes(
     few: bool,
     timed: bool = False,
     looks: list[Look] | None = None,
+    planned: float | None = None,
 ) -> list[Recipe]:
     """The quantised and dense forms of a tensor, of some methods. few: only those that may win, timed: and those that are
-    faster than these. looks: takes the reasons of methods that propose nothing."""
+    faster than these. looks: takes the reasons of methods that propose nothing. planned: see Room."""
     allowed = frozenset(methods)
     engine = engines.engine_of(set(allowed))
     if engine is not None:
         own = engines.recipes(engine, signature.cols, table=signature.role in ("embedding", "position"))
         return [*own, *(r for r in dense_recipes(signature.dtype) if r not in own)]
     from_bits = reach(allowed, signature.cols) if few else 0
-    room = Room(methods=allowed, from_bits=from_bits, quick=few, looks=[] if looks is None else looks)
+    room = Room(
+        methods=allowed, from_bits=from_bits, planned=planned, quick=few, looks=[] if looks is None else looks
+    )
     return plain(signature, Target(timed), room) + dense_recipes(signature.dtype)
 
 

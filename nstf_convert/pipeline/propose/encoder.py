@@ -246,7 +246,8 @@ class Encoder:
                 self._room(unit, allowed), planned=bits, rival=structure.rival_of(points, known.signal)
             )
             there = {c.recipe for c in rivals}
-            more = [r for r in registry.plain(known, Target(self._timed), room) if r not in there]
+            plain = cand.plain_recipes(known, allowed, self._few, self._timed, room.looks, bits)
+            more = [r for r in plain if r not in there]
             losses = list(zip(more, cand.estimates(known, more), strict=True))
             wanted = [r for r in registry.structured(known, Target(self._timed), room) if r not in there]
             losses += registry.losses(

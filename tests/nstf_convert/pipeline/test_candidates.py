@@ -1,5 +1,7 @@
 """Which plain formats and which corrections of them are tried."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,12 +9,15 @@ from nstf.analyzers.signatures import Signature
 from nstf.decomposers import add
 from nstf.proposals import Room, Target
 from nstf.quantizers.stats import Stats, loss
+from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods, structure
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate
+from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.store.workdir import WorkDir
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -51,6 +56,20 @@ def test_a_hybrid_is_left_out_only_where_its_correction_cannot_pay(kind) -> None
         made = recipes.encode(recipe, weight, Stats(), 1)
         true = loss(weight, recipes.decode(made).reshape(weight.shape), Stats(), 1)
         assert value == pytest.approx(true, rel=0.3)
+
+
+@pytest.mark.parametrize("engine", ["gguf", "onnx"])
+def test_at_the_bits_of_a_plan_an_engine_gets_nothing_that_it_cannot_hold(
+    engine: str, tmp_path: Path
+) -> None:
+    weight, unit = normal(64, 128), Unit("w", (64, 128), "float32", "up")
+    allowed = methods.method_families([f"for:{engine}"])
+    with WorkDir(tmp_path / "work", {}) as work:
+        encoder = Encoder(
+            work, lambda name: weight, Statistics(None), "x", None, machine("cpu", None, None, 1)
+        )
+        held = {c.recipe for c in encoder.candidates(unit, allowed)}
+        assert held and encoder.at_few_bits(unit, allowed, 3.0) == []
 
 
 def test_few_candidates_are_the_integers_beyond_the_trellis_codes_where_there_are_any() -> None:
