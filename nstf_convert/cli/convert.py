@@ -102,6 +102,7 @@ def check_reports(reports: list[Path], output: Path, force: bool) -> None:
             raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
         if path.exists() and not force:
             raise UsageError(f"--report {path} exists: give another name, or --force to replace it")
+        options.check_place(path)
 
 
 def measure_roofline(artifact: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The options that calibrate, plan and convert share, and their checks."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -174,6 +175,19 @@ def check_output(output: Path, inputs: list[str], force: bool) -> None:
         raise UsageError(f"the output {output} exists: give another name, or --force to replace it")
     if not output.parent.is_dir():
         raise UsageError(f"the folder {output.parent} does not exist: create it, or give another -o")
+    check_place(output)
+
+
+def check_place(path: Path) -> None:
+    """Raises UsageError where no file can be put, before the work for it is done."""
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is a folder, a device or a pipe, which a file would replace: give another path"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{path}: the folder {path.absolute().parent} cannot be written into: give another path"
+        )
 
 
 def check_artifact_name(output: Path) -> None:

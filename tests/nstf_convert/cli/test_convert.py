@@ -1,7 +1,9 @@
 import errno
 import json
+import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +75,17 @@ def test_without_an_output_the_file_is_named_after_the_model(nstf, pipeline, tin
     result = nstf("convert", tiny.folder, *BUDGET)
     assert result.code == 0
     assert "wrote model.nstf" in result.out
+
+
+def test_a_place_that_takes_no_file_is_said_before_the_work(nstf, pipeline, tiny, tmp_path, monkeypatch):
+    pipe = tmp_path / "a.json"
+    os.mkfifo(pipe)
+    for words in (["-o", pipe], ["-o", tmp_path / "a.nstf", "--report", pipe]):
+        found = nstf("convert", tiny.folder, *BUDGET, *words, "--force")
+        assert found.code == 2 and "a pipe" in found.err and pipeline.options is None
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    found = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "a.nstf")
+    assert found.code == 2 and "cannot be written into" in found.err and pipeline.options is None
 
 
 def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
