@@ -7,7 +7,7 @@ It has no factors of its own: nstf_convert.pipeline.propose.recipe makes correct
 """
 
 from nstf.decomposers.factors import unique
-from nstf.kernels.formats import add, trellis
+from nstf.kernels.formats import add, shuffle, trellis
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = add.KIND
@@ -81,6 +81,19 @@ def _shared(signature: Signature, room: Room) -> list[Recipe]:
         if room.may_win("add", size, least):
             out.append(Recipe("add", {}, {"base": fits[-1], "correction": shared}, least))
     return unique(out)
+
+
+def faster(hybrid: Recipe, signature: Signature) -> Recipe | None:
+    """A sum of trellis codes and one matrix for all experts with shuffle codes of the same rate, whose products take half as
+    long (docs/structure.md); None where there are none: other rates, other sums, experts that end within a path."""
+    base = hybrid.parts.get("base")
+    if hybrid.method != KIND or base is None or base.method != "trellis" or signature.lead != 2:
+        return None
+    rate = base.params["quarter_bits"]
+    if rate not in shuffle.RATES or signature.shape[1] % shuffle.SEGMENT:
+        return None
+    parts = {**hybrid.parts, "base": Recipe("shuffle", {"quarter_bits": rate})}
+    return Recipe(KIND, hybrid.params, parts)
 
 
 def rank_of(hybrid: Recipe) -> int:
