@@ -44,7 +44,7 @@ def forms(shape: Shape) -> dict[str, Node]:
         return leaf("int", bits=bits, group=64, scale_bits=8)
 
     def rotated(inner: Node) -> Node:
-        return node("rotated", {"x": inner}, block_in=64, lead=2, seed=1)
+        return node("rotated", {"x": inner}, block_in=min(128, shape[2] & -shape[2]), lead=2, seed=1)
 
     def trellis(quarter_bits: int) -> Node:
         return rotated(leaf("trellis", quarter_bits=(quarter_bits,)))

@@ -263,7 +263,12 @@ def test_several_threads_may_run_the_same_experts(samples: ModuleType) -> None:
     assert failures == []
 
 
-def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sanitizer", ["", *(pytest.param(s, marks=pytest.mark.slow) for s in ("thread", "address,undefined"))]
+)
+def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(
+    tmp_path: Path, sanitizer: str
+) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -275,6 +280,7 @@ def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(tmp_pat
         engine / "matrix.cpp",
     ]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-I{CPU}"]
+    flags += [f"-fsanitize={sanitizer}"] if sanitizer else []
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(out)], check=True)
     done = subprocess.run([out], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "600 1\n"), done.stdout + done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "600 1\n", ""), done.stdout + done.stderr
