@@ -44,7 +44,7 @@ def forms(shape: Shape) -> dict[str, Node]:
         return leaf("int", bits=bits, group=64, scale_bits=8)
 
     def rotated(inner: Node) -> Node:
-        return node("rotated", {"x": inner}, block_in=64, lead=2, seed=1)
+        return node("rotated", {"x": inner}, block_in=min(128, shape[2] & -shape[2]), lead=2, seed=1)
 
     def trellis(quarter_bits: int) -> Node:
         return rotated(leaf("trellis", quarter_bits=(quarter_bits,)))
@@ -55,6 +55,8 @@ def forms(shape: Shape) -> dict[str, Node]:
     found |= {f"trellis {q / 4:g}": trellis(q) for q in (8, 12, 18)}
     if shape[1] % 256 == 0:
         found |= {f"shuffle {q / 4:g}": rotated(leaf("shuffle", quarter_bits=q)) for q in (8, 12, 18)}
+        both = {"x": rotated(leaf("shuffle", quarter_bits=10)), "y": shared}
+        found["int4 for all + shuffle 2.5"] = node("add", both)
     found["int4 for all + trellis 2.5"] = node("add", {"x": trellis(10), "y": shared})
     found["float32"] = Node("dense", format_of("dense").Params(dtype="float32"))
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nstf.decomposers import svd
 from nstf.decomposers.factors import Leaf, unique
-from nstf.kernels.formats import add, decode, trellis
+from nstf.kernels.formats import add, decode, shuffle, trellis
 from nstf.proposals import FEW_BITS, Recipe, Room, Signature, Target, Tools
 
 KIND = add.KIND
@@ -124,6 +124,19 @@ def losses(signature: Signature, wanted: Sequence[Recipe], tools: Tools) -> list
 
 def _leaf(tools: Tools, factor: Recipe) -> Leaf:
     return lambda name, value, metric: tools.leaf(factor, value, metric)
+
+
+def faster(hybrid: Recipe, signature: Signature) -> Recipe | None:
+    """A sum of trellis codes and one matrix for all experts with shuffle codes of the same rate, whose products take half as
+    long (docs/structure.md); None where there are none: other rates, other sums, experts that end within a path."""
+    base = hybrid.parts.get("base")
+    if hybrid.method != KIND or base is None or base.method != "trellis" or signature.lead != 2:
+        return None
+    rate = base.params["quarter_bits"]
+    if rate not in shuffle.RATES or signature.shape[1] % shuffle.SEGMENT:
+        return None
+    parts = {**hybrid.parts, "base": Recipe("shuffle", {"quarter_bits": rate})}
+    return Recipe(KIND, hybrid.params, parts)
 
 
 def rank_of(hybrid: Recipe) -> int:

@@ -9,16 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nstf.kernels.cpu import engine_matrix, ext
-from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.formats.tree import EncodedTensor, Node
 from nstf.kernels.lazy import torch
 from nstf.kernels.memo import per_encoded
 from nstf.kernels.torch.rows import children_of, expert
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from torch import Tensor
+
+
+# Tokens of an expert, on average, up to which float32 products from codes are faster than decoding it for a library
+# (docs/structure.md: one thread, AVX-512). With int8 activations they are at any number.
+_MOST_EXACT = {"trellis": 16, "shuffle": 1 << 60}
+_MOST_OTHERS = 64
 
 
 def available() -> bool:
@@ -38,9 +45,9 @@ class Routing:
     taken: int
 
     @property
-    def largest(self) -> int:
-        """Tokens of the expert that has most."""
-        return int((self.offsets[1:] - self.offsets[:-1]).max())
+    def hit(self) -> int:
+        """Experts that have tokens."""
+        return int(torch.count_nonzero(self.offsets[1:] - self.offsets[:-1]))
 
 
 def route(index: Tensor, experts: int) -> Routing:
@@ -64,9 +71,13 @@ class Stack:
         self.experts, rows, cols = encoded.shape
         self.rows, self.cols = (cols, rows) if turned else (rows, cols)
         self._grouped = ext.GroupedMatrices(self.experts, self.rows, self.cols)
+        self._most = min(_most_exact(encoded.tree)) if exact else 1 << 60
 
     def ready(self, routing: Routing) -> bool:
-        """Makes the matrices of the experts that are hit. False where one cannot be read from its codes."""
+        """Makes the matrices of the experts that are hit. False where one cannot be read from its codes, or where so many
+        float32 products are faster otherwise."""
+        if routing.taken > self._most and routing.taken > self._most * routing.hit:
+            return False
         for index in self._grouped.missing_at(routing.offsets.data_ptr()):
             matrix = _matrix(self._stored, index, self._turned)
             if matrix is None:
@@ -126,6 +137,14 @@ def stack(encoded: EncodedTensor, turned: bool, exact: bool) -> Stack | None:
 @per_encoded
 def _stacks(encoded: EncodedTensor) -> dict[tuple[bool, bool, str], Stack | None]:
     return {}
+
+
+def _most_exact(tree: Node) -> Iterator[int]:
+    """Of each leaf."""
+    if not tree.children:
+        yield _MOST_EXACT.get(tree.kind, _MOST_OTHERS)
+    for child in tree.children.values():
+        yield from _most_exact(child)
 
 
 def _matrix(encoded: EncodedTensor, index: int, turned: bool) -> Any:

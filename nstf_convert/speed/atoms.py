@@ -64,10 +64,16 @@ def atoms_of(tree: Node, shape: Shape, lead: int) -> Iterator[tuple[Atom, float]
         for leaf, share in _rates(tree.children["x"], rows):
             params = replace(tree.params, lead=1)
             yield _atom(Node("rotated", params, {"x": leaf}), rows, cols), share
+    elif tree.kind == "tucker" and lead == 2 and tree.params.ranks == (1, *shape[1:]):
+        # One matrix for all experts, which each expert that a token is sent to multiplies with.
+        for leaf, share in _rates(tree.children["core"], rows):
+            yield _atom(leaf, rows, cols), share
     elif tree.children:
         # Factors differ from tensor to tensor in their sizes: each counts as its share of the matrix's own weights.
         for name, child_shape in format_of(tree.kind).children(tree.params, shape).items():
             share = math.prod(child_shape) / (rows * cols)
+            if tree.kind == "low_rank" and name == "b" and lead == 2:
+                share *= shape[0]  # what all experts share is multiplied with once for each
             for leaf, part in _rates(tree.children[name], rows):
                 yield _atom(leaf, rows, cols), share * part
     else:

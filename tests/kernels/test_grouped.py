@@ -212,17 +212,31 @@ def test_the_result_does_not_depend_on_the_number_of_threads(samples: ModuleType
     assert all(torch.equal(found[0], y) for found in results for y in found)
 
 
+@pytest.mark.parametrize(("name", "most"), [("int4", 64), ("rotated trellis", 16), ("shuffle 13", None)])
+def test_float32_products_of_many_tokens_are_left_to_a_library(
+    samples: ModuleType, name: str, most: int | None
+) -> None:
+    encoded = samples.random_encoded(trees(samples, (5, 256, 64))[name], (5, 256, 64))
+    for tokens in (16, 17, 64, 65, 300):
+        routing = grouped.route(torch.tensor([[0, 3]] * tokens), 5)  # so many for each of two experts
+        for exact in (True, False):
+            stack = grouped.stack(encoded, False, exact)
+            assert stack is not None
+            assert stack.ready(routing) == (not exact or most is None or tokens <= most)
+
+
 def test_a_long_prompt_goes_in_waves_and_gives_each_token_what_it_has_alone(samples: ModuleType) -> None:
     encoded = samples.random_encoded(samples.leaf("int", bits=4, group=32, lead=2), (5, 24, 64))
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(0, 5, (3000, 2), generator=generator)  # waves end at 1024 rows
     x = torch.randn(3000, 64, generator=generator)
     routing = grouped.route(index, 5)
-    stack = grouped.stack(encoded, False, True)
+    stack = grouped.stack(encoded, False, False)
     assert stack is not None and stack.ready(routing)
     y = grouped.combine(stack.multiply(x, routing, gather=True), routing, torch.ones(3000, 2))
     expected = torch.einsum("tk,trk->tr", x, decode(encoded)[index].sum(1))
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-4)
+    assert float((y - expected).norm() / expected.norm()) < 0.01
+    assert float((y - expected).abs().max()) < 0.1 * float(expected.std())
 
 
 def test_several_threads_may_run_the_same_experts(samples: ModuleType) -> None:
@@ -249,7 +263,12 @@ def test_several_threads_may_run_the_same_experts(samples: ModuleType) -> None:
     assert failures == []
 
 
-def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sanitizer", ["", *(pytest.param(s, marks=pytest.mark.slow) for s in ("thread", "address,undefined"))]
+)
+def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(
+    tmp_path: Path, sanitizer: str
+) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -261,6 +280,7 @@ def test_what_a_worker_throws_reaches_the_caller_and_the_next_call_works(tmp_pat
         engine / "matrix.cpp",
     ]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-I{CPU}"]
+    flags += [f"-fsanitize={sanitizer}"] if sanitizer else []
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(out)], check=True)
     done = subprocess.run([out], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "600 1\n"), done.stdout + done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "600 1\n", ""), done.stdout + done.stderr

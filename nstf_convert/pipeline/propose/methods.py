@@ -101,6 +101,12 @@ def losses(
     return out
 
 
+def faster(recipe: Recipe, signature: Signature) -> Recipe | None:
+    """A decomposition in codes of as many bits whose products take less time, where its method knows one."""
+    known_to = getattr(module_of(recipe.method), "faster", None)
+    return None if known_to is None else known_to(recipe, signature)  # type: ignore[no-any-return]
+
+
 @cache
 def _source(name: str) -> str:
     return hashlib.sha256(Path(str(module_of(name).__file__)).read_bytes()).hexdigest()

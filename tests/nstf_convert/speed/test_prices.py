@@ -129,6 +129,20 @@ def test_sums_and_factors_cost_what_their_parts_cost() -> None:
     assert [times for _, times in parts] == [1.0, 0.125, 0.25]
 
 
+def test_what_experts_share_costs_as_much_for_each_of_them() -> None:
+    shape = (4, 64, 128)
+    shared = {"ranks": [1, 64, 128], "view": list(shape), "iterations": 0}
+    recipe = Recipe("add", {}, {"base": TRELLIS, "correction": Recipe("tucker", shared, {"factor": INT4})})
+    parts = list(atoms_of(tree_of(recipe, shape, 2), shape, 2))
+    assert [times for _, times in parts] == [1.0, 1.0] and {(a.rows, a.cols) for a, _ in parts} == {
+        (256, 128)
+    }
+    low_rank = Recipe("svd", {"rank": 16}, {"factor": INT4})
+    parts = list(atoms_of(tree_of(low_rank, shape, 2), shape, 2))
+    # An expert's 64 x 16 is its own, 16 x 128 is multiplied with for each of the four.
+    assert [times for _, times in parts] == [16 / 128, 4 * 16 / 256]
+
+
 def test_a_large_matrix_is_timed_on_some_of_its_rows(measured) -> None:
     shape = (4 * LARGEST // 128, 128)
     ((atom, times),) = atoms_of(tree_of(INT4, shape, 1), shape, 1)
