@@ -88,6 +88,15 @@ def test_a_place_that_takes_no_file_is_said_before_the_work(nstf, pipeline, tiny
     assert found.code == 2 and "cannot be written into" in found.err and pipeline.options is None
 
 
+def test_a_link_to_itself_is_wrong_use(nstf, pipeline, tiny, tmp_path):
+    loop = tmp_path / "loop.nstf"
+    loop.symlink_to(loop)
+    found = nstf("verify", loop)
+    assert found.code == 2 and found.err.count("\n") == 1
+    code, said = explain(RuntimeError(f"Symlink loop from '{loop}'"), ())
+    assert code == 2 and "--debug" not in said
+
+
 def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
     out = tmp_path / "m.nstf"
     out.write_bytes(b"old")
