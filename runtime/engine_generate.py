@@ -29,7 +29,7 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
 
     A model that the engine does not run, or that was changed after loading (another parameter, a wrapped module, a
     hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way. ranks: of a
-    divided model, which use their engines only once all have one.
+    divided model, which ask each other at every call: all use their engines, or none does.
     """
     slot = model.nstf_engine = Slot()
     before, loaded = fingerprint(model), array_versions(model)
@@ -37,29 +37,37 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = MethodType(type(self).generate, self)
         request = read_request(self, args, kwargs, "cpu", further=FURTHER)
-        if request is None or self is not model or fingerprint(self) != before:
-            return plain(*args, **kwargs)
-        if not slot.lock.acquire(blocking=False):
-            return plain(*args, **kwargs)
+        known = request is not None and self is model and fingerprint(self) == before
+        taken = known and slot.lock.acquire(blocking=False)
         try:
-            versions = array_versions(model)
-            if not slot.tried or slot.versions != versions:
-                slot.engine, slot.tried, slot.versions = None, True, versions
-                try:
-                    slot.engine = build(versions == loaded)
-                except (NstfError, ValueError, RuntimeError, MemoryError) as error:
-                    _log.debug("no engine: %s", error)
-                if ranks is not None and not ranks.all_can(slot.engine is not None):
-                    slot.engine = None
-            engine = slot.engine
-            if engine is None or request["ids"].shape[1] + request["new_tokens"] > engine.context:
+            engine = _ready(slot, model, build, loaded, request) if taken else None
+            # At every call: a hook on one rank sends all through modules.
+            if ranks is not None and not ranks.all_can(engine is not None):
+                if engine is not None:
+                    engine, slot.engine, slot.tried = None, None, False
+            if engine is None or request is None:
                 return plain(*args, **kwargs)
             with awake() if ranks is not None else nullcontext():
                 return _run(engine, request)
         finally:
-            slot.lock.release()
+            if taken:
+                slot.lock.release()
 
     model.generate = MethodType(torch.no_grad()(generate), model)
+
+
+def _ready(slot: Slot, model: Any, build: Callable[[bool], Any], loaded: Any, request: Any) -> Any:
+    """The engine with room for a request, or None. loaded: the versions of arrays that the file holds."""
+    versions = array_versions(model)
+    if not slot.tried or slot.versions != versions:
+        slot.engine, slot.tried, slot.versions = None, True, versions
+        try:
+            slot.engine = build(versions == loaded)
+        except (NstfError, ValueError, RuntimeError, MemoryError) as error:
+            _log.debug("no engine: %s", error)
+    engine = slot.engine
+    room = engine is not None and request["ids"].shape[1] + request["new_tokens"] <= engine.context
+    return engine if room else None
 
 
 def _sampler(request: dict[str, Any]) -> Callable[[Tensor], int] | None:

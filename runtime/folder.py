@@ -14,6 +14,7 @@ from nstf.errors import CorruptError
 from nstf.kernels.formats import EncodedTensor, array_specs
 from nstf.kernels.formats.tree import node_from_json, node_to_json
 from nstf.runtime.citizen import make_citizen
+from nstf.runtime.fused import choose_products
 from nstf.runtime.modules import SUFFIX, attach, hold
 from nstf.runtime.parameter import EncodedParameter
 
@@ -93,7 +94,10 @@ def _note_missing(model: Any) -> None:
 
 
 def finish(model: Any) -> None:
-    """After the arrays were loaded: shared weights are put in their places, and what has no bytes follows the device."""
+    """After the arrays were loaded: shared weights are put in their places, and what has no bytes follows the device.
+
+    Convolutions and experts have int8 activations on a CPU, as `nstf.runtime.load` gives them by itself.
+    """
     del model.nstf_when_filled
     if missing := model.__dict__.pop("_nstf_missing", None):
         raise CorruptError(f"the arrays of {missing[0]} are missing from the folder: export it again")
@@ -105,6 +109,7 @@ def finish(model: Any) -> None:
         if isinstance(module, EncodedParameter):
             module.settle()
     model.requires_grad_(False)
+    choose_products(model, exact=False)
 
 
 def _empty(entry: Mapping[str, Any], dtype: torch.dtype) -> EncodedParameter:

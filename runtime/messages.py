@@ -83,7 +83,10 @@ def sent_directly(values: Tensor, size: int) -> bool:
 def awake() -> Iterator[None]:
     """Inside, a thread of the least priority keeps a core of this process from halting while it waits for others, where the
     extension is there. Halted processors are slow to wake: decoding takes up to twice as long (docs/scale.md)."""
-    thread = None if ext is None else ext.Awake()
+    try:
+        thread = None if ext is None else ext.Awake()
+    except RuntimeError:  # no thread is left: decoding is slower
+        thread = None
     try:
         yield
     finally:

@@ -115,7 +115,7 @@ def generate(
         stops,
     )
     if tensor_parallel > 1:
-        check_options(tensor_parallel, device, attention, exact, kv_cache)
+        check_options(tensor_parallel, device, attention, kv_cache)
         as_ranks(tensor_parallel, _divided, tensor_parallel, json, *rest, own_cores=device == "cpu")
         return
     plain = device == "cpu" and not (chat or kernels)
@@ -158,11 +158,11 @@ def _divided(ranks: int, json: bool, *rest: Any) -> None:
     _show(rest[1], _by_transformers(ranks, *rest), time.monotonic(), json)
 
 
-def check_options(ranks: int, device: str, attention: str, exact: bool, kv_cache: str) -> None:
+def check_options(ranks: int, device: str, attention: str, kv_cache: str) -> None:
     """Raises UsageError for options that do not go with --tensor-parallel."""
-    if attention != "full" or exact or kv_cache != "float16":
+    if attention != "full" or kv_cache != "float16":
         raise UsageError(
-            "--attention planned, --exact and --kv-cache do not go with --tensor-parallel: leave them out"
+            "--attention planned and --kv-cache do not go with --tensor-parallel: leave them out"
         )
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: with --tensor-parallel give cpu, or cuda for a GPU each")

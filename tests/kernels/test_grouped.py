@@ -1,8 +1,10 @@
 """Grouped products of experts from their codes against the decoded stack: every format that a stack is stored in, experts
 without tokens, tokens without experts, every instruction set."""
 
+import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -99,7 +101,9 @@ def check(encoded: EncodedTensor, weight: Tensor, choices: Any, exact: bool) -> 
     index = torch.tensor(choices)
     routing = grouped.route(index, encoded.shape[0])
     stack = grouped.stack(encoded, False, exact)
-    assert stack is not None and stack.ready(routing)
+    assert stack is not None
+    stack._most = 1 << 60  # here also where a library would be faster
+    assert stack.ready(routing)
     parts = stack.multiply(x, routing, gather=True)
     y, size = wanted(x, index, weight)
     flat, sizes = y.flatten(0, 1)[routing.order[: routing.taken]], size.flatten(0, 1)
@@ -237,6 +241,28 @@ def test_a_long_prompt_goes_in_waves_and_gives_each_token_what_it_has_alone(samp
     expected = torch.einsum("tk,trk->tr", x, decode(encoded)[index].sum(1))
     assert float((y - expected).norm() / expected.norm()) < 0.01
     assert float((y - expected).abs().max()) < 0.1 * float(expected.std())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_held_does_not_grow_with_the_rows_of_one_expert(samples: ModuleType) -> None:
+    encoded = samples.random_encoded(samples.leaf("int", bits=4, group=32, lead=2), (3, 16, 1024))
+    x = torch.randn(16384, 1024, generator=torch.Generator().manual_seed(0))
+    stack = grouped.stack(encoded, False, False)
+    assert stack is not None
+
+    def product(rows: Tensor) -> Tensor:
+        routing = grouped.route(torch.ones(len(rows), 1, dtype=torch.int64), 3)
+        assert stack.ready(routing)
+        return stack.multiply(rows, routing, gather=True)
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    apart = torch.cat([product(part) for part in x.split(1024)])
+    before = held()
+    assert torch.equal(product(x), apart)
+    # Once 64 MiB of rows in order and what was prepared of them; now as much as of 1024 rows, and the result.
+    assert held() - before < 16 << 20
 
 
 def test_several_threads_may_run_the_same_experts(samples: ModuleType) -> None:

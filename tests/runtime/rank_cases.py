@@ -25,7 +25,7 @@ from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, array_specs
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.integer import Params as Int
-from nstf.runtime import divided_engine, divided_modules, filling, graph_generate, loading
+from nstf.runtime import divided_engine, divided_modules, engine_generate, filling, graph_generate, loading
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.skeleton import build_skeleton, parameter_names
@@ -153,6 +153,19 @@ def no_engine(path: Path, rank: int) -> torch.Tensor:
         tokens: torch.Tensor = model.generate(prompt()[:1], **GREEDY)
     assert model.nstf_engine.engine is None
     return tokens
+
+
+def one_hook(path: Path, rank: int) -> list[tuple[torch.Tensor, int]]:
+    """Tokens with a hook on the first rank, without it, with it again; how often this rank used its engine each time."""
+    model: Any = nstf.runtime.load(path, engine="exact", tensor_parallel=2)
+    found = []
+    for hooked in (True, False, True):
+        hook = model.lm_head.register_forward_hook(lambda *_: None) if hooked and not rank else None
+        with unittest.mock.patch.object(engine_generate, "_run", wraps=engine_generate._run) as run:
+            found.append((model.generate(prompt()[:1], **GREEDY), run.call_count))
+        if hook is not None:
+            hook.remove()
+    return found
 
 
 class Words:
@@ -289,6 +302,7 @@ def both_sides(folder: Path) -> dict[str, Any]:
         found[f"streamed, engine {way}"] = streamed(path_of(folder, "gemma 3"), dist.get_rank(), way)
     found |= {f"{name} by engine": by_engine(path_of(folder, name), 2) for name in BY_ENGINE}
     found["no engine"] = no_engine(path_of(folder, BY_ENGINE[0]), dist.get_rank())
+    found["one hook"] = one_hook(path_of(folder, BY_ENGINE[0]), dist.get_rank())
     # A file of its own, as on another host: parts are exchanged.
     own = folder / f"own{dist.get_rank()}.nstf"
     shutil.copyfile(path_of(folder, BY_ENGINE[0]), own)

@@ -161,8 +161,10 @@ def test_every_launch_of_a_step_was_compiled_ahead(
         # A product that is one launch has the gate in it, and one of a plain bfloat16 model the norm that follows.
         nvidia = target.startswith("sm_")
         whole = nvidia and "llama, linear rope in" in model and dtype == torch.bfloat16
+        # Of mixed formats, that of paths (`o_proj`) adds and norms; the sum with a correction (`down_proj`) does not.
+        half = nvidia and dtype == torch.bfloat16 and "gemma" not in model and not whole
         assert kernels.count("gate_kernel") == (0 if nvidia else len(layers))
-        assert kernels.count("norm_kernel") == (1 if whole else 2 * len(layers) + 1)
+        assert kernels.count("norm_kernel") == 1 + (0 if whole else len(layers) if half else 2 * len(layers))
         if "in paths" in model and nvidia:
             # Gates turn the input of `down`, endings that add that of the next product; what comes of a norm's launch and of
             # attention is turned by one of its own.

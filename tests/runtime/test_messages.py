@@ -3,10 +3,12 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nstf.kernels.cpu import ext
+from nstf.runtime import messages
 from nstf.runtime.messages import awake
 from nstf.runtime.ranks import use_own_cores
 
@@ -22,6 +24,17 @@ def test_a_thread_that_keeps_the_core_awake_ends_with_its_block() -> None:
         (own,) = {*THREADS.iterdir()} - before
         raise KeyError(own)
     assert not {*THREADS.iterdir()} - before
+
+
+def test_where_no_thread_can_be_started_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def awake_thread() -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(messages, "ext", SimpleNamespace(Awake=awake_thread))
+    with awake():
+        pass
+    with pytest.raises(KeyError), awake():
+        raise KeyError
 
 
 @pytest.mark.parametrize(

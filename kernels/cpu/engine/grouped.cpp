@@ -28,7 +28,7 @@ struct Piece {
     int64_t first, end;
 };
 
-// Experts whose terms are leaves, from `first` on, until their rows are `kTogether`.
+// Rows of experts whose terms are leaves, at most `kTogether`.
 class Wave {
   public:
     Wave(int64_t cols, int64_t rows, int threads) : cols_(cols), rows_(rows), threads_(threads) {}
@@ -115,18 +115,24 @@ void multiply_grouped(const std::vector<Matrix*>& matrices, const int64_t* offse
                       float* y, int threads) {
     const int64_t experts = static_cast<int64_t>(matrices.size());
     std::vector<Matrix*> terms;
-    for (int64_t e = 0; e < experts;) {
-        // A wave of experts.
-        int64_t end = e + 1;
-        while (end < experts && offsets[end + 1] - offsets[e] <= kTogether) ++end;
-        const int64_t from = offsets[e], count = offsets[end] - from;
+    for (int64_t e = 0, from = 0; e < experts;) {
+        // A wave: the rows [from, until) of the experts from e to end, several whole ones or an equal piece of a large one.
+        const int64_t rest = offsets[e + 1] - from, pieces = std::max<int64_t>(1, (rest + kTogether - 1) / kTogether);
+        int64_t end = e + 1, until = from + (rest + pieces - 1) / pieces;
+        while (pieces == 1 && end < experts && offsets[end + 1] - from <= kTogether) until = offsets[++end];
+        const int64_t count = until - from;
         if (count == 0) {
             e = end;
             continue;
         }
+        // (where an expert's rows begin in the wave, how many they are)
+        auto part = [&](int64_t i) {
+            const int64_t first = std::max(from, offsets[i]);
+            return std::pair(first - from, std::min(until, offsets[i + 1]) - first);
+        };
         const Matrix* any = nullptr;
         for (int64_t i = e; i < end; ++i)
-            if (offsets[i + 1] > offsets[i]) any = matrices[static_cast<size_t>(i)];
+            if (part(i).second > 0) any = matrices[static_cast<size_t>(i)];
         const int64_t cols = any->cols, rows = any->rows;
         const float* inputs = x + from * cols;
         Scratch gathered(order == nullptr ? 0 : count * cols);
@@ -137,7 +143,7 @@ void multiply_grouped(const std::vector<Matrix*>& matrices, const int64_t* offse
         // The first term is written where the sum belongs, the others beside it, as many times over as the largest sum has terms.
         size_t most = 1;
         for (int64_t i = e; i < end; ++i) {
-            if (offsets[i + 1] == offsets[i]) continue;
+            if (part(i).second == 0) continue;
             terms.clear();
             terms_of(matrices[static_cast<size_t>(i)], terms);
             most = std::max(most, terms.size());
@@ -145,7 +151,7 @@ void multiply_grouped(const std::vector<Matrix*>& matrices, const int64_t* offse
         Scratch beside(static_cast<int64_t>(most - 1) * count * rows);
         Wave wave(cols, rows, threads);
         for (int64_t i = e; i < end; ++i) {
-            const int64_t at = offsets[i] - from, batch = offsets[i + 1] - offsets[i];
+            const auto [at, batch] = part(i);
             if (batch == 0) continue;
             terms.clear();
             terms_of(matrices[static_cast<size_t>(i)], terms);
@@ -159,7 +165,7 @@ void multiply_grouped(const std::vector<Matrix*>& matrices, const int64_t* offse
         }
         wave.run();
         for (int64_t i = e; i < end && most > 1; ++i) {
-            const int64_t at = offsets[i] - from, batch = offsets[i + 1] - offsets[i];
+            const auto [at, batch] = part(i);
             if (batch == 0) continue;
             terms.clear();
             terms_of(matrices[static_cast<size_t>(i)], terms);
@@ -169,7 +175,8 @@ void multiply_grouped(const std::vector<Matrix*>& matrices, const int64_t* offse
                 for (int64_t k = 0; k < batch * rows; ++k) to[k] += other[k];
             }
         }
-        e = end;
+        if (until == offsets[end]) e = end;
+        from = until;
     }
 }
 

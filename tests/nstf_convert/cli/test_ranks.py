@@ -120,7 +120,8 @@ def test_started_by_torchrun_a_process_is_a_rank_itself(
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--exact",), "do not go with --tensor-parallel"),
+    (("--kv-cache", "int8"), "do not go with --tensor-parallel"),
+    (("--exact", "--device", "cuda"), "--exact and --kv-cache are the CPU engine's"),
     (("--device", "cuda:1"), "with --tensor-parallel give cpu, or cuda for a GPU each"),
     (("--device", "cuda"), "there are 0 GPUs"),
 ])  # fmt: skip
@@ -146,7 +147,7 @@ def test_two_ranks_generate_what_one_process_does(nstf, tmp_path) -> None:
     torch.manual_seed(0)
     tensors = {n: dense(torch.randn(p.shape)) for n, p in build_skeleton(config).named_parameters()}
     write_artifact(path, tensors, {"config.json": json.dumps(config).encode(), **tokenizer_files()})
-    words = ("generate", path, "w5 w7", "--max-new-tokens", 5)
+    words = ("generate", path, "w5 w7", "--max-new-tokens", 5, "--exact")
     command = [sys.executable, "-m", "nstf_convert", *map(str, words), "--tensor-parallel", "2"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert found.stdout == nstf(*words, "--exact").out
+    assert found.stdout == nstf(*words).out
