@@ -140,7 +140,9 @@ class _Messages(io.FileIO):
 
 def leave() -> None:
     """After the last word. Ctrl-C just ends the process from here on: Python has no place for it while it ends. What is
-    left goes with it: looking for garbage among torch's and transformers' objects takes 0.7 s."""
-    if threading.current_thread() is threading.main_thread():
+    left goes with it: looking for garbage among torch's and transformers' objects takes 0.7 s. Who started it with Ctrl-C
+    ignored, as a shell does in its background, has it ignored to the end."""
+    ours = threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()

@@ -6,6 +6,7 @@ tensor and one of itself, so that a flipped bit is found.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -166,7 +167,14 @@ class TensorFile:
         from safetensors import safe_open
 
         opened: Any = safe_open
-        return opened(str(self.path), framework="pt")
+        while True:
+            try:
+                return opened(str(self.path), framework="pt")
+            except RuntimeError as error:
+                # torch maps the file, and does not call again where a signal interrupted its call, as Python does.
+                before, _, reason = str(error).partition(f"unable to open file <{self.path}>")
+                if before or not reason.split("\n")[0].endswith(f" ({errno.EINTR})"):
+                    raise
 
     def names(self) -> set[str]:
         """The names of the tensors inside."""

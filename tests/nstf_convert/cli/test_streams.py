@@ -21,11 +21,19 @@ def ended(
     before: str = "",
     out: int = subprocess.PIPE,
     err: int = subprocess.PIPE,
-    **options: object,
+    preexec_fn: Callable[[], None] | None = None,
+    control_c: signal.Handlers = signal.SIG_DFL,
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command in a new process. before: code that runs first there."""
+    """(exit code, stdout, stderr) of the command in a new process. before: code that runs first there; control_c: what it
+    does with SIGINT when it starts, whatever the tests were started with: a shell has its background ignore it."""
+
+    def start() -> None:
+        signal.signal(signal.SIGINT, control_c)
+        if preexec_fn is not None:
+            preexec_fn()
+
     command = [sys.executable, "-c", before + MAIN, *words]
-    done = subprocess.run(command, stdout=out, stderr=err, text=True, timeout=120, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, stdout=out, stderr=err, text=True, timeout=120, preexec_fn=start)
     return done.returncode, done.stdout or "", done.stderr or ""
 
 
@@ -81,10 +89,18 @@ def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
     assert (code, out, err) == (130, "", "error: interrupted\n")
 
 
+LATE = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+
+
 def test_ctrl_c_after_the_last_line_is_no_traceback() -> None:
-    late = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
-    code, out, err = ended(["verify", FILE, "--json"], late)
+    code, out, err = ended(["verify", FILE, "--json"], LATE)
     assert code == -signal.SIGINT and '"arrays"' in out and err == ""
+
+
+@pytest.mark.parametrize("before", [PRESSED.format(module="nstf_convert.cli.running"), LATE])
+def test_a_command_that_was_started_with_ctrl_c_ignored_ignores_it_to_the_end(before: str) -> None:
+    code, out, err = ended(["verify", FILE, "--json"], before, control_c=signal.SIG_IGN)
+    assert code == 0 and '"arrays"' in out and err == ""
 
 
 @pytest.mark.skipif(not available(), reason="the CPU engine was not built")

@@ -3,8 +3,10 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import torch
 
 from nstf.errors import CorruptError
@@ -34,6 +36,29 @@ def test_a_flipped_bit_of_an_array_is_found_when_it_is_read(work, caplog) -> Non
     with caplog.at_level(logging.WARNING, "nstf"):
         assert work.find("ab" * 32) is None
     assert caplog.text.count("is made again") == 1 and not path.exists()
+
+
+@pytest.mark.parametrize("reason", ["Interrupted system call (4)", "Input/output error (5)"])
+def test_an_opening_that_a_signal_interrupted_is_made_again_and_no_other(
+    tmp_path, monkeypatch, reason
+) -> None:
+    path = tmp_path / "x (4)"  # the number that torch's message ends with, in the name
+    write_tensors(path, {"x": torch.arange(4.0)}, {})
+    real, opened = safetensors.safe_open, []
+
+    def open_(name: str, framework: str) -> Any:
+        opened.append(name)
+        if len(opened) == 1:
+            raise RuntimeError(f"unable to open file <{name}> in read-only mode: {reason}")
+        return real(name, framework=framework)
+
+    monkeypatch.setattr(safetensors, "safe_open", open_)
+    if reason.startswith("Interrupted"):
+        assert torch.equal(TensorFile(path).get("x"), torch.arange(4.0)) and len(opened) == 2
+    else:
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            TensorFile(path)
+        assert len(opened) == 1
 
 
 def test_every_flipped_bit_of_a_header_is_found(work) -> None:
