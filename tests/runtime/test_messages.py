@@ -1,6 +1,7 @@
 """What keeps a core awake ends with its block, and each process is left its own cores."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from nstf.kernels.cpu import ext
 from nstf.runtime import messages
+from nstf.runtime import ranks as ranks_of
 from nstf.runtime.messages import awake
 from nstf.runtime.ranks import use_own_cores
 
@@ -37,14 +39,23 @@ def test_where_no_thread_can_be_started_the_work_goes_on(monkeypatch: pytest.Mon
         raise KeyError
 
 
+def test_sums_and_parts_are_right_in_any_order_and_in_a_group_of_fewer(tmp_path: Path) -> None:
+    program = [sys.executable, Path(__file__).with_name("message_cases.py"), tmp_path / "store"]
+    ranks = [subprocess.Popen([*map(str, program), str(rank)], stderr=subprocess.PIPE) for rank in range(3)]
+    said = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], said
+
+
 @pytest.mark.parametrize(
     ("cores", "rank", "ranks", "own"),
-    [({2, 3, 5, 7}, 1, 2, [5, 7]), ({0, 1, 2}, 0, 2, [0]), ({4}, 1, 2, None)],
+    [({2, 3, 5, 7}, 1, 2, [3, 7]), ({0, 1, 2}, 0, 2, [0]), ({4}, 1, 2, None)],
 )
 def test_each_of_a_hosts_ranks_has_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: set[int], rank: int, ranks: int, own: list[int] | None
 ) -> None:
     used: list[list[int]] = []
+    # As Linux numbers them: 0 and 4, 1 and 5, ... are the two hyperthreads of a core.
+    monkeypatch.setattr(ranks_of, "place_of", lambda processor: (0, processor % 4, processor))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: used.append(chosen), raising=False)
     use_own_cores(rank, ranks)
