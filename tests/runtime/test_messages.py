@@ -20,7 +20,8 @@ THREADS = Path("/proc/self/task")
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or ext is None, reason="needs Linux and the extension"
 )
-def test_a_thread_that_keeps_the_core_awake_ends_with_its_block() -> None:
+def test_a_thread_that_keeps_the_core_awake_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "has_quota", lambda: False)
     before = {*THREADS.iterdir()}
     with pytest.raises(KeyError), awake():
         (own,) = {*THREADS.iterdir()} - before
@@ -28,11 +29,43 @@ def test_a_thread_that_keeps_the_core_awake_ends_with_its_block() -> None:
     assert not {*THREADS.iterdir()} - before
 
 
+@pytest.mark.parametrize(
+    ("limits", "bound"),
+    [
+        ({"": "max 100000", "a/b": "200000 100000"}, True),
+        ({"a": "50000 100000", "a/b": "max 100000"}, True),
+        ({"": "100000 100000"}, True),
+        ({"a": "max 100000", "a/b": "max 100000", "a/c": "50000 100000"}, False),
+        ({}, False),
+    ],
+)
+def test_a_quota_of_processor_time_is_seen(tmp_path: Path, limits: dict[str, str], bound: bool) -> None:
+    groups = tmp_path / "cgroup"
+    groups.write_text("1:cpu:/\n0::/a/b\n")
+    for name, limit in limits.items():
+        (tmp_path / "root" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name / "cpu.max").write_text(limit)
+    assert messages.has_quota(groups, tmp_path / "root") == bound
+    assert not messages.has_quota(tmp_path / "missing", tmp_path / "root")
+
+
+def test_no_core_is_kept_awake_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    thread = SimpleNamespace(stop=lambda: started.append(-1))
+    monkeypatch.setattr(messages, "ext", SimpleNamespace(Awake=lambda: started.append(1) or thread))
+    for quota, expected in ((True, []), (False, [1, -1])):
+        monkeypatch.setattr(messages, "has_quota", lambda quota=quota: quota)
+        with awake():
+            pass
+        assert started == expected
+
+
 def test_where_no_thread_can_be_started_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def awake_thread() -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
     monkeypatch.setattr(messages, "ext", SimpleNamespace(Awake=awake_thread))
+    monkeypatch.setattr(messages, "has_quota", lambda: False)
     with awake():
         pass
     with pytest.raises(KeyError), awake():
