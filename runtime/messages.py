@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,9 +83,10 @@ def sent_directly(values: Tensor, size: int) -> bool:
 @contextmanager
 def awake() -> Iterator[None]:
     """Inside, a thread of the least priority keeps a core of this process from halting while it waits for others, where the
-    extension is there. Halted processors are slow to wake: decoding takes up to twice as long (docs/scale.md)."""
+    extension is there. Halted processors are slow to wake: decoding takes up to twice as long (docs/scale.md). Not where
+    this process has a quota of processor time (`docker --cpus`), which that thread would use up."""
     try:
-        thread = None if ext is None else ext.Awake()
+        thread = None if ext is None or has_quota() else ext.Awake()
     except RuntimeError:  # no thread is left: decoding is slower
         thread = None
     try:
@@ -92,3 +94,20 @@ def awake() -> Iterator[None]:
     finally:
         if thread is not None:
             thread.stop()
+
+
+def has_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Whether a control group of Linux (version 2) bounds the processor time of this process."""
+    try:
+        own = [line[3:].lstrip("/") for line in groups.read_text().splitlines() if line.startswith("0::")]
+    except (OSError, ValueError):
+        return False
+    for name in own:
+        # Any group above bounds it as well.
+        for folder in (root / name, *(root / parent for parent in Path(name).parents)):
+            try:
+                if (folder / "cpu.max").read_text().split()[:1] not in ([], ["max"]):
+                    return True
+            except (OSError, ValueError):
+                continue  # no such control there
+    return False

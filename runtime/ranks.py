@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +75,7 @@ class Ranks:
         """Starts the sum over all ranks in the place of contiguous `values`, which its `wait()` completes."""
         if _ALONE.get():
             return _Done()
-        return dist.all_reduce(values, async_op=True)
+        return dist.all_reduce(values, group=self.group, async_op=True)
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
         """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""
@@ -87,7 +88,7 @@ class Ranks:
         else:
             parts = flat.new_zeros(self.size, *flat.shape)
             if not _ALONE.get():
-                dist.all_gather(list(parts), flat)
+                dist.all_gather(list(parts), flat, group=self.group)
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
@@ -99,7 +100,7 @@ class Ranks:
         ready = {name: self._piece(array, device) for name, array in arrays.items()}
         self._all_well()  # what may fail is done: nobody waits in vain
         for own, pieces in ready.values():
-            dist.all_gather(list(pieces), own)
+            dist.all_gather(list(pieces), own, group=self.group)
         return {
             name: ready[name][1].view(-1)[: array.nbytes].view(array.dtype).view(array.shape)
             for name, array in arrays.items()
@@ -155,7 +156,7 @@ class Ranks:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         own = torch.tensor([len(word), *word, *[0] * (255 - len(word))], dtype=torch.uint8, device=device)
         said = own.new_empty(self.size, len(own))
-        dist.all_gather(list(said), own)
+        dist.all_gather(list(said), own, group=self.group)
         return [bytes(row[1 : 1 + row[0]]) for row in said.tolist()]
 
 
@@ -188,14 +189,25 @@ def join(count: int, device: torch.device) -> Ranks:
 def use_own_cores(rank: int, ranks: int) -> None:
     """Leaves this process its share of the cores that it may use, where there is one for each of the host's `ranks`.
 
-    Threads of two processes that wake each other on one core wait for a turn, several milliseconds.
+    Threads of two processes that wake each other on one core wait for a turn, several milliseconds. Hyperthreads of a core,
+    and cores of a socket, stay together where shares allow it.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0), key=place_of)
     each = len(cores) // ranks
     if each:
         os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+
+
+def place_of(processor: int) -> tuple[int, int, int]:
+    """(socket, core, number) of a processor of Linux; those of one core differ in the last alone."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
+    try:
+        socket, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):
+        return 0, processor, processor
+    return socket, core, processor
 
 
 def local_device(device: str | torch.device) -> str | torch.device:

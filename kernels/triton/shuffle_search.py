@@ -217,6 +217,8 @@ def round_columns(
 ) -> tuple[Tensor, Tensor]:
     """(rounded [rows, 16], codes u8 [rows / 32, 2 q, 8]) on the targets' GPU: see kernels/torch/shuffle_search.py."""
     rows, device = len(target), target.device
+    if feedback is None:
+        which = None  # one matrix of zeros stands for all
     if rows == 0:
         return torch.empty_like(target), target.new_empty(0, 2 * quarter_bits, 8, dtype=torch.uint8)
     if rows > MOST_ROWS:

@@ -72,6 +72,13 @@ def agree_matrix_by_matrix(device: str) -> None:
         groups = slice(start // shuffle.GROUP, (start + size) // shuffle.GROUP)
         assert torch.equal(rounded[rows], alone) and torch.equal(codes[groups], paths), matrix
         start += size
+    # Without feedback there is nothing to tell matrices by.
+    for found, same in zip(
+        on_gpu.round_columns(*given[:4], None, bits, which.to(device)),
+        on_gpu.round_columns(*given[:4], None, bits),
+        strict=True,
+    ):
+        assert torch.equal(found, same)
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
