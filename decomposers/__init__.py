@@ -6,10 +6,10 @@
     proposals(signature, target, room) -> recipes    what a conversion tries (nstf.proposals)
     NAME                                what users call it, where that is not the file's name
 
-`add` is made of other methods: it has `KIND`, `PARTS`, `compose` and `proposals`, and `losses`, which says what its
-recipes are expected to lose without working all of each out. A method may have `faster(recipe, signature)`: the
-recipe in codes whose products take less time, or None. `METHODS` lists the files of this folder that are methods;
-`method(name)` imports one of them, nothing else.
+`add` is made of other methods: it has `KIND`, `PARTS`, `compose` and `proposals`, and `losses`, which says what its recipes
+are expected to lose without working all of each out. A method may have `faster(recipe, signature)`: the recipe in codes
+whose products take less time, or None. `METHODS` lists the files of this folder that are methods; `method(name)` imports
+one of them, nothing else.
 """
 
 import importlib

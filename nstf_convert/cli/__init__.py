@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import sys
 
+# Whether this process is a command's alone, which may then change what the rest of it finds.
+OWN_PROCESS = False
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +50,8 @@ def application(names: Iterable[str] = SUMMARIES) -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code (docs/guide.md has the table)."""
+    global OWN_PROCESS
+    OWN_PROCESS = arguments is None
     try:
         from nstf_convert.cli import running
 

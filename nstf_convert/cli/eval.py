@@ -82,8 +82,10 @@ def eval(
                                 ("--min-top1", min_top1, 1.0), ("--max-ppl-ratio", max_ppl_ratio, math.inf),
                                 ("--min-cosine", min_cosine, 1.0)):  # fmt: skip
         check_bound(option, value, high)
-    if junit is not None and not junit.parent.is_dir():
-        raise UsageError(f"--junit {junit}: the folder {junit.parent} does not exist")
+    if junit is not None:
+        if not junit.parent.is_dir():
+            raise UsageError(f"--junit {junit}: the folder {junit.parent} does not exist")
+        options.check_place(junit)
     from nstf_convert.gates.evaluate import Gates, TaskGates, check, check_tasks
     from nstf_convert.gates.junit import junit_xml, write_junit
 

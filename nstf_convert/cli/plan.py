@@ -70,8 +70,10 @@ def show_frontier(
     """Prints the frontier, and draws it where a file is named."""
     if any(text is not None for text in budget):
         raise UsageError("--frontier shows many sizes: leave the budget out")
-    if svg is not None and not svg.parent.is_dir():
-        raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
+    if svg is not None:
+        if not svg.parent.is_dir():
+            raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
+        options.check_place(svg)
     chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
     leave_out_unused(model)
     from nstf.runtime.artifact.atomic_file import write_whole

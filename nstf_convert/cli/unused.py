@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from nstf.runtime.imports import NOT_FOR_TEXT, leave_out
+from nstf_convert import cli
 
 # Configs are kilobytes; what is larger is read, and refused, by those who open the model.
 MOST_BYTES = 1 << 20
@@ -11,8 +12,9 @@ OTHER_INPUTS = ("vision", "image", "video", "audio")
 
 
 def leave_out_unused(model: str) -> None:
-    """transformers does not find what it imports for images where the model is a language model."""
-    if _reads_text_alone(Path(model)):
+    """transformers does not find what it imports for images where the model is a language model. Not where the
+    command is a call in another's process."""
+    if cli.OWN_PROCESS and _reads_text_alone(Path(model)):
         leave_out(NOT_FOR_TEXT)
 
 

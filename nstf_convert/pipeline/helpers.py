@@ -109,6 +109,7 @@ class Helpers:
         gpu_bytes = machine.gpu_bytes if beside is None else int(GPU_SHARE * machine.gpu_bytes)
         self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._busy: list[Connection] = []
+        self._lowered = False
         self._gone: set[Connection] = set()
         self._peaks: dict[Connection, Peaks] = {}
         self._devices: dict[Connection, str] = {}
@@ -153,7 +154,13 @@ class Helpers:
             self._send(connection, replace(job, door=self._door(connection)))
 
     def rehearse(self) -> None:
-        """All helpers prepare for candidates. Not before the machine was timed: they take from the GPU what they can get."""
+        """All helpers prepare for candidates. Not before the machine was timed: they take from the GPU what they can get.
+        What those on the first process's own GPU may take is not this one's until they are closed."""
+        if self._beside and self.any and self._machine.on_gpu:
+            left = self._machine.gpu_bytes * (1 - GPU_SHARE * len(self._alive()))
+            torch.cuda.empty_cache()
+            keep_within(int(left), self._machine.devices)
+            self._lowered = True
         for connection in self._alive():
             self._told(connection, Rehearsal())
 
@@ -205,20 +212,6 @@ class Helpers:
             if answer.failure:
                 self._failed(answer.failure)
 
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        """What helpers on the first process's own GPU may take is not this one's inside."""
-        if not (self._beside and self.any and self._machine.on_gpu):
-            yield
-            return
-        left = self._machine.gpu_bytes * (1 - GPU_SHARE * len(self._alive()))
-        torch.cuda.empty_cache()
-        keep_within(int(left), self._machine.devices)
-        try:
-            yield
-        finally:
-            keep_within(self._machine.gpu_bytes, self._machine.devices)
-
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
         for process, connection in self._processes:
@@ -229,6 +222,9 @@ class Helpers:
         for process, _ in self._processes:
             process.wait()
         self._processes, self._busy = [], []
+        if self._lowered:
+            self._lowered = False
+            keep_within(self._machine.gpu_bytes, self._machine.devices)
 
 
 def count_beside(machine: Machine, checkpoint_bytes: int) -> int:

@@ -20,6 +20,7 @@ from nstf_convert.pipeline.improve import together
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.products import EXACT_BITS
 from nstf_convert.pipeline.propose.encoder import working_bytes
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.rates import Rates, measured_rates
 from nstf_convert.report.build import layer_of
@@ -132,7 +133,7 @@ def predict(
     not measured yet."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
-    shuffles = options.bounds_time and (options.formats is None or "shuffle" in options.formats)
+    shuffles = "shuffle" in method_families(options.formats, options.bounds_time)
     rates = measured_rates(
         machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough,
         shuffles,
@@ -154,12 +155,14 @@ def predict(
 
     encode = _encode(work, rates, _searched(size, units), cores, machine)
     in_pass = options.front_to_back or drops_hessians
-    waiting = _tokens_in_pass(work, machine, tokens * places, 2 if options.front_to_back else 1)
+    models = 2 if options.front_to_back else 1
+    waiting = _tokens_in_pass(work, machine, tokens * places, models)
     room, last = 0, encode
     if options.front_to_back:
         last = encode + waiting / places * (2 * passing + moments) + work.solved * rates.factor
     elif drops_hessians:
-        room = together.room_bytes(machine, 8 * waiting * work.widest)
+        # Groups wait for each other only where the codes gain from it.
+        room = together.room_bytes(machine, 8 * waiting * work.widest) if rates.few_segments else 0
         last = _encode_together(work, rates, encode, room) + waiting / places * (passing + moments / 3)
     measured = scored * (forward + 2 * logits)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
@@ -205,7 +208,6 @@ def predict(
             options.heal_steps * step + looks if options.heal_steps else 60 * options.heal_minutes
         )
     log.debug("predicted seconds: %s", {n: round(s, 1) for n, s in seconds.items()})
-    models = 1 if room else 2
     host, gpu = _memory(work, machine, 8 * models * waiting * work.widest, tensor_bytes, room, beside)
     healed = _healing_memory(work, machine, text) if options.heals else 0
     if machine.on_gpu:

@@ -147,12 +147,13 @@ def exact_size(
     """The exact size of the file in bytes. skip: names left out, to find what everything else takes. Whether a reader would
     accept the file is asked of a session's first one, and again when one is written."""
     checked = not skip and not session.layout_checked
-    session.layout_checked |= checked
     left_out = {mixes.file_name(n) for n in skip or ()}
     wanted = {n: e for n, e in mixes.entries(session, mix).items() if n not in left_out}
     shared = {mixes.file_name(a): mixes.file_name(s) for a, s in mixes.shared_names(session).items()}
     shared = {a: s for a, s in shared.items() if s in wanted}
-    return artifact_size(wanted, shared, session.checkpoint.files(), dict(meta), checked)
+    size = artifact_size(wanted, shared, session.checkpoint.files(), dict(meta), checked)
+    session.layout_checked |= checked
+    return size
 
 
 def unconfirmed(table: Table, planned: Planned) -> dict[str, Recipe]:

@@ -109,7 +109,7 @@ def _keys(
 ) -> dict[str, str]:
     """Names in the work directory: everything before a tensor decides about it, so the whole mix is part of each, and
     the number of windows that fit the memory."""
-    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())}, corrected=True)
+    digest = content_key(mix={n: r.to_json() for n, r in sorted(mix.items())})
     return {
         name: content_key(
             kind="prefix",

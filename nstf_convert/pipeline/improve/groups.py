@@ -1,4 +1,4 @@
-"""The groups of weights that are encoded together front to back: those that read one input, in the order they run."""
+"""The groups of weights that are encoded together in a pass: those that read one input, in the order they run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

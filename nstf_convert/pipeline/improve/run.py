@@ -121,7 +121,7 @@ class Run:
         self, planned: Planned, budget_bytes: int, weights: Mapping[str, float] | None, exact: bool
     ) -> Planned:
         """The plan with the ranks of its decompositions adapted: to what a byte buys in the other tensors, and, of
-        convolutions in a plan that bounds time, to what their next ranks on both sides lose and take."""
+        chains of convolutions in a plan that bounds time, to what their next ranks on both sides lose and take."""
         session = self.session
         chosen = {
             n: found
@@ -139,8 +139,9 @@ class Run:
 
         def others(unit: Unit) -> list[Candidate]:
             own = chosen[unit.name]
-            if unit.name in faster:
-                return session.encoder.beside(unit, self.allowed, own.recipe)
+            beside = session.encoder.beside(unit, self.allowed, own.recipe) if unit.name in faster else []
+            if beside or planned.price <= 0.0:
+                return beside
             # What was measured of decompositions makes a byte of theirs worth less, or more, than their losses say.
             return session.encoder.grown(unit, self.allowed, own, planned.price / self.factor)
 

@@ -31,12 +31,14 @@ from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 9
+ALGORITHMS = 10
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
 # What a weight of a large table takes beyond the rows that are worked on: 4 bytes as it is, up to 2 encoded, twice.
 LARGE_BYTES = 8
+# Why nothing of what a method proposed is a candidate.
+LOOKED_AT = "looked at: others of no more bytes are expected to lose less"
 
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ class Encoder:
         where its size is not known."""
         self._few, self._timed, self._bits = few, timed, bits
         self._machine = machine
-        self._asked: dict[str, list[Any]] = {}  # looks at the bits of a first plan, by tensor
+        self._asked: dict[str, dict[str, Any]] = {}  # what was found at the bits of a first plan, by tensor
         self._work = work
         self._source = source
         self.statistics = statistics
@@ -225,42 +227,45 @@ class Encoder:
         found = [*self._explored(unit, allowed)["looks"], *self._estimated(unit, allowed)["looks"]]
         if self._timed and not self._few:
             found += self._faster(unit, allowed)["looks"]
-        found += self._asked.get(unit.name, [])
-        looks = [Look(*k) for k in found]
+        # What methods answered when they were asked once more stands for what they said before.
+        again = self._asked.get(unit.name, {"losses": [], "looks": []})
+        answered = {data["method"] for data, _ in again["losses"]} | {k[0] for k in again["looks"]}
+        looks = [Look(*k) for k in [*(k for k in found if k[0] not in answered), *again["looks"]]]
         return [k for k in looks if not k.reason] + [k for k in looks if k.reason]
 
     def at_few_bits(self, unit: Unit, allowed: set[str], bits: float) -> list[Candidate]:
         """What methods propose once a plan gives a tensor so many bits a weight, such as corrections and forms around that
         rate, with expected losses; nothing that was proposed before."""
         rivals = self.candidates(unit, allowed)
-        methods = sorted(allowed)
+        methods, planned = sorted(allowed), round(4 * bits) / 4
         key = self._key(
-            "few bits", unit, methods=methods, versions=versions(methods), bits=round(4 * bits),
-            few=self._few, timed=self._timed,
+            "few bits", unit, methods=methods, versions=versions(methods), bits=planned,
+            few=self._few, timed=self._timed, bits_of_file=self._bits_of(unit),
         )  # fmt: skip
         found = self._work.find_metadata(key)
         if found is None:
             known = self._learnt(unit)
             points = [(cand.arrays_bytes(unit, c.recipe), c.loss) for c in rivals]
             room = replace(
-                self._room(unit, allowed), planned=bits, rival=structure.rival_of(points, known.signal)
+                self._room(unit, allowed), planned=planned, rival=structure.rival_of(points, known.signal)
             )
             there = {c.recipe for c in rivals}
-            plain = cand.plain_recipes(known, allowed, self._few, self._timed, room.looks, bits)
+            plain = cand.plain_recipes(known, allowed, self._few, self._timed, room.looks, planned)
             more = [r for r in plain if r not in there]
             losses = list(zip(more, cand.estimates(known, more), strict=True))
             wanted = [r for r in registry.structured(known, Target(self._timed), room) if r not in there]
             losses += registry.losses(
                 known, wanted, cand.tools(unit, known, rivals), lambda r: self.encode(unit, r).loss
             )
+            # Of what a method proposes no bound ruled out all.
+            proposed = {r.method for r in (*more, *wanted)}
+            looks = [k for k in room.looks if k.method not in proposed]
             kept = {r.method for r, _ in losses}
             for method in sorted({r.method for r in wanted} - kept):
-                room.skip(method, "looked at: others of no more bytes are expected to lose less")
-            found = {
-                "losses": [[r.to_json(), v] for r, v in losses], "looks": [_look(k) for k in room.looks],
-            }  # fmt: skip
+                looks.append(Look(method, reason=LOOKED_AT))
+            found = {"losses": [[r.to_json(), v] for r, v in losses], "looks": [_look(k) for k in looks]}
             self._work.put(key, {}, found)
-        self._asked[unit.name] = found["looks"]
+        self._asked[unit.name] = found
         return [self._candidate(unit, data, v) for data, v in found["losses"]]
 
     def beside(self, unit: Unit, allowed: set[str], chosen: Recipe) -> list[Candidate]:

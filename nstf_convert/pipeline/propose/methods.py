@@ -82,7 +82,9 @@ def _proposed(among: Iterable[str], signature: Signature, target: Target, room: 
     out: list[Recipe] = []
     for method in (m for m in among if m in room.methods):
         found = module_of(method).proposals(signature, target, room)
-        if not found and not any(look.method == method for look in room.looks):
+        # Asked once more, a method may have nothing to add to what it proposed.
+        unsaid = room.planned is None and not any(look.method == method for look in room.looks)
+        if not found and unsaid:
             room.skip(method, f"proposes nothing for a tensor of this role and shape ({signature.role})")
         out += found
     return out
@@ -109,11 +111,19 @@ def faster(recipe: Recipe, signature: Signature) -> Recipe | None:
 
 @cache
 def _source(name: str) -> str:
-    return hashlib.sha256(Path(str(module_of(name).__file__)).read_bytes()).hexdigest()
+    own = Path(str(module_of(name).__file__))
+    return hashlib.sha256(own.read_bytes() + _helpers(own.parent)).hexdigest()
+
+
+@cache
+def _helpers(folder: Path) -> bytes:
+    others = sorted(f for f in folder.glob("*.py") if f.stem not in known())
+    return b"".join(hashlib.sha256(f.read_bytes()).digest() for f in others)
 
 
 def versions(methods: Iterable[str]) -> dict[str, str]:
-    """A digest of each method's file: what another version of it proposed is not found again."""
+    """A digest of each method's file, and of the files of its folder that are no methods: what another version of them
+    proposed is not found again."""
     return {m: _source(m) for m in sorted(methods) if m in quantizers.METHODS or m in decomposers.METHODS}
 
 

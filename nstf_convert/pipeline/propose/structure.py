@@ -187,8 +187,8 @@ def explore(
     return Found(list({str(r): (r, v) for r, v in found.made}.values()), found.looks)
 
 
-def _not_looked_at(methods: Sequence[str], reason: str) -> Found:
-    return Found(looks=[Look(method, reason=reason) for method in methods])
+def _not_looked_at(names: Sequence[str], reason: str) -> Found:
+    return Found(looks=[Look(method, reason=reason) for method in names])
 
 
 def _faster(

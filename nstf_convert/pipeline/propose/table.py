@@ -69,13 +69,12 @@ def _shared(
     if helpers.any and session.keeps_hessians:
         identity, tokens = session.calibration_fingerprint(), session.tokens_per_batch
         sharing = Sharer(session.work, identity, tokens, allowed, helpers.start_all, helpers.wait)
-        with helpers.room():
-            pieces = sharing.begin(CANDIDATES, {}, {})
-            found |= _taken(session, units, allowed, pieces, progress)
-            session.beside.shut_out(pieces)
-            if len(found) < len(units):
-                pieces.wait()
-            session.beside.close()  # their memory is this process's again
+        pieces = sharing.begin(CANDIDATES, {}, {})
+        found |= _taken(session, units, allowed, pieces, progress)
+        session.beside.shut_out(pieces)
+        if len(found) < len(units):
+            pieces.wait()
+        session.beside.close()  # their memory is this process's again
     # What was worked out elsewhere is found.
     rest = [u for u in units if u.name not in found]
     found |= encoder.each(rest, lambda u: encoder.candidates(u, allowed), progress)

@@ -66,6 +66,14 @@ def test_the_frontier_as_a_table_a_figure_and_json(nstf, tiny, tmp_path, monkeyp
     assert json.loads(nstf("plan", tiny.folder, "--frontier", "--json").out) == found
 
 
+def test_a_figure_that_cannot_be_put_there_is_told_before_any_plan(nstf, tiny, tmp_path, monkeypatch) -> None:
+    from nstf_convert import pipeline
+
+    monkeypatch.setattr(pipeline, "frontier", lambda options: pytest.fail("plans were made"))
+    shown = nstf("plan", tiny.folder, "--frontier", "--svg", tmp_path)
+    assert shown.code == 2 and "is a folder, a device or a pipe" in shown.err
+
+
 def test_a_frontier_has_no_budget_and_a_figure_has_a_frontier(nstf, tiny, tmp_path) -> None:
     both = nstf("plan", tiny.folder, "--frontier", "--budget", "0.5")
     assert both.code == 2 and "--frontier shows many sizes: leave the budget out" in both.err

@@ -8,11 +8,14 @@ import sys
 import pytest
 
 from nstf.runtime.imports import NOT_FOR_TEXT
+from nstf_convert import cli
 from nstf_convert.cli import unused
 
 OPEN = """
 import sys
+from nstf_convert import cli
 from nstf_convert.cli.unused import leave_out_unused
+cli.OWN_PROCESS = True
 if sys.argv[1]:
     leave_out_unused(sys.argv[1])
 from nstf.runtime.skeleton import build_skeleton
@@ -57,6 +60,7 @@ def test_a_language_model_is_opened_without_them(leaves_out, tmp_path) -> None:
 def test_only_where_the_config_names_a_language_model(config, left_out, tmp_path, monkeypatch) -> None:
     found = []
     monkeypatch.setattr(unused, "leave_out", found.extend)
+    monkeypatch.setattr(cli, "OWN_PROCESS", True)
     unused.leave_out_unused(written(tmp_path / "model", config))
     assert bool(found) is left_out
 
@@ -64,8 +68,15 @@ def test_only_where_the_config_names_a_language_model(config, left_out, tmp_path
 def test_a_folder_without_a_config_is_left_to_those_who_open_it(tmp_path, monkeypatch) -> None:
     found = []
     monkeypatch.setattr(unused, "leave_out", found.extend)
+    monkeypatch.setattr(cli, "OWN_PROCESS", True)
     unused.leave_out_unused(str(tmp_path))
     unused.leave_out_unused(str(tmp_path / "none.gguf"))
     (tmp_path / "config.json").write_bytes(b"\xff" + b"[" * 100000)
     unused.leave_out_unused(str(tmp_path))
     assert not found
+
+
+def test_a_command_in_another_process_leaves_them_to_it(nstf, tmp_path) -> None:
+    model = written(tmp_path / "model", {"architectures": ["LlamaForCausalLM"]})
+    assert nstf("plan", model, "--budget", "0.5").code != 0
+    assert not [name for name in NOT_FOR_TEXT if sys.modules.get(name, sys) is None]

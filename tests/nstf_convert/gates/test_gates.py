@@ -84,6 +84,7 @@ def test_json_has_figures_protocol_and_verdict(evaluate, tiny):
         (("--min-cosine", "0.9"), "--min-cosine does not apply to a language model"),
         (("--seq-len", "4096"), "the dataset is too short"),
         (("--junit", "missing/out.xml"), "the folder missing does not exist"),
+        (("--junit", "/dev"), "/dev is a folder, a device or a pipe"),
     ],
 )
 def test_wrong_gates_exit_2(evaluate, tiny, words, message):

@@ -1,6 +1,8 @@
 """Plans that bound time take chains of planted ranks, work out the ranks beside them, and say why others were not tried."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,17 @@ from nstf.kernels.convolution import multiplications
 from nstf.kernels.formats import node_from_json
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import Budget, plan
+from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.machine import machine
+from nstf_convert.pipeline.outcome import Planned
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose import methods
+from nstf_convert.pipeline.propose.candidates import Candidate, price
 from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.pipeline.propose.table import Table
+from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.store.workdir import WorkDir
 from nstf_convert.speed import cache, convolutions
 
 RANK, SHAPE = 68, (192, 192, 3, 3)
@@ -68,3 +80,42 @@ def test_a_fast_plan_works_out_the_ranks_beside_the_chain_that_it_took(
     assert {n["method"]: n["reason"] for n in stem["not_tried"]}["low_rank"]
     shuffles = [r["encoding"] for t in stored.values() for r in t["rejected"] if "shuffle" in r["encoding"]]
     assert shuffles and not any("rotated" in e for e in shuffles)
+
+
+@pytest.mark.parametrize(("price_of_a_byte", "grows"), [(1e-12, True), (0.0, False)])
+def test_a_fast_plan_adapts_the_ranks_of_a_convolution_that_has_no_chain_too(
+    price_of_a_byte: float, grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One over one axis, as of speech models."""
+    given = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, 20, generator=given) @ torch.randn(20, 192, generator=given)
+    unit, allowed = Unit("c", (128, 64, 3), "float32", "conv"), methods.method_families(None, True)
+    factor = {"factor": Recipe("int_grid", {"bits": 8, "group": 0, "symmetric": True})}
+    taken = Recipe("svd", {"rank": 16}, factor)
+    with WorkDir(tmp_path / "work", {}) as work:
+        known = machine("cpu", None, None, 1)
+        encoder = Encoder(
+            work,
+            lambda name: weight.reshape(128, 64, 3),
+            Statistics(None),
+            "x",
+            None,
+            known,
+            False,
+            True,
+            3.0,
+        )
+        assert encoder.beside(unit, allowed, taken) == []
+        stored = Candidate(taken, *price(unit, taken), encoder.encode(unit, taken).loss, True)
+        session: Any = SimpleNamespace(
+            units={"c": unit}, statistics=SimpleNamespace(has_hessian=lambda unit: True), encoder=encoder,
+            stages=Stages(),
+        )  # fmt: skip
+        timing: Any = SimpleNamespace(bounds_time=True)
+        meta: Any = None
+        run = Run(session, meta, Table({"c": [stored]}), allowed, timing)
+        monkeypatch.setattr(Run, "planned", lambda self, *given: planned)
+        monkeypatch.setattr(Run, "_confirmed", lambda self, *given: planned)
+        planned = Planned({"c": taken}, 0.0, 0, "mix", price_of_a_byte)
+        run._with_ranks(planned, 1, None, True)
+        assert (len(run.table.candidates["c"]) > 1) is grows

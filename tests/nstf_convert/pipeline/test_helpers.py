@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import helpers as helpers_module
 from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import make
@@ -208,6 +209,24 @@ def test_helpers_beside_need_cores_memory_and_a_small_model(cores, gpu, host, ch
     assert count_beside(Machine(gpus[:1], cores, host, gpu), checkpoint) == count
     assert count_beside(Machine(gpus, cores, host, gpu), checkpoint) == 0
     assert count_beside(Machine((CPU,), cores, host, 0), checkpoint) == 0
+
+
+def test_what_helpers_beside_may_take_is_not_the_first_process_s_until_they_end(
+    default_options, monkeypatch, tmp_path
+) -> None:
+    given = replace(machine("cpu", None, None, 1), gpu_bytes=80 << 30)
+    bounds = []
+    monkeypatch.setattr(helpers_module, "keep_within", lambda size, devices: bounds.append(size))
+    found = Helpers(default_options(), tmp_path / "nothing.work", given, 2)
+    try:
+        monkeypatch.setattr(Machine, "on_gpu", property(lambda self: True))
+        assert bounds == []
+        found.rehearse()
+        assert bounds == [60 << 30]
+    finally:
+        found.close()
+        found.close()
+    assert bounds == [60 << 30, 80 << 30]
 
 
 def test_a_rehearsal_needs_no_calibration_and_leaves_nothing(default_options, tmp_path, monkeypatch) -> None:

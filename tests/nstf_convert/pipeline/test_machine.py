@@ -370,3 +370,31 @@ def test_a_gpu_is_predicted_to_walk_the_columns_of_several_groups_side_by_side()
     # With memory for all of it the multiprocessors are what there is too few of.
     assert prediction._encode_together(work, replace(rates, segment=1e-6), 0.0, 1 << 50) == 27.0
     assert prediction._encode_together(work, RATES, 3.0, 1 << 50) == 3.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_activations_that_wait_are_counted_once_where_one_model_runs(
+    device: str, shuffles: bool, options, monkeypatch
+) -> None:
+    rates = replace(RATES, few_segments=1e-6) if shuffles and device == "cuda" else RATES
+    monkeypatch.setattr(prediction, "measured_rates", lambda *given: rates)
+    units = [
+        Unit(f"model.layers.{i}.mlp.up_proj.weight", (4096, 4096), "bfloat16", "up", uses=("linear",))
+        for i in range(32)
+    ]
+    known = Machine((torch.device(device),), 4, 32 << 30, 100 << 30 if device == "cuda" else 0)
+
+    def taken(windows: int) -> int:
+        asked = options(("bpw", 3.0), prefix=False, search=None)
+        found = predict(units, asked, known, 1 << 30, Text(windows, 512), True)
+        return found.gpu_bytes if device == "cuda" else found.host_bytes
+
+    assert 48 * 512 * 8 * 4096 <= known.activation_bytes
+    if shuffles and device == "cuda":
+        # Groups that wait for each other have what the activations leave; without codes that gain from it none wait.
+        with_groups = taken(32)
+        monkeypatch.setattr(prediction, "measured_rates", lambda *given: RATES)
+        assert with_groups - taken(32) > prediction._work(units).working
+    else:
+        assert taken(48) - taken(32) == 16 * 512 * 8 * 4096

@@ -18,7 +18,7 @@ from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods, structure
 from nstf_convert.pipeline.propose import recipe as recipes
-from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.encoder import LOOKED_AT, Encoder
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.units import Statistics, Unit
 from nstf_convert.pipeline.store.workdir import WorkDir
@@ -298,3 +298,36 @@ def test_what_a_bound_left_over_is_not_said_to_be_ruled_out(monkeypatch) -> None
     monkeypatch.setattr(structure, "SHORTFALL", 1e9)  # and nothing promises enough
     *_, found, _ = explored(name, weight)
     assert found.made == [] and {k.reason for k in found.looks if k.method == "svd"} == {structure.NOT_MADE}
+
+
+def _asked_at(folder: Path, weight: torch.Tensor, of_file: float, planned: float) -> dict[Recipe, float]:
+    unit, allowed = Unit("w", tuple(weight.shape), "float32", "up", 1), methods.method_families(None)
+    with WorkDir(folder, {}) as work:
+        known = machine("cpu", None, None, 1)
+        encoder = Encoder(work, lambda name: weight, Statistics(None), "x", None, known, bits=of_file)
+        return {c.recipe: c.loss for c in encoder.at_few_bits(unit, allowed, planned)}
+
+
+def test_what_a_budget_proposes_at_few_bits_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
+    weight = normal(256, 24) @ normal(24, 256, seed=1) + normal(256, 256, seed=2)
+    earlier = _asked_at(tmp_path / "shared", weight, 8.0, 3.0)
+    fresh = _asked_at(tmp_path / "fresh", weight, 3.0, 3.05)
+    assert fresh != earlier
+    assert _asked_at(tmp_path / "shared", weight, 3.0, 2.95) == fresh
+
+
+def test_what_was_looked_at_at_few_bits_is_not_said_to_be_ruled_out(tmp_path: Path) -> None:
+    weight = normal(256, 256) + 0.4 * normal(256, 4, seed=1) @ normal(4, 256, seed=2)
+    unit, allowed = Unit("w", (256, 256), "float32", "up", 1), methods.method_families(None)
+    known = machine("cpu", None, None, 1)
+    with WorkDir(tmp_path / "work", {}) as work:
+        encoder = Encoder(work, lambda name: weight, Statistics(None), "x", None, known, bits=3.0)
+        before = encoder.candidates(unit, allowed)
+        assert any(look.method == "add" and "at most" in look.reason for look in encoder.looks(unit, allowed))
+        found = before + encoder.at_few_bits(unit, allowed, 3.0)
+        looks = encoder.looks(unit, allowed)
+    assert "add" not in {c.recipe.method for c in found}
+    assert {look.reason for look in looks if look.method == "add"} == {LOOKED_AT}
+    # What had nothing to add to its candidates gives no reason.
+    tried = {c.recipe.method for c in found}
+    assert "trellis" in tried and not [look for look in looks if look.method == "trellis"]
