@@ -49,7 +49,7 @@ def _four(words, at, HARDWARE: tl.constexpr):
     if HARDWARE == 1:
         # As tensors of two dimensions they take the compiler a quarter of a minute.
         return tl.inline_asm_elementwise(
-            "ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
+            "ld.global.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
         )  # fmt: skip
     else:

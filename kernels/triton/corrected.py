@@ -150,8 +150,8 @@ def corrected_skinny_kernel(
     PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
     AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    CONVERT: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
-    CHUNKS: tl.constexpr, COUNT: tl.constexpr,
+    CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
     GENERATION: tl.constexpr, COLUMN_PROGRAMS: tl.constexpr, PIECES: tl.constexpr, TALL: tl.constexpr, R: tl.constexpr,
     B: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr, AT_ONCE: tl.constexpr, EIGHTS: tl.constexpr,
     WIDE_INNER: tl.constexpr, WIDE_OUTER: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
@@ -172,7 +172,7 @@ def corrected_skinny_kernel(
         skinny_product(
             x, words, scale, zeros, row_scale, table, parts, batch, rows, cols, padded, ones, magic,
             PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE,
-            CONVERT, IN_PLACE, PDL, N, S, CHUNKS, COUNT, place, places, across,
+            CONVERT, PDL, N, S, CHUNKS, COUNT, place, places, across,
         )  # fmt: skip
         arrive(counters + 2 * APART, GENERATION, "release")
     else:

@@ -11,9 +11,6 @@ memory, no exchange. A code with the bits of a power of two around it is that po
 zero point add is a multiple of the sum of the activations, from which the sums start instead of from zero. So a weight
 costs half an and-or, most of a shift of two and an eighth of a matrix instruction.
 
-Programs with many rows (`IN_PLACE`) save most of the shifts. A float16 has ten bits beside its power of two, in which codes
-of two to five runs lie as they are, some of them times a power of two, which their activations are divided by beforehand.
-
 The next words are on their way while these are multiplied. Weights, unlike activations, do not depend on the kernel
 before, so the first of them are asked for before it has ended (`PDL`, programmatic dependent launch).
 
@@ -60,26 +57,6 @@ from nstf.kernels.triton.sums import sum_spec
 
 LARGEST_BATCH = 16
 _SMALL = 50_000_000
-# Blocks of 16 rows of a program from which on turning activations into scaled float16 takes less than it saves, by count.
-LEAST_BLOCKS = 4
-
-
-@triton.constexpr_function
-def shift_of(bits, j):
-    """By how much words are moved, for codes of run j to lie among the ten lower bits of their halves."""
-    return j // (10 // bits) * (10 // bits) * bits
-
-
-@triton.constexpr_function
-def power_of(bits, j):
-    """What codes are there times themselves: two to the bit where they begin."""
-    return 2.0 ** (j % (10 // bits) * bits)
-
-
-@triton.constexpr_function
-def mask_of(bits, j):
-    """Of the codes of run j in both halves of such a word."""
-    return ((1 << bits) - 1 << j % (10 // bits) * bits) * 0x00010001
 
 
 @triton.jit
@@ -122,7 +99,6 @@ def skinny_product(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter
     CONVERT: tl.constexpr,  # activations to scaled float16, for numbers that a bfloat16 does not hold
-    IN_PLACE: tl.constexpr,  # codes stay at their bits: integers of one plane, with CONVERT
     PDL: tl.constexpr,
     N: tl.constexpr,
     S: tl.constexpr,  # warps, side by side along the columns
@@ -169,11 +145,6 @@ def skinny_product(
             xs = xs + (some,)
     if CONVERT:
         xs, back = scaled(xs, CHUNKS * J, S, N)
-    if IN_PLACE:
-        placed = ()
-        for i in tl.static_range(CHUNKS * J):
-            placed = placed + (xs[i] * (1.0 / power_of(BITS, i % J)),)
-        xs = placed
     entries = ()
     if PAIRS and MODE == 2:
         entries = bytes_of(table, 0) + bytes_of(table, 1)
@@ -187,18 +158,9 @@ def skinny_product(
             unit = halves(unit, DTYPE)
         for i in tl.static_range(CHUNKS * SUMS):
             total = tl.zeros([S, 16, N], tl.float32)
-            if IN_PLACE:
-                offset = total
-                for j in tl.static_range(FLUSH):
-                    none = tl.zeros([S, 16, N], tl.float32)
-                    one = tl.dot(unit, xs[i * FLUSH + j], none, input_precision="ieee")
-                    total += one * power_of(BITS, (i * FLUSH + j) % J)
-                    offset += one * (1024.0 + (OFFSET - 1024.0) * power_of(BITS, (i * FLUSH + j) % J))
-                starts = starts + (-offset,)
-            else:
-                for j in tl.static_range(FLUSH):
-                    total = tl.dot(unit, xs[i * FLUSH + j], total, input_precision="ieee")
-                starts = starts + (total * -OFFSET,)
+            for j in tl.static_range(FLUSH):
+                total = tl.dot(unit, xs[i * FLUSH + j], total, input_precision="ieee")
+            starts = starts + (total * -OFFSET,)
             plains = plains + (total,)
     else:
         for _ in tl.static_range(CHUNKS * SUMS):
@@ -240,9 +202,6 @@ def skinny_product(
                         numbers = halves(values[(f * FLUSH + i) % N0], DTYPE)
                     elif PAIRS and MODE == 1:
                         numbers = halves(float_pairs(w0, (f * FLUSH + i) % N0, DTYPE, BITS, EXPONENT), DTYPE)
-                    elif IN_PLACE:
-                        moved = w0 >> shift_of(BITS, f * FLUSH + i)
-                        numbers = halves((moved & mask_of(BITS, f * FLUSH + i)) | magic, DTYPE)
                     else:
                         t = codes_at(w0, w1, w2, f * FLUSH + i, PLANES, SHIFTS)
                         if PAIRS:
@@ -281,14 +240,14 @@ def skinny_kernel(
     PLANES: tl.constexpr, SHIFTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, BIAS: tl.constexpr,
     AFTER: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    CONVERT: tl.constexpr, IN_PLACE: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
-    CHUNKS: tl.constexpr, COUNT: tl.constexpr,
+    CONVERT: tl.constexpr, PDL: tl.constexpr, N: tl.constexpr, S: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """`skinny_product` by a grid of programs along rows and columns."""
     skinny_product(
         x, words, scale, zeros, row_scale, table, y, batch, rows, cols, padded, ones, magic, PLANES, SHIFTS, BITS,
-        ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, IN_PLACE, PDL,
-        N, S, CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
+        ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, AFTER, OFFSET, PAIRS, EVEN, WIDE, CONVERT, PDL, N, S,
+        CHUNKS, COUNT, tl.program_id(0), tl.num_programs(0), tl.program_id(1),
     )  # fmt: skip
 
 
@@ -323,13 +282,8 @@ def skinny_specs(
     span = RUN * (16 // min(b for b, _ in layout.planes))
     chunks = layout.padded // span
     split = triton.cdiv(chunks, s * each)
-    blocks = triton.cdiv(layout.rows, 16)
-    programs = min(blocks, max(1, chosen["PROGRAMS"] // split))
-    # Zero points and more rows of activations would take registers from programs that are to run at the same time.
-    pays = layout.symmetric and n == 8 and blocks >= LEAST_BLOCKS * programs
-    in_place = layout.mode == INTEGER and layout.bits <= 4 and bool(chosen.get("IN_PLACE", pays))
     # A bfloat16 holds 128 + 7 bits, and no float16 of a table.
-    convert = in_place or (dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8))
+    convert = dtype == torch.bfloat16 and (layout.mode == TABLE or layout.bits == 8)
     half = dtype == torch.float16 or convert
     # The interpreter multiplies no bfloat16: there codes become numbers one by one.
     pairs = half or not interpreted
@@ -350,11 +304,11 @@ def skinny_specs(
         # assembler then asks for the next codes early, not to save registers at the end.
         count = 0
     even = layout.cols == layout.padded and chunks % (split * s * each) == 0
+    blocks = triton.cdiv(layout.rows, 16)
     product = KernelSpec(
         name=f"skinny_{layout_name(layout)}_{pointer_type(dtype)[1:]}_{layout.groups}x{layout.group}"
         f"_n{n}s{s}c{each}"
         + ("e" if even else "")
-        + ("i" if in_place else "")
         + (f"_{pointer_type(out)[1:]}" if split == 1 and out != dtype else "")
         + ("p" if split > 1 else "")
         + (f"_r{chosen['REGISTERS']}" if "REGISTERS" in chosen else ""),
@@ -377,7 +331,6 @@ def skinny_specs(
             "EVEN": even,
             "WIDE": not pairs,
             "CONVERT": convert,
-            "IN_PLACE": in_place,
             "PDL": overlaps(arch),
             "N": n,
             "S": s,
@@ -390,7 +343,7 @@ def skinny_specs(
         options=overlap_options(arch) | ({"maxnreg": chosen["REGISTERS"]} if "REGISTERS" in chosen else {}),
         batch=batch,
         kind="skinny",
-        grid=(programs, split, 1),
+        grid=(min(blocks, max(1, chosen["PROGRAMS"] // split)), split, 1),
     )
     return [product] if split == 1 else [product, sum_spec(batch * layout.rows, split, out, arch)]
 
